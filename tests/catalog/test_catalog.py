@@ -122,7 +122,7 @@ def test_pages_join_to_the_whole_list(stub: CheckpointServiceStub) -> None:
         ({"parent": "namespaces/prod/runs/nobody"}, "RUN_NOT_FOUND"),
     ],
 )
-def test_a_list_that_cannot_be_is_refused(
+def test_a_list_that_cannot_be_is_rejected(
     stub: CheckpointServiceStub, fields: dict[str, str | int], reason: str
 ) -> None:
     request = {"parent": "namespaces/prod/runs/llama-8b"} | fields
@@ -240,7 +240,7 @@ def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None:
+def test_a_token_of_another_list_is_rejected(stub: CheckpointServiceStub) -> None:
     page = stub.ListRuns(api.ListRunsRequest(parent="namespaces/-", page_size=1))
     request = api.ListRunsRequest(
         parent="namespaces/eval", page_token=page.next_page_token
@@ -284,7 +284,7 @@ def test_an_unknown_step_is_named_with_those_nearest(client: store.Client) -> No
 
 
 @pytest.mark.parametrize("which", [-1, 2**63, True, "Newest", "1st", 1.5, None])
-def test_what_is_no_step_is_refused_before_anything_is_asked(
+def test_what_is_no_step_is_rejected_before_anything_is_asked(
     client: store.Client, which: object
 ) -> None:
     with pytest.raises(store.InvalidRequestError):
@@ -326,7 +326,7 @@ def test_a_run_that_never_committed_is_not_found(
         (range(65537), "65536"),
     ],
 )
-def test_chunks_that_a_checkpoint_does_not_have_are_refused(
+def test_chunks_that_a_checkpoint_does_not_have_are_rejected(
     client: store.Client, address: str, chunks: list[int], match: str
 ) -> None:
     stub = ChunkServiceStub(grpc.insecure_channel(address))
@@ -341,7 +341,7 @@ def test_chunks_that_a_checkpoint_does_not_have_are_refused(
         )
 
 
-def test_chunks_of_another_checkpoint_at_the_step_are_refused(address: str) -> None:
+def test_chunks_of_another_checkpoint_at_the_step_are_rejected(address: str) -> None:
     stub = ChunkServiceStub(grpc.insecure_channel(address))
     request = chunk_api.ReadChunksRequest(
         name="namespaces/eval/runs/one/checkpoints/3", uid="0" * 32, chunk=[0]
@@ -362,7 +362,7 @@ def test_chunks_of_another_checkpoint_at_the_step_are_refused(address: str) -> N
         ("one/checkpoints/best", "TAG_NOT_FOUND"),
     ],
 )
-def test_chunks_of_what_is_not_there_are_refused_for_its_own_reason(
+def test_chunks_of_what_is_not_there_are_rejected_for_its_own_reason(
     address: str, name: str, reason: str
 ) -> None:
     stub = ChunkServiceStub(grpc.insecure_channel(address))

@@ -136,7 +136,7 @@ def test_damage_is_reported_before_another_version_and_before_another_path() -> 
         unseal(data.SerializeToString(), pb.TagRecord, place="p")
 
 
-def test_a_later_version_is_refused_as_such(root: Path) -> None:
+def test_a_later_version_is_rejected_as_such(root: Path) -> None:
     # Computed as in all versions, whatever the payload is then.
     data = pb.Sealed(format_version=3, crc32c=0x201617C7, payload=b"later")
     assert data.crc32c == pb.Sealed.FromString(data.SerializeToString()).crc32c
@@ -280,7 +280,7 @@ def test_exchanged_announcements_are_damage_and_the_watch_continues_after_them(
         assert ("tagged", 1) == ((event := next(events)).kind, event.step)
 
 
-def test_a_store_whose_record_is_another_kind_is_refused(root: Path) -> None:
+def test_a_store_whose_record_is_another_kind_is_rejected(root: Path) -> None:
     shutil.copyfile(root / layout.run_record(ONE), root / layout.STORE)
     with pytest.raises(store.DataLossError, match="expected the store record of this"):
         store.connect(root.as_uri())

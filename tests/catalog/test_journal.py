@@ -373,7 +373,7 @@ def test_unused_namespaces_take_no_memory(
     within(test)
 
 
-def test_a_position_outside_the_journal_is_refused(
+def test_a_position_outside_the_journal_is_rejected(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:

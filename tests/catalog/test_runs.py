@@ -42,7 +42,7 @@ def request_of(run: store.Run, *paths: str, **fields: Any) -> api.UpdateRunReque
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The reason with which a call is refused."""
+    """The reason with which a call is rejected."""
     with pytest.raises(store.StoreError) as caught, translated("here"):
         call()
     return caught.value.reason
@@ -95,7 +95,7 @@ def test_a_field_that_is_named_and_not_given_is_cleared(
     assert cleared.uid == run.info().uid != "mine"
 
 
-def test_a_stale_etag_is_refused_and_changes_nothing(run: store.Run) -> None:
+def test_a_stale_etag_is_rejected_and_changes_nothing(run: store.Run) -> None:
     first = run.configure(labels={"n": "1"})
     second = run.configure(labels={"n": "2"}, etag=first.etag)
 
@@ -108,7 +108,7 @@ def test_a_stale_etag_is_refused_and_changes_nothing(run: store.Run) -> None:
     assert second == run.info()
 
 
-def test_an_etag_of_a_run_that_does_not_exist_is_refused(run: store.Run) -> None:
+def test_an_etag_of_a_run_that_does_not_exist_is_rejected(run: store.Run) -> None:
     with pytest.raises(store.ConflictError, match="does not exist"):
         run.configure(labels={}, etag='"abc"')
     with pytest.raises(store.NotFoundError):
@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("paths", "fields"), BROKEN.values(), ids=BROKEN)
-def test_an_update_that_breaks_a_bound_is_refused(
+def test_an_update_that_breaks_a_bound_is_rejected(
     stub: CheckpointServiceStub,
     run: store.Run,
     paths: list[str],
@@ -161,7 +161,7 @@ def test_an_update_that_breaks_a_bound_is_refused(
         run.info()
 
 
-def test_a_request_without_a_uuid_is_refused(
+def test_a_request_without_a_uuid_is_rejected(
     stub: CheckpointServiceStub, run: store.Run
 ) -> None:
     request = request_of(run, "labels")
@@ -182,7 +182,7 @@ def test_a_purge_delay_at_its_bounds_is_taken(run: store.Run, delay: timedelta) 
     assert deleted.purge_time == deleted.delete_time + delay
 
 
-def test_wrong_types_are_refused_before_anything_is_sent(run: store.Run) -> None:
+def test_wrong_types_are_rejected_before_anything_is_sent(run: store.Run) -> None:
     caller: Any = run  # without a type checker
     calls: list[Callable[[], object]] = [
         caller.configure,

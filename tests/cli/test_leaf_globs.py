@@ -142,7 +142,7 @@ def test_a_path_narrows_from_left_to_right(text: str, expected: object) -> None:
         "prod/../llama",
     ],
 )
-def test_a_path_that_nothing_can_have_is_refused_with_the_rule(text: str) -> None:
+def test_a_path_that_nothing_can_have_is_rejected_with_the_rule(text: str) -> None:
     with pytest.raises(InvalidNameError, match="expected"):
         parse_path(text)
 
@@ -185,6 +185,6 @@ def test_an_invalid_server_is_passed_unchanged_to_connect(typed: str) -> None:
     assert typed == parse_target(typed)
 
 
-def test_a_store_that_no_command_can_work_with_is_refused() -> None:
+def test_a_store_that_no_command_can_work_with_is_rejected() -> None:
     with pytest.raises(InvalidNameError, match="expected host:port"):
         parse_target("memory://")

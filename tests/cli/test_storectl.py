@@ -368,7 +368,7 @@ def test_serve_serves_until_it_is_asked_to_stop(
     assert 0 == server.stop()
 
 
-def test_serve_refuses_other_machines_without_tls(tmp_path: Path) -> None:
+def test_serve_rejects_other_machines_without_tls(tmp_path: Path) -> None:
     root = f"file://{tmp_path / 'store'}"
 
     result = CliRunner().invoke(main, ["serve", "--root", root, "--host", "0.0.0.0"])

@@ -6,7 +6,7 @@ from storesvc_client.cli import main
 from tests.support.command_line import refusal
 
 
-def test_a_server_that_is_not_there_is_refused_before_anything_is_trained() -> None:
+def test_a_server_that_is_not_there_is_reported_before_anything_is_trained() -> None:
     sentence = refusal("127.0.0.1:1", "demo", "--store", "127.0.0.1:2")
 
     assert "127.0.0.1:2 cannot be reached" in sentence

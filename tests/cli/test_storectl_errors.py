@@ -94,7 +94,7 @@ def test_wrong_usage_is_json_where_json_is_asked_for(line: list[str]) -> None:
     )
 
 
-def test_each_refusal_of_several_is_a_line_of_json(root: Path) -> None:
+def test_each_error_of_several_is_a_line_of_json(root: Path) -> None:
     result = run("rm", "prod/tiny@7", "prod/tiny@8", "--json", "-s", str(root))
 
     messages = [json.loads(line)["error"] for line in result.stderr.splitlines()]

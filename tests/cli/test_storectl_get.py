@@ -82,7 +82,7 @@ def test_get_writes_one_leaf_as_npy(address: str, tmp_path: Path) -> None:
     assert FLOATS.tobytes() == np.load(file).tobytes()
 
 
-def test_get_refuses_several_leaves_for_one_npy(address: str, tmp_path: Path) -> None:
+def test_get_rejects_several_leaves_for_one_npy(address: str, tmp_path: Path) -> None:
     file = tmp_path / "blocks.npy"
 
     sentence = refusal(address, "get", "prod/tiny@20:params/blocks/**", "-o", str(file))
@@ -143,7 +143,7 @@ def test_get_writes_safetensors_that_its_own_readers_read(
         ),
     ],
 )
-def test_a_dtype_without_a_name_in_the_format_is_refused_with_its_leaf(
+def test_a_dtype_without_a_name_in_the_format_is_rejected_with_its_leaf(
     address: str, tmp_path: Path, key: str, suffix: str, sentence: str
 ) -> None:
     file = tmp_path / f"leaf{suffix}"
@@ -167,7 +167,7 @@ def test_a_file_that_exists_is_replaced_only_by_force(
     assert [file] == list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_refused(address: str) -> None:
+def test_a_file_that_cannot_be_written_is_reported(address: str) -> None:
     sentence = refusal(address, "get", "prod/tiny@20:step", "-o", "/nowhere/x.npy")
 
     assert f"/nowhere/x.npy: {os.strerror(errno.ENOENT)}" == sentence

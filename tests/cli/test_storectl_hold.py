@@ -217,7 +217,7 @@ def test_a_hold_of_a_client_that_is_gone_is_ended_by_its_id(
     assert "storectl: no holds\n" == nothing.stderr
 
 
-def test_a_command_that_cannot_run_is_refused_as_shells_do(
+def test_a_command_that_cannot_run_has_the_exit_code_of_a_shell(
     server_address: str, saved: store.Run, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
@@ -243,7 +243,7 @@ def test_an_absent_checkpoint_is_not_held_and_no_command_runs(
     assert not made.exists()
 
 
-def test_a_hold_of_no_time_is_refused(server_address: str, saved: store.Run) -> None:
+def test_a_hold_of_no_time_is_rejected(server_address: str, saved: store.Run) -> None:
     for ttl in ("0s", "-1s", "31d"):
         arguments = ["hold", f"{saved.name}@1", "--ttl", ttl, "--", "true"]
         assert "ttl: expected" in refusal(server_address, *arguments)

@@ -25,7 +25,7 @@ def test_ping_prints_what_a_server_serves(server: ServerProcess) -> None:
     )
 
 
-def test_a_server_that_is_gone_is_refused_in_a_sentence() -> None:
+def test_a_server_that_is_gone_is_reported_in_a_sentence() -> None:
     assert "store 127.0.0.1:1 cannot be reached" in refusal("127.0.0.1:1", "ping")
 
 

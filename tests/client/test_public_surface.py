@@ -215,7 +215,7 @@ WRONG: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_options_of_another_type_are_refused(
+def test_options_of_another_type_are_rejected(
     run: store.Run, call: Callable[[Any], object]
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"expected .*, got "):

@@ -256,7 +256,7 @@ WRONG: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_an_argument_of_another_type_is_refused(
+def test_an_argument_of_another_type_is_rejected(
     client: store.Client, call: Callable[[Any], object]
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"expected .*, got "):

@@ -189,7 +189,7 @@ def with_setting(name: str, value: Any) -> Any:
     )
 
 
-def test_how_a_model_is_computed_is_logged_and_what_is_computed_refused(
+def test_how_a_model_is_computed_is_logged_and_what_is_computed_rejected(
     run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_state(run, EasyDeLState.create(model=plain())).result()

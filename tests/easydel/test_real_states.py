@@ -120,7 +120,7 @@ def test_a_model_that_is_given_as_a_class_is_built_for_the_mesh_of_the_restore(
     ],
     ids=["layers", "vocabulary", "epsilon", "dtype"],
 )
-def test_another_model_is_refused(
+def test_another_model_is_rejected(
     run: store.Run,
     scenario: Scenario,
     original: Original,
@@ -132,7 +132,7 @@ def test_another_model_is_refused(
 
 
 @one_scenario
-def test_another_optimizer_is_refused_with_its_leaves(
+def test_another_optimizer_is_rejected_with_its_leaves(
     run: store.Run, scenario: Scenario, original: Original
 ) -> None:
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_another_optimizer_is_refused_with_its_leaves(
 
 
 @one_scenario
-def test_a_state_with_moments_is_refused_without_the_optimizer(
+def test_a_state_with_moments_is_rejected_without_the_optimizer(
     run: store.Run, scenario: Scenario, original: Original
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected tx=, got None"):

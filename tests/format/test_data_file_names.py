@@ -56,7 +56,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_name_that_the_format_never_makes_is_refused(name: str) -> None:
+def test_a_name_that_the_format_never_makes_is_rejected(name: str) -> None:
     with pytest.raises(InvalidNameError, match="expected UPLOAD/ID"):
         check_data_file(name)
 
@@ -115,7 +115,7 @@ def test_a_manifest_with_such_a_name_is_corrupt_data_to_every_call(
 
 
 @pytest.mark.parametrize("name", MANIFESTS, ids=range(len(MANIFESTS)))
-def test_a_direct_restore_refuses_such_a_name(
+def test_a_direct_restore_rejects_such_a_name(
     server: ServerProcess, run: store.Run, saved: Saved, name: str
 ) -> None:
     name_file(saved, name)

@@ -215,7 +215,7 @@ def test_a_response_without_a_frame_is_an_empty_one() -> None:
 @given(st.binary(max_size=40) | st.binary().map(lambda b: delimited(1, COLUMNS + b)))
 @example(b"\x0a" + b"\x80" * 30)
 @example(delimited(1, COLUMNS + DATA)[:-1])
-def test_what_is_no_response_is_refused_as_the_generated_classes_do(
+def test_what_is_no_response_is_rejected_as_the_generated_classes_do(
     written: bytes,
 ) -> None:
     try:
@@ -258,7 +258,7 @@ def test_a_request_without_a_frame_is_left_to_the_generated_classes(
 @given(st.binary(max_size=40) | st.binary().map(lambda b: delimited(2, COLUMNS + b)))
 @example(b"\x12" + b"\x80" * 30)
 @example(delimited(2, COLUMNS + DATA)[:-1])
-def test_what_is_no_request_is_refused_as_the_generated_classes_do(
+def test_what_is_no_request_is_rejected_as_the_generated_classes_do(
     written: bytes,
 ) -> None:
     try:

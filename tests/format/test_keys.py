@@ -51,17 +51,17 @@ def test_only_escapes_are_unescaped(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["%2f", "a%", "%2", "..", ".", "a/b", "%41", "%%"])
-def test_what_no_part_escapes_to_is_refused(text: str) -> None:
+def test_what_no_part_escapes_to_is_rejected(text: str) -> None:
     with pytest.raises(InvalidKeyError):
         unescape_part(text)
 
 
-def test_a_lone_surrogate_is_refused_by_name() -> None:
+def test_a_lone_surrogate_is_rejected_by_name() -> None:
     with pytest.raises(InvalidKeyError, match=r"'a/\\ud800'.*surrogate"):
         join_key(["a", "\ud800"])
 
 
-def test_a_long_key_is_refused_with_its_size() -> None:
+def test_a_long_key_is_rejected_with_its_size() -> None:
     with pytest.raises(InvalidKeyError, match="4096 bytes, got 4097"):
         join_key(["x" * 4097])
 
@@ -75,7 +75,7 @@ def test_a_long_key_is_refused_with_its_size() -> None:
         (["", "a"], "'a' is below the leaf ''"),
     ],
 )
-def test_keys_that_are_not_those_of_a_tree_are_refused(
+def test_keys_that_are_not_those_of_a_tree_are_rejected(
     keys: list[str], message: str
 ) -> None:
     with pytest.raises(InvalidKeyError, match=message):
@@ -119,14 +119,14 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def test_two_paths_of_one_key_are_refused_naming_both(run: store.Run) -> None:
+def test_two_paths_of_one_key_are_rejected_naming_both(run: store.Run) -> None:
     with pytest.raises(
         store.UnsupportedLeafError, match=r"\['a'\]\[0\] and \['a'\]\['0'\].*'a/0'"
     ):
         run.save(0, {"a": Odd(1, 2)})
 
 
-def test_dict_keys_that_jax_cannot_order_are_refused(run: store.Run) -> None:
+def test_dict_keys_that_jax_cannot_order_are_rejected(run: store.Run) -> None:
     with pytest.raises(store.UnsupportedLeafError, match="keys of one type"):
         run.save(0, {0: 1, "0": 2})
 
@@ -138,7 +138,7 @@ def test_dict_keys_that_jax_cannot_order_are_refused(run: store.Run) -> None:
         *("a/" + "b" * 64, "a /b", "a/b\n", "é/b", "a%2f/b"),
     ],
 )
-def test_names_that_break_the_rules_are_refused(text: str) -> None:
+def test_names_that_break_the_rules_are_rejected(text: str) -> None:
     with pytest.raises(InvalidNameError):
         RunName.parse(text)
 
@@ -152,12 +152,12 @@ def test_names_that_break_the_rules_are_refused(text: str) -> None:
         f"namespaces/a/runs/b/checkpoints/{2**63}",
     ],
 )
-def test_checkpoint_names_that_break_the_rules_are_refused(resource: str) -> None:
+def test_checkpoint_names_that_break_the_rules_are_rejected(resource: str) -> None:
     with pytest.raises(InvalidNameError):
         CheckpointName.from_resource(resource)
 
 
 @pytest.mark.parametrize("upload", ["", "x", "../" * 10 + "ab", "A" * 32, "a" * 33])
-def test_upload_names_that_break_the_rules_are_refused(upload: str) -> None:
+def test_upload_names_that_break_the_rules_are_rejected(upload: str) -> None:
     with pytest.raises(InvalidNameError):
         UploadName.from_resource(f"namespaces/a/runs/b/uploads/{upload}")

@@ -417,7 +417,7 @@ def test_an_array_is_opened_as_any_other(tmp_path: Path) -> None:
         (["a", "b"], {"length": np.array([1, 2**62])}, f"got 1 to {2**62}"),
     ],
 )
-def test_what_the_format_has_no_place_for_is_refused(
+def test_what_the_format_has_no_place_for_is_rejected(
     keys: list[str], changed: dict[str, Any], message: str
 ) -> None:
     columns: dict[str, Any] = {

@@ -70,7 +70,7 @@ def test_a_client_collects_all_runs_of_a_namespace(client: store.Client) -> None
     assert {"gcns/a", "gcns/b"} <= {one.run for one in client.collect(dry_run=True)}
 
 
-def test_a_run_or_a_grace_that_there_is_not_is_refused(client: store.Client) -> None:
+def test_a_run_or_a_grace_that_there_is_not_is_rejected(client: store.Client) -> None:
     with pytest.raises(store.NotFoundError, match="absent/nothing"):
         list(client.collect("absent/nothing"))
     with pytest.raises(store.InvalidRequestError, match="grace"):
@@ -118,7 +118,7 @@ def test_a_server_does_all_that_by_itself(
     assert not (server.root / layout.COLLECTOR).exists()
 
 
-def test_an_interval_below_zero_is_refused(
+def test_an_interval_below_zero_is_rejected(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     with pytest.raises(EndedError):

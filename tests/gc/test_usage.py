@@ -188,7 +188,7 @@ def test_gc_collects_what_it_said_it_would(
         (("absent/nothing",), "absent/nothing"),
     ],
 )
-def test_gc_refuses_what_it_cannot_mean(
+def test_gc_rejects_what_it_cannot_mean(
     server_address: str, arguments: Sequence[str], said: str
 ) -> None:
     result = storectl(server_address, "gc", *arguments)

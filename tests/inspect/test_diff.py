@@ -176,7 +176,7 @@ def test_checkpoints_of_two_runs_are_compared(client: store.Client) -> None:
     assert ("elsewhere/diff-other", 7) == (diff.checkpoint.run, diff.checkpoint.step)
 
 
-def test_a_run_of_another_client_is_refused(
+def test_a_run_of_another_client_is_rejected(
     client: store.Client, server_address: str
 ) -> None:
     with (

@@ -317,7 +317,7 @@ def test_a_full_storage_can_be_restored_from(
         ("PurgeCheckpoint", {"name": "9"}, "CHECKPOINT_NOT_FOUND"),
     ],
 )
-def test_a_change_that_cannot_be_is_refused_for_its_own_reason(
+def test_a_change_that_cannot_be_is_rejected_for_its_own_reason(
     settled: store.Run,
     stub: CheckpointServiceStub,
     server: ServerProcess,
@@ -412,7 +412,7 @@ def test_a_deletion_that_is_asked_for_again_with_its_etag_answers_as_before(
         ({"pinned": 1}, "pinned=: expected a bool"),
     ],
 )
-def test_an_update_that_says_nothing_sensible_is_refused(
+def test_an_update_that_says_nothing_sensible_is_rejected(
     settled: store.Run, arguments: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=match):
@@ -420,7 +420,7 @@ def test_an_update_that_says_nothing_sensible_is_refused(
 
 
 @pytest.mark.parametrize("text", [5, 0, b"x", ["x"], "\ud800"], ids=ascii)
-def test_what_is_no_text_is_refused_before_anything_is_asked(
+def test_what_is_no_text_is_rejected_before_anything_is_asked(
     settled: store.Run, server: ServerProcess, text: Any
 ) -> None:
     calls: list[Callable[[], object]] = [

@@ -259,7 +259,7 @@ def test_a_hold_that_is_asked_for_again_is_the_same_one(
         ({"ttl": Duration(seconds=30 * 86400 + 1)}, "INVALID_FIELD"),
     ],
 )
-def test_a_hold_that_cannot_be_is_refused_for_its_own_reason(
+def test_a_hold_that_cannot_be_is_rejected_for_its_own_reason(
     settled: store.Run,
     stub: CheckpointServiceStub,
     server: ServerProcess,
@@ -329,7 +329,7 @@ def test_holds_are_listed_page_by_page(
         ({"parent": "tests/one"}, "INVALID_FIELD"),
     ],
 )
-def test_a_list_of_holds_that_cannot_be_is_refused(
+def test_a_list_of_holds_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(store.StoreError) as caught, translated("here"):
@@ -338,7 +338,7 @@ def test_a_list_of_holds_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("ttl", [timedelta(0), timedelta(days=31), -timedelta(days=1)])
-def test_a_hold_for_no_time_or_too_long_is_refused(
+def test_a_hold_for_no_time_or_too_long_is_rejected(
     settled: store.Run, ttl: timedelta
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="ttl"):
@@ -376,7 +376,7 @@ class Promises:
             assert slot_of(self.world, 0).state in CHECKPOINTS
 
     def check(self, place: str, data: bytes) -> None:
-        """Refuses a write that frees what is held."""
+        """Rejects a write that frees what is held."""
         if freed_uid(place, data) == uid_of(0):
             assert not any(t > self.world.seconds for t in self.until.values())
 
@@ -463,7 +463,7 @@ def test_a_hold_that_is_asked_for_again_is_not_taken_back_by_the_first_call(
     )
 
 
-def test_a_hold_that_is_made_again_during_a_purge_is_not_refused_for_good() -> None:
+def test_a_hold_that_is_made_again_during_a_purge_is_not_rejected_for_good() -> None:
     """Its answer was lost; the purge will see it, and spare what it holds."""
     world = world_of(0, steps=1)
     process = Process(world)
@@ -517,7 +517,9 @@ def test_a_hold_that_ended_longer_ago_than_any_clock_is_wrong_is_not_renewed() -
     assert writes == world.writes
 
 
-def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() -> None:
+def test_a_renewal_after_another_process_purged_is_rejected_whatever_its_clock() -> (
+    None
+):
     world = world_of(0, steps=1)
     maker, purger = Process(world), Process(world)
     behind = Process(world, skew=timedelta(days=-1))

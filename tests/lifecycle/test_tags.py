@@ -186,7 +186,7 @@ def test_many_tags_are_listed_by_name_page_by_page(
         ("DeleteTag", {"request_id": ""}, "INVALID_FIELD"),
     ],
 )
-def test_a_tag_that_cannot_be_is_refused_for_its_own_reason(
+def test_a_tag_that_cannot_be_is_rejected_for_its_own_reason(
     settled: store.Run,
     stub: CheckpointServiceStub,
     server: ServerProcess,
@@ -223,7 +223,7 @@ def test_a_tag_that_cannot_be_is_refused_for_its_own_reason(
         ({"parent": "namespaces/tests"}, "INVALID_FIELD"),
     ],
 )
-def test_a_list_of_tags_that_cannot_be_is_refused(
+def test_a_list_of_tags_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(store.StoreError) as caught, translated("here"):
@@ -248,7 +248,7 @@ def test_a_tag_that_is_set_or_deleted_again_is_announced_once(
 
 
 @pytest.mark.parametrize("name", ["latest", "Best", "1st", "", "a/b", None, 1])
-def test_what_is_no_tag_is_refused_before_anything_is_asked(
+def test_what_is_no_tag_is_rejected_before_anything_is_asked(
     settled: store.Run, name: Any
 ) -> None:
     for call in (settled.tags.set, settled.tags.delete):

@@ -304,7 +304,7 @@ def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 
-def test_the_root_of_another_store_is_refused(
+def test_the_root_of_another_store_is_rejected(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     with store.connect(tmp_path.as_uri()) as other:
@@ -319,7 +319,7 @@ def test_the_root_of_another_store_is_refused(
         store.connect(server.address, direct=tmp_path.as_uri())
 
 
-def test_a_root_without_a_store_is_refused(
+def test_a_root_without_a_store_is_rejected(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"cannot read .*No such file"):

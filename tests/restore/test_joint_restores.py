@@ -82,7 +82,7 @@ def test_a_process_that_cannot_read_its_share_is_reported_to_all(
     assert all("its stored bytes are corrupt" in each for each in results)
 
 
-def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
+def test_a_spread_restore_by_one_process_of_a_job_alone_is_rejected(
     tmp_path: Path,
 ) -> None:
     results = run_job(

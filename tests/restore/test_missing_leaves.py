@@ -38,7 +38,7 @@ def test_a_leaf_that_is_missing_keeps_the_value_of_like(
     assert 32.0 == float(back["params"]["kernel"].sum())
 
 
-def test_by_default_a_leaf_that_is_missing_is_refused(trained: store.Run) -> None:
+def test_by_default_a_leaf_that_is_missing_is_rejected(trained: store.Run) -> None:
     with pytest.raises(store.MismatchError, match=r"leaf 'new': expected .*, got none"):
         trained.restore(0, like=like(new=7))
     with pytest.raises(store.MismatchError, match=r"leaf 'new': expected .*, got none"):

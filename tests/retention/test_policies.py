@@ -1,4 +1,4 @@
-"""Retention policies: what they keep, what is refused, and how they are written."""
+"""Retention policies: what they keep, what is rejected, and how they are written."""
 
 import math
 from collections.abc import Callable
@@ -323,11 +323,11 @@ def test_decisions_tell_people_why() -> None:
     ) == decision.reasons
 
 
-# --- what is refused --------------------------------------------------------------
+# --- what is rejected -------------------------------------------------------------
 
 
 @given(POLICIES, RUNS)
-def test_a_policy_that_is_refused_as_keeping_nothing_keeps_nothing(
+def test_a_policy_that_is_rejected_as_keeping_nothing_keeps_nothing(
     policy: store.RetentionPolicy, run: list[Candidate]
 ) -> None:
     try:
@@ -356,7 +356,7 @@ def test_a_policy_that_is_refused_as_keeping_nothing_keeps_nothing(
         "steps(5) & (steps(6) | steps(7) & tagged)",
     ],
 )
-def test_a_policy_that_keeps_nothing_is_refused(text: str) -> None:
+def test_a_policy_that_keeps_nothing_is_rejected(text: str) -> None:
     policy = policy_message(store.parse_policy(text))
 
     with pytest.raises(PolicyKeepsNothingError, match="clear the policy"):
@@ -428,7 +428,7 @@ BROKEN: dict[str, tuple[pb.RetentionPolicy, str]] = {
 
 
 @pytest.mark.parametrize(("policy", "place"), BROKEN.values(), ids=BROKEN)
-def test_a_policy_that_breaks_a_bound_is_refused_with_the_place(
+def test_a_policy_that_breaks_a_bound_is_rejected_with_the_place(
     policy: pb.RetentionPolicy, place: str
 ) -> None:
     with pytest.raises(InvalidPolicyError, match=r"expected .*, got .*; ") as caught:
@@ -466,7 +466,7 @@ def test_only_a_text_is_parsed(text: Any) -> None:
         ("latest(3) | every(10 steps) & ~every(1 step)", "any[1].all[1]"),
     ],
 )
-def test_a_part_that_cannot_be_meant_is_refused_with_its_place(
+def test_a_part_that_cannot_be_meant_is_rejected_with_its_place(
     text: str, place: str
 ) -> None:
     with pytest.raises(InvalidPolicyError) as caught:
@@ -543,7 +543,7 @@ def test_a_policy_shows_how_to_make_it(policy: store.RetentionPolicy) -> None:
 
 
 @given(st.text(alphabet='latesgdpin ()|&~,"\\0123_-.xmo', max_size=30))
-def test_any_text_is_a_policy_or_refused(text: str) -> None:
+def test_any_text_is_a_policy_or_rejected(text: str) -> None:
     try:
         policy = store.parse_policy(text)
     except store.InvalidRequestError as e:
@@ -574,7 +574,7 @@ def test_any_text_is_a_policy_or_refused(text: str) -> None:
         ("(" * 5000, "at most 32 within each other at character 33"),
     ],
 )
-def test_a_text_that_is_no_policy_is_refused_with_the_place(
+def test_a_text_that_is_no_policy_is_rejected_with_the_place(
     text: str, complaint: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=complaint):
@@ -632,12 +632,12 @@ WRONG: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
-def test_a_rule_of_wrong_types_is_refused(make: Callable[[], object]) -> None:
+def test_a_rule_of_wrong_types_is_rejected(make: Callable[[], object]) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected"):
         make()
 
 
-def test_a_rule_that_this_release_does_not_know_is_refused() -> None:
+def test_a_rule_that_this_release_does_not_know_is_rejected() -> None:
     with pytest.raises(store.InvalidRequestError, match="use a newer release"):
         policy_of(any_of(LATEST, pb.RetentionPolicy()))
     with pytest.raises(store.InvalidRequestError, match="use a newer release"):
@@ -670,7 +670,7 @@ def test_durations_are_read_in_several_ways(text: str, length: timedelta) -> Non
 @pytest.mark.parametrize(
     "text", ["", "3", "d", "3 weeks", "1e3 s", "0.0000001s", "9" * 15 + "d", "٣d"]
 )
-def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
+def test_a_text_that_is_no_duration_is_rejected(text: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="such as 3d"):
         parse_duration(text)
 

@@ -258,7 +258,7 @@ def test_storectl_tries_and_applies_a_policy(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_storectl_refuses_what_it_cannot_mean(
+def test_storectl_rejects_what_it_cannot_mean(
     server_address: str, arguments: list[str], complaint: str
 ) -> None:
     result = storectl(server_address, *arguments)
@@ -267,7 +267,7 @@ def test_storectl_refuses_what_it_cannot_mean(
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_storectl_passes_on_what_the_store_refuses(
+def test_storectl_passes_on_what_the_store_rejects(
     server_address: str, run: store.Run
 ) -> None:
     result = storectl(server_address, run.name, "latest(0)")

@@ -30,7 +30,7 @@ def subclasses(base: type[T]) -> set[type[T]]:
     return found.union(*(subclasses(below) for below in found))
 
 
-def test_every_refusal_of_the_service_has_its_own_reason() -> None:
+def test_every_error_of_the_service_has_its_own_reason() -> None:
     wire = storesvc.rpc.status.WIRE
 
     assert subclasses(storesvc.errors.StoreError) == set(wire)
@@ -80,7 +80,9 @@ def test_a_long_text_is_cut_so_that_its_reason_arrives(run: store.Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 6000, "a/" + "é" * 3000, "\n" * 5000])
-def test_a_long_name_is_refused_with_its_reason(server_address: str, name: str) -> None:
+def test_a_long_name_is_rejected_with_its_reason(
+    server_address: str, name: str
+) -> None:
     stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
 
     with pytest.raises(store.InvalidRequestError) as caught, translated("here"):

@@ -36,7 +36,7 @@ def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
     return start_server()
 
 
-def test_every_method_refuses_malformed_bytes_with_a_reason(
+def test_every_method_rejects_malformed_bytes_with_a_reason(
     server: ServerProcess,
 ) -> None:
     with grpc.insecure_channel(server.address) as channel:
@@ -60,7 +60,7 @@ def test_every_method_refuses_malformed_bytes_with_a_reason(
     assert "bug" not in server.log
 
 
-def test_a_later_message_of_a_stream_is_refused_alike(server: ServerProcess) -> None:
+def test_a_later_message_of_a_stream_is_rejected_alike(server: ServerProcess) -> None:
     writer = Writer(server.address, "tests/malformed", 1)
     writer.begin()
     service = upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"]

@@ -1,4 +1,4 @@
-"""Request ids: a repeated request answers as before, and another body is refused."""
+"""Request ids: a repeated request answers as before, and another body is rejected."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
@@ -103,7 +103,7 @@ OTHER_BODIES: Final[dict[str, tuple[str, Change]]] = {
 
 
 @pytest.mark.parametrize(("method", "change"), OTHER_BODIES.values(), ids=OTHER_BODIES)
-def test_a_request_id_with_another_body_is_refused_and_changes_nothing(
+def test_a_request_id_with_another_body_is_rejected_and_changes_nothing(
     stub: CheckpointServiceStub,
     server: ServerProcess,
     run: store.Run,
@@ -229,7 +229,7 @@ def test_a_stored_id_without_a_body_is_a_repetition_of_any() -> None:
     assert not is_repeated(new_id(), given)
 
 
-def test_one_id_with_two_bodies_is_refused() -> None:
+def test_one_id_with_two_bodies_is_rejected() -> None:
     request = api.DeleteTagRequest(request_id=new_id())
     stored = write_id_of(request)
     request.etag = "other"

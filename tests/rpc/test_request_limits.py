@@ -70,7 +70,7 @@ def test_a_tree_of_millions_of_chunks_takes_no_memory_for_each_of_them(
     assert memory_bytes(server.pid, "VmHWM") - at_rest < 64 << 20
 
 
-def test_more_rows_than_a_stream_announced_are_refused_as_they_come(
+def test_more_rows_than_a_stream_announced_are_rejected_as_they_come(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()

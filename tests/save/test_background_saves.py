@@ -281,7 +281,7 @@ def test_the_error_of_a_save_is_raised_by_the_next_call_and_by_its_handle(
 @pytest.mark.parametrize(
     ("name", "value"), [("snapshot", "disk"), ("if_busy", "no"), ("if_busy", False)]
 )
-def test_a_wrong_choice_is_refused_with_the_right_ones(
+def test_a_wrong_choice_is_rejected_with_the_right_ones(
     embedded: store.Run, name: str, value: Any
 ) -> None:
     choices: dict[str, Any] = {name: value}
@@ -371,7 +371,7 @@ def test_what_a_save_without_a_copy_must_copy_goes_through_little_memory(
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 
 
-def test_less_staging_than_any_save_needs_is_refused(server: ServerProcess) -> None:
+def test_less_staging_than_any_save_needs_is_rejected(server: ServerProcess) -> None:
     with pytest.raises(store.InvalidRequestError, match="staging_bytes: expected at"):
         store.connect(server.address, staging_bytes=MIN_BUDGET_BYTES - 1)
 
@@ -443,7 +443,7 @@ def test_a_snapshot_that_fails_leaves_no_upload_behind(
 
 
 @pytest.mark.slow
-def test_a_save_that_is_refused_does_not_wait_for_memory(either: store.Run) -> None:
+def test_a_save_that_is_rejected_does_not_wait_for_memory(either: store.Run) -> None:
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(8)}
     either.save(1, {"x": 1}).result()
 
@@ -614,7 +614,7 @@ def test_threads_that_copy_one_leaf_copy_the_right_shards() -> None:
     assert [] == wrong
 
 
-def test_an_array_of_which_jax_lists_not_all_shards_is_refused() -> None:
+def test_an_array_of_which_jax_lists_not_all_shards_is_rejected() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
     array = jax.device_put(np.arange(64, dtype=np.int32), sharding)
     # as it stays where another thread was at it; see above
@@ -648,7 +648,7 @@ def test_what_lies_on_other_devices_is_copied_as_what_lies_on_the_host() -> None
         assert near.digest(ordinal) == far.digest(ordinal)
 
 
-def test_values_that_cannot_be_stored_are_refused_in_a_known_form_too() -> None:
+def test_values_that_cannot_be_stored_are_rejected_in_a_known_form_too() -> None:
     planner = Planner()
     planner.plan({"n": 1, "x": jnp.ones(3)}, b"")
     deleted = jnp.ones(3)

@@ -137,7 +137,7 @@ def test_an_upload_that_takes_over_claims_direct_chunks(
     assert [0, 1] == second.find(sums(0, 1, 2))
 
 
-def test_a_data_file_that_is_missing_or_short_is_refused(placer: Placer) -> None:
+def test_a_data_file_that_is_missing_or_short_is_rejected(placer: Placer) -> None:
     with refused("INVALID_CHUNK", match="expected 2008 bytes or more in the data file"):
         placer.report(placer.table(0, 1))
     path = placer.put(0, 1)
@@ -175,7 +175,7 @@ def moved(by: int) -> Callable[[tree_pb2.ChunkTable], Any]:
         (moved(1), "missing or shorter"),
     ],
 )
-def test_a_table_that_breaks_a_rule_is_refused(
+def test_a_table_that_breaks_a_rule_is_rejected(
     placer: Placer, change: Callable[[tree_pb2.ChunkTable], Any], message: str
 ) -> None:
     placer.put(0, 1)

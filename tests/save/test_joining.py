@@ -58,19 +58,19 @@ def test_a_writer_with_the_same_plan_joins(upload: Writer) -> None:
     assert 3 == joined.writer_count
 
 
-def test_another_tree_is_refused_by_its_first_leaf(upload: Writer) -> None:
+def test_another_tree_is_rejected_by_its_first_leaf(upload: Writer) -> None:
     with refused(
         "PLAN_MISMATCH", r"writer 2: leaf 'x': expected \(3000,\) uint8, got \(4000,\)"
     ):
         join(upload, 2, tree=tree_of(4))
 
 
-def test_another_number_of_writers_is_refused(upload: Writer) -> None:
+def test_another_number_of_writers_is_rejected(upload: Writer) -> None:
     with refused("PLAN_MISMATCH", "writer 3: expected 3 writers .* got 4"):
         join(upload, 3, count=4)
 
 
-def test_a_writer_that_does_not_exist_is_refused(upload: Writer) -> None:
+def test_a_writer_that_does_not_exist_is_rejected(upload: Writer) -> None:
     with refused("INVALID_FIELD", "expected 0 to 2, got 3"):
         join(upload, 3)
 
@@ -83,7 +83,7 @@ def begun_with(address: str, digests: bytes) -> Writer:
     return writer
 
 
-def test_another_value_of_a_leaf_is_refused_by_leaf_and_processes(
+def test_another_value_of_a_leaf_is_rejected_by_leaf_and_processes(
     server_address: str,
 ) -> None:
     upload = begun_with(server_address, b"\1" * 16)
@@ -112,7 +112,7 @@ def test_what_one_of_two_writers_sends_no_digest_of_is_not_compared(
     assert upload.name == join(upload, 2, digests=other).name
 
 
-def test_digests_of_another_number_of_leaves_are_refused(
+def test_digests_of_another_number_of_leaves_are_rejected(
     upload: Writer, server_address: str
 ) -> None:
     with refused("INVALID_TREE", "16 bytes of leaf_digests for each of 1 leaves"):

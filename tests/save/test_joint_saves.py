@@ -206,7 +206,7 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
 
     assert [True] * 3 == [each["is_saved"] for each in results]
     assert [[True, True]] * 3 == [each["is_restored"] for each in results]
-    # what no process of those that write it holds is refused, and not saved as zeros
+    # what no process of those that write it holds is rejected, and not saved as zeros
     assert all("'w'" in each["lone"] for each in results), results
     assert all("of process 2 alone" in each["lone"] for each in results), results
     assert [[True] * 3] * 3 == [each["is_kept"] for each in results]
@@ -251,7 +251,7 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
 
 
 @pytest.mark.slow
-def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
+def test_a_leaf_that_differs_between_processes_is_rejected_by_leaf_and_processes(
     tmp_path: Path,
 ) -> None:
     target = tmp_path.as_uri()

@@ -80,7 +80,7 @@ def test_a_structure_of_many_parts_is_unpacked() -> None:
     assert tree == unpack_leaves(pb.LeafTable.FromString(b"".join(parts)))
 
 
-def test_a_structure_past_the_limit_is_refused() -> None:
+def test_a_structure_past_the_limit_is_rejected() -> None:
     table = pb.LeafTable(structure=[b"x" * MAX_STRUCTURE_BYTES, b"x"])
 
     with pytest.raises(InvalidTreeError, match="structure: expected at most"):
@@ -143,7 +143,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("change", "match"), BROKEN.values(), ids=list(BROKEN))
-def test_a_table_that_contradicts_itself_is_refused(
+def test_a_table_that_contradicts_itself_is_rejected(
     change: Callable[[pb.LeafTable], None], match: str
 ) -> None:
     changed = table()

@@ -93,7 +93,7 @@ def test_the_base_is_the_one_that_was_asked_for(run: store.Run) -> None:
     assert 0 == run.save(5, other, base=None).report().reused_bytes
 
 
-def test_a_base_that_does_not_exist_is_refused_before_anything_is_written(
+def test_a_base_that_does_not_exist_is_rejected_before_anything_is_written(
     run: store.Run, server: ServerProcess
 ) -> None:
     run.save(1, TREE).result()
@@ -159,7 +159,7 @@ def test_a_chunk_that_was_sent_does_not_prevent_a_claim(
     assert b"".join(map(elements, range(3))) == array.tobytes()
 
 
-def test_a_claim_of_other_bytes_is_refused(server_address: str, name: str) -> None:
+def test_a_claim_of_other_bytes_is_rejected(server_address: str, name: str) -> None:
     Writer(server_address, name, 1).save()
     writer = Writer(server_address, name, 2)
     writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
@@ -202,7 +202,7 @@ def test_claims_are_looked_up_again_by_the_commit(
     writer.commit()
 
 
-def test_a_receipt_for_other_bytes_than_arrived_is_refused(
+def test_a_receipt_for_other_bytes_than_arrived_is_rejected(
     server_address: str, name: str
 ) -> None:
     writer = Writer(server_address, name, 1)

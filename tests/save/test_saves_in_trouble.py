@@ -121,7 +121,7 @@ def test_saves_that_fail_do_not_stop_the_next_one(
 
 
 @pytest.mark.slow
-def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
+def test_a_save_whose_memory_comes_late_is_not_rejected_as_stalled(
     local: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "STALL_SECONDS", 0.3)

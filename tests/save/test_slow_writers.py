@@ -162,7 +162,7 @@ def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
         assert [1] == [answer.durable_count for answer in answers]
 
 
-def test_a_stream_that_finds_no_place_is_refused_and_may_retry(
+def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 0.3)

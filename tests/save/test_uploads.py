@@ -1,4 +1,4 @@
-"""Uploads, call by call: what the contract promises and refuses."""
+"""Uploads, call by call: what the contract promises and rejects."""
 
 import itertools
 import os
@@ -105,7 +105,7 @@ def test_a_commit_without_all_chunks_names_those_that_are_missing(
         client.run(name).latest()
 
 
-def test_a_chunk_of_two_writers_is_refused(begin: Callable[..., Writer]) -> None:
+def test_a_chunk_of_two_writers_is_rejected(begin: Callable[..., Writer]) -> None:
     writer = begin(writers=2)
     for number in (0, 1):
         writer.write(frame(0, 1, 2), writer=number)
@@ -115,7 +115,7 @@ def test_a_chunk_of_two_writers_is_refused(begin: Callable[..., Writer]) -> None
         writer.commit()
 
 
-def test_a_receipt_for_what_was_not_sent_is_refused(
+def test_a_receipt_for_what_was_not_sent_is_rejected(
     begin: Callable[..., Writer],
 ) -> None:
     writer = begin()
@@ -150,7 +150,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("bad", "match"), MISFITS.values(), ids=list(MISFITS))
-def test_a_frame_that_does_not_fit_the_tree_is_refused(
+def test_a_frame_that_does_not_fit_the_tree_is_rejected(
     begin: Callable[..., Writer], bad: api.ChunkFrame, match: str
 ) -> None:
     writer = begin()
@@ -187,7 +187,7 @@ def test_a_repeated_begin_is_the_same_upload(begin: Callable[..., Writer]) -> No
     )
 
 
-def test_a_request_id_with_another_body_is_refused(
+def test_a_request_id_with_another_body_is_rejected(
     begin: Callable[..., Writer],
 ) -> None:
     writer = begin()
@@ -197,7 +197,7 @@ def test_a_request_id_with_another_body_is_refused(
 
 
 @pytest.mark.parametrize("base", ["5", "best"])
-def test_a_base_in_a_run_that_holds_nothing_is_refused(
+def test_a_base_in_a_run_that_holds_nothing_is_rejected(
     server_address: str, name: str, base: str
 ) -> None:
     writer = Writer(server_address, name, 1)
@@ -214,7 +214,7 @@ def test_a_base_in_a_run_that_holds_nothing_is_refused(
         ("best", "TAG_NOT_FOUND"),
     ],
 )
-def test_a_base_that_is_not_there_is_refused_for_its_own_reason(
+def test_a_base_that_is_not_there_is_rejected_for_its_own_reason(
     begin: Callable[..., Writer],
     server_address: str,
     client: store.Client,
@@ -291,12 +291,12 @@ def test_a_client_names_its_host_process_and_job(
         client.run(name).save(1, {"x": np.zeros(3)}).result()
 
 
-def test_an_owner_that_is_too_long_is_refused(begin: Callable[..., Writer]) -> None:
+def test_an_owner_that_is_too_long_is_rejected(begin: Callable[..., Writer]) -> None:
     with refused("INVALID_FIELD", "upload.owner: expected at most 256 bytes, got 257"):
         begin(owner="x" * 257)
 
 
-def test_an_epoch_that_is_not_the_uploads_is_refused(
+def test_an_epoch_that_is_not_the_uploads_is_rejected(
     begin: Callable[..., Writer],
 ) -> None:
     writer = begin()
@@ -393,7 +393,7 @@ def test_a_field_that_breaks_a_rule_is_named(
 
 
 @pytest.mark.parametrize("request_id", ["", "x", "0" * 32, "../../etc/passwd"])
-def test_a_request_id_that_is_no_uuid_is_refused(
+def test_a_request_id_that_is_no_uuid_is_rejected(
     server_address: str, name: str, request_id: str
 ) -> None:
     writer = Writer(server_address, name, 0)
@@ -403,7 +403,7 @@ def test_a_request_id_that_is_no_uuid_is_refused(
         writer.begin()
 
 
-def test_a_stream_that_begins_with_the_wrong_message_is_refused(
+def test_a_stream_that_begins_with_the_wrong_message_is_rejected(
     begin: Callable[..., Writer],
 ) -> None:
     writer = begin()
@@ -415,7 +415,7 @@ def test_a_stream_that_begins_with_the_wrong_message_is_refused(
         list(writer.stub.WriteChunks(iter([]), timeout=30))
 
 
-def test_a_message_above_the_limit_is_refused_and_the_connection_lives(
+def test_a_message_above_the_limit_is_rejected_and_the_connection_lives(
     begin: Callable[..., Writer],
 ) -> None:
     writer = begin()
@@ -426,7 +426,7 @@ def test_a_message_above_the_limit_is_refused_and_the_connection_lives(
     assert [3] == writer.write(frame(0, 1, 2))
 
 
-def test_receipts_out_of_order_are_refused(begin: Callable[..., Writer]) -> None:
+def test_receipts_out_of_order_are_rejected(begin: Callable[..., Writer]) -> None:
     writer = begin()
     writer.write(frame(0, 1, 2))
     receipt = sums(1, 0)
@@ -518,7 +518,7 @@ class TestTheLifeOfAnUpload:
         assert sorted(live, key=by_run) == [n for page in pages for n in page]
         assert {*live} < {n for page in everywhere for n in page}
 
-    def test_a_page_token_of_another_list_is_refused(
+    def test_a_page_token_of_another_list_is_rejected(
         self, begin: Callable[..., Writer], name: str
     ) -> None:
         writer = begin()
@@ -576,7 +576,7 @@ class TestTheLifeOfAnUpload:
 
 
 @pytest.mark.parametrize("claimed", [0, 2, 10**12])
-def test_a_leaf_table_or_a_receipt_that_was_cut_off_is_refused(
+def test_a_leaf_table_or_a_receipt_that_was_cut_off_is_rejected(
     begin: Callable[..., Writer], server: ServerProcess, claimed: int
 ) -> None:
     """The stream of a connection that is lost ends as one that is whole does."""

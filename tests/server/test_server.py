@@ -37,7 +37,7 @@ def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
-def test_another_address_without_tls_is_refused(tmp_path: Path, host: str) -> None:
+def test_another_address_without_tls_is_rejected(tmp_path: Path, host: str) -> None:
     ended = serve("--root", tmp_path.as_uri(), "--host", host, "--port", "0")
 
     assert 1 == ended.returncode
@@ -68,7 +68,7 @@ def test_an_invalid_root_is_rejected_in_one_sentence(root: str, match: str) -> N
     assert "Traceback" not in ended.stderr
 
 
-def test_a_port_in_use_is_refused_in_one_sentence(
+def test_a_port_in_use_is_reported_in_one_sentence(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     port = server.address.rpartition(":")[2]

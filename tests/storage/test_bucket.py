@@ -318,7 +318,7 @@ class BucketTests:
         within(test)
 
     @pytest.mark.parametrize("place", ODD_PLACES, ids=ascii)
-    def test_an_odd_place_is_kept_as_any_other_or_refused(
+    def test_an_odd_place_is_kept_as_any_other_or_rejected(
         self, within: Callable[..., None], place: str
     ) -> None:
         async def test(bucket: TensorStoreBucket) -> None:
@@ -524,7 +524,7 @@ class TestGcsBucket(SharedBucketTests, CountedBucketTests):
     def refuses(self, place: str) -> bool:
         return not {"\0", "\n"}.isdisjoint(place)
 
-    def test_a_bucket_that_is_not_there_is_refused(self) -> None:
+    def test_a_bucket_that_is_not_there_is_reported(self) -> None:
         root = f"gs://storesvc-{uuid.uuid4().hex}/x"
         with pytest.raises(InvalidFieldError, match=f"{root}: expected an existing"):
             asyncio.run(TensorStoreBucket.open(root))
@@ -597,13 +597,13 @@ def test_roots_are_uris_of_storages(root: str, spec: dict[str, Any]) -> None:
         *("memory://x", "gs://", "gs://ab/x", "s3://", "http://x"),
     ],
 )
-def test_other_roots_are_refused(root: str) -> None:
+def test_other_roots_are_rejected(root: str) -> None:
     with pytest.raises(InvalidFieldError, match="expected file:///PATH"):
         storage_at(root)
 
 
 @pytest.mark.parametrize("root", ["file:///a#b", "memory://#", "gs://bkt/x#b"])
-def test_a_root_with_a_fragment_is_refused(root: str) -> None:
+def test_a_root_with_a_fragment_is_rejected(root: str) -> None:
     fragment = root.partition("#")[2]
     with pytest.raises(
         InvalidFieldError, match=f"expected no fragment, got '#{fragment}'"

@@ -264,7 +264,7 @@ def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:
     assert 0 < opened.report.slowest_seconds <= opened.report.seconds
 
 
-def test_the_root_of_another_store_is_refused(
+def test_the_root_of_another_store_is_rejected(
     served: tuple[ServerProcess, str], root: str
 ) -> None:
     with store.connect(root) as other:
@@ -278,7 +278,7 @@ def test_the_root_of_another_store_is_refused(
 
 
 @pytest.mark.parametrize("bucket", [BUCKET, "nowhere"])
-def test_a_root_without_a_store_is_refused(
+def test_a_root_without_a_store_is_rejected(
     served: tuple[ServerProcess, str], bucket: str
 ) -> None:
     with pytest.raises(

@@ -154,7 +154,7 @@ def test_a_write_may_exclude_a_generation(
     assert (412, 412) == (absent.status, refused.status)
 
 
-def test_an_upload_with_wrong_checksums_is_refused(calls: GcsCalls, name: str) -> None:
+def test_an_upload_with_wrong_checksums_is_rejected(calls: GcsCalls, name: str) -> None:
     wrong = {"crc32c": crc32c(b"other")}
     refused = calls.upload_with_metadata(name, b"data", metadata=wrong)
     header = {"x-goog-hash": f"md5={md5(b'other')}"}

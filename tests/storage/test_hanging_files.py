@@ -134,7 +134,7 @@ def test_hanging_records_do_not_block_other_calls(
     Writer(server.address, "tests/others", 1).save()
 
 
-def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
+def test_a_read_that_hangs_fails_at_its_deadline_and_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "DISK_SECONDS", 0.2)

@@ -22,7 +22,7 @@ from storesvc_client.trees.structure import (
 )
 from storesvc_client.trees.structure.skeleton import skeleton_of
 from tests.modules import CASES, rngs
-from tests.trees.test_structure_refusals import (
+from tests.trees.test_structure_rejections import (
     LINEAR,
     VARIABLE,
     node,

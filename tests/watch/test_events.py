@@ -195,7 +195,7 @@ def test_the_largest_token_is_small() -> None:
 
 
 @given(positions, st.data())
-def test_a_foreign_or_cut_token_is_refused(
+def test_a_foreign_or_cut_token_is_rejected(
     position: Position, data: st.DataObject
 ) -> None:
     token = pack_token(position, parent=PARENT, store=STORE)
@@ -216,7 +216,7 @@ def test_a_foreign_or_cut_token_is_refused(
 @pytest.mark.parametrize(
     "body", [b"", b"x", b"-1", b"5,9", b"5,0", b"9" * 30, b"900" + b",1" * 300, b"1,"]
 )
-def test_a_forged_token_is_refused(
+def test_a_forged_token_is_rejected(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = pack_token(Position(0), parent=PARENT, store=STORE)
@@ -232,7 +232,7 @@ def test_a_forged_token_is_refused(
 @given(st.text())
 @example("")
 @example("é")
-def test_any_other_text_is_refused(text: str) -> None:
+def test_any_other_text_is_rejected(text: str) -> None:
     with pytest.raises(InvalidResumeTokenError):
         unpack_token(text, parent=PARENT, store=STORE)
 

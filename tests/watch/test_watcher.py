@@ -494,7 +494,7 @@ def test_a_server_that_stops_ends_its_watches_at_once(
     within(test)
 
 
-def test_a_token_of_elsewhere_or_of_long_ago_is_refused(
+def test_a_token_of_elsewhere_or_of_long_ago_is_rejected(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:

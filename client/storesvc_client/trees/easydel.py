@@ -448,8 +448,15 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected a state with tx to load for, got none; see init_tx"
             )
         with opened_run(load_directory, client=client) as (run, which):
-            opened = run.open(which, distributed=ALL_PROCESSES)
-            return self.replace(opt_state=restore_opt_state(opened, self))
+            opt_state = restore_opt_state(
+                run.open(which, distributed=ALL_PROCESSES),
+                self.tx,
+                self.graphstate,
+                known=self.opt_state,
+                mesh=self.mesh,
+                rules=partition_rules_of(self.model),
+            )
+            return self.replace(opt_state=opt_state)
 
     def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:
         """Returns a state like this one, sharded by this state's model and mesh."""

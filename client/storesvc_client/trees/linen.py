@@ -76,7 +76,7 @@ def linen_to_nnx(variables: Mapping[str, Any]) -> GraphState:
         if at in found:
             raise _clash(at, collection, at, found[at][0])
         found[at] = collection, _variable("/".join(path), collection, leaf)
-    _refuse_leaves_below_leaves({at: name for at, (name, _) in found.items()})
+    _reject_leaves_below_leaves({at: name for at, (name, _) in found.items()})
     return nnx.from_flat_state((at, leaf) for at, (_, leaf) in found.items())
 
 
@@ -126,7 +126,7 @@ def _leaves_below(path: _Path, node: Any) -> Iterator[tuple[_Path, Any]]:
         yield from _leaves_below((*path, key), value)
 
 
-def _refuse_leaves_below_leaves(collections: Mapping[_Path, str]) -> None:
+def _reject_leaves_below_leaves(collections: Mapping[_Path, str]) -> None:
     for path, collection in collections.items():
         for length in range(1, len(path)):
             above = path[:length]

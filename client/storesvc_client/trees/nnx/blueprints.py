@@ -285,7 +285,7 @@ def _maker(
     # Inspects __init__, because flax's metaclass shows only *args and **kwargs.
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
     if not takes_config(model, recipe):
-        _refuse_needs(model)
+        _reject_needed_arguments(model)
         takes_rngs = "rngs" in accepted
         return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
     config = built_config(model, recipe)
@@ -300,7 +300,7 @@ def _maker(
     return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
 
 
-def _refuse_needs(model: type) -> None:
+def _reject_needed_arguments(model: type) -> None:
     """Rejects a class that cannot be called with rngs alone."""
     needed = [name for name in needed_arguments(model) if name != "rngs"]
     if needed:

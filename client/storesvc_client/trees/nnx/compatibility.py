@@ -52,7 +52,7 @@ def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
     """Returns the recipe of a checkpoint, or None if it has none.
 
     Raises:
-        StructureError: It is corrupt, and ``structure`` is "check".
+        StructureError: It is corrupt, and ``on_mismatch`` is "raise".
     """
     if not stored.document:
         return None
@@ -62,7 +62,7 @@ def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
         if on_mismatch == "raise":
             raise
         _log.warning(
-            ("%s: its model is not compared, because the recipe cannot be read: %s"),
+            "%s: its model is not compared, because the recipe cannot be read: %s",
             stored.name,
             e,
         )

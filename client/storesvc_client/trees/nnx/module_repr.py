@@ -75,7 +75,10 @@ def _lines(
     path: tuple[str, ...],
     seen: dict[int, str],
 ) -> Iterator[str]:
-    title = get_module_repr(node) if isinstance(node, nnx.Module) else _container(node)
+    if isinstance(node, nnx.Module):
+        title = get_module_repr(node)
+    else:
+        title = "ModuleDict" if isinstance(node, Mapping) else "ModuleList"
     if id(node) in seen:
         yield f"{title}, the one at {seen[id(node)]}"
         return
@@ -92,10 +95,6 @@ def _lines(
             yield f"  ({key}): {first}"
             yield from (f"  {line}" for line in rest)
         yield ")"
-
-
-def _container(node: Any) -> str:
-    return "ModuleDict" if isinstance(node, Mapping) else "ModuleList"
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:

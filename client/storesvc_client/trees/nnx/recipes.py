@@ -141,7 +141,7 @@ class Recipe:
             return pack_document(found)
         except StructureError as e:
             _log.warning(
-                ("the model's structure is not saved with the checkpoint: %s"), e
+                "the model's structure is not saved with the checkpoint: %s", e
             )
             return pack_document(found | {"graphdef": None})
 
@@ -337,7 +337,9 @@ def _encoded(
     """
     try:
         found = read()
-        return None if found is None else encode(_plain(found))
+        if isinstance(found, jax.lax.Precision):
+            found = found.name  # as decoded_arguments reads it
+        return None if found is None else encode(found)
     except _FAILURES as e:
         _log.warning("a setting of the model is not saved with the checkpoint: %r", e)
         return None
@@ -346,10 +348,6 @@ def _encoded(
 def _config(model: Any) -> Any:
     config = setting_of(model, "config")
     return dict(config) if isinstance(config, Mapping) else config
-
-
-def _plain(argument: Any) -> Any:
-    return argument.name if isinstance(argument, jax.lax.Precision) else argument
 
 
 def _type_name(leaf: Any) -> str:

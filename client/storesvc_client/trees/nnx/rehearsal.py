@@ -325,6 +325,7 @@ _caches: "WeakKeyDictionary[Connection, _RehearsalCache]" = WeakKeyDictionary()
 def _digest(plan: Plan) -> bytes:
     """Returns a digest of a plan's structure and leaves, without shardings."""
     digest = hashlib.sha256(plan.tree.structure)
+    # Leaves of a tree ascend by key, so equal structures have equal digests.
     for leaf in plan.tree.leaves:
         digest.update(f"{leaf.key}\0{leaf.dtype}{leaf.shape}".encode())
     return digest.digest()

@@ -12,7 +12,7 @@
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ from storesvc_client.trees.nnx.compatibility import (
     reject_differences,
 )
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
-from storesvc_client.trees.nnx.model_parts import partition_rules_of
 from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
     check_tx,
@@ -51,9 +50,6 @@ from storesvc_client.trees.nnx.optimizers import (
 from storesvc_client.trees.nnx.recipes import Recipe, container_types
 from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
 from storesvc_client.trees.structure import decode_graphdef
-
-if TYPE_CHECKING:
-    from storesvc_client.trees.easydel import EasyDeLState
 
 __all__ = [
     "Options",
@@ -170,7 +166,9 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
 def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
     plan = plan_module(opened, request)
+    # 4. Restore the leaves.
     restored = plan.restored(opened)
+    # 5. Merge the parts.
     parts = plan.sources.merge(restored, plan.options.mesh, plan.options.rules)
     return merge_by_path(plan.blueprint.graphdef, *parts)
 
@@ -223,14 +221,17 @@ def _planned_state(
 def plan_module(stored: Stored, request: Request) -> Plan:
     """Returns the plan of a restore of a module; see ``plan_state``."""
     options = request.options
+    # 1. Draw the blueprint.
     recipe = recipe_of(stored, options.on_mismatch)
     if request.model is None:
         # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
         blueprint = _drawn(request.model, recipe, options)
+        # 2. Compare the blueprint with the recipe.
         _compare(stored, recipe, blueprint.recipe(None), options)
         options = _with_own_placement(blueprint, options)
+    # 3. Find the sources of the Variables.
     with collector_paused():
         sources = Sources.find(
             blueprint, stored.leaves, initialising=options.initialises
@@ -265,18 +266,36 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
     )
 
 
-def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
+def restore_opt_state(
+    opened: OpenCheckpoint,
+    tx: optax.GradientTransformation,
+    graphstate: GraphState,
+    *,
+    known: optax.OptState | None,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
+
+    Args:
+        opened: The checkpoint.
+        tx: The optimizer that the state was trained with.
+        graphstate: The parameters.
+        known: A placed optimizer state. Without a mesh or rules, its shardings apply,
+            or else those of the parameters.
+        mesh: The mesh, if there are rules.
+        rules: Partition rules for the leaves.
 
     Raises:
         MismatchError: The checkpoint has the state of another optimizer, of other
             parameters, or none.
     """
-    options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
-    like = plan_opt_state(opened, state.tx, state.graphstate)
-    if options.mesh is None or options.rules is None:
-        options = replace(options, mesh=None, rules=None)
-        like = _placed_like_parameters(like, state.graphstate, state.opt_state)
+    like = plan_opt_state(opened, tx, graphstate)
+    if mesh is None or rules is None:
+        options = Options()
+        like = _placed_like_parameters(like, graphstate, known)
+    else:
+        options = Options(mesh=mesh, rules=rules)
     return opened.restore(
         like=_with_saved_dtypes(opened, like, options),
         mesh=options.mesh,

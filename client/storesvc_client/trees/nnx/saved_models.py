@@ -165,9 +165,11 @@ def _begun(
     document = recipe.pack()
     if rehearser is None:
         return run.save(step, tree, document=document, **options)
+    # 1. With "strict", the rehearsal precedes the save: a rejected save sends nothing.
     save = save_checked(
         run, step, tree, document=document, check=rehearser.check, **options
     )
+    # 2. With "warn", it follows the save, which it must not delay.
     save.rehearsal = rehearser.after(save)
     return save
 

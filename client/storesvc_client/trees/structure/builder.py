@@ -88,8 +88,8 @@ class Builder:
 
     def _node(self, value: JSON) -> Any:
         cls = self._table.node_class(value["node"], self._here)
-        node = object.__new__(cls)
-        self._keep(value, node)
+        node = object.__new__(cls)  # not cls(): no constructor runs for a document
+        self._keep(value, node)  # before its children, which may refer to it
         attributes = vars(node)
         attributes[STATE] = setup_state(self._flags(value.get("state", [False, False])))
         attributes[NODES] = self._data(cls, value.get("data"))
@@ -155,6 +155,7 @@ class Builder:
         for key, item in pairs_of(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):
                 raise structure_error(place, "names of metadata", shown(key))
+            # from_metadata below keeps a hook, and flax calls it at each access.
             if key.startswith("on_"):
                 got = f"{shown(key)}, a hook that flax calls"
                 raise structure_error(place, "plain metadata", got, GIVE_CODE)

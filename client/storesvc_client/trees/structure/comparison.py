@@ -110,6 +110,7 @@ def fingerprint(document: JSON) -> str:
         StructureError: The document is malformed.
     """
     digest = hashlib.sha256()
+    # By path, because the order of a document is no setting.
     for row in sorted(rows(document).items()):
         if row[1] != _NONE:
             digest.update(json.dumps(row).encode())

@@ -43,7 +43,7 @@ def decode_graphdef(
         MismatchError: The template has another structure; the message lists where.
         InvalidRequestError: ``allow`` or ``template`` has an unsupported type.
     """
-    check_json(document, _PLACE)
+    check_json(document, _PLACE)  # first: what follows recurses without a limit
     root = root_of(document)
     if template is not None:
         return _of_template(document, template)
@@ -56,6 +56,8 @@ def decode_graphdef(
     except FAILURES as e:
         what = f"{type(e).__name__}: {e}"
         raise structure_error(_PLACE, "a module that flax can split", what) from e
+    # The document lists its leaves in flax's order. A document with another order, or
+    # with leaves that flax does not see, was not written by the encoder.
     if held != builder.paths:
         raise structure_error(
             _PLACE,

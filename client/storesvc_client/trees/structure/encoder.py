@@ -243,9 +243,9 @@ def _kind_of(value: Any) -> _Kind:
 
 
 def _is_container(value: Any) -> bool:
-    if value is None or type(value) in _CONTAINER_NAMES:
-        return value is not None
-    return not jax.tree_util.all_leaves([value])
+    if value is None:  # jax calls it a container without items
+        return False
+    return type(value) in _CONTAINER_NAMES or not jax.tree_util.all_leaves([value])
 
 
 def _items(value: Any) -> dict[Any, Any]:

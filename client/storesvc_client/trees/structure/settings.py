@@ -266,6 +266,7 @@ class _SettingsDecoder(ValueDecoder):
             if _is_described(item):
                 continue
             decoded = self.decode(item, Within(place, key))
+            # Stored past the class, whose own __setattr__ could run any code.
             if key in slots:
                 object.__setattr__(made, key, decoded)
             elif attributes is not None:

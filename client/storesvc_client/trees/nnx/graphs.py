@@ -30,6 +30,7 @@ __all__ = [
     "GraphPath",
     "GraphState",
     "Identity",
+    "class_of",
     "fill_graph",
     "fresh_leaf",
     "graph_leaves",
@@ -98,13 +99,7 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
             path.
     """
     leaves = _leaves_of_all(graphs)
-    order, paths = _leaf_paths(Identity(graphdef))
-    if leaves.keys() != paths:
-        raise ValueError(_other_paths(paths, leaves.keys()))
-    merged: M
-    # A list is used unchanged; nnx.merge would sort a State.
-    merged = nnx.merge(graphdef, [fresh_leaf(leaves[path]) for path in order])
-    return merged
+    return fill_graph(graphdef, {p: fresh_leaf(leaf) for p, leaf in leaves.items()})
 
 
 @collector_paused()
@@ -121,7 +116,9 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
     order, paths = _leaf_paths(Identity(graphdef))
     if values.keys() != paths:
         raise ValueError(_other_paths(paths, values.keys()))
-    filled: M = nnx.merge(graphdef, [values[path] for path in order])
+    filled: M
+    # A list is used unchanged; nnx.merge would sort a State.
+    filled = nnx.merge(graphdef, [values[path] for path in order])
     return filled
 
 

@@ -281,8 +281,8 @@ def restore_opt_state(
         opened: The checkpoint.
         tx: The optimizer that the state was trained with.
         graphstate: The parameters.
-        known: A placed optimizer state. Without a mesh or rules, its shardings apply,
-            or else those of the parameters.
+        known: A placed optimizer state. Without a mesh or rules, its shardings take
+            precedence over the parameters'.
         mesh: The mesh, if there are rules.
         rules: Partition rules for the leaves.
 

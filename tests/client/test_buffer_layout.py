@@ -14,7 +14,7 @@ from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.buffer_layout import Run, allocate, lay_out
+from storesvc_client._chunks.buffer_layout import Span, allocate, lay_out
 from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples
@@ -100,7 +100,7 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             else:
                 step = assembly.piece_bytes(ordinal, piece)
                 for at in range(0, len(elements), step):
-                    assembly.spread(ordinal, elements[at : at + step], at)
+                    assembly.copy_elements(ordinal, elements[at : at + step], at)
             assembly.finish(ordinal)
 
         assert [] == assembly.missing
@@ -117,7 +117,7 @@ def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:
 
     (goal,) = lay_out(grid, shards).goals
 
-    assert isinstance(goal.goes, Run)
+    assert isinstance(goal.goes, Span)
 
 
 def test_shards_are_padded_to_the_alignment_of_xla() -> None:
@@ -125,8 +125,8 @@ def test_shards_are_padded_to_the_alignment_of_xla() -> None:
 
     (group,) = lay_out(grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]).groups
 
-    assert [0, 0] == [slab.start % 64 for slab in group.slabs]
-    assert 2 == len(group.slabs)
+    assert [0, 0] == [segment.start % 64 for segment in group.segments]
+    assert 2 == len(group.segments)
 
 
 def test_large_regions_are_handed_over_one_by_one() -> None:

@@ -20,7 +20,7 @@ from storesvc.format.grids import whole
 from storesvc.format.reads import Read
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.memory_budget import MemoryBudget
+from storesvc_client._restore.buffer_budget import BufferBudget
 from tests.bench.speed.meters import measured, memory_mib, settle
 from tests.support.server_process import ServerProcess
 
@@ -192,7 +192,7 @@ def test_buffers_that_are_not_handed_over_fit_the_budget(
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
     assembly = Assembly(opened._manifest, rows, name="x", place=place)
     source: Any = opened._source()
-    source.budget = MemoryBudget(limit_mib * MIB)
+    source.budget = BufferBudget(limit_mib * MIB)
     source.read(assembly.missing, assembly)
 
     assert sum(leaf.nbytes for leaf in tree.values()) == sum(held)
@@ -216,7 +216,7 @@ def test_a_leaf_larger_than_the_budget_is_read_concurrently(
         together.wait(timeout=30)  # for another one
         return 0
 
-    MemoryBudget(MIB).perform(reads, take, assembly, threads=2, check=lambda: None)
+    BufferBudget(MIB).perform(reads, take, assembly, threads=2, check=lambda: None)
 
     assert 2 == len(reads)
 

@@ -14,7 +14,15 @@ _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 class Buffer:
     """Regions of a leaf in host memory, filled and handed over together."""
 
-    __slots__ = ("chunks_left", "dtype", "group", "is_begun", "memory", "row", "slabs")
+    __slots__ = (
+        "chunks_left",
+        "dtype",
+        "group",
+        "is_begun",
+        "memory",
+        "row",
+        "segments",
+    )
 
     def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
         self.row = row
@@ -23,7 +31,7 @@ class Buffer:
         self.dtype = dtype
         self.chunks_left = group.chunk_count
         self.memory = _NOTHING
-        self.slabs: Sequence[NDArrayAny] = ()
+        self.segments: Sequence[NDArrayAny] = ()
         self.is_begun = False
         """True once it is allocated, also after ``drop``."""
 
@@ -35,8 +43,8 @@ class Buffer:
     @property
     def arrays(self) -> list[NDArrayAny]:
         """The elements of each region, as views of the memory."""
-        together = zip(self.slabs, self.group.slabs, strict=True)
-        return [array[index] for array, slab in together for index in slab.inside]
+        together = zip(self.segments, self.group.segments, strict=True)
+        return [array[index] for array, segment in together for index in segment.inside]
 
     def begin(self) -> int:
         """Allocates the memory unless it was allocated; returns the bytes that this
@@ -45,14 +53,14 @@ class Buffer:
             return 0
         self.is_begun = True
         self.memory = allocate(self.group.size_bytes)
-        self.slabs = [
-            self.memory[slab.start : slab.start + slab.size_bytes]
+        self.segments = [
+            self.memory[segment.start : segment.start + segment.size_bytes]
             .view(self.dtype)
-            .reshape([stop - start for start, stop in slab.region])
-            for slab in self.group.slabs
+            .reshape([stop - start for start, stop in segment.region])
+            for segment in self.group.segments
         ]
         return self.group.size_bytes
 
     def drop(self) -> None:
         """Drops the reference to the memory; the receiver of the arrays owns it."""
-        self.memory, self.slabs = _NOTHING, ()
+        self.memory, self.segments = _NOTHING, ()

@@ -2,10 +2,10 @@
 where in it the elements of each chunk go.
 
 Regions that follow each other along the first dimension of a leaf also follow each
-other in memory, as one *slab*, so that a chunk of several small shards is still one
-contiguous run, which one read fills. Slabs are allocated and handed over together in
-*groups*, because they live equally long: small shards share large pages that way, but
-leaves share no memory.
+other in memory, as one *segment*, so that a chunk of several small shards is still one
+contiguous *span*, which one read fills. Segments are allocated and handed over together
+in *groups*, because they live equally long: small shards share large pages that way,
+but leaves share no memory.
 
 Leaves of the same shape with the same wanted regions share a layout; a tree has many
 leaves and few such combinations.
@@ -27,7 +27,7 @@ ALIGNMENT: Final = 64
 """Alignment in bytes that XLA requires of host memory that it uses without a copy."""
 
 GROUP_BYTES: Final = 64 << 20
-"""Maximum size of a group of slabs, unless one slab is larger."""
+"""Maximum size of a group of segments, unless one segment is larger."""
 
 COPIED_BYTES: Final = 64 << 10
 """Size below which a copy that XLA makes for lack of alignment costs nothing
@@ -41,7 +41,7 @@ Index: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Slab:
+class Segment:
     """A part of a leaf that is one array in memory."""
 
     region: Region
@@ -51,14 +51,14 @@ class Slab:
     regions: tuple[Region, ...]
     """The wanted regions that it consists of."""
     inside: tuple[Index, ...]
-    """Index of each of them within the slab."""
+    """Index of each of them within the segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Group:
-    """Slabs that are allocated and handed over together."""
+    """Segments that are allocated and handed over together."""
 
-    slabs: tuple[Slab, ...]
+    segments: tuple[Segment, ...]
     regions: tuple[Region, ...]
     size_bytes: int
     chunk_count: int
@@ -66,8 +66,8 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Run:
-    """A chunk whose elements are one contiguous run in memory."""
+class Span:
+    """A chunk whose elements are one contiguous range of memory."""
 
     group: int
     start: int
@@ -76,14 +76,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Copy:
-    """A part of a chunk that is copied into a slab."""
+    """A part of a chunk that is copied into a segment."""
 
     group: int
-    slab: int
+    segment: int
     source: Index
     """Index of the part within the chunk."""
     target: Index
-    """Index of the part within the slab."""
+    """Index of the part within the segment."""
 
     def of_rows(self, axis: int, first: int, stop: int) -> tuple[Index, Index] | None:
         """Returns source and target for a range of rows of the chunk, the source
@@ -110,7 +110,7 @@ class Goal:
     within: int
     """Number of the chunk within its leaf."""
     groups: tuple[int, ...]
-    goes: Run | tuple[Copy, ...]
+    goes: Span | tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -130,15 +130,15 @@ class Layout:
 
 def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     """Returns the layout of distinct regions of a leaf."""
-    packed = list(_packed(_slabs(grid, regions)))
+    packed = list(_packed(_segments(grid, regions)))
     holders: dict[int, list[tuple[int, int]]] = {}
-    for number, slabs in enumerate(packed):
-        for at, slab in enumerate(slabs):
-            for within in grid.covering(slab.region):
+    for number, segments in enumerate(packed):
+        for at, segment in enumerate(segments):
+            for within in grid.covering(segment.region):
                 holders.setdefault(within, []).append((number, at))
     goals = [_goal(grid, n, holders[n], packed) for n in sorted(holders)]
     touched = Counter(number for goal in goals for number in goal.groups)
-    groups = [_group(slabs, touched[n]) for n, slabs in enumerate(packed)]
+    groups = [_group(segments, touched[n]) for n, segments in enumerate(packed)]
     long = (axis for axis, n in enumerate(grid.chunk_shape) if n > 1)
     axis = next(long, len(grid.chunk_shape) - 1)
     return Layout(
@@ -150,16 +150,16 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     )
 
 
-def _slabs(grid: Grid, regions: Sequence[Region]) -> Iterator[Slab]:
-    """Joins regions to slabs; sets no place in a group yet."""
+def _segments(grid: Grid, regions: Sequence[Region]) -> Iterator[Segment]:
+    """Joins regions to segments; sets no place in a group yet."""
     held: list[Region] = []
     for region in sorted(regions):
         if held and not _follows(grid, held, region):
-            yield _slab(grid, held)
+            yield _segment(grid, held)
             held = []
         held.append(region)
     if held:
-        yield _slab(grid, held)
+        yield _segment(grid, held)
 
 
 def _follows(grid: Grid, held: Sequence[Region], region: Region) -> bool:
@@ -181,10 +181,10 @@ def _follows(grid: Grid, held: Sequence[Region], region: Region) -> bool:
     )
 
 
-def _slab(grid: Grid, regions: Sequence[Region]) -> Slab:
+def _segment(grid: Grid, regions: Sequence[Region]) -> Segment:
     bounds = zip(regions[0], regions[-1], strict=True)
     region = tuple((start, stop) for (start, _), (_, stop) in bounds)
-    return Slab(
+    return Segment(
         region=region,
         start=0,
         size_bytes=math.prod(_shape(region)) * grid.itemsize,
@@ -193,25 +193,25 @@ def _slab(grid: Grid, regions: Sequence[Region]) -> Slab:
     )
 
 
-def _packed(slabs: Iterable[Slab]) -> Iterator[list[Slab]]:
-    """Packs slabs into groups and sets the place of each."""
-    group: list[Slab] = []
+def _packed(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Packs segments into groups and sets the place of each."""
+    group: list[Segment] = []
     held = 0
-    for slab in slabs:
-        if group and held + slab.size_bytes > GROUP_BYTES:
+    for segment in segments:
+        if group and held + segment.size_bytes > GROUP_BYTES:
             yield group
             group, held = [], 0
-        group.append(replace(slab, start=held))
-        held += slab.size_bytes + -slab.size_bytes % ALIGNMENT
+        group.append(replace(segment, start=held))
+        held += segment.size_bytes + -segment.size_bytes % ALIGNMENT
     if group:
         yield group
 
 
-def _group(slabs: Sequence[Slab], chunk_count: int) -> Group:
+def _group(segments: Sequence[Segment], chunk_count: int) -> Group:
     return Group(
-        slabs=tuple(slabs),
-        regions=tuple(region for slab in slabs for region in slab.regions),
-        size_bytes=slabs[-1].start + slabs[-1].size_bytes,
+        segments=tuple(segments),
+        regions=tuple(region for segment in segments for region in segment.regions),
+        size_bytes=segments[-1].start + segments[-1].size_bytes,
         chunk_count=chunk_count,
     )
 
@@ -220,38 +220,38 @@ def _goal(
     grid: Grid,
     within: int,
     holders: Sequence[tuple[int, int]],
-    packed: Sequence[Sequence[Slab]],
+    packed: Sequence[Sequence[Segment]],
 ) -> Goal:
     region = grid.region(within)
     copies = []
     for number, at in holders:
-        slab = packed[number][at]
-        shared = intersection(region, slab.region)
-        start = _run(grid, region, slab) if region == shared else None
+        segment = packed[number][at]
+        shared = intersection(region, segment.region)
+        start = _offset_in(grid, region, segment) if region == shared else None
         if start is not None and len(holders) == 1:
-            run = Run(group=number, start=slab.start + start)
-            return Goal(within=within, groups=(number,), goes=run)
+            span = Span(group=number, start=segment.start + start)
+            return Goal(within=within, groups=(number,), goes=span)
         copies.append(
             Copy(
                 group=number,
-                slab=at,
+                segment=at,
                 source=_index(shared, region),
-                target=_index(shared, slab.region),
+                target=_index(shared, segment.region),
             )
         )
     groups = tuple(dict.fromkeys(number for number, _ in holders))
     return Goal(within=within, groups=groups, goes=tuple(copies))
 
 
-def _run(grid: Grid, region: Region, slab: Slab) -> int | None:
-    """Returns the offset of a chunk's elements in a slab; None if they are not one
-    contiguous run."""
-    shape, around = _shape(region), _shape(slab.region)
+def _offset_in(grid: Grid, region: Region, segment: Segment) -> int | None:
+    """Returns the offset of a chunk's elements in a segment; None if they are not one
+    contiguous range."""
+    shape, around = _shape(region), _shape(segment.region)
     if shape != grid.chunk_shape:  # at the edge of the leaf: stored with padding
         return None
     start, stride, is_cut = 0, grid.itemsize, False
     for (begin, _), (origin, _), n, m in reversed(
-        list(zip(region, slab.region, shape, around, strict=True))
+        list(zip(region, segment.region, shape, around, strict=True))
     ):
         if is_cut and n > 1:
             return None

@@ -114,7 +114,7 @@ class FilledSlab:
     buffer: "Bytes | None"
     """Its staging buffer; None if the memory is lent by the tree."""
     lent: "Sequence[Sequence[Bytes]]" = ()
-    """The elements of each of its chunks if lent, one run after another."""
+    """The elements of each of its chunks if lent, one range after another."""
 
     @property
     def wanted_bytes(self) -> int:

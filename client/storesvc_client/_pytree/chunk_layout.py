@@ -24,7 +24,7 @@ class Piece:
     """Position in the block."""
     target: Index
     """Position in the chunk."""
-    run: tuple[int, int, int] | None
+    span: tuple[int, int, int] | None
     """Offset in the block, offset in the chunk and length, in bytes, if the piece is
     contiguous in both."""
 
@@ -40,16 +40,16 @@ class Layout:
     is_joined: bool
     """True if the leaf is one chunk that consists of its blocks in order."""
 
-    def runs(self, within: int) -> Sequence[Piece] | None:
-        """Returns the pieces of a chunk if they are contiguous runs in order, else
+    def contiguous_pieces(self, within: int) -> Sequence[Piece] | None:
+        """Returns the pieces of a chunk if they are contiguous ranges in order, else
         None."""
         pieces, at = self.pieces[within], 0
         if self.is_padded[within]:
             return None
         for piece in pieces:
-            if piece.run is None or piece.run[1] != at:
+            if piece.span is None or piece.span[1] != at:
                 return None
-            at += piece.run[2]
+            at += piece.span[2]
         return pieces
 
 
@@ -83,9 +83,9 @@ def layout_of(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
 def _are_joined(pieces: Sequence[Piece]) -> bool:
     at = 0
     for number, piece in enumerate(pieces):
-        if piece.block != number or piece.run is None or piece.run[:2] != (0, at):
+        if piece.block != number or piece.span is None or piece.span[:2] != (0, at):
             return False
-        at += piece.run[2]
+        at += piece.span[2]
     return True
 
 
@@ -94,17 +94,19 @@ def _piece(grid: Grid, number: int, block: Region, chunk: Region) -> Piece:
     lengths = _lengths(shared)
     source = _index(shared, block)
     target = _index(shared, chunk)
-    run = None
-    if _is_run(lengths, _lengths(block)) and _is_run(lengths, grid.chunk_shape):
-        run = (
+    span = None
+    if _is_contiguous(lengths, _lengths(block)) and _is_contiguous(
+        lengths, grid.chunk_shape
+    ):
+        span = (
             _offset(source, _lengths(block)) * grid.itemsize,
             _offset(target, grid.chunk_shape) * grid.itemsize,
             _size(shared) * grid.itemsize,
         )
-    return Piece(block=number, source=source, target=target, run=run)
+    return Piece(block=number, source=source, target=target, span=span)
 
 
-def _is_run(part: Sequence[int], whole: Sequence[int]) -> bool:
+def _is_contiguous(part: Sequence[int], whole: Sequence[int]) -> bool:
     """Returns whether a part of an array is contiguous, in C order."""
     split = next((dim for dim, n in enumerate(part) if n > 1), len(part))
     return list(part[split + 1 :]) == list(whole[split + 1 :])

@@ -53,18 +53,18 @@ class TreeSource:
         if plan.layout.is_padded[within]:
             into[...] = 0
         for piece in plan.layout.pieces[within]:
-            if piece.run is not None:
-                start, at, length = piece.run
+            if piece.span is not None:
+                start, at, length = piece.span
                 flat = _flat(blocks[piece.block])
                 into[at : at + length] = flat[start : start + length]
                 continue
             chunk = into.view(plan.dtype).reshape(grid.chunk_shape)
             chunk[piece.target] = blocks[piece.block][piece.source]
 
-    def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
+    def spans(self, ordinal: int) -> "Sequence[Bytes] | None":
         """Returns the memory of a chunk if it can be sent without a copy, else None.
 
-        The pieces must be contiguous runs in order, in the tree's own memory on the
+        The pieces must be contiguous ranges in order, in the tree's own memory on the
         host.
         """
         if self._plan.is_remote:
@@ -73,12 +73,12 @@ class TreeSource:
         return found if found is not None and self._cache.is_own else None
 
     def digest(self, ordinal: int) -> bytes | None:
-        """Returns the digest of a chunk if its pieces are contiguous runs in order."""
-        runs, summing = self._in_order(ordinal), Hasher()
-        if runs is None:
+        """Returns the digest of a chunk if it can be computed without a copy."""
+        spans, summing = self._in_order(ordinal), Hasher()
+        if spans is None:
             return None
-        for run in runs:
-            summing.add(run.data)
+        for span in spans:
+            summing.add(span.data)
         return summing.digest
 
     def leaf_digests(self) -> bytes:
@@ -110,13 +110,13 @@ class TreeSource:
 
     def _in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
         row, within = self.tree.locate(ordinal)
-        pieces = self._plan.leaves[row].layout.runs(within)
+        pieces = self._plan.leaves[row].layout.contiguous_pieces(within)
         if pieces is None:
             return None
         blocks, found = self._blocks(row), []
         for piece in pieces:
-            assert piece.run is not None
-            start, _, length = piece.run
+            assert piece.span is not None
+            start, _, length = piece.span
             found.append(_flat(blocks[piece.block])[start : start + length])
         return found
 

@@ -3,9 +3,9 @@
 ``Assembly`` holds the plan of a restore and its progress: the chunks needed, where the
 bytes of each go, and which buffers are complete. A ``ChunkSource`` reads the bytes and
 passes them on either in pieces as they arrive (``add``), or as whole chunks that it has
-read into ``destination`` or copies with ``spread``. Received data is not trusted: a
-piece that was not requested is rejected, and the checksum of every chunk is compared
-with the manifest.
+read into ``destination`` or copies with ``copy_elements``. Received data is not
+trusted: a piece that was not requested is rejected, and the checksum of every chunk is
+compared with the manifest.
 """
 
 import logging
@@ -27,7 +27,7 @@ from storesvc_client._chunks.buffer_layout import (
     Bytes,
     Goal,
     Layout,
-    Run,
+    Span,
     lay_out,
 )
 from storesvc_client._values.durations import NEVER, Deadline
@@ -189,8 +189,8 @@ class Assembly:
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
         if chunk.received == length and self._verify(ordinal, chunk):
-            if not self.is_run(ordinal):
-                self.spread(ordinal, chunk.into)
+            if not self.is_contiguous(ordinal):
+                self.copy_elements(ordinal, chunk.into)
             self.finish(ordinal)
 
     def _verify(self, ordinal: int, chunk: "_Chunk") -> bool:
@@ -228,9 +228,9 @@ class Assembly:
         """Returns whether a chunk is needed and not complete."""
         return ordinal in self._chunks
 
-    def is_run(self, ordinal: int) -> bool:
-        """Returns whether a chunk is one contiguous run of a buffer."""
-        return isinstance(self._chunks[ordinal].goal.goes, Run)
+    def is_contiguous(self, ordinal: int) -> bool:
+        """Returns whether a chunk is one contiguous range of a buffer."""
+        return isinstance(self._chunks[ordinal].goal.goes, Span)
 
     def begin(self, ordinals: Iterable[int]) -> int:
         """Allocates the buffers of chunks unless allocated; returns the bytes that this
@@ -282,21 +282,21 @@ class Assembly:
 
     def destination(self, ordinal: int) -> Bytes | None:
         """Returns the memory of a chunk whose buffers are allocated; None if it is not
-        one contiguous run."""
+        one contiguous range."""
         chunk = self._chunks[ordinal]
-        if not isinstance(chunk.goal.goes, Run):
+        if not isinstance(chunk.goal.goes, Span):
             return None
         start = chunk.goal.goes.start
         memory = chunk.buffers[chunk.goal.goes.group].memory
         return memory[start : start + chunk.layout.grid.chunk_bytes]
 
     def piece_bytes(self, ordinal: int, at_most: int) -> int:
-        """Returns the largest number of bytes up to `at_most` that ``spread`` accepts
-        as a piece of a chunk; at least one row."""
+        """Returns the largest number of bytes up to `at_most` that ``copy_elements``
+        accepts as a piece of a chunk; at least one row."""
         layout = self._chunks[ordinal].layout
         return max(1, at_most // layout.row_bytes) * layout.row_bytes
 
-    def spread(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
+    def copy_elements(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
         """Copies elements of a chunk into its allocated buffers.
 
         Args:
@@ -306,7 +306,7 @@ class Assembly:
         """
         chunk = self._chunks[ordinal]
         goes, layout = chunk.goal.goes, chunk.layout
-        if isinstance(goes, Run):
+        if isinstance(goes, Span):
             memory = chunk.buffers[goes.group].memory
             begin = goes.start + start
             np.copyto(memory[begin : begin + len(elements)], elements)
@@ -315,8 +315,8 @@ class Assembly:
         if len(elements) == layout.grid.chunk_bytes:
             stored = stored.reshape(layout.grid.chunk_shape)
             for copy in goes:
-                slab = chunk.buffers[copy.group].slabs[copy.slab]
-                np.copyto(slab[copy.target], stored[copy.source])
+                segment = chunk.buffers[copy.group].segments[copy.segment]
+                np.copyto(segment[copy.target], stored[copy.source])
             return
         axis, shape = layout.row_axis, list(layout.grid.chunk_shape)
         first, shape[axis] = (n // layout.row_bytes for n in (start, len(elements)))
@@ -324,8 +324,8 @@ class Assembly:
         for copy in goes:
             found = copy.of_rows(axis, first, first + shape[axis])
             if found is not None:
-                slab = chunk.buffers[copy.group].slabs[copy.slab]
-                np.copyto(slab[found[1]], stored[found[0]])
+                segment = chunk.buffers[copy.group].segments[copy.segment]
+                np.copyto(segment[found[1]], stored[found[0]])
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
         """Verifies the checksum of a chunk against the manifest.

@@ -26,8 +26,8 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.buffer_budget import BufferBudget
 from storesvc_client._restore.data_file_reads import describe, plan_file_reads, unpack
-from storesvc_client._restore.memory_budget import MemoryBudget
 from storesvc_client._storage.bucket import BucketRoot, RangeRead
 from storesvc_client.errors import DataLossError, UnavailableError
 
@@ -71,7 +71,7 @@ class BucketSource:
         self._pool = pool
         self._manifest = manifest
         self._name = name
-        self.budget = MemoryBudget(BUFFER_BYTES, read_bytes=READ_BYTES)
+        self.budget = BufferBudget(BUFFER_BYTES, read_bytes=READ_BYTES)
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""

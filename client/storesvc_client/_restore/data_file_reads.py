@@ -126,7 +126,7 @@ def _unpack_small(
     with assembly.meter.phase("copy"):
         for chunk, begin, length in rows:
             found = second.get(chunk)
-            assembly.spread(
+            assembly.copy_elements(
                 chunk, memory[begin : begin + length] if found is None else found
             )
     return sum(assembly.finish(chunk) for chunk, _, _ in rows)
@@ -137,14 +137,14 @@ def _unpack_large(
 ) -> int:
     elements, tail = stored[:-CHECKSUM_BYTES], bytes(stored[-CHECKSUM_BYTES:])
     step, checksum = PIECE_BYTES, 0
-    if not assembly.is_run(chunk):
+    if not assembly.is_contiguous(chunk):
         step = assembly.piece_bytes(chunk, PIECE_BYTES)
     for at in range(0, len(elements), step):
         piece = elements[at : at + step]
         with assembly.meter.phase("verify"):
             checksum = crc32c(piece.data, checksum)
         with assembly.meter.phase("copy"):
-            assembly.spread(chunk, piece, at)
+            assembly.copy_elements(chunk, piece, at)
     return check_or_read_again(chunk, checksum, tail, assembly, again)
 
 
@@ -171,7 +171,7 @@ def check_or_read_again(
     try:
         assembly.check(chunk, checksum, tail)
     except DataLossError:
-        assembly.spread(chunk, _sound(chunk, again(), assembly))
+        assembly.copy_elements(chunk, _sound(chunk, again(), assembly))
     return assembly.finish(chunk)
 
 

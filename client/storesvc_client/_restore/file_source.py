@@ -1,9 +1,9 @@
 """Reads stored chunks from data files in a directory.
 
 The manifest alone determines which ranges of which files to read. They are read in file
-order, directly into the buffers where a chunk is one contiguous run. Bytes are verified
-piece by piece while they are in the processor's cache, so a page of memory is touched
-again only by its user.
+order, directly into the buffers where a chunk is one contiguous range. Bytes are
+verified piece by piece while they are in the processor's cache, so a page of memory is
+touched again only by its user.
 
 A few threads take reads from one list; each reads, verifies, copies if necessary, and
 hands over complete buffers.
@@ -27,6 +27,7 @@ from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
 from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.buffer_budget import BUDGET_BYTES, BufferBudget
 from storesvc_client._restore.data_file_reads import (
     PIECE_BYTES,
     SMALL_BYTES,
@@ -35,7 +36,6 @@ from storesvc_client._restore.data_file_reads import (
     plan_file_reads,
     unpack,
 )
-from storesvc_client._restore.memory_budget import BUDGET_BYTES, MemoryBudget
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 READ_SECONDS: Final = 30.0
@@ -70,7 +70,7 @@ class FileSource:
         self._pool = pool
         self._manifest = manifest
         self._name = name
-        self.budget = MemoryBudget(BUDGET_BYTES)
+        self.budget = BufferBudget(BUDGET_BYTES)
         self._calls: dict[int, tuple[float, Path]] = {}
         """Timeout and path of the file call in progress, by thread."""
 
@@ -113,7 +113,9 @@ class FileSource:
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         chunks = np.array(ordinals, np.int64)
-        alone = np.array([assembly.is_run(ordinal) for ordinal in ordinals], np.bool_)
+        alone = np.array(
+            [assembly.is_contiguous(ordinal) for ordinal in ordinals], np.bool_
+        )
         alone &= self._manifest.places.length[chunks] >= SMALL_BYTES
         return plan_file_reads(
             self._manifest,
@@ -150,7 +152,7 @@ class FileSource:
                 checksum = crc32c(piece.data, checksum)
             if into is None:
                 with meter.phase("copy"):
-                    assembly.spread(chunk, piece, at)
+                    assembly.copy_elements(chunk, piece, at)
             if self.budget.is_stopped:
                 raise UnavailableError(f"{self._name}: another read of it failed")
         again = partial(self._again, file, read, read.start, read.stop)

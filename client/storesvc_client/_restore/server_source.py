@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from storesvc_client._chunks.frames import frame_of
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.memory_budget import BUDGET_BYTES
+from storesvc_client._restore.buffer_budget import BUDGET_BYTES
 from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api

@@ -41,8 +41,8 @@ class Source(Protocol):
     def copy(self, ordinal: int, into: Bytes) -> None:
         """Copies the elements of a chunk, in C order, little-endian, into `into`."""
 
-    def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
-        """Returns the memory that already holds those elements in that form, one run
+    def spans(self, ordinal: int) -> "Sequence[Bytes] | None":
+        """Returns the memory that already holds those elements in that form, one range
         after another; None if they must be copied."""
 
     def digest(self, ordinal: int) -> bytes | None:
@@ -169,10 +169,10 @@ class Snapshot:
             return None
         found = []
         for ordinal, _, _ in slab.rows():
-            runs = self._source.runs(ordinal)
-            if runs is None:
+            spans = self._source.spans(ordinal)
+            if spans is None:
                 return None
-            found.append(runs)
+            found.append(spans)
         return found
 
     def _new_chunks(self, slab: Slab) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The memory budget of a restore, and the threads that share it.
+"""The budget of a restore for buffers, and the threads that share it.
 
 A thread that takes a read which needs new buffers allocates them, and then waits until
 all buffers that are allocated and not handed over fit into the budget; so the bound is
@@ -29,7 +29,7 @@ STOP_SECONDS: Final = 5.0
 _NAME: Final = "storesvc-direct"
 
 
-class MemoryBudget:
+class BufferBudget:
     """Limits the bytes of allocated buffers and of reads in flight."""
 
     def __init__(self, limit: int, *, read_bytes: int | None = None) -> None:

@@ -339,7 +339,7 @@ class RunSaver:
             return None, ""
         known = BaseSums(
             sums=saved.sums,
-            claimable=partial(upload.claimable, saved.sums),
+            reusable=partial(upload.reusable, saved.sums),
             ask=upload.ask,
         )
         return known, CheckpointName(self._name, step).resource

@@ -1,8 +1,8 @@
 """Copies the bytes of a tree to host memory while the caller of ``save`` waits.
 
 Only this step blocks the training loop. Chunks whose digest equals the base's are not
-copied. While the caller still waits, the store is asked whether it can claim them from
-the base; if it answers no, or late, they are copied after all.
+copied. While the caller still waits, the store is asked whether they can be
+reused; if it answers no, or late, they are copied after all.
 """
 
 import os
@@ -55,7 +55,7 @@ class BaseSums:
     """Checksums of the base, which chunks of the tree may still have."""
 
     sums: Sums
-    claimable: Callable[[I64], I64]
+    reusable: Callable[[I64], I64]
     """Returns the given chunks that the store holds with these checksums."""
     ask: Callable[[Sequence[int]], None]
     """Marks chunks that may be equal to the base's but have no digest before they are
@@ -102,7 +102,7 @@ class Snapshot:
             self._in_threads(self._slabs, self._new_chunks)
             if self._unchanged and self._known is not None:
                 asked = np.array(sorted(self._unchanged), np.int64)
-                held = set(self._known.claimable(asked).tolist())
+                held = set(self._known.reusable(asked).tolist())
                 left = {o for o in self._unchanged if o not in held}
                 if left:
                     self._in_threads(self._slabs, lambda slab: _of(slab, left))

@@ -49,8 +49,8 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 if TYPE_CHECKING:
     from storesvc_client._pytree.save_plan import Plan
 
-CLAIM_SECONDS: Final = 2.0
-"""Maximum time a snapshot waits for the store to claim unchanged chunks."""
+FIND_SECONDS: Final = 2.0
+"""Maximum time a snapshot waits for the store to look up unchanged chunks."""
 
 _POLL_SECONDS: Final = 0.05
 """Interval at which that wait checks whether the server is available."""
@@ -100,7 +100,7 @@ class Upload:
         self._foreign = plan.foreign
         self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
-        self._claimed = np.zeros(tree.chunk_count, np.bool_)
+        self._reused = np.zeros(tree.chunk_count, np.bool_)
         self._asked = np.zeros(tree.chunk_count, np.bool_)
         """For each chunk, whether the store must be asked for it before it is sent."""
         self._begun: Future[api.Upload] = Future()
@@ -162,7 +162,7 @@ class Upload:
                 metadata=e.metadata,
             ) from e
 
-    def claimable(self, known: Sums, chunks: I64) -> I64:
+    def reusable(self, known: Sums, chunks: I64) -> I64:
         """Returns the given chunks that the store holds with known checksums; none if
         it does not answer soon.
 
@@ -171,20 +171,20 @@ class Upload:
         try:
             upload = self._upload_soon()
             held = self._found(
-                self._writer.ref(upload), known.take(chunks), CLAIM_SECONDS
+                self._writer.ref(upload), known.take(chunks), FIND_SECONDS
             )
         except (StoreError, FutureTimeoutError):
             self._asked[:] = True
             return np.empty(0, np.int64)
-        claimed = np.array(sorted(held), np.int64)
-        self._sums.copy(known, claimed)
-        self._claim(claimed)
-        return claimed
+        reused = np.array(sorted(held), np.int64)
+        self._sums.copy(known, reused)
+        self._reuse(reused)
+        return reused
 
     def _upload_soon(self) -> api.Upload:
         """Returns the upload once it has begun; stops waiting if its server is
         unavailable or slow."""
-        ends = Deadline.after(CLAIM_SECONDS)
+        ends = Deadline.after(FIND_SECONDS)
         while True:
             try:
                 return self._begun.result(_POLL_SECONDS)
@@ -226,7 +226,7 @@ class Upload:
     def _explain(self, e: PreconditionError) -> None:
         """Raises a clearer error if a precondition failed because the base has
         changed."""
-        if e.reason != "CHUNKS_INCOMPLETE" or not self._claimed.any():
+        if e.reason != "CHUNKS_INCOMPLETE" or not self._reused.any():
             return
         raise PreconditionError(
             f"save of step {self._writer.described.step}: chunks of its base were "
@@ -247,13 +247,13 @@ class Upload:
         for attempt in self._connection.attempts("FindChunks"):
             with attempt:
                 found = self._found(ref, self._sums.result(ordinals))
-        self._claim(np.array(sorted(found), np.int64))
+        self._reuse(np.array(sorted(found), np.int64))
         for filled in doubtful:
             filled.wanted = [o for o in filled.wanted if o not in found]
 
-    def _claim(self, chunks: I64) -> None:
-        """Records chunks that the store holds."""
-        self._claimed[chunks] = True
+    def _reuse(self, chunks: I64) -> None:
+        """Records chunks that the store holds and that are not sent."""
+        self._reused[chunks] = True
         self._meter.add(int(self._tree.stored_lengths[chunks].sum()))
 
     def _found(
@@ -298,7 +298,7 @@ class Upload:
     def _report(self) -> SaveReport:
         lengths = self._tree.stored_lengths
         total = int(lengths[self._own].sum())
-        reused = int(lengths[self._claimed].sum())
+        reused = int(lengths[self._reused].sum())
         return SaveReport(
             total_bytes=total,
             sent_bytes=total - reused,

@@ -49,6 +49,7 @@ class JointCalls:
             number = self._job.passed(taken)
             if self._job.read(self._call(index, number), seconds=seconds) is None:
                 return False
+            # Counted only then: a call counted but not settled never gets a prefix.
             settled = self._settled(index, number, place)
             self._job.advance(taken, number)
             if settled == place:

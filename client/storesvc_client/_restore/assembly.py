@@ -5,7 +5,12 @@ bytes of each go, and which buffers are complete. A ``ChunkSource`` reads the by
 passes them on either in pieces as they arrive (``add``), or as whole chunks that it has
 read into ``destination`` or copies with ``copy_elements``. Received data is not
 trusted: a piece that was not requested is rejected, and the checksum of every chunk is
-compared with the manifest.
+compared with the manifest. A wrong byte cannot reach the caller, because of the order:
+
+1. Bytes are written into a buffer only while its chunk is incomplete.
+2. A chunk is verified as a whole, before or after its elements are copied.
+3. A verified chunk is complete, once; later pieces of it are rejected.
+4. A buffer is handed over when all its chunks are complete.
 """
 
 import logging
@@ -162,6 +167,7 @@ class Assembly:
             DataLossError: The piece was not requested, or the chunk is corrupt for the
                 second time.
         """
+        # 1. Reject what was not requested, before any memory is touched.
         chunk = self._chunks.get(ordinal)
         length = self._lengths[ordinal] if chunk else 0
         if chunk is None or offset != chunk.received or offset + len(piece) > length:
@@ -188,6 +194,7 @@ class Assembly:
         times["verify"] += self.meter.clock() - verified_from
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
+        # 2. Verify the whole chunk. 3. Only then is it complete.
         if chunk.received == length and self._verify(ordinal, chunk):
             if not self.is_contiguous(ordinal):
                 self.copy_elements(ordinal, chunk.into)
@@ -356,6 +363,7 @@ class Assembly:
             UnavailableError: The deadline has passed.
         """
         chunk = self._chunks[ordinal]
+        # 3. Complete; under the lock, as other threads complete chunks of the buffers.
         with self._lock:
             del self._chunks[ordinal]
             touched = [chunk.buffers[group] for group in chunk.goal.groups]
@@ -366,6 +374,7 @@ class Assembly:
             done_bytes = 0
             if self._unreported_bytes >= PROGRESS_BYTES or not self._chunks:
                 done_bytes, self._unreported_bytes = self._unreported_bytes, 0
+        # 4. Hand over; without the lock, because a copy to a device takes long.
         if whole:
             since = self.meter.clock()
             for buffer in whole:

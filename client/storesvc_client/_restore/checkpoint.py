@@ -212,7 +212,7 @@ class OpenCheckpoint:
         if select is not None:
             chosen = checked_patterns(f"restore of {self.name}: select=", select)
         with Meter("restore", self.name, progress) as meter:
-            with meter.phase("plan"):
+            with meter.phase("plan"):  # 1. rejects what cannot be restored
                 rows = self._rows(chosen)
                 target = Target.choose(
                     self._manifest.tree,
@@ -225,21 +225,23 @@ class OpenCheckpoint:
                     cast=cast,
                     missing=missing,
                 )
-            with self._held():
+            with self._held():  # 2. until every chunk is read
                 assembly = self._assembly(
                     target.regions(), target.place, meter, deadline
                 )
                 source = self._source()
-                if joint is not None:  # last, because the others wait from here on
+                # 3. Meet, after all that can fail alone: the others wait from here on.
+                if joint is not None:
                     with meter.phase("await others"):
                         source = self._shared_source(source, target, joint)
                 since = meter.seconds
                 with joint.publishing(assembly.progress) if joint else nullcontext():
-                    source.read(assembly.missing, assembly)
+                    source.read(assembly.missing, assembly)  # 4. verifies each chunk
                 assembly.check_complete()
                 reading_seconds = meter.seconds - since
             with meter.phase("rebuild"):
                 result = target.result()
+        # 5. Meet again: no process returns the state unless all of them have read it.
         self.report = _report(source, assembly, joint, reading_seconds)
         return result
 

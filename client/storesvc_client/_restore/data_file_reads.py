@@ -114,6 +114,7 @@ def _unpack_small(
 ) -> int:
     """Verifies all chunks, then copies all."""
     data, second = memory.data, dict[int, Bytes]()
+    # 1. Verify: in `memory`, or in a second read of a chunk that is corrupt there.
     with assembly.meter.phase("verify"):
         for chunk, begin, length in rows:
             end = begin + length
@@ -123,12 +124,14 @@ def _unpack_small(
             except DataLossError:
                 stop = read.start + end + CHECKSUM_BYTES
                 second[chunk] = _sound(chunk, again(read.start + begin, stop), assembly)
+    # 2. Copy what was verified.
     with assembly.meter.phase("copy"):
         for chunk, begin, length in rows:
             found = second.get(chunk)
             assembly.copy_elements(
                 chunk, memory[begin : begin + length] if found is None else found
             )
+    # 3. Complete the chunks, which hands over buffers.
     return sum(assembly.finish(chunk) for chunk, _, _ in rows)
 
 
@@ -139,6 +142,8 @@ def _unpack_large(
     step, checksum = PIECE_BYTES, 0
     if not assembly.is_contiguous(chunk):
         step = assembly.piece_bytes(chunk, PIECE_BYTES)
+    # Each piece is copied before the chunk is verified, while it is in the cache: no
+    # buffer is handed over before `finish`.
     for at in range(0, len(elements), step):
         piece = elements[at : at + step]
         with assembly.meter.phase("verify"):
@@ -170,7 +175,7 @@ def check_or_read_again(
     """
     try:
         assembly.check(chunk, checksum, tail)
-    except DataLossError:
+    except DataLossError:  # the second read overwrites the corrupt elements
         assembly.copy_elements(chunk, _sound(chunk, again(), assembly))
     return assembly.finish(chunk)
 

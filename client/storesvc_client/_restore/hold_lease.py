@@ -76,6 +76,7 @@ class Lease:
             request.ttl.CopyFrom(duration_message(ttl, "ttl= of a hold"))
         for attempt in connection.attempts("CreateHold"):
             with attempt, translated(connection.address):
+                # before the call, so that it never seems held for longer than it is
                 self._renewed = time.monotonic()
                 self._hold = self._stub.CreateHold(
                     request, timeout=connection.timeout
@@ -130,7 +131,8 @@ class Lease:
 
         If the hold cannot be deleted, it expires.
         """
-        # Wait for a renewal in flight and block the next one, but not without limit.
+        # 1. Wait for a renewal in flight and block the next one, but not without limit:
+        # its error would replace the one that the lease ends with.
         is_locked = self._renewing.acquire(timeout=_CALL_SECONDS)
         try:
             if self._ended.is_set():
@@ -140,6 +142,7 @@ class Lease:
         finally:
             if is_locked:
                 self._renewing.release()
+        # 2. Only then delete the hold.
         request = api.DeleteHoldRequest(name=self._hold.name)
         try:
             ends = Deadline.after(self._timeout)

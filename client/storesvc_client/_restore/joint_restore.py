@@ -177,6 +177,7 @@ class JointRestore:
             PeerFailedError: A process failed; the message gives the cause.
             UnavailableError: A process is not ready in time; the message names it.
         """
+        # 1. Meet before the first byte.
         if self.job.index == 0:
             verdict = self._publish_verdict("begin", self._compared(digest, choice))
         else:
@@ -207,6 +208,7 @@ class JointRestore:
             PeerFailedError: Processes failed or have not ended in time; the message
                 names them and their progress.
         """
+        # 2. Meet after the last byte.
         end = time.monotonic() + seconds + GRACE_SECONDS
         if self.job.index == 0:
             verdict = self._publish_verdict("end", self._slowest(own, end))
@@ -244,9 +246,11 @@ class JointRestore:
             if not self._place and not self._met_late(error):
                 return ""
             failure = self._own_failure(error)
+            # First the cause, which ends the waits of processes that still read.
             is_second_hand = isinstance(error, PeerFailedError)
             if not is_second_hand:
                 self.job.post(self._failure_key, failure)
+            # Then the outcome of each meeting, so that no process waits for this one.
             is_first = self.job.index == 0
             if is_first:
                 self._publish("begin", self._failed(failure))
@@ -311,6 +315,7 @@ class JointRestore:
 
     def _open(self, outcome: Outcome) -> None:
         """Creates the key prefix of this call; publishes process 0's request there."""
+        # The request first: a process that gets the prefix reads it without a wait.
         place = self._calls.lead()
         self.job.post(f"{place}/asked", outcome.to_text())
         self._place = place
@@ -390,6 +395,8 @@ class JointRestore:
 
     def _publish_verdict(self, part: str, verdict: Outcome) -> Outcome:
         """Publishes a verdict unless there is one; returns the published one."""
+        # A key is written once, so all processes read the same verdict, also if two
+        # of them publish one.
         self.job.post(self._key(part, 0), verdict.to_text())
         text = self.job.read(self._key(part, 0))
         assert text is not None

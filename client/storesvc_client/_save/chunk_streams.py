@@ -173,6 +173,8 @@ class ChunkStreams:
         sent, durable = _Requests(requests(), self._meter), 0
         try:
             with translated(self._connection.address):
+                # Acknowledged at once: if the stream breaks, the next one resends only
+                # what is not durable.
                 for response in method(sent):
                     stream.acknowledge(response.durable_count - durable)
                     durable = response.durable_count

@@ -1,8 +1,12 @@
 """Writes chunks directly to the pool of a run, without sending them to the server.
 
 Each thread takes slabs, computes the checksums of their chunks and appends them to data
-files of its own. When a file is durable, its chunk table goes to the server, which
-checks only that the file exists.
+files of its own. The server checks only that a file exists, so the order makes a chunk
+that it knows a chunk that a power cut cannot take away:
+
+1. Append the chunks of some slabs to a new file.
+2. Make the file durable; the server makes its directory entry durable.
+3. Queue its chunk table, which then goes to the server.
 """
 
 import queue
@@ -128,11 +132,13 @@ class DirectWriter:
         try:
             name = f"{self._prefix}{uuid.uuid4().hex}"
             rows: list[tuple[int, int, int]] = []
+            # 1. Append. 2. The file is durable when this context has ended, or removed.
             with self._meter.part(name), self._new_file(name) as file:
                 while filled is not None and file.size_bytes < self._pool.file_bytes:
                     if self._stopped.is_set():
                         raise StoppedError  # removes the file
                     self._append(file, filled, rows)
+                    # before the sync: the snapshot may be waiting for memory
                     self._slab_queue.give_back(filled)
                     filled = None
                     if file.size_bytes < self._pool.file_bytes:
@@ -140,6 +146,7 @@ class DirectWriter:
         finally:
             if filled is not None:
                 self._slab_queue.give_back(filled)
+        # 3. Publish the chunks, only now.
         self._publish(name, sorted(rows))
         return file.size_bytes >= self._pool.file_bytes
 

@@ -99,6 +99,7 @@ class JointWriter(Writer):
             if lease_seconds >= HEARTBEAT_SECONDS:
                 _warn_of_heartbeat(lease_seconds)
             upload = super().begin()
+            # Only then: the others join what they read here.
             self._joint.begin(upload.name)
             return upload
         name = self._begun_upload()
@@ -143,10 +144,14 @@ class JointWriter(Writer):
             UnavailableError: No process made progress for one lease; the message names
                 those that have not finished.
         """
+        # 1. Wait for all writers: the store rejects a commit without one of them.
         if self._unfinished:
             with self._meter.phase("await others"):
                 self._await_all(ref)
+        # 2. Request the commit in each process: the one that finished last may have
+        # died. The first request commits, the others return the same checkpoint.
         checkpoint = super().commit(ref)
+        # 3. Notify the others, so that they end their wait before their next poll.
         with suppress(StoreError):  # committed, even if others cannot be notified
             self._joint.end(ref.upload)
             self.last_process = self._joint.last(seconds=LAST_SECONDS)
@@ -221,6 +226,7 @@ class JointWriter(Writer):
                     *(self.described, self._missing(upload), waited),
                 )
                 log_seconds *= 2
+            # A renewal counts as progress: each process that still writes renews.
             if upload != last:
                 last, since = upload, self._meter.clock()
             elif self._meter.clock() - since > lease:

@@ -10,6 +10,8 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 _RENEWALS_PER_LEASE: Final = 3
+"""So that one failed renewal does not let the lease expire."""
+
 _CALL_SECONDS: Final = 10.0
 """Timeout of one renewal."""
 
@@ -41,6 +43,8 @@ class LeaseRenewer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Not joined: a renewal in flight may take its whole timeout, and one that
+        # arrives after the end of the upload is rejected.
         self._ended.set()
 
     def _renew(self) -> None:

@@ -2,7 +2,12 @@
 
 The thread that feeds a broken stream may still be waiting for its next item and take it
 later. So each stream counts its own sent items, and an item stays in the window until a
-stream that sent it has received its acknowledgement.
+stream that sent it has received its acknowledgement. No chunk is lost, and no memory is
+reused while it may be sent again, because of the order:
+
+1. An item enters the window before any stream can send it.
+2. A stream counts an item as sent before it sends it.
+3. An acknowledged item leaves the window, and then its memory is released.
 
 A server acknowledges one batch at a time. When the snapshot needs memory back before it
 can fill the next slab, a stream that has sent less than a batch ends, which makes the
@@ -98,6 +103,8 @@ class ResendWindow(Generic[T]):
         with self._changed:
             self._taking -= 1
             self._has_ended = self._has_ended or has_ended
+            # 1. Under the lock that ends the taking: `wait` and `is_done` see either a
+            # thread that takes or its item, so no item is overlooked.
             if found is not None:
                 self._open[id(found)] = found
             is_late = self._is_dropped
@@ -113,12 +120,14 @@ class ResendWindow(Generic[T]):
         """Removes a durable item from the window."""
         with self._changed:
             was_open = self._open.pop(id(item), None) is not None
+        # Once only: the second time its memory could belong to another slab already.
         if was_open:
             self._done(item)
 
     def drop(self) -> None:
         """Releases all items, durable or not."""
         with self._changed:
+            # Set first: a thread that takes an item from now on releases it itself.
             self._is_dropped = True
             left = list(self._open.values())
         for item in left:
@@ -148,6 +157,8 @@ class SendStream(Generic[T]):
                 continue
             if found is None:
                 return
+            # 2. Counted first: another thread receives the acknowledgements, possibly
+            # before this one continues after the yield.
             self._sent.append(found)
             yield found
 
@@ -161,6 +172,7 @@ class SendStream(Generic[T]):
 
     def acknowledge(self, chunks: int) -> None:
         """Records that `chunks` more chunks are durable, in the order of sending."""
+        # 3. An item of several chunks is released when the last of them is durable.
         self._durable += chunks
         while self._sent and self._durable >= self._window.count(self._sent[0]):
             item = self._sent.popleft()

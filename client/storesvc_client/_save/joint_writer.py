@@ -22,7 +22,8 @@ from storesvc.format.chunks import Sums
 from storesvc.format.trees import Tree
 from storesvc_client._job.job import JointSave, Outcome, process_name
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.writer import Description, Writer
+from storesvc_client._save.description import Description
+from storesvc_client._save.writer import Writer
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (

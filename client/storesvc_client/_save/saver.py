@@ -45,10 +45,11 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
+    from storesvc_client._save.description import Description
     from storesvc_client._save.slab_queue import SlabQueue
     from storesvc_client._save.snapshot import BaseSums
     from storesvc_client._save.upload import SaveResult, Upload
-    from storesvc_client._save.writer import Description, Writer
+    from storesvc_client._save.writer import Writer
 
 _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
@@ -99,7 +100,7 @@ class RunSaver:
         Errors of ``check``, which is called with the plan of the save before anything
         is sent, are raised here, and nothing is saved.
         """
-        from storesvc_client._save.save_arguments import (
+        from storesvc_client._save.description import (
             checked_description,
             checked_step,
         )

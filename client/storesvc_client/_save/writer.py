@@ -3,19 +3,19 @@
 A process that saves alone is the only writer of its upload.
 """
 
+import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
+from platform import node
+from typing import Final
 
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._rpc.connection import Connection
+from storesvc_client._save.description import Description
 from storesvc_client._values.durations import duration_message
-from storesvc_client._values.process_name import owner
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import ConflictError, translated
@@ -23,22 +23,10 @@ from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
+_JOBS: Final = ("STORESVC_JOB", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+"""Environment variables with the name of the job; the first one that is set is used."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """The attributes of a checkpoint, except its tree."""
-
-    run: RunName
-    step: int
-    labels: Mapping[str, str]
-    metrics: Mapping[str, float]
-    base: CheckpointName | None
-    """Checkpoint whose chunks need not be sent again."""
-    lease: timedelta
-    """Lease of the upload."""
-
-    def __str__(self) -> str:
-        return f"{self.run}@{self.step}"
+_MAX_OWNER_BYTES: Final = 256
 
 
 class Writer:
@@ -128,7 +116,7 @@ class Writer:
                 metrics=described.metrics,
                 lease_duration=duration_message(described.lease, "lease="),
                 base=described.base.resource if described.base else "",
-                owner=owner(),
+                owner=_owner(),
             ),
             leaf_count=len(self._tree.leaves),
         )
@@ -177,3 +165,11 @@ class Writer:
                 timeout=self._connection.timeout,
             )
         return Checkpoint.from_message(committed.checkpoint)
+
+
+def _owner() -> str:
+    """Returns host, process id and, if known, job of this process, for people."""
+    job = next(filter(None, map(os.environ.get, _JOBS)), None)
+    text = f"host {node()}, process {os.getpid()}" + (f", job {job}" if job else "")
+    one_line = " ".join(text.split())
+    return one_line.encode()[:_MAX_OWNER_BYTES].decode(errors="ignore")

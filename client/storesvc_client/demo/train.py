@@ -111,7 +111,7 @@ def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
     from storesvc_client.demo.kill_point import stop_at_kill_point
-    from storesvc_client.demo.saving import saved
+    from storesvc_client.demo.training import saved
 
     with connect(
         arguments.store,

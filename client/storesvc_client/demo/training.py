@@ -1,27 +1,31 @@
-"""Trains on a mesh of CPU devices, from the start or from a checkpoint; in one process,
-or in the processes of a job.
+"""Trains on a mesh of CPU devices, from the start or from a checkpoint, and saves; in
+one process, or in the processes of a job.
 
-A step is one jitted function from state to state. The count of each dropout's RNG
-stream is part of the state, so that a resumed run draws the masks of an uninterrupted
-one. The result keeps the shardings of the argument: chosen by the compiler, they would
-change, and the next save would record them.
+A resumed run does what an uninterrupted one does. A batch is a function of the step
+alone. A step is one jitted function from state to state. The count of each dropout's
+RNG stream is part of the state, so that the masks are the same. The result keeps the
+shardings of the argument: chosen by the compiler, they would change, and the next save
+would record them. Each save has a digest of its state, which is compared after a
+restore.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pydoc_data.topics import topics
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.names import Which
-from storesvc_client import Run
+from storesvc_client import Run, Save
 from storesvc_client._pytree.partition_rules import shardings_by_rules
-from storesvc_client.demo.corpus import Corpus
 from storesvc_client.demo.digest import digest_of
-from storesvc_client.demo.job_log import Restored, Step
+from storesvc_client.demo.job_log import Committed, Event, Restored, SaveBegun, Step
 from storesvc_client.demo.model import (
     RULES,
     WINDOW,
@@ -29,11 +33,12 @@ from storesvc_client.demo.model import (
     make_model,
     make_optimizer,
 )
-from storesvc_client.easydel import restore_state
+from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 
-__all__ = ["Training"]
+__all__ = ["Training", "saved"]
 
+_SEED = 20_260_401
 _BATCH_SIZE = 32
 _P = PartitionSpec
 
@@ -49,7 +54,7 @@ class Training:
         )
         self._mesh_text = ",".join(f"{name}={size}" for name, size in axes.items())
         self._tx = make_optimizer()
-        self._corpus = Corpus(batch_size=_BATCH_SIZE, window=WINDOW)
+        self._corpus = _Corpus()
 
     def start(self) -> EasyDeLState:
         """Returns the state before the first step."""
@@ -131,3 +136,58 @@ def _advance_with(
 
     replicated = NamedSharding(mesh, _P())
     return jax.jit(advance, donate_argnums=0, out_shardings=(shardings, replicated))
+
+
+class _Corpus:
+    """Batches of the training text: the topics of ``help()``, prose that ships with
+    Python, as bytes. A batch is a function of the step alone."""
+
+    def __init__(self) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        self._bytes = np.frombuffer(text.encode(), np.uint8)
+
+    def batch(self, step: int) -> npt.NDArray[np.int32]:
+        """Returns the batch of a step: ``_BATCH_SIZE`` rows of ``WINDOW + 1`` bytes,
+        each window with the byte that follows it."""
+        draw = np.random.default_rng((_SEED, step))
+        starts = draw.integers(len(self._bytes) - WINDOW, size=_BATCH_SIZE)
+        columns = np.arange(WINDOW + 1)
+        windows: npt.NDArray[np.uint8] = self._bytes[starts[:, None] + columns]
+        return windows.astype(np.int32)
+
+
+def saved(
+    steps: Iterable[tuple[EasyDeLState, Step]], run: Run, *, every: int
+) -> Iterator[Event]:
+    """Yields the steps, and the events of saves in the background at each ``every``
+    steps.
+
+    A save that is due while another is in progress is skipped: on slow storage, the job
+    would be killed within a save, which the demo does not show.
+    """
+    pending: Save | None = None
+    for state, step in steps:
+        yield step
+        is_due = step.step % every == 0
+        is_busy = pending is not None and not pending.done()
+        if pending is not None and (is_due or not is_busy):
+            yield _committed(pending)
+            pending = None
+        if is_due and not is_busy:
+            pending, begun = _begin(run, state, step)
+            yield begun
+    if pending is not None:
+        yield _committed(pending)
+
+
+def _begin(run: Run, state: EasyDeLState, step: Step) -> tuple[Save, SaveBegun]:
+    labels = {"digest": digest_of(state), "mesh": step.mesh}
+    began = time.monotonic()
+    save = save_state(run, state, metrics={"loss": step.loss}, labels=labels)
+    blocked = time.monotonic() - began
+    return save, SaveBegun(step=step.step, blocked_seconds=blocked)
+
+
+def _committed(save: Save) -> Committed:
+    checkpoint = save.result()
+    return Committed(step=checkpoint.step, size_bytes=checkpoint.size_bytes)

@@ -1,14 +1,35 @@
-"""Checks the arguments of a save before anything is copied or sent."""
+"""The checkpoint that a save will create, except its tree.
+
+Its attributes are checked before anything is copied or sent.
+"""
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import SupportsFloat, SupportsIndex
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName
-from storesvc_client._save.writer import Description
 from storesvc_client._values.arguments import checked_labels, checked_metrics
 from storesvc_client._values.durations import DurationLike, as_timedelta
 from storesvc_client.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The attributes of a checkpoint, except its tree."""
+
+    run: RunName
+    step: int
+    labels: Mapping[str, str]
+    metrics: Mapping[str, float]
+    base: CheckpointName | None
+    """Checkpoint whose chunks need not be sent again."""
+    lease: timedelta
+    """Lease of the upload."""
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
 
 
 def checked_step(run: str, step: SupportsIndex) -> int:

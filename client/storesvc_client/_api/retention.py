@@ -1,12 +1,11 @@
-"""Retention of a run: which checkpoints stay; and changes of the run's record."""
+"""Retention of a run: which checkpoints stay."""
 
-import uuid
 from collections.abc import Iterator
 from typing import Final
 
+from storesvc_client._api.run_record import get_run, set_purge_delay, update_run
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.arguments import checked_text
-from storesvc_client._values.durations import DurationLike, duration_message
+from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.policy_messages import policy_message, policy_of
 from storesvc_client._values.values import RetentionDecision, RunInfo
@@ -118,43 +117,3 @@ class Retention:
         with translated(self._stub.connection.address):
             for page in method(request, timeout=APPLY_SECONDS):
                 yield from map(RetentionDecision.from_message, page.decisions)
-
-
-def get_run(stub: RunStub) -> api.Run:
-    """Returns the record of a run.
-
-    Raises:
-        NotFoundError: There is no such run.
-    """
-    request = api.GetRunRequest(name=stub.name.resource)
-    return stub.ask(stub.service.GetRun, request).run
-
-
-def update_run(
-    stub: RunStub, message: api.Run, paths: list[str], etag: str | None
-) -> RunInfo:
-    """Sets the fields of a run at ``paths``, and returns the run.
-
-    Raises:
-        InvalidRequestError: A value is out of range.
-        ConflictError: The run has another etag.
-    """
-    message.name = stub.name.resource
-    request = api.UpdateRunRequest(
-        run=message,
-        etag=checked_text(f"{stub.name}: etag=", etag),
-        request_id=str(uuid.uuid4()),
-    )
-    request.update_mask.paths.extend(paths)
-    # The request id makes retries of this request idempotent.
-    return RunInfo.from_message(stub.ask(stub.service.UpdateRun, request).run)
-
-
-def set_purge_delay(stub: RunStub, message: api.Run, delay: DurationLike) -> None:
-    """Sets the purge delay in the message of a run.
-
-    Raises:
-        InvalidRequestError: It is no duration.
-    """
-    what = f"purge_delay= of {stub.name}"
-    message.purge_delay.CopyFrom(duration_message(delay, what))

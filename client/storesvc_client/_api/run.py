@@ -1,13 +1,7 @@
 """A training run: saves and restores state, and manages its checkpoints."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    SupportsFloat,
-    SupportsIndex,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
 
 from storesvc.format.names import RunName, Which
 from storesvc_client._api.collection import Usage, usage_of
@@ -20,12 +14,8 @@ from storesvc_client._api.lifecycle import (
     update_checkpoint,
 )
 from storesvc_client._api.opening import opening
-from storesvc_client._api.retention import (
-    Retention,
-    get_run,
-    set_purge_delay,
-    update_run,
-)
+from storesvc_client._api.retention import Retention
+from storesvc_client._api.run_record import configure_run, get_run
 from storesvc_client._api.tags import Tags
 from storesvc_client._api.uploads import Uploads
 from storesvc_client._api.watch import watch
@@ -34,7 +24,6 @@ from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.handle import Save
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import Session
-from storesvc_client._values.arguments import checked_labels
 from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.findings import Diff, Verification
 from storesvc_client._values.options import (
@@ -499,18 +488,9 @@ class Run:
             InvalidRequestError: Nothing is to be set, or a value is out of range.
             ConflictError: The run changed since the etag was read.
         """
-        message, paths = api.Run(), []
-        if labels is not None:
-            paths.append("labels")
-            message.labels.update(checked_labels(self.name, labels))
-        if purge_delay is not None:
-            paths.append("purge_delay")
-            set_purge_delay(self._stub, message, purge_delay)
-        if not paths:
-            raise InvalidRequestError(
-                f"{self.name}: expected labels= or purge_delay= to configure, got none"
-            )
-        return update_run(self._stub, message, paths, etag)
+        return configure_run(
+            self._stub, labels=labels, purge_delay=purge_delay, etag=etag
+        )
 
     def usage(self) -> Usage:
         """Returns how many bytes and data files the run uses.

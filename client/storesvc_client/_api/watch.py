@@ -149,22 +149,17 @@ class _Stream:
             with translated(self._connection.address):
                 response = next(call, None)
         except DataLossError as e:  # the last message had a token after it
-            raise _with_token(e, self.token) from e
+            raise DataLossError(
+                f"{e}; to continue after it, watch since the error's resume_token",
+                reason=e.reason,
+                metadata={**e.metadata, "resume_token": self.token},
+            ) from e
         if response is None:
             raise UnavailableError(
                 f"store {self._connection.address} ended a watch; try again"
             )
         self.token = response.resume_token
         return response.event if response.HasField("event") else None
-
-
-def _with_token(e: DataLossError, token: str) -> DataLossError:
-    """Adds the token that continues the watch to an error."""
-    return DataLossError(
-        f"{e}; to continue after it, watch since the error's resume_token",
-        reason=e.reason,
-        metadata={**e.metadata, "resume_token": token},
-    )
 
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:

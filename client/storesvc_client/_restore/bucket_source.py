@@ -76,7 +76,13 @@ class BucketSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
-            reads = self._planned(ordinals, assembly)
+            reads = plan_file_reads(
+                self._manifest,
+                alone=np.empty(0, np.int64),  # a response must be copied in any case
+                together=np.array(ordinals, np.int64),
+                at_most=BLOCK_BYTES,
+                gap_bytes=GAP_BYTES,
+            )
         with ThreadPoolExecutor(PROCESSORS, "storesvc-direct") as pool:
             _Restore(self, assembly).run(deque(reads), pool)
 
@@ -132,16 +138,6 @@ class BucketSource:
         finally:
             call.end()
         return np.frombuffer(answer.value, np.uint8)
-
-    def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
-        del assembly  # unlike files, bucket reads always need a copy
-        return plan_file_reads(
-            self._manifest,
-            alone=np.empty(0, np.int64),
-            together=np.array(ordinals, np.int64),
-            at_most=BLOCK_BYTES,
-            gap_bytes=GAP_BYTES,
-        )
 
 
 class _Restore:

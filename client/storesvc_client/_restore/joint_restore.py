@@ -152,7 +152,7 @@ class JointRestore:
         self._place = place or self._calls.take_back(self._number)
         if not self._place:
             raise self._absence(0).error
-        text = self.job.read(self._asked_key)
+        text = self.job.read(f"{self._place}/asked")
         assert text is not None  # published before any key prefix
         outcome = Outcome.of_text(text)
         if outcome.failure:
@@ -379,11 +379,6 @@ class JointRestore:
     def _failure_key(self) -> str:
         """Key of the first failure."""
         return f"{self._place}/failure"
-
-    @property
-    def _asked_key(self) -> str:
-        """Key of process 0's request."""
-        return f"{self._place}/asked"
 
     def _key(self, part: str, index: int) -> str:
         """Returns the key of a process's outcome in a meeting; process 0's is the

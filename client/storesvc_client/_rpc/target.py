@@ -51,7 +51,10 @@ class Target:
     @property
     def is_loopback(self) -> bool:
         """True if the servers are on this machine."""
-        return all(_is_loopback(host) for host, _ in self.hosts)
+        return all(
+            host in ("localhost", "::1") or host.startswith("127.")
+            for host, _ in self.hosts
+        )
 
     @property
     def is_list(self) -> bool:
@@ -99,7 +102,3 @@ def _split(text: str) -> tuple[str, int] | None:
     except ValueError:
         pass
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

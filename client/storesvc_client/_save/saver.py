@@ -9,14 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    SupportsFloat,
-    SupportsIndex,
-    assert_never,
-)
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, assert_never
 
 from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
@@ -24,9 +17,7 @@ from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.handle import PendingSave
 from storesvc_client._save.save_threads import SaveThreads
 from storesvc_client._session import Session
-from storesvc_client._values.arguments import (
-    checked_choice,
-)
+from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     Distributed,
@@ -161,10 +152,15 @@ class RunSaver:
         """Waits for the saves in the background.
 
         Raises:
-            StoreError: A save failed and its error was not observed.
+            StoreError: A save failed and its error was not observed; the first one.
         """
         with self._lock:
-            self._wait()
+            try:
+                while self._under_way:
+                    self._end_first()
+            finally:
+                if not self._under_way:
+                    self._threads.shutdown()
 
     def forget(self) -> list[str]:
         """Marks the unfinished saves as observed, because their connection is closing.
@@ -176,15 +172,6 @@ class RunSaver:
         for save in forgotten:
             save.ignore_error()
         return [f"{self.name}@{save.step}" for save in forgotten]
-
-    def _wait(self) -> None:
-        """Waits for all saves; raises the first error that was not observed."""
-        try:
-            while self._under_way:
-                self._end_first()
-        finally:
-            if not self._under_way:
-                self._threads.shutdown()
 
     def _end_first(self) -> None:
         first = self._under_way[0]

@@ -89,9 +89,13 @@ class Writer:
         Raises:
             StoreError: As the contract states for CommitUpload.
         """
+        request = api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch)
+        timeout = self._connection.timeout
         for attempt in self._connection.attempts("CommitUpload"):
             with attempt, self._meter.phase("commit"):
-                return self._commit(ref)
+                with translated(self._connection.address):
+                    committed = self._stub.CommitUpload(request, timeout=timeout)
+                return Checkpoint.from_message(committed.checkpoint)
         raise AssertionError
 
     def fail(self, error: BaseException) -> None:
@@ -157,14 +161,6 @@ class Writer:
 
         with translated(self._connection.address):
             return self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
-
-    def _commit(self, ref: api.WriterRef) -> Checkpoint:
-        with translated(self._connection.address):
-            committed = self._stub.CommitUpload(
-                api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch),
-                timeout=self._connection.timeout,
-            )
-        return Checkpoint.from_message(committed.checkpoint)
 
 
 def _owner() -> str:

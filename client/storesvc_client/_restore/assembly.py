@@ -155,6 +155,7 @@ class Assembly:
         """Discards the pieces of incomplete chunks and returns those chunks."""
         with self._lock:
             left = [ordinal for ordinal in ordinals if ordinal in self._chunks]
+        # From the first byte: a stream can be resumed at a chunk, not within one.
         for ordinal in left:
             chunk = self._chunks[ordinal]
             self._chunks[ordinal] = _Chunk(chunk.goal, chunk.layout, chunk.buffers)

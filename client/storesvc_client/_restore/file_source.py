@@ -145,6 +145,7 @@ class FileSource:
         for at in range(0, size, step):
             end = min(at + step, size)
             piece = scratch.memory(end - at) if into is None else into[at:end]
+            # the stored checksum comes after the elements: read with the last piece
             buffers = [piece.data, memoryview(tail)] if end == size else [piece.data]
             with meter.phase("read"):
                 self._fill(file, buffers, read, read.start + at)
@@ -153,6 +154,7 @@ class FileSource:
             if into is None:
                 with meter.phase("copy"):
                     assembly.copy_elements(chunk, piece, at)
+            # The restore ends with the error of the other read: stop early.
             if self.budget.is_stopped:
                 raise UnavailableError(f"{self._name}: another read of it failed")
         again = partial(self._again, file, read, read.start, read.stop)

@@ -174,6 +174,8 @@ class BucketPool:
         """See ``Pool.create``."""
         new = NewObject()
         yield new
+        # Only after a normal exit. Readers see the whole object or none, and it is
+        # durable when the storage has acknowledged it.
         self._root.write(
             f"{self._pool}{name}",
             new.data(),

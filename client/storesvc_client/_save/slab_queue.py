@@ -133,6 +133,7 @@ class SlabQueue:
             left = list(self._slabs)
             self._slabs.clear()
             self.changed.notify_all()
+        # Without the lock: the lock of the pool is taken before that of the queue.
         self._staging.wake()
         for filled in left:
             self.give_back(filled)

@@ -1,8 +1,8 @@
 """Copies the bytes of a tree to host memory while the caller of ``save`` waits.
 
 Only this step blocks the training loop. Chunks whose digest equals the base's are not
-copied. While the caller still waits, the store is asked whether they can be
-reused; if it answers no, or late, they are copied after all.
+copied. While the caller still waits, the store is asked whether they can be reused; if
+it answers no, or late, they are copied after all.
 """
 
 import os
@@ -99,7 +99,9 @@ class Snapshot:
     def take(self) -> None:
         """Copies all chunks that must be sent, then ends the queue."""
         try:
+            # 1. Copy the chunks that differ from the base's.
             self._in_threads(self._slabs, self._new_chunks)
+            # 2. Copy those that the store lacks, too, while the tree is unchanged.
             if self._unchanged and self._known is not None:
                 asked = np.array(sorted(self._unchanged), np.int64)
                 held = set(self._known.reusable(asked).tolist())
@@ -109,6 +111,7 @@ class Snapshot:
         except BaseException as e:
             self._slab_queue.fail(e)
             raise
+        # 3. End: from here on the writers may finish.
         self._slab_queue.end()
 
     def _in_threads(

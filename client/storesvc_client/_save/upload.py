@@ -124,9 +124,10 @@ class Upload:
             with LeaseRenewer(self._stub, upload):
                 self._write(upload, known_base)
         except BaseException as e:
-            if not self._begun.done():
+            if not self._begun.done():  # the snapshot may be waiting for it
                 self._begun.set_exception(e)
             self._slab_queue.cancel()
+            # The failure of another process explains why this one's upload has ended.
             if isinstance(e, ConflictError):
                 self._writer.check_others()
             self._writer.fail(e)
@@ -174,6 +175,7 @@ class Upload:
                 self._writer.ref(upload), known.take(chunks), FIND_SECONDS
             )
         except (StoreError, FutureTimeoutError):
+            # Copied now, and asked about once more before they are sent.
             self._asked[:] = True
             return np.empty(0, np.int64)
         reused = np.array(sorted(held), np.int64)

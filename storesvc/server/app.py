@@ -90,7 +90,6 @@ async def running(
     address: str,
     *,
     tls: Tls | None = None,
-    shares_port: bool = False,
     notice_seconds: float = 0,
     read_only: str = "",
 ) -> AsyncIterator[int]:
@@ -100,8 +99,6 @@ async def running(
         store: The store.
         address: Address to bind.
         tls: Certificates of the server; None serves plaintext.
-        shares_port: True to bind with SO_REUSEPORT; the kernel spreads connections
-            over the processes at random.
         notice_seconds: Seconds between the health change and the end of accepting
             calls, so that clients and load balancers can switch to another server.
         read_only: The root if calls that change the store are rejected, else "".
@@ -115,7 +112,8 @@ async def running(
         interceptors.append(ReadOnly(read_only))
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port))),
+        # Off: a second server at the same address must fail, not take half the calls.
+        options=(*OPTIONS, ("grpc.so_reuseport", 0)),
     )
     server.add_generic_rpc_handlers(registry.handlers(store))
     health = HealthCalls(registry.SERVICES)

@@ -1,22 +1,19 @@
-"""Runs the server as one process, or as several that share a port."""
+"""Runs the server as a process."""
 
 import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import storesvc
 from storesvc import failpoints
-from storesvc.errors import InvalidFieldError, StoreError
+from storesvc.errors import InvalidFieldError
 from storesvc.server.app import (
     DRAIN_SECONDS,
     NOTICE_SECONDS,
@@ -24,11 +21,9 @@ from storesvc.server.app import (
     keep_freed_memory,
     open_store,
     running,
-    unusable,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.server.tls import Tls
-from storesvc.server.workers import Lifeline, supervise
 from storesvc.storage.location import is_writable, storage_at
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
@@ -85,16 +80,13 @@ class Serving:
             )
 
 
-def serve(
-    serving: Serving, *, insecure: bool, ready_file: Path | None, workers: int = 1
-) -> None:
+def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     """Serves a store until SIGTERM or SIGINT, then drains.
 
     Args:
         serving: The configuration.
         insecure: True to permit plaintext for other machines.
         ready_file: File to write ``HOST:PORT`` to once calls are accepted.
-        workers: Number of processes that accept calls.
 
     Raises:
         InvalidFieldError: Plaintext would be open to other machines, the address or the
@@ -117,14 +109,9 @@ def serve(
             partial.write_text(f"{bound.address}\n")
             partial.rename(ready_file)
 
-    if workers == 1:
-        _prepare()
-        asyncio.run(_serve(serving, ready))
-    else:
-        with _shared_port(serving) as bound:
-            level = logging.getLogger().level
-            work = partial(_work, bound, level)
-            supervise(workers, work, ready=lambda: ready(bound))
+    failpoints.arm_from(os.environ, version=storesvc.__version__)
+    keep_freed_memory()
+    asyncio.run(_serve(serving, ready))
 
 
 def log_to_stderr(level: int | str) -> None:
@@ -134,22 +121,8 @@ def log_to_stderr(level: int | str) -> None:
     )
 
 
-def _prepare() -> None:
-    failpoints.arm_from(os.environ, version=storesvc.__version__)
-    keep_freed_memory()
-
-
-async def _serve(
-    serving: Serving,
-    ready: Callable[[Serving], None],
-    lifeline: Lifeline | None = None,
-) -> None:
+async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def supervisor_gone() -> None:
-        assert lifeline is not None
-        loop.remove_reader(lifeline.fileno())
-        end()
 
     def end() -> None:
         _end_in_any_case()
@@ -157,15 +130,12 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    if lifeline is not None:
-        loop.add_reader(lifeline.fileno(), supervisor_gone)
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     async with running(
         store,
         serving.address,
         tls=serving.tls,
-        shares_port=lifeline is not None,
         notice_seconds=NOTICE_SECONDS,
         read_only=serving.root if serving.is_read_only else "",
     ) as port:
@@ -190,49 +160,3 @@ def _end_in_any_case() -> None:
     timer = threading.Timer(END_SECONDS, end)
     timer.daemon = True
     timer.start()
-
-
-def _work(serving: Serving, log_level: int, lifeline: Lifeline) -> None:
-    """Runs one of several workers."""
-    log_to_stderr(log_level)
-    try:
-        _prepare()
-        asyncio.run(_serve(serving, lambda _: lifeline.ready(), lifeline))
-    except StoreError as e:
-        lifeline.refuse(str(e))
-
-
-@contextmanager
-def _shared_port(serving: Serving) -> Iterator[Serving]:
-    """Reserves a port for the workers; yields the configuration with that port.
-
-    Raises:
-        InvalidFieldError: The address cannot be bound.
-    """
-    try:
-        kept = _bound(serving.host.strip("[]"), serving.port)
-    except OSError as e:
-        raise unusable(serving.address) from e
-    with kept:
-        yield replace(serving, port=kept.getsockname()[1])
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that reserves a port and shares it with the workers."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, where = found[0]
-    # 1. Bind without SO_REUSEPORT: fails if another process has the port, and finds a
-    #    free one for port 0.
-    with socket.socket(family, socket.SOCK_STREAM) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.bind(where)
-        where = own.getsockname()
-    # 2. Bind with it, so that the workers can bind the same port.
-    kept = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(where)
-    except BaseException:
-        kept.close()
-        raise
-    return kept

@@ -83,7 +83,7 @@ def test_a_store_opens_with_foreign_files_next_to_it(root: Path) -> None:
 def test_a_new_store_is_logged_once(
     root: Path, start_server: Callable[..., ServerProcess]
 ) -> None:
-    server = start_server("--workers", "2", root=root)
+    server = start_server(root=root)
     server.stop()
     server.start()
 

@@ -80,7 +80,7 @@ def settle() -> None:
 
 
 def family(pids: Sequence[int]) -> list[int]:
-    """Returns processes and all their descendants, such as a server's workers."""
+    """Returns processes and all their descendants."""
     found = list(pids)
     for pid in found:  # the loop appends to it
         for children in Path(f"/proc/{pid}/task").glob("*/children"):

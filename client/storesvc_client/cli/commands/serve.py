@@ -72,14 +72,6 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Interval between collections of garbage; 0s disables them.",
 )
 @click.option(
-    "--workers",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Processes that accept calls, on one port.",
-)
-@click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
 )
 def serve(
@@ -94,7 +86,6 @@ def serve(
     read_only: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
-    workers: int,
     log_level: str,
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
@@ -133,7 +124,7 @@ def serve(
         is_read_only=read_only,
     )
     try:
-        process.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)
+        process.serve(what, insecure=insecure, ready_file=ready_file)
     except StoreError as e:
         raise Refusal(str(e)) from e
     except OSError as e:  # from the ready file: errors of the store are StoreErrors

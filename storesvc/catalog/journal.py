@@ -83,7 +83,10 @@ class Journal:
                 or the storage does not answer.
         """
         for _ in range(MAX_TRIES):
+            # 1. Take the next number with a conditional write.
             number = await self._create(namespace, announcement)
+            # 2. Check afterwards that it continues the journal: until the write, other
+            #    processes could still trim the numbers before it.
             if await self._is_next(namespace, number):
                 return number
         raise _overtaken(namespace)
@@ -197,7 +200,9 @@ class Journal:
         for at in range(0, len(numbers) - 1, READS_AT_ONCE):
             batch = numbers[at : min(at + READS_AT_ONCE, len(numbers) - 1)]
             ages = await asyncio.gather(*(self._age(namespace, n) for n in batch))
-            # In order, so that the journal never has a gap.
+            # In order, one after another: after a crash between two deletions the
+            # journal must not have a gap, at which a watch would stop. The last number
+            # stays, or the next announcement would begin at 1 again.
             for number, age in zip(batch, ages, strict=True):
                 least = LEAST_AGE if deleted < surplus else max(older_than, LEAST_AGE)
                 if age is not None and age <= least:
@@ -212,12 +217,16 @@ class Journal:
         record.CopyFrom(announcement)
         record.nonce = uuid.uuid4().hex
         async with self._announcing.setdefault(namespace, asyncio.Lock()):
+            # One at a time in this process: otherwise all but one of its concurrent
+            # changes would fail on each number.
             known = self._known.get(namespace)
             if known is None:
                 known = await self._last(namespace, 0)
             for tries in range(1, MAX_TRIES + 1):
                 number = known + 1
                 path = layout.announcement(namespace, number)
+                # Set for each try: ``trim`` derives from this time that the change can
+                # no longer be made.
                 record.create_time.CopyFrom(timestamp(self._clock.now()))
                 try:
                     await write_record(self._bucket, path, record, condition=IF_ABSENT)
@@ -240,6 +249,7 @@ class Journal:
         If this process slept, earlier numbers may have been trimmed; no watcher would
         read a number behind such a gap, so the announcement is deleted.
         """
+        # The predecessor before the list: usually it is there, which saves the list.
         if number > 1 and await self._is_there(namespace, number - 1):
             return True
         later = await self._numbers(namespace, after=number)

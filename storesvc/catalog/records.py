@@ -152,13 +152,19 @@ async def write_record(
         PreconditionError: The condition did not hold, and the object is not this
             write's.
     """
+    # 1. Seal it with a nonce: equal records of two processes are two writes, and only
+    #    one of them may succeed.
     data = sealed(path, record)
     try:
         return await bucket.write(path, data, condition=condition)
     except PreconditionError:
+        # 2. If the object has this nonce, an earlier attempt of this write succeeded,
+        #    and its response was lost. Reported as a conflict, a change that was made
+        #    would be repeated or abandoned.
         stored = await bucket.read(path)
         if stored is None or stored.data != data:
             raise
+        # 3. The attempt may have been cut off before it was durable.
         await bucket.settle(path)
         return stored.generation
 

@@ -182,7 +182,9 @@ class Collector:
         try:
             await reach(Failpoint.COLLECT_BEFORE_LIST)
             seen = await self._reader.read_once(run)
-            # 1. to 3. Abort expired uploads, apply retention, purge.
+            # 1. to 3. Abort expired uploads, apply retention, purge: in this order, so
+            #    that the base of an aborted upload, and what retention deleted without
+            #    a delay, can be purged in the same pass.
             await reach(Failpoint.COLLECT_BEFORE_ENDINGS)
             expirations = await self._expiry.apply(run, seen)
             progress = progress.after(expirations)
@@ -190,7 +192,10 @@ class Collector:
             if expirations.slots:
                 # What ended is garbage only by a state that was read after it.
                 seen = await self._reader.read_once(run)
-            # 4. Find the garbage.
+            # 4. Find the garbage, in slots that agree: in a single read, a file that a
+            #    commit and a purge move to another slot would be in neither.
+            #    Lost uploads count as ended within the grace period, so that their file
+            #    tables still keep data files.
             state = await self._reader.read_consistent(seen)
             await reach(Failpoint.COLLECT_BEFORE_MARKS)
             lost = await self._finder.lost(state)
@@ -199,10 +204,12 @@ class Collector:
             progress = progress.knowing(garbage, grace, lost)
             await reach(Failpoint.COLLECT_BEFORE_DELETES)
             yield progress
-            # 5. to 7. Delete it.
+            # 5. to 7. Delete it. No lock is needed: what was garbage in step 4 is never
+            #    used again.
             async for count in self._sweeper.delete(state, garbage):
                 progress = replace(progress, deleted_objects=count)
                 yield progress
+            # Only now: deletions make the space that the reserve needs.
             await self._reserve.put_back()
         except StoreError as e:
             progress = progress.failed(e)

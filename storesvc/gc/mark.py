@@ -245,6 +245,8 @@ def mark(
     )
     ends = [_garbage_of(view, upload, fate) for upload, fate in known.items()]
     garbage = [place for end in ends for place in end.garbage]
+    # The objects in the pool last: a file table that is found never names a data file
+    # that was deleted before it.
     return Marks(
         garbage=sorted(garbage, key=lambda p: p.startswith(state.places.pool)),
         gone=[end.upload for end in ends if end.is_gone],
@@ -263,16 +265,19 @@ def _fate(state: RunState, upload: str) -> Fate:
     slot = state.owners.get(upload)
     if slot is not None:
         return _fate_of_owner(slot)
+    # Rule 4: the record is written first, so an upload without one never gets a slot.
     record = state.records.get(upload)
     if record is None:
         return Fate(state=State.ENDED)
     other = state.slots.get(record.step)
-    # The slot has reached the epoch of this upload: it can no longer reserve it.
+    # Rule 4: the slot has reached the epoch of this upload, which can no longer reserve
+    # it. Equal epochs suffice: another upload was faster with the same one.
     if other is not None and (
         other.state in CHECKPOINTS or other.epoch >= record.epoch
     ):
         lost = other.delete_time if other.state == FREE else other.create_time
         return Fate(state=State.ENDED, since=moment(lost))
+    # Rule 3: its reservation may still be on its way.
     return Fate(state=State.BEGUN, since=moment(record.create_time))
 
 
@@ -322,6 +327,8 @@ def _is_unused(places: RunPaths, place: str, fate: Fate) -> bool:
         case State.ENDED:
             return True
         case State.KEPT:
+            # Rule 2. Other manifests and key spaces of the upload are of commits that
+            # were slower or were cut off; data files are kept by rule 5.
             slot = fate.slot
             assert slot is not None
             return not (

@@ -45,6 +45,9 @@ class RunReader:
             CorruptDataError: A slot, or the record of an upload, is damaged.
         """
         places = RunPaths(run)
+        # The list before the slots and the records: an upload writes its record first,
+        # so each listed object is judged by the record and the slot that may need it.
+        # In the other order a new upload's objects could be listed without either.
         listed = await self._bucket.list(places.root)
         return await self._described(places, listed, _bare(await self.slots(run)))
 
@@ -60,6 +63,8 @@ class RunReader:
         """
         run, first = seen.places.name, seen.slots
         for _ in range(_TRIES):
+            # A list in between that shows no new slot proves that each slot was read
+            # before and after one moment; see ``read_agreement``.
             first, steps = await self._completed(run, first)
             second = _bare(await self._slots_of(run, steps))
             if agree(first, second):

@@ -45,17 +45,25 @@ class Sweeper:
         count, marks = 0, garbage.marks
         prefixes = [p for gone in marks.gone for p in state.places.all_of(gone)]
         for delete, places in (
-            (self._delete_object, marks.garbage),  # 1.
-            (self._delete_below, prefixes),  # 2.
-            (self._delete_object, marks.records),  # 3.
+            # 1. Tables before data files (``mark`` sorts them): a pass that is cut off
+            #    in between leaves files that the next list shows, and no table that
+            #    names missing files.
+            (self._delete_object, marks.garbage),
+            # 2. Before the records: the next pass knows of these uploads only by them.
+            (self._delete_below, prefixes),
+            # 3. After all objects: without its record an upload that left objects
+            #    behind would have to be observed for a grace period again.
+            (self._delete_object, marks.records),
         ):
             for at in range(0, len(places), _PROGRESS_DELETES):
                 part = places[at : at + _PROGRESS_DELETES]
                 await each(delete, part)
                 count += len(part) if places is not prefixes else 0
                 yield count
-        # 4. and 5.
+        # 4. After the records: an upload with a record but no slot counts as begun, so
+        #    a pass that is cut off in between would keep it again.
         count += await self._delete_free_slots(state, marks.free_steps)
+        # 5. In any order: no other object is found through these.
         count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
         yield count
 
@@ -81,7 +89,8 @@ class Sweeper:
         found = [slot for slot in await each(still_free, steps) if slot is not None]
         if not found:
             return 0
-        # The floor first: a slot that is deleted without it would begin at epoch 1.
+        # The floor first: after a crash in the other order the epochs of the step would
+        # begin at 1 again.
         floor = max(epoch for _, epoch, _ in found)
         await reach(Failpoint.COLLECT_BEFORE_FLOOR)
         await self._reserve.spent_on(self._runs.raise_epoch_floor, run, floor)

@@ -171,6 +171,8 @@ class CheckpointLifecycle:
             EtagMismatchError: The checkpoint changed since the etag was read.
             ConflictError: The checkpoint changes all the time.
         """
+        # The uid before the attempts: a later one must not purge a checkpoint that was
+        # committed after an earlier one had freed the step.
         uid = (await self._slot(run, step, uid))[0].upload
 
         async def attempt() -> None:
@@ -179,9 +181,12 @@ class CheckpointLifecycle:
                 return  # another call has purged it
             # 1. Set PURGING: a reference that is added from now on will see it.
             marked = await self._mark(run, *found, etag=etag)
-            # 2. Look for references, which were added before.
+            # 2. Look for references, which were added before. In the other order a tag
+            #    that is set between the two would name a freed checkpoint, and neither
+            #    side would notice.
             references = await self._references.of(run)
-            # 3. Free the slot, or set it back.
+            # 3. Free the slot, or set it back, before any error: a slot that stays
+            #    PURGING cannot be undeleted until another purge ends it.
             await self._end_purge(run, *marked, references)
             if uid in references:
                 raise transitions.in_use(
@@ -269,7 +274,10 @@ class CheckpointLifecycle:
             if changed is slot:  # an earlier try wrote it, perhaps not yet durable
                 await self._bucket.settle(RunPaths(run).checkpoint(step))
                 return slot
-            # 1. Journal before slot, so that a watch cannot miss the change.
+            # 1. Journal before slot: after a crash in between, a watch finds that the
+            #    change was not made. In the other order it would never see a change
+            #    that was. The slot was read before: by ``replaces`` a watch finds out
+            #    when the change can no longer be made.
             await reach(Failpoint.DELETE_BEFORE_ANNOUNCEMENT)
             if kind:
                 changed.sequence = await self._journal.announce(
@@ -282,9 +290,11 @@ class CheckpointLifecycle:
                         replaces=etag_of(slot),
                     ),
                 )
-            # 2. The slot, on the condition that it is unchanged.
+            # 2. The slot, on the condition that it is unchanged since it was read:
+            #    otherwise a decision on an old state could undo another call's.
             await reach(Failpoint.DELETE_BEFORE_RECORD)
             await self._write(run, changed, generation)
+            # 3. Only now: a watcher reads the slot when it is notified.
             if kind:
                 self._journal.landed(run.namespace)
             await reach(Failpoint.DELETE_BEFORE_REPLY)

@@ -98,7 +98,10 @@ class Tags:
             record.step, record.upload = named.step, named.upload
             was_protected = bool(before and before.upload and before.protected)
             record.protected = was_protected if protected is None else protected
+            # 1. and 2. Journal and record.
             written = await self._write(name, record, found)
+            # 3. Read the slot again, after the write: the read above may be older than
+            #    a purge that found no tag.
             return await self._checked(name, record, written, before=before)
 
         return await self._update(name, attempt)
@@ -199,6 +202,8 @@ class Tags:
         Raises:
             PreconditionError: The tag has changed since.
         """
+        # Write, then read the slot, as ``set`` does: no tag protected the earlier
+        # checkpoint from a purge while this one was set.
         if before is not None and before.upload:
             back = pb.TagRecord()
             back.CopyFrom(before)
@@ -229,6 +234,8 @@ class Tags:
         Raises:
             PreconditionError: The tag changed since it was read.
         """
+        # 1. Journal before record: after a crash in the other order, no watch would
+        #    ever report the change.
         announced = was or record
         kind = pb.Announcement.KIND_UNTAG if was else pb.Announcement.KIND_TAG
         record.sequence = await self._journal.announce(
@@ -242,6 +249,7 @@ class Tags:
                 replaces=etag_of(before[0]) if before else NOTHING,
             ),
         )
+        # 2. The record, on the condition that it is unchanged since before step 1.
         place = RunPaths(name.run).tag(name.tag)
         condition = before[1] if before else IF_ABSENT
         written = await write_record(self._bucket, place, record, condition=condition)

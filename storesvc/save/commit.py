@@ -111,8 +111,10 @@ class Commits:
         slot = slots.check_owner(name, record, found and found[0])
         if found is None or slot.state != slots.UPLOADING:
             return await self._settled(name, slot)
-        # 2. Another call may commit in the meantime and delete the parts of the upload:
-        #    then an object is missing here, and the slot says so.
+        # 2. Objects before the slot: after a crash in the other order, a committed slot
+        #    would name a manifest that is missing. Another call may commit in the
+        #    meantime and delete the parts of the upload: then an object is missing
+        #    here, and the slot says so.
         try:
             made = await self._prepare(name, record)
         except StoreError as e:
@@ -120,19 +122,10 @@ class Commits:
         # 3. Journal before slot: after a crash here, a watch reads the slot and finds
         #    that the change never landed. The other order would lose the event.
         await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
-        number = await self._journal.announce(
-            name.run.namespace,
-            pb.Announcement(
-                kind=pb.Announcement.KIND_COMMIT,
-                run=name.run.run,
-                step=record.step,
-                upload=name.upload,
-            ),
-        )
+        number = await self._announce(name, record.step)
         # 4. From this write on the checkpoint exists. The condition fails if the slot
         #    was taken over, or if another call of this commit was faster.
-        committed = self._committed(slot, record, made)
-        committed.commit_sequence = committed.sequence = number
+        committed = self._committed(slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
             await write_record(
@@ -143,9 +136,11 @@ class Commits:
             )
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
+        # A watcher reads the slot when it is notified, so never before this write.
         self._journal.landed(name.run.namespace)
-        # 5. The record names none of the staging; after a crash here, garbage
-        #    collection deletes it.
+        # 5. Receipts and staging last: without them the upload could not be committed
+        #    again. The record names none of them; after a crash here, garbage
+        #    collection deletes them.
         await self._discard(name)
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
@@ -174,11 +169,30 @@ class Commits:
         # 2. Check claimed chunks again: the base may have been purged since the writer
         #    finished.
         await self._check_claims(upload, sums, places)
-        # 3. Write the key space under a name unique to this call, so that a late commit
-        #    of the same upload by another server changes no object that a record names.
-        manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
+        # 3. Write the key space, whose node file the file table will name.
+        manifest = Manifest(tree, sums, places)
+        node_file, attempt = await self._write_key_space(upload, manifest)
+        # 4. Write the manifest and the file table, each named by its own digest.
+        made, data, table = await asyncio.to_thread(
+            _packed, upload, manifest, node_file, attempt
+        )
+        run = upload.places
+        await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
+        await self._bucket.write(run.manifest(name.upload, made.manifest_digest), data)
+        await reach(Failpoint.COMMIT_BEFORE_FILES)
+        await self._bucket.write(run.file_table(name.upload, made.files_digest), table)
+        return made
+
+    async def _write_key_space(
+        self, upload: OpenUpload, manifest: Manifest
+    ) -> tuple[str, str]:
+        """Writes the key space of a checkpoint; returns its node file and the id of
+        this attempt."""
+        # 1. Names unique to this call, so that a late commit of the same upload by
+        #    another server changes no object that a record names.
+        name, unique = upload.name.upload, uuid.uuid4()
         attempt = unique.hex[:8]
-        node_file = upload.places.data_prefix(name.upload) + unique.hex
+        node_file = upload.places.data_prefix(name) + unique.hex
         view = await asyncio.to_thread(
             key_space_of,
             manifest,
@@ -187,21 +201,14 @@ class Commits:
             commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
         )
         await self._uploads.renew(upload)
-        run = upload.places
+        # 2. Nodes before the root, so that a reader that finds the root finds them.
         await reach(Failpoint.COMMIT_BEFORE_NODES)
-        await self._bucket.write_new(run.data_file(node_file), view.nodes)
+        place = upload.places.data_file(node_file)
+        await self._bucket.write_new(place, view.nodes)
         await reach(Failpoint.COMMIT_BEFORE_KEY_SPACE)
-        root = run.key_space(name.upload, attempt) + ROOT
+        root = upload.places.key_space(name, attempt) + ROOT
         await self._bucket.write(root, view.root)
-        # 4. Write the manifest and the file table, each named by its own digest.
-        made, data, table = await asyncio.to_thread(
-            _packed, upload, manifest, node_file, attempt
-        )
-        await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
-        await self._bucket.write(run.manifest(name.upload, made.manifest_digest), data)
-        await reach(Failpoint.COMMIT_BEFORE_FILES)
-        await self._bucket.write(run.file_table(name.upload, made.files_digest), table)
-        return made
+        return node_file, attempt
 
     async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: ChunkLocations
@@ -228,8 +235,23 @@ class Commits:
                 missing=str(len(lost)),
             )
 
+    async def _announce(self, name: UploadName, step: int) -> int:
+        return await self._journal.announce(
+            name.run.namespace,
+            pb.Announcement(
+                kind=pb.Announcement.KIND_COMMIT,
+                run=name.run.run,
+                step=step,
+                upload=name.upload,
+            ),
+        )
+
     def _committed(
-        self, slot: pb.CheckpointRecord, record: pb.UploadRecord, made: _Prepared
+        self,
+        slot: pb.CheckpointRecord,
+        record: pb.UploadRecord,
+        made: _Prepared,
+        number: int,
     ) -> pb.CheckpointRecord:
         return pb.CheckpointRecord(
             state=slots.COMMITTED,
@@ -250,6 +272,8 @@ class Commits:
             files_digest=made.files_digest,
             own_bytes=made.own_bytes,
             owner=slot.owner,
+            commit_sequence=number,
+            sequence=number,
         )
 
     async def _after_conflict(

@@ -90,7 +90,8 @@ class Receipts:
                 find_claims, upload.tree, sums.take(left), others
             )
             claims += [Claims(c.source, left[c.rows], c.found) for c in more]
-        # 3. Write the receipt only now: it states that all of its chunks are stored.
+        # 3. Write the receipt only now: it states that all of its chunks are stored,
+        #    and the commit reads the receipts, not the staging tables.
         places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
         receipt = await asyncio.to_thread(pack_table, sums, places)
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)

@@ -112,6 +112,9 @@ class Receiver:
                 await stream.wait(coming)
                 if stream.writing:
                     storing()
+                # Acknowledge in the order of arrival: the client discards as many of
+                # its oldest chunks, which must be the durable ones. Renew the lease
+                # first, because the client may take long to read the number.
                 if stream.writing and stream.writing[0].done():
                     durable += stream.writing.popleft().result()
                     await self._uploads.renew(upload)
@@ -132,6 +135,8 @@ class Receiver:
                 await self._uploads.renew(upload)
                 yield durable
         finally:
+            # Before any await, which a cancelled call may not get past: the permit
+            # would be lost to all streams of the process.
             stream.drop()
             coming.cancel()
             coming.add_done_callback(_retrieve)
@@ -144,9 +149,11 @@ class Receiver:
     ) -> int:
         """Records chunks that the writer put into the pool itself, and returns their
         number."""
-        # 1. Validate what the writer reports: it is not trusted.
+        # 1. Validate what the writer reports: it is not trusted. A file of another
+        #    upload, which may be deleted before this one, must not get into a table.
         sums, places = await asyncio.to_thread(check_direct_chunks, upload, table)
-        # 2. Make each data file durable, after a check that it is complete.
+        # 2. Make each data file durable, after a check that it is complete: in a file
+        #    that ends early, the last byte cannot be read.
         for file, end in zip(places.files, places.ends.tolist(), strict=True):
             place = upload.places.data_file(file)
             try:
@@ -158,7 +165,8 @@ class Receiver:
                     "its chunks again"
                 ) from e
             await self._bucket.adopt(place)
-        # 3. Record the chunks, now that they are durable.
+        # 3. Record the chunks, now that they are durable: after a crash of the machine
+        #    a commit would otherwise claim files that lost their contents.
         await stage(self._bucket, upload.name, writer, sums, places)
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
@@ -172,7 +180,9 @@ class Receiver:
             # 1. Make the data file durable.
             async with self._stores:
                 await self._bucket.keep(batch_file.new)
-            # 2. Record its chunks: a staging table names durable chunks only.
+            # 2. Record its chunks only then. The receipt trusts staging tables: one
+            #    that is durable before its data file would, after a crash of the
+            #    machine, put missing chunks into a checkpoint.
             sums, places = await asyncio.to_thread(
                 batch_file.batch.table, batch_file.file
             )
@@ -378,6 +388,8 @@ class _Stream:
         self.batch_file = None
         stored = self._receiver.store(self._upload, self._writer, batch_file)
         task = asyncio.create_task(stored)
+        # Callbacks, not a ``finally`` inside the task: a task that is cancelled before
+        # its first step runs none of its code, and the permit would never come back.
         task.add_done_callback(_retrieve)
         task.add_done_callback(lambda _: self._receiver.drop(batch_file))
         self.writing.append(task)

@@ -93,7 +93,9 @@ class Reuse:
     async def _sources_of_base(self, upload: OpenUpload) -> list[Source]:
         run, step = upload.name.run, upload.record.base_step
         try:
-            # A purge sees this upload and spares its base: wait for it to roll back.
+            # The upload reserved its slot before this read, so a purge of the base that
+            # is not seen here sees the upload. One that is seen spares the base: wait
+            # for it to roll back.
             for _ in range(_POLLS):
                 found = await self._catalogue.slot(run, step)
                 slot = found and found[0]

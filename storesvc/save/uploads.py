@@ -128,8 +128,9 @@ class Uploads:
         """
         tree_digest = await self._leaf_tables.check(name, table)
         values_digest = digest(digests) if digests else b""
-        # 1. Read the slot: it gives the next epoch. It may also show that an earlier
-        #    try of this request has succeeded.
+        # 1. Read the slot, which may show that an earlier try of this request has
+        #    succeeded, then the run: a collection raises the epoch floor before it
+        #    deletes a FREE slot. In the other order an epoch could be used again.
         slot = await self._catalogue.slot(name.run, new.step)
         record = await self._own_record(name, new.body + tree_digest + values_digest)
         if record and slot and slots.holds(name, record, slot[0]):
@@ -141,7 +142,8 @@ class Uploads:
         if predecessor and (damage := await self._rollbacks.damage(name.run, slot)):
             raise damage
         # 2. Write the record, then the leaf table, then the slot: a process that sees
-        #    the upload in the slot finds the other two.
+        #    the upload in the slot finds the other two, and a collection that sees the
+        #    leaf table without a record may take the upload for one that has ended.
         if record is None:
             described = await self._described(new, tree_digest, values_digest)
             described.epoch, described.predecessor = epoch, predecessor
@@ -322,7 +324,8 @@ class Uploads:
                 f"{name}: it changed while it was aborted; abort it again",
                 upload=name.upload,
             ) from e
-        # 2. Delete the parts that the commit would need. The record stays, so that a
+        # 2. Delete the parts that the commit would need. Before step 1, they could be
+        #    missing to an upload that is still live. The record stays, so that a
         #    repeated BeginUpload or a late writer gets the right error.
         await reach(Failpoint.ABORT_BEFORE_DISCARD)
         await self._bucket.delete_below(places.staging_of(name.upload))

@@ -129,13 +129,16 @@ async def running(
     try:
         yield port
     finally:
-        # 1. Report NOT_SERVING, and keep accepting calls until clients have seen it.
+        # 1. Report NOT_SERVING, and keep accepting calls until clients have seen it:
+        #    until then they would send a rejected call here again, and fail.
         health.drain()
         await asyncio.sleep(notice_seconds)
-        # 2. End the streams that have no end of their own.
+        # 2. End the streams that have no end of their own, or step 3 would wait for its
+        #    full time. Before step 1, their clients would open them here again.
         store.watcher.close()
         health.end()
-        # 3. Reject new calls; wait for those in flight.
+        # 3. Reject new calls; wait for those in flight. A stream that is cut off must
+        #    send again what was not acknowledged.
         await server.stop(DRAIN_SECONDS)
 
 

@@ -59,6 +59,7 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        # The tasks before the lease: one that still runs would take it again.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -128,6 +128,8 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         _end_in_any_case()
         stop.set()
 
+    # 1. Signals first: a process that opens a store on a storage that does not answer
+    #    must stop, too.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
@@ -139,7 +141,9 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         notice_seconds=NOTICE_SECONDS,
         read_only=serving.root if serving.is_read_only else "",
     ) as port:
+        # 2. Report the address only now: calls are accepted.
         ready(replace(serving, port=port))
+        # 3. The collection ends before the drain, and gives its lease back.
         async with collecting(store, interval):
             await stop.wait()
         _log.info("draining")

@@ -78,6 +78,7 @@ class NewFile:
         Raises:
             OSError: The storage failed; the file is removed.
         """
+        # Sync before close: after it, the kernel reports no error of a delayed write.
         try:
             os.fsync(self._descriptor)
         except OSError:

@@ -70,6 +70,9 @@ class _Requests(Generic[T]):
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._in_flight -= done
+            # An error is no response while another request is in flight: if a hedge
+            # fails its condition, the first request has perhaps made the change, and a
+            # conflict would be reported for a write that took effect.
             good = [one for one in done if one.exception() is None]
             if good or (done and not self._in_flight):
                 self._is_answered = True
@@ -92,6 +95,7 @@ class _Requests(Generic[T]):
             case Step.HEDGE:
                 self._send()
             case Step.RETRY:
+                # Abandon first: an overloaded storage must not get more requests.
                 self._abandon()
                 self._log_late()
                 self._send()

@@ -72,9 +72,13 @@ class LocalFiles:
             await asyncio.sleep(seconds)
 
     def _prepare(self, path: str) -> float:
+        # 1. First: a crash loses a durable file if the entry of its directory is not.
         self._directories.make(path)
+        # 2. The driver would follow a link out of the root, and block on a FIFO.
         rooted_files.check_file(self._root, path)
+        # 3. Otherwise a shorter write would end in bytes of the killed one.
         clear_interrupted_write(self._root / path)
+        # 4. Last, because the other steps take a part of the wait.
         return mtime_guard.seconds_until_next(self._root / path)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:

@@ -128,8 +128,8 @@ class RemoteBackend(MemoryBackend):
     ) -> Generation:
         ask = partial(kvstore.write, self._root, path, data, condition)
         size_bytes = len(data or b"")
-        # 1. A creation is sent once: a late duplicate would restore what was deleted in
-        #    the meantime.
+        # 1. A creation, or a write without a condition, is sent once: a late duplicate
+        #    would restore what was deleted in the meantime.
         if isinstance(condition, Condition):
             return await deadlines.answer(self._storage, ask(), size_bytes=size_bytes)
         # 2. A change of one generation may be repeated: no generation comes back, so a

@@ -67,7 +67,7 @@ class Store:
     uid: str
     bucket: TensorStoreBucket
     clock: Clock
-    catalogue: Catalog
+    catalog: Catalog
     journal: Journal
     runs: Runs
     uploads: Uploads
@@ -118,31 +118,31 @@ class Store:
             # A process without permission to write cannot lose a write.
             with suppress(StorageDeniedError):
                 await check_conditions(bucket)
-        catalogue = Catalog(bucket)
+        catalog = Catalog(bucket)
         journal = Journal(bucket, clock=clock)
-        references = References(bucket, catalogue, clock=clock)
-        runs = Runs(bucket, catalogue, clock=clock)
-        uploads = Uploads(bucket, catalogue, runs, clock=clock)
-        reuse = Reuse(bucket, catalogue, uploads)
+        references = References(bucket, catalog, clock=clock)
+        runs = Runs(bucket, catalog, clock=clock)
+        uploads = Uploads(bucket, catalog, runs, clock=clock)
+        reuse = Reuse(bucket, catalog, uploads)
         receipts = Receipts(bucket, uploads, reuse)
         lifecycle = CheckpointLifecycle(
-            bucket, catalogue, journal, references, clock=clock
+            bucket, catalog, journal, references, clock=clock
         )
-        retention = RetentionEnforcer(catalogue, lifecycle, references, clock=clock)
+        retention = RetentionEnforcer(catalog, lifecycle, references, clock=clock)
         reserve = Reserve(bucket)
         return cls(
             uid=found[0].uid,
             bucket=bucket,
             clock=clock,
-            catalogue=catalogue,
+            catalog=catalog,
             journal=journal,
             runs=runs,
             uploads=uploads,
-            upload_statuses=UploadStatuses(bucket, catalogue, uploads, receipts),
+            upload_statuses=UploadStatuses(bucket, catalog, uploads, receipts),
             receiver=Receiver(bucket, uploads),
             receipts=receipts,
             commits=Commits(
-                bucket, catalogue, uploads, receipts, reuse, journal, clock=clock
+                bucket, catalog, uploads, receipts, reuse, journal, clock=clock
             ),
             sender=Sender(bucket),
             references=references,
@@ -151,7 +151,7 @@ class Store:
             reserve=reserve,
             collector=Collector(
                 bucket,
-                catalogue,
+                catalog,
                 runs,
                 retention,
                 lifecycle,
@@ -161,12 +161,12 @@ class Store:
                 clock=clock,
             ),
             recent_commits=RecentCommits(),
-            usage=UsageReader(catalogue, RunReader(bucket, catalogue)),
-            tags=Tags(bucket, catalogue, journal, clock=clock),
-            holds=Holds(bucket, catalogue, clock=clock),
-            verifier=Verifier(bucket, catalogue, clock=clock),
-            comparisons=Comparisons(catalogue),
-            watcher=Watcher(catalogue, journal, store_uid=found[0].uid, clock=clock),
+            usage=UsageReader(catalog, RunReader(bucket, catalog)),
+            tags=Tags(bucket, catalog, journal, clock=clock),
+            holds=Holds(bucket, catalog, clock=clock),
+            verifier=Verifier(bucket, catalog, clock=clock),
+            comparisons=Comparisons(catalog),
+            watcher=Watcher(catalog, journal, store_uid=found[0].uid, clock=clock),
         )
 
 

@@ -33,9 +33,9 @@ _TRIES: Final = 10
 class Runs:
     """The records of a bucket's runs."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalog: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._clock = clock
 
     async def create(self, name: RunName) -> pb.RunRecord:

@@ -144,7 +144,7 @@ class Collector:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         runs: Runs,
         retention: RetentionEnforcer,
         lifecycle: CheckpointLifecycle,
@@ -157,21 +157,21 @@ class Collector:
         self._journal = journal
         self._reserve = reserve
         seen = Observations()
-        self._reader = RunReader(bucket, catalogue)
-        leases = LeaseExpiry(bucket, catalogue, seen, clock=clock)
+        self._reader = RunReader(bucket, catalog)
+        leases = LeaseExpiry(bucket, catalog, seen, clock=clock)
         self._expiry = Expiry(
             bucket,
             leases,
             retention,
             lifecycle,
             references,
-            History(catalogue, journal, references),
+            History(catalog, journal, references),
             reserve,
             clock=clock,
         )
-        self._sweeper = Sweeper(bucket, catalogue, runs, reserve)
+        self._sweeper = Sweeper(bucket, catalog, runs, reserve)
         self._finder = GarbageFinder(
-            bucket, catalogue, self._reader, leases, references, seen, clock=clock
+            bucket, catalog, self._reader, leases, references, seen, clock=clock
         )
 
     async def collect(

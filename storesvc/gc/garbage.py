@@ -59,7 +59,7 @@ class GarbageFinder:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         reader: RunReader,
         leases: LeaseExpiry,
         references: References,
@@ -68,7 +68,7 @@ class GarbageFinder:
         clock: Clock,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._reader = reader
         self._leases = leases
         self._references = references
@@ -195,7 +195,7 @@ class GarbageFinder:
         """
 
         async def look(tag: str) -> tuple[str, Generation] | None:
-            found = await self._catalogue.tag_slot(TagName(run, tag))
+            found = await self._catalog.tag_slot(TagName(run, tag))
             if found is None or found[0].upload:
                 return None
             announced = layout.announcement(run.namespace, found[0].sequence)
@@ -203,7 +203,7 @@ class GarbageFinder:
                 return None
             return RunPaths(run).tag(tag), found[1]
 
-        found = await each(look, await self._catalogue.tag_names(run))
+        found = await each(look, await self._catalog.tag_names(run))
         return dict(one for one in found if one is not None)
 
     def _forget(self, state: RunState) -> None:

@@ -41,9 +41,9 @@ class History:
     """Checks the slots of the runs of a bucket against their histories."""
 
     def __init__(
-        self, catalogue: Catalog, journal: Journal, references: References
+        self, catalog: Catalog, journal: Journal, references: References
     ) -> None:
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._journal = journal
         self._references = references
 
@@ -141,5 +141,5 @@ class History:
     async def _is_still(
         self, run: RunName, step: int, seen: pb.CheckpointRecord | None
     ) -> bool:
-        found = await self._catalogue.slot(run, step)
+        found = await self._catalog.slot(run, step)
         return (found and found[0]) == seen

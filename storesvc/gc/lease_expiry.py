@@ -48,13 +48,13 @@ class LeaseExpiry:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         observations: Observations,
         *,
         clock: Clock,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._observations = observations
         self._clock = clock
 
@@ -73,7 +73,7 @@ class LeaseExpiry:
         slot."""
         # 1. The slot must be unchanged since the lease was judged.
         step = expired.after.step
-        found = await self._catalogue.slot(run, step)
+        found = await self._catalog.slot(run, step)
         if (found and found[0]) != expired.before:
             return False
         # 2. So must the lease: it may have been renewed since.

@@ -239,7 +239,7 @@ def mark(
         past_retries=past_retries,
         named=named,
         sharing={file.partition("/")[0] for file in named},
-        claimed=_predecessors(state, known),
+        predecessors=_predecessors(state, known),
         listed=set(state.listed),
         recorded=_recorded(state),
     )
@@ -355,7 +355,7 @@ class _View:
     named: Container[str]
     sharing: Container[str]
     """Uploads with a data file that a file table names."""
-    claimed: Container[str]
+    predecessors: Container[str]
     """Uploads that live ones took over from."""
     listed: Container[str]
     recorded: Container[int]
@@ -379,7 +379,7 @@ def _garbage_of(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
     places = view.state.places
     has_ended = fate.state is State.ENDED
     # 1. A live upload may claim the chunks of its predecessor (rule 1).
-    if has_ended and upload in view.claimed:
+    if has_ended and upload in view.predecessors:
         return _UploadGarbage(upload=upload)
     record = places.upload(upload)
     written = [p for p in view.state.objects.get(upload, ()) if p != record]

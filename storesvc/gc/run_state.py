@@ -34,9 +34,9 @@ _LISTS: Final = 10
 class RunReader:
     """Reads the states of the runs of a bucket."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalog) -> None:
+    def __init__(self, bucket: Bucket, catalog: Catalog) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
 
     async def read_once(self, run: RunName) -> RunState:
         """Returns the state of a run, each slot as of a moment of its own.
@@ -124,7 +124,7 @@ class RunReader:
         self, run: RunName, steps: Sequence[int]
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
         async def slot(step: int) -> tuple[pb.CheckpointRecord, Generation] | None:
-            return await self._catalogue.slot(run, step)
+            return await self._catalog.slot(run, step)
 
         found = await each(slot, steps)
         return {s: slot for s, slot in zip(steps, found, strict=True) if slot}

@@ -31,10 +31,10 @@ class Sweeper:
     """Deletes the garbage of the runs of a bucket."""
 
     def __init__(
-        self, bucket: Bucket, catalogue: Catalog, runs: Runs, reserve: Reserve
+        self, bucket: Bucket, catalog: Catalog, runs: Runs, reserve: Reserve
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._runs = runs
         self._reserve = reserve
 
@@ -79,7 +79,7 @@ class Sweeper:
         run = state.places.name
 
         async def still_free(step: int) -> tuple[str, int, Generation] | None:
-            found = await self._catalogue.slot(run, step)
+            found = await self._catalog.slot(run, step)
             if found is None or found[0].state != FREE:
                 return None
             if found[0].upload != state.slots[step].upload:

@@ -43,8 +43,8 @@ class Usage:
 class UsageReader:
     """Computes the usage of the runs of a bucket."""
 
-    def __init__(self, catalogue: Catalog, reader: RunReader) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog, reader: RunReader) -> None:
+        self._catalog = catalog
         self._reader = reader
 
     async def of(self, run: RunName) -> Usage:
@@ -58,7 +58,7 @@ class UsageReader:
         held = [slot for slot in slots if slot.state in CHECKPOINTS]
         uploads = sum(slot.state == UPLOADING for slot in slots)
         if not (held or uploads):
-            await self._catalogue.check_run(run)
+            await self._catalog.check_run(run)
         largest: dict[str, int] = {}
 
         async def add(record: pb.CheckpointRecord) -> None:
@@ -86,7 +86,7 @@ class UsageReader:
                 raise CorruptDataError(f"{place} is missing")
             return dict(zip(table.file, table.chunk_bytes, strict=True))
         # Checkpoints of the first release have no file table.
-        return _files_of(await self._catalogue.manifest(run, record))
+        return _files_of(await self._catalog.manifest(run, record))
 
 
 def _files_of(manifest: Manifest) -> dict[str, int]:

@@ -29,8 +29,8 @@ class Comparison:
 class Comparisons:
     """Compares checkpoints."""
 
-    def __init__(self, catalogue: Catalog) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._turns = FairSemaphore(COMPARISONS_AT_ONCE, purpose="compares checkpoints")
 
     @asynccontextmanager
@@ -45,13 +45,13 @@ class Comparisons:
             CorruptDataError: A manifest is missing or damaged.
             LimitExceededError: Other comparisons took too long.
         """
-        old = await self._catalogue.checkpoint(before)
-        new = await self._catalogue.checkpoint(after)
+        old = await self._catalog.checkpoint(before)
+        new = await self._catalog.checkpoint(after)
         async with self._turns.held(before.run.namespace):
             found = await asyncio.to_thread(
                 differences,
-                await self._catalogue.manifest(before.run, old),
-                await self._catalogue.manifest(after.run, new),
+                await self._catalog.manifest(before.run, old),
+                await self._catalog.manifest(after.run, new),
             )
             different = sum(difference.after is not None for difference in found)
             yield Comparison(

@@ -70,10 +70,10 @@ class Verifier:
     """Verifies checkpoints."""
 
     def __init__(
-        self, bucket: TensorStoreBucket, catalogue: Catalog, *, clock: Clock
+        self, bucket: TensorStoreBucket, catalog: Catalog, *, clock: Clock
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._clock = clock
         self._turns = FairSemaphore(
             VERIFICATIONS_AT_ONCE, purpose="verifies checkpoints"
@@ -92,7 +92,7 @@ class Verifier:
             LimitExceededError: Other verifications took too long.
         """
         async with self._turns.held(run.namespace):
-            reading = _Reading(self._bucket, self._catalogue, self._reads, run, record)
+            reading = _Reading(self._bucket, self._catalog, self._reads, run, record)
             manifest = await reading.manifest()
             tally = Tally(manifest.tree.chunk_count)
             reported = self._clock.elapsed()
@@ -117,13 +117,13 @@ class _Reading:
     def __init__(
         self,
         bucket: TensorStoreBucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         reads: asyncio.Semaphore,
         run: RunName,
         record: pb.CheckpointRecord,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._reads = reads
         self._run = run
         self._record = record
@@ -136,7 +136,7 @@ class _Reading:
             CorruptDataError: The manifest is missing or damaged.
         """
         try:
-            return await self._catalogue.read_manifest(self._run, self._record)
+            return await self._catalog.read_manifest(self._run, self._record)
         except CorruptDataError:
             await self._check_slot()
             raise
@@ -255,7 +255,7 @@ class _Reading:
             CheckpointNotFoundError: The slot no longer holds the checkpoint.
         """
         run, record = self._run, self._record
-        found = await self._catalogue.slot(run, record.step)
+        found = await self._catalog.slot(run, record.step)
         # Chunks are deleted only after the slot was freed or reserved again.
         if (
             found is None

@@ -54,14 +54,14 @@ class CheckpointLifecycle:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         journal: Journal,
         references: References,
         *,
         clock: Clock,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._journal = journal
         self._references = references
         self._clock = clock
@@ -176,7 +176,7 @@ class CheckpointLifecycle:
         uid = (await self._slot(run, step, uid))[0].upload
 
         async def attempt() -> None:
-            found = await self._catalogue.slot(run, step)
+            found = await self._catalog.slot(run, step)
             if found is None or not _is_checkpoint(found[0], uid):
                 return  # another call has purged it
             # 1. Set PURGING: a reference that is added from now on will see it.
@@ -217,7 +217,7 @@ class CheckpointLifecycle:
         due = [s for s in due if s.state == PURGING or s.upload not in references]
 
         async def mark(slot: pb.CheckpointRecord) -> _Slot | None:
-            found = await self._catalogue.slot(run, slot.step)
+            found = await self._catalog.slot(run, slot.step)
             if found is None or not _is_checkpoint(found[0], slot.upload):
                 return None
             if not transitions.is_due(found[0], now):
@@ -249,9 +249,9 @@ class CheckpointLifecycle:
     async def _slot(self, run: RunName, step: int, uid: str = "") -> _Slot:
         """Returns the slot of a checkpoint, deleted or not; with a uid, only of the
         checkpoint that has it."""
-        found = await self._catalogue.slot(run, step)
+        found = await self._catalog.slot(run, step)
         if found is None or found[0].state not in CHECKPOINTS:
-            raise await self._catalogue.missing(CheckpointName(run, step))
+            raise await self._catalog.missing(CheckpointName(run, step))
         if uid not in ("", found[0].upload):
             raise transitions.replaced(run, found[0], uid)
         return found

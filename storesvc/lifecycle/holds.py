@@ -51,9 +51,9 @@ _HOLDABLE: Final = frozenset({COMMITTED, DELETED})
 class Holds:
     """Creates, renews, releases and lists holds."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalog: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._clock = clock
 
     async def create(
@@ -94,7 +94,7 @@ class Holds:
             # 1. Write the hold.
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             # 2. Read the slot: a purge that missed the hold set PURGING before that.
-            slot = await referenced_slot(self._catalogue, name.run, record)
+            slot = await referenced_slot(self._catalog, name.run, record)
             if slot is not None and slot.state in _HOLDABLE:
                 return record
             # Roll back only a hold that this call created: another call may have
@@ -105,7 +105,7 @@ class Holds:
                 raise transitions.being_purged(name.run, slot)  # it may be spared
             if slot is not None:
                 raise transitions.is_deleted(name.run, slot)
-            raise await self._catalogue.missing(CheckpointName(name.run, record.step))
+            raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
         return await update_record(attempt, record=str(name), hold=name.hold)
 
@@ -136,7 +136,7 @@ class Holds:
             await self._write(name, record, found[1])
             # 2. Read the slot: another process may have counted the hold as expired,
             #    and purged.
-            slot = await referenced_slot(self._catalogue, name.run, record)
+            slot = await referenced_slot(self._catalog, name.run, record)
             if slot is None:
                 raise _expired(name, found[0])
             if slot.state == PURGING:
@@ -163,7 +163,7 @@ class Holds:
         Raises:
             RunNotFoundError: With the most similar names.
         """
-        await self._catalogue.check_run(run)
+        await self._catalog.check_run(run)
         places = RunPaths(run)
         ids = map(places.hold_of, await self._bucket.list(places.holds))
         names = [HoldName(run, id_) for id_ in sorted(filter(None, ids)) if id_ > after]
@@ -178,9 +178,9 @@ class Holds:
         self, checkpoint: CheckpointName, uid: str, *, owner: str, ttl: timedelta
     ) -> pb.HoldRecord:
         if uid:
-            held = await self._catalogue.checkpoint_of_uid(checkpoint, uid)
+            held = await self._catalog.checkpoint_of_uid(checkpoint, uid)
         else:
-            held = await self._catalogue.checkpoint(checkpoint)
+            held = await self._catalog.checkpoint(checkpoint)
         now = timestamp(self._clock.now())
         return pb.HoldRecord(
             step=held.step,

@@ -44,9 +44,9 @@ class Reference:
 class References:
     """Finds the references to the checkpoints of runs."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalog: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._clock = clock
         # Times at which this process saw holds; every process observes by itself.
         self._observations = Observations()
@@ -66,10 +66,10 @@ class References:
         """Returns the tags of a run by the uid of their checkpoint."""
 
         async def named(tag: str) -> tuple[str, str] | None:
-            found = await self._catalogue.tag_slot(TagName(run, tag))
+            found = await self._catalog.tag_slot(TagName(run, tag))
             return (found[0].upload, tag) if found else None
 
-        names = await self._catalogue.tag_names(run)
+        names = await self._catalog.tag_names(run)
         found = filter(None, await each(named, names))
         return {uid: tag for uid, tag in found if uid}
 
@@ -114,7 +114,7 @@ class References:
             if found is None or not found[0].base:
                 return None
             record = found[0]
-            slot = await self._catalogue.slot(run, record.step)
+            slot = await self._catalog.slot(run, record.step)
             if slot is None or slot[0].state != slots.UPLOADING:
                 return None
             if (upload, record.epoch) != (slot[0].upload, slot[0].epoch):
@@ -133,10 +133,10 @@ class References:
 
 
 async def referenced_slot(
-    catalogue: Catalog, run: RunName, record: pb.TagRecord | pb.HoldRecord
+    catalog: Catalog, run: RunName, record: pb.TagRecord | pb.HoldRecord
 ) -> pb.CheckpointRecord | None:
     """Returns the slot of the checkpoint of a tag or a hold; None: it was purged."""
-    found = await catalogue.slot(run, record.step)
+    found = await catalog.slot(run, record.step)
     if found is None or found[0].state not in slots.CHECKPOINTS:
         return None
     return found[0] if found[0].upload == record.upload else None

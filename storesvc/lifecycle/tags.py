@@ -44,10 +44,10 @@ class Tags:
     """Sets, deletes and lists tags."""
 
     def __init__(
-        self, bucket: Bucket, catalogue: Catalog, journal: Journal, *, clock: Clock
+        self, bucket: Bucket, catalog: Catalog, journal: Journal, *, clock: Clock
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._journal = journal
         self._clock = clock
 
@@ -82,7 +82,7 @@ class Tags:
         """
 
         async def attempt() -> pb.TagRecord:
-            found = await self._catalogue.tag_slot(name)
+            found = await self._catalog.tag_slot(name)
             if _is_repeated(found, write_id) and found and found[0].upload:
                 # Write the record of an earlier try of this request again, under
                 # another generation, so that the earlier try cannot roll it back.
@@ -93,7 +93,7 @@ class Tags:
                 return await self._checked(name, found[0], own, before=None)
             before = found[0] if found else None
             _check_change(name, before, etag)
-            named = await self._catalogue.checkpoint(checkpoint)
+            named = await self._catalog.checkpoint(checkpoint)
             record = self._changed(before, write_id)
             record.step, record.upload = named.step, named.upload
             was_protected = bool(before and before.upload and before.protected)
@@ -118,13 +118,13 @@ class Tags:
         """
 
         async def attempt() -> None:
-            found = await self._catalogue.tag_slot(name)
+            found = await self._catalog.tag_slot(name)
             is_repeated = _is_repeated(found, write_id)
             if found is None or not found[0].upload:
                 if is_repeated:  # another call may have left it not durable
                     await self._bucket.settle(RunPaths(name.run).tag(name.tag))
                     return
-                raise await self._catalogue.tag_not_found(name)
+                raise await self._catalog.tag_not_found(name)
             _check_change(name, found[0], etag)
             emptied = self._changed(found[0], write_id)
             await self._write(name, emptied, found, was=found[0])
@@ -144,12 +144,12 @@ class Tags:
         Raises:
             RunNotFoundError: With the most similar names.
         """
-        await self._catalogue.check_run(run)
-        tags = await self._catalogue.tag_names(run)
+        await self._catalog.check_run(run)
+        tags = await self._catalog.tag_names(run)
         names = [TagName(run, tag) for tag in tags if tag > after]
 
         async def look(name: TagName) -> pb.TagRecord | None:
-            found = await self._catalogue.tag_slot(name)
+            found = await self._catalog.tag_slot(name)
             return found[0] if found and found[0].upload else None
 
         return await rows(look, names, limit=limit)
@@ -179,7 +179,7 @@ class Tags:
     ) -> pb.TagRecord:
         """Returns the written record if its checkpoint is still committed; else rolls
         it back and raises."""
-        slot = await referenced_slot(self._catalogue, name.run, record)
+        slot = await referenced_slot(self._catalog, name.run, record)
         if slot is not None and slot.state == COMMITTED:
             return record
         # If another call has changed the tag since, that call checks its own record.
@@ -187,7 +187,7 @@ class Tags:
             await self._roll_back(name, record, generation, before)
         if slot is not None:
             raise transitions.is_deleted(name.run, slot)
-        raise await self._catalogue.missing(CheckpointName(name.run, record.step))
+        raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
     async def _roll_back(
         self,
@@ -208,7 +208,7 @@ class Tags:
             back = pb.TagRecord()
             back.CopyFrom(before)
             written = await self._write(name, back, (record, generation))
-            slot = await referenced_slot(self._catalogue, name.run, back)
+            slot = await referenced_slot(self._catalog, name.run, back)
             if slot and slot.state in (COMMITTED, DELETED):
                 return
             record, generation = back, written

@@ -64,13 +64,13 @@ class RetentionEnforcer:
 
     def __init__(
         self,
-        catalogue: Catalog,
+        catalog: Catalog,
         lifecycle: CheckpointLifecycle,
         references: References,
         *,
         clock: Clock,
     ) -> None:
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._lifecycle = lifecycle
         self._references = references
         self._clock = clock
@@ -88,7 +88,7 @@ class RetentionEnforcer:
             RunNotFoundError: The run does not exist; names the most similar ones.
             InvalidPolicyError: The policy has a rule that this release does not know.
         """
-        record = (await self._catalogue.run(run)).record
+        record = (await self._catalog.run(run)).record
         if policy is None:
             policy = _policy_of(record)
         for page in _pages(await self._judge(run, policy)):
@@ -103,7 +103,7 @@ class RetentionEnforcer:
             RunNotFoundError: The run does not exist; names the most similar ones.
             InvalidPolicyError: The policy has a rule that this release does not know.
         """
-        record = (await self._catalogue.run(run)).record
+        record = (await self._catalog.run(run)).record
         delay = DEFAULT_PURGE_DELAY
         if record.HasField("purge_delay"):
             delay = record.purge_delay.ToTimedelta()
@@ -138,7 +138,7 @@ class RetentionEnforcer:
 
     async def _committed(self, run: RunName) -> AsyncIterator[pb.CheckpointRecord]:
         before = None
-        while page := await self._catalogue.checkpoints(run, before=before, limit=PAGE):
+        while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
             for record in page:
                 yield record
             before = page[-1].step
@@ -196,7 +196,7 @@ class RetentionEnforcer:
         return outcome
 
     async def _is_committed(self, run: RunName, outcome: Outcome) -> bool:
-        found = await self._catalogue.slot(run, outcome.step)
+        found = await self._catalog.slot(run, outcome.step)
         return found is not None and found[0].state == COMMITTED
 
 

@@ -11,12 +11,12 @@ from storesvc.format.names import CheckpointName, RunName, parse_step
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import Context, host_of
-from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.paging import list_page
 from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 _MUTABLE: Final = ("labels", "metrics", "pinned")
 
@@ -25,17 +25,17 @@ class CheckpointCalls:
     """Reads, updates, deletes and purges checkpoints."""
 
     _store: Store
-    _sent: MemoryBudget
+    _sent: MessageBudget
 
     async def ListCheckpoints(
-        self, request: catalogue_api.ListCheckpointsRequest, context: Context
-    ) -> catalogue_api.ListCheckpointsResponse:
+        self, request: checkpoint_api.ListCheckpointsRequest, context: Context
+    ) -> checkpoint_api.ListCheckpointsResponse:
         run = RunName.from_resource(request.parent)
 
         async def find(
             last: int | None, limit: int
         ) -> list[tuple[CheckpointName, pb.CheckpointRecord | CorruptDataError]]:
-            found = await self._store.catalogue.checkpoint_rows(
+            found = await self._store.catalog.checkpoint_rows(
                 run, before=last, limit=limit, show_deleted=request.show_deleted
             )
             return [(CheckpointName(run, step), slot) for step, slot in found]
@@ -48,31 +48,31 @@ class CheckpointCalls:
             key=lambda name: str(name.which),
             show=lambda _, slot: messages.checkpoint_message(run, slot),
         )
-        return catalogue_api.ListCheckpointsResponse(
+        return checkpoint_api.ListCheckpointsResponse(
             checkpoints=page.rows, damaged=page.damaged, next_page_token=page.token
         )
 
     async def GetCheckpoint(
-        self, request: catalogue_api.GetCheckpointRequest, context: Context
-    ) -> catalogue_api.GetCheckpointResponse:
+        self, request: checkpoint_api.GetCheckpointRequest, context: Context
+    ) -> checkpoint_api.GetCheckpointResponse:
         name = CheckpointName.from_resource(request.name)
-        record = await self._store.catalogue.checkpoint(name)
+        record = await self._store.catalog.checkpoint(name)
         checkpoint = messages.checkpoint_message(name.run, record)
-        return catalogue_api.GetCheckpointResponse(checkpoint=checkpoint)
+        return checkpoint_api.GetCheckpointResponse(checkpoint=checkpoint)
 
     async def ReadManifest(
-        self, request: catalogue_api.ReadManifestRequest, context: Context
+        self, request: checkpoint_api.ReadManifestRequest, context: Context
     ) -> None:
-        name, catalogue = (
+        name, catalog = (
             CheckpointName.from_resource(request.name),
-            self._store.catalogue,
+            self._store.catalog,
         )
         if request.uid:
-            record = await catalogue.checkpoint_of_uid(name, request.uid)
+            record = await catalog.checkpoint_of_uid(name, request.uid)
         else:
-            record = await catalogue.checkpoint(name)
+            record = await catalog.checkpoint(name)
         checkpoint = messages.checkpoint_message(name.run, record)
-        response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
+        response = checkpoint_api.ReadManifestResponse(checkpoint=checkpoint)
         await write(context, response)
         await self._send_manifest(name.run, record, context)
 
@@ -81,30 +81,30 @@ class CheckpointCalls:
     ) -> None:
         """Sends a manifest in parts: a client that reads nothing keeps only one."""
         size_bytes = min(trees.MAX_PART_BYTES, record.manifest_bytes)
-        parts = self._store.catalogue.manifest_parts(
+        parts = self._store.catalog.manifest_parts(
             run, record, size_bytes=trees.MAX_PART_BYTES
         )
         with self._sent.share(host_of(context.peer())) as share:
             await share.take(size_bytes)
             async with aclosing(parts):
                 async for part in parts:
-                    response = catalogue_api.ReadManifestResponse(part=part)
+                    response = checkpoint_api.ReadManifestResponse(part=part)
                     await write(context, response, share)
 
     async def UpdateCheckpoint(
-        self, request: catalogue_api.UpdateCheckpointRequest, context: Context
-    ) -> catalogue_api.UpdateCheckpointResponse:
+        self, request: checkpoint_api.UpdateCheckpointRequest, context: Context
+    ) -> checkpoint_api.UpdateCheckpointResponse:
         run, step = step_of(request.checkpoint.name)
         write_id = requests.write_id_of(request)
         record = await self._store.lifecycle.update(
             run, step, change_of(request), etag=request.etag, write_id=write_id
         )
         checkpoint = messages.checkpoint_message(run, record)
-        return catalogue_api.UpdateCheckpointResponse(checkpoint=checkpoint)
+        return checkpoint_api.UpdateCheckpointResponse(checkpoint=checkpoint)
 
     async def DeleteCheckpoint(
-        self, request: catalogue_api.DeleteCheckpointRequest, context: Context
-    ) -> catalogue_api.DeleteCheckpointResponse:
+        self, request: checkpoint_api.DeleteCheckpointRequest, context: Context
+    ) -> checkpoint_api.DeleteCheckpointResponse:
         run, step = step_of(request.name)
         record = await self._store.reserve.spent_on(
             self._store.lifecycle.delete,
@@ -116,28 +116,28 @@ class CheckpointCalls:
             uid=request.uid,
         )
         checkpoint = messages.checkpoint_message(run, record)
-        return catalogue_api.DeleteCheckpointResponse(checkpoint=checkpoint)
+        return checkpoint_api.DeleteCheckpointResponse(checkpoint=checkpoint)
 
     async def UndeleteCheckpoint(
-        self, request: catalogue_api.UndeleteCheckpointRequest, context: Context
-    ) -> catalogue_api.UndeleteCheckpointResponse:
+        self, request: checkpoint_api.UndeleteCheckpointRequest, context: Context
+    ) -> checkpoint_api.UndeleteCheckpointResponse:
         run, step = step_of(request.name)
         write_id = requests.write_id_of(request)
         record = await self._store.lifecycle.undelete(
             run, step, write_id=write_id, uid=request.uid
         )
         checkpoint = messages.checkpoint_message(run, record)
-        return catalogue_api.UndeleteCheckpointResponse(checkpoint=checkpoint)
+        return checkpoint_api.UndeleteCheckpointResponse(checkpoint=checkpoint)
 
     async def PurgeCheckpoint(
-        self, request: catalogue_api.PurgeCheckpointRequest, context: Context
-    ) -> catalogue_api.PurgeCheckpointResponse:
+        self, request: checkpoint_api.PurgeCheckpointRequest, context: Context
+    ) -> checkpoint_api.PurgeCheckpointResponse:
         run, step = step_of(request.name)
         purge = self._store.lifecycle.purge
         await self._store.reserve.spent_on(
             purge, run, step, etag=request.etag, uid=request.uid
         )
-        return catalogue_api.PurgeCheckpointResponse()
+        return checkpoint_api.PurgeCheckpointResponse()
 
 
 def step_of(resource: str) -> tuple[RunName, int]:
@@ -155,7 +155,7 @@ def step_of(resource: str) -> tuple[RunName, int]:
     return name.run, name.which
 
 
-def change_of(request: catalogue_api.UpdateCheckpointRequest) -> Change:
+def change_of(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
     """Returns the change that UpdateCheckpoint requests.
 
     Raises:
@@ -178,7 +178,7 @@ def change_of(request: catalogue_api.UpdateCheckpointRequest) -> Change:
 
 
 def purge_delay_of(
-    request: catalogue_api.DeleteCheckpointRequest,
+    request: checkpoint_api.DeleteCheckpointRequest,
 ) -> timedelta | None:
     """Returns the purge delay of a deletion; None: the one of the run.
 

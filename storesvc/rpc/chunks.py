@@ -40,5 +40,5 @@ class ChunkService:
             raise InvalidFieldError(
                 f"uid: expected the uid of {name}, got none; read its manifest first"
             )
-        record = await self._store.catalogue.checkpoint_of_uid(name, uid)
-        return await self._store.catalogue.manifest(name.run, record)
+        record = await self._store.catalog.checkpoint_of_uid(name, uid)
+        return await self._store.catalog.manifest(name.run, record)

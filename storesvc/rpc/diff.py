@@ -9,10 +9,10 @@ from storesvc.inspect.diff import Comparison
 from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
 from storesvc.rpc import messages
 from storesvc.rpc.boundary import Context, host_of
-from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.streams import write
 from storesvc.store import Store
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 PAGE: Final = 500
 """Differences per message: it fits with keys and shapes of maximum length."""
@@ -22,10 +22,10 @@ class DiffCalls:
     """Compares checkpoints."""
 
     _store: Store
-    _sent: MemoryBudget
+    _sent: MessageBudget
 
     async def DiffCheckpoints(
-        self, request: catalogue_api.DiffCheckpointsRequest, context: Context
+        self, request: checkpoint_api.DiffCheckpointsRequest, context: Context
     ) -> None:
         before, after = map(CheckpointName.from_resource, (request.base, request.name))
         async with self._store.comparisons.between(before, after) as found:
@@ -34,7 +34,7 @@ class DiffCalls:
         # Outside the comparison, so that no other one waits while the client reads.
         with self._sent.share(host_of(context.peer())) as share:
             await share.take(sum(page.ByteSize() for page in pages))
-            response = catalogue_api.DiffCheckpointsResponse(summary=summary)
+            response = checkpoint_api.DiffCheckpointsResponse(summary=summary)
             await write(context, response)
             for page in pages:
                 await write(context, page, share)
@@ -42,10 +42,10 @@ class DiffCalls:
 
 def pages_of(
     differences: Sequence[Difference],
-) -> list[catalogue_api.DiffCheckpointsResponse]:
+) -> list[checkpoint_api.DiffCheckpointsResponse]:
     """Returns the messages for differences."""
     return [
-        catalogue_api.DiffCheckpointsResponse(
+        checkpoint_api.DiffCheckpointsResponse(
             differences=map(difference_message, differences[at : at + PAGE])
         )
         for at in range(0, len(differences), PAGE)
@@ -54,9 +54,9 @@ def pages_of(
 
 def summary_message(
     before: RunName, after: RunName, found: Comparison
-) -> catalogue_api.DiffSummary:
+) -> checkpoint_api.DiffSummary:
     """Returns the message for the summary of a comparison."""
-    return catalogue_api.DiffSummary(
+    return checkpoint_api.DiffSummary(
         base=messages.checkpoint_message(before, found.before),
         checkpoint=messages.checkpoint_message(after, found.after),
         same_leaf_count=found.same_leaf_count,
@@ -64,9 +64,9 @@ def summary_message(
     )
 
 
-def difference_message(difference: Difference) -> catalogue_api.LeafDifference:
+def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
     """Returns the message for the difference of a leaf."""
-    message = catalogue_api.LeafDifference(
+    message = checkpoint_api.LeafDifference(
         key=difference.leaf.key,
         kind=difference.kind,
         changed_chunk_count=difference.changed_chunks,

@@ -10,7 +10,7 @@ from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.paging import list_page
 from storesvc.store import Store
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 MAX_TTL: Final = timedelta(days=30)
 """Maximum lease of a hold."""
@@ -22,8 +22,8 @@ class HoldCalls:
     _store: Store
 
     async def CreateHold(
-        self, request: catalogue_api.CreateHoldRequest, context: Context
-    ) -> catalogue_api.CreateHoldResponse:
+        self, request: checkpoint_api.CreateHoldRequest, context: Context
+    ) -> checkpoint_api.CreateHoldResponse:
         checkpoint = CheckpointName.from_resource(request.parent)
         hex_id = requests.checked_request_id(request.request_id).replace("-", "")
         name, ttl = HoldName(checkpoint.run, hex_id), ttl_of(request)
@@ -32,24 +32,24 @@ class HoldCalls:
             name, checkpoint, owner=owner, ttl=ttl, uid=request.uid
         )
         hold = messages.hold_message(name, record)
-        return catalogue_api.CreateHoldResponse(hold=hold)
+        return checkpoint_api.CreateHoldResponse(hold=hold)
 
     async def RenewHold(
-        self, request: catalogue_api.RenewHoldRequest, context: Context
-    ) -> catalogue_api.RenewHoldResponse:
+        self, request: checkpoint_api.RenewHoldRequest, context: Context
+    ) -> checkpoint_api.RenewHoldResponse:
         name = HoldName.from_resource(request.name)
         hold = messages.hold_message(name, await self._store.holds.renew(name))
-        return catalogue_api.RenewHoldResponse(hold=hold)
+        return checkpoint_api.RenewHoldResponse(hold=hold)
 
     async def DeleteHold(
-        self, request: catalogue_api.DeleteHoldRequest, context: Context
-    ) -> catalogue_api.DeleteHoldResponse:
+        self, request: checkpoint_api.DeleteHoldRequest, context: Context
+    ) -> checkpoint_api.DeleteHoldResponse:
         await self._store.holds.delete(HoldName.from_resource(request.name))
-        return catalogue_api.DeleteHoldResponse()
+        return checkpoint_api.DeleteHoldResponse()
 
     async def ListHolds(
-        self, request: catalogue_api.ListHoldsRequest, context: Context
-    ) -> catalogue_api.ListHoldsResponse:
+        self, request: checkpoint_api.ListHoldsRequest, context: Context
+    ) -> checkpoint_api.ListHoldsResponse:
         run, holds = RunName.from_resource(request.parent), self._store.holds
         page = await list_page(
             request,
@@ -59,12 +59,12 @@ class HoldCalls:
             key=lambda name: name.hold,
             show=messages.hold_message,
         )
-        return catalogue_api.ListHoldsResponse(
+        return checkpoint_api.ListHoldsResponse(
             holds=page.rows, damaged=page.damaged, next_page_token=page.token
         )
 
 
-def ttl_of(request: catalogue_api.CreateHoldRequest) -> timedelta:
+def ttl_of(request: checkpoint_api.CreateHoldRequest) -> timedelta:
     """Returns the lease of a new hold.
 
     Raises:

@@ -45,7 +45,7 @@ class MaintenanceService:
         self, request: maintenance_api.VerifyCheckpointRequest, context: Context
     ) -> None:
         name = CheckpointName.from_resource(request.name)
-        record = await self._store.catalogue.checkpoint(name)
+        record = await self._store.catalog.checkpoint(name)
         checkpoint = messages.checkpoint_message(name.run, record)
         response = maintenance_api.VerifyCheckpointResponse(checkpoint=checkpoint)
         await write(context, response)
@@ -71,10 +71,10 @@ class MaintenanceService:
         """Returns the runs below a parent; rejects a run that does not exist."""
         if "/runs/" not in parent:
             namespace = requests.namespace_of(parent)
-            return await self._store.catalogue.run_names(namespace)
+            return await self._store.catalog.run_names(namespace)
         run = RunName.from_resource(parent)
-        if run not in await self._store.catalogue.run_names(run.namespace):
-            await self._store.catalogue.check_run(run)
+        if run not in await self._store.catalog.run_names(run.namespace):
+            await self._store.catalog.check_run(run)
         return [run]
 
     async def GetUsage(

@@ -1,4 +1,4 @@
-"""A memory budget for streams of slow clients.
+"""Bounds the memory of the messages that a server keeps for slow clients.
 
 A stream that collects its request, or keeps its response, holds bytes of a budget.
 These rules ensure that no client keeps memory from others:
@@ -46,7 +46,7 @@ _LEAST_BYTES: Final = 16 << 10
 class Share:
     """The memory that one stream holds of a budget."""
 
-    def __init__(self, budget: "MemoryBudget", peer: str, *, now: float) -> None:
+    def __init__(self, budget: "MessageBudget", peer: str, *, now: float) -> None:
         self._budget = budget
         self.peer = peer
         self.is_cut = False
@@ -106,8 +106,8 @@ class Share:
         return self._moved_bytes / LEAST_BYTES_PER_SECOND - seconds
 
 
-class MemoryBudget:
-    """A memory budget for one event loop."""
+class MessageBudget:
+    """Bounds the bytes of the messages of all streams; for one event loop."""
 
     def __init__(self, limit_bytes: int, peer_bytes: int, *, purpose: str) -> None:
         """Creates a budget with all of its memory free.

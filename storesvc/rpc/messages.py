@@ -21,17 +21,17 @@ from storesvc.retention.enforcement import Outcome
 from storesvc.save.upload_status import UploadStatus
 from storesvc.watch.watcher import WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 _SHOWN_WRITERS: Final = 16
 
 _EVENT_KINDS: Final = {
-    pb.Announcement.KIND_COMMIT: catalogue_api.CheckpointEvent.KIND_COMMITTED,
-    pb.Announcement.KIND_DELETE: catalogue_api.CheckpointEvent.KIND_DELETED,
-    pb.Announcement.KIND_UNDELETE: catalogue_api.CheckpointEvent.KIND_UNDELETED,
-    pb.Announcement.KIND_TAG: catalogue_api.CheckpointEvent.KIND_TAGGED,
-    pb.Announcement.KIND_UNTAG: catalogue_api.CheckpointEvent.KIND_UNTAGGED,
+    pb.Announcement.KIND_COMMIT: checkpoint_api.CheckpointEvent.KIND_COMMITTED,
+    pb.Announcement.KIND_DELETE: checkpoint_api.CheckpointEvent.KIND_DELETED,
+    pb.Announcement.KIND_UNDELETE: checkpoint_api.CheckpointEvent.KIND_UNDELETED,
+    pb.Announcement.KIND_TAG: checkpoint_api.CheckpointEvent.KIND_TAGGED,
+    pb.Announcement.KIND_UNTAG: checkpoint_api.CheckpointEvent.KIND_UNTAGGED,
 }
 
 
@@ -77,9 +77,9 @@ def fate_message(fate: UploadStatus) -> upload_api.Upload:
 
 def checkpoint_message(
     run: RunName, record: pb.CheckpointRecord
-) -> catalogue_api.Checkpoint:
+) -> checkpoint_api.Checkpoint:
     """Returns the message for a checkpoint."""
-    message = catalogue_api.Checkpoint(
+    message = checkpoint_api.Checkpoint(
         name=CheckpointName(run, record.step).resource,
         uid=record.upload,
         step=record.step,
@@ -104,9 +104,9 @@ def checkpoint_message(
     return message
 
 
-def watch_message(notice: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
+def watch_message(notice: WatchEvent) -> checkpoint_api.WatchCheckpointsResponse:
     """Returns the message for an event of a watch."""
-    message = catalogue_api.WatchCheckpointsResponse(resume_token=notice.token)
+    message = checkpoint_api.WatchCheckpointsResponse(resume_token=notice.token)
     change = notice.change
     if change is None:
         return message
@@ -124,10 +124,10 @@ def watch_message(notice: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
     return message
 
 
-def run_message(summary: RunSummary) -> catalogue_api.Run:
+def run_message(summary: RunSummary) -> checkpoint_api.Run:
     """Returns the message for a run."""
     record = summary.record
-    message = catalogue_api.Run(
+    message = checkpoint_api.Run(
         name=summary.name.resource,
         uid=record.uid,
         create_time=record.create_time,
@@ -145,11 +145,11 @@ def run_message(summary: RunSummary) -> catalogue_api.Run:
 
 def retention_response(
     outcomes: Iterable[Outcome],
-) -> catalogue_api.ApplyRetentionResponse:
+) -> checkpoint_api.ApplyRetentionResponse:
     """Returns the message for the outcomes of a retention policy."""
-    return catalogue_api.ApplyRetentionResponse(
+    return checkpoint_api.ApplyRetentionResponse(
         decisions=(
-            catalogue_api.RetentionDecision(
+            checkpoint_api.RetentionDecision(
                 step=outcome.step,
                 uid=outcome.uid,
                 kept=outcome.kept,
@@ -161,9 +161,9 @@ def retention_response(
     )
 
 
-def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
+def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
     """Returns the message for a tag."""
-    return catalogue_api.Tag(
+    return checkpoint_api.Tag(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
         uid=record.upload,
@@ -174,9 +174,9 @@ def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
     )
 
 
-def hold_message(name: HoldName, record: pb.HoldRecord) -> catalogue_api.Hold:
+def hold_message(name: HoldName, record: pb.HoldRecord) -> checkpoint_api.Hold:
     """Returns the message for a hold."""
-    return catalogue_api.Hold(
+    return checkpoint_api.Hold(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
         uid=record.upload,

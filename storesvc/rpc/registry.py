@@ -21,7 +21,7 @@ from storesvc.rpc.chunks import ChunkService
 from storesvc.rpc.diff import DiffCalls
 from storesvc.rpc.holds import HoldCalls
 from storesvc.rpc.maintenance import MaintenanceService
-from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.parsing import parsed
 from storesvc.rpc.request_limits import check_request
 from storesvc.rpc.runs import RunCalls
@@ -71,7 +71,7 @@ class CheckpointService(
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._sent = MemoryBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
+        self._sent = MessageBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
 
 
 def handlers(store: Store) -> tuple[grpc.GenericRpcHandler, ...]:

@@ -15,15 +15,15 @@ from google.protobuf.message import Message
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import check_id
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 ChangeRequest: TypeAlias = (
-    catalogue_api.SetTagRequest
-    | catalogue_api.DeleteTagRequest
-    | catalogue_api.UpdateRunRequest
-    | catalogue_api.UpdateCheckpointRequest
-    | catalogue_api.DeleteCheckpointRequest
-    | catalogue_api.UndeleteCheckpointRequest
+    checkpoint_api.SetTagRequest
+    | checkpoint_api.DeleteTagRequest
+    | checkpoint_api.UpdateRunRequest
+    | checkpoint_api.UpdateCheckpointRequest
+    | checkpoint_api.DeleteCheckpointRequest
+    | checkpoint_api.UndeleteCheckpointRequest
 )
 """A request whose id is stored in the record that it changes."""
 

@@ -14,7 +14,7 @@ from storesvc.rpc.paging import list_page
 from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import retention_pb2
 
 
@@ -24,40 +24,40 @@ class RunCalls:
     _store: Store
 
     async def ListRuns(
-        self, request: catalogue_api.ListRunsRequest, context: Context
-    ) -> catalogue_api.ListRunsResponse:
-        space, catalogue = requests.namespace_of(request.parent), self._store.catalogue
+        self, request: checkpoint_api.ListRunsRequest, context: Context
+    ) -> checkpoint_api.ListRunsResponse:
+        space, catalog = requests.namespace_of(request.parent), self._store.catalog
         page = await list_page(
             request,
             request.parent,
-            find=lambda last, limit: catalogue.runs(space, after=last, limit=limit),
+            find=lambda last, limit: catalog.runs(space, after=last, limit=limit),
             parse=RunName.parse,
             key=str,
             show=lambda _, run: messages.run_message(run),
         )
-        return catalogue_api.ListRunsResponse(
+        return checkpoint_api.ListRunsResponse(
             runs=page.rows, damaged=page.damaged, next_page_token=page.token
         )
 
     async def GetRun(
-        self, request: catalogue_api.GetRunRequest, context: Context
-    ) -> catalogue_api.GetRunResponse:
-        summary = await self._store.catalogue.run(RunName.from_resource(request.name))
-        return catalogue_api.GetRunResponse(run=messages.run_message(summary))
+        self, request: checkpoint_api.GetRunRequest, context: Context
+    ) -> checkpoint_api.GetRunResponse:
+        summary = await self._store.catalog.run(RunName.from_resource(request.name))
+        return checkpoint_api.GetRunResponse(run=messages.run_message(summary))
 
     async def UpdateRun(
-        self, request: catalogue_api.UpdateRunRequest, context: Context
-    ) -> catalogue_api.UpdateRunResponse:
+        self, request: checkpoint_api.UpdateRunRequest, context: Context
+    ) -> checkpoint_api.UpdateRunResponse:
         name = RunName.from_resource(request.run.name)
         write_id = requests.write_id_of(request)
         record = await self._store.runs.update(
             name, *change_of(request), etag=request.etag, write_id=write_id
         )
-        summary = replace(await self._store.catalogue.run(name), record=record)
-        return catalogue_api.UpdateRunResponse(run=messages.run_message(summary))
+        summary = replace(await self._store.catalog.run(name), record=record)
+        return checkpoint_api.UpdateRunResponse(run=messages.run_message(summary))
 
     async def ApplyRetention(
-        self, request: catalogue_api.ApplyRetentionRequest, context: Context
+        self, request: checkpoint_api.ApplyRetentionRequest, context: Context
     ) -> None:
         name, policy = RunName.from_resource(request.name), trial_policy(request)
         retention = self._store.retention
@@ -69,7 +69,7 @@ class RunCalls:
 
 
 def change_of(
-    request: catalogue_api.UpdateRunRequest,
+    request: checkpoint_api.UpdateRunRequest,
 ) -> tuple[pb.RunRecord, list[RunField]]:
     """Returns the values that UpdateRun sets, and the names of their fields.
 
@@ -97,7 +97,7 @@ def change_of(
 
 
 def trial_policy(
-    request: catalogue_api.ApplyRetentionRequest,
+    request: checkpoint_api.ApplyRetentionRequest,
 ) -> retention_pb2.RetentionPolicy | None:
     """Returns the policy for ApplyRetention to try; None: the policy of the run.
 

@@ -17,7 +17,7 @@ from storesvc.rpc.boundary import Context, host_of
 from storesvc.rpc.message_budget import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
-    MemoryBudget,
+    MessageBudget,
     Share,
 )
 from storesvc.rpc.request_limits import check_counts
@@ -36,7 +36,7 @@ class PartStream(Generic[T]):
 
     @asynccontextmanager
     async def sharing(
-        self, budget: MemoryBudget, context: Context
+        self, budget: MessageBudget, context: Context
     ) -> AsyncIterator["PartStream[T]"]:
         """Accounts the bytes of ``keep`` to a budget while the context lasts."""
         with budget.share(host_of(context.peer())) as self._share:

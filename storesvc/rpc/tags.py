@@ -6,7 +6,7 @@ from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.paging import list_page
 from storesvc.store import Store
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 
 class TagCalls:
@@ -15,8 +15,8 @@ class TagCalls:
     _store: Store
 
     async def SetTag(
-        self, request: catalogue_api.SetTagRequest, context: Context
-    ) -> catalogue_api.SetTagResponse:
+        self, request: checkpoint_api.SetTagRequest, context: Context
+    ) -> checkpoint_api.SetTagResponse:
         name = TagName.from_resource(request.name)
         record = await self._store.tags.set(
             name,
@@ -25,19 +25,19 @@ class TagCalls:
             etag=request.etag,
             write_id=requests.write_id_of(request),
         )
-        return catalogue_api.SetTagResponse(tag=messages.tag_message(name, record))
+        return checkpoint_api.SetTagResponse(tag=messages.tag_message(name, record))
 
     async def DeleteTag(
-        self, request: catalogue_api.DeleteTagRequest, context: Context
-    ) -> catalogue_api.DeleteTagResponse:
+        self, request: checkpoint_api.DeleteTagRequest, context: Context
+    ) -> checkpoint_api.DeleteTagResponse:
         name = TagName.from_resource(request.name)
         write_id = requests.write_id_of(request)
         await self._store.tags.delete(name, etag=request.etag, write_id=write_id)
-        return catalogue_api.DeleteTagResponse()
+        return checkpoint_api.DeleteTagResponse()
 
     async def ListTags(
-        self, request: catalogue_api.ListTagsRequest, context: Context
-    ) -> catalogue_api.ListTagsResponse:
+        self, request: checkpoint_api.ListTagsRequest, context: Context
+    ) -> checkpoint_api.ListTagsResponse:
         run, tags = RunName.from_resource(request.parent), self._store.tags
         page = await list_page(
             request,
@@ -47,13 +47,13 @@ class TagCalls:
             key=lambda name: name.tag,
             show=messages.tag_message,
         )
-        return catalogue_api.ListTagsResponse(
+        return checkpoint_api.ListTagsResponse(
             tags=page.rows, damaged=page.damaged, next_page_token=page.token
         )
 
 
 def checkpoint_of(
-    request: catalogue_api.SetTagRequest, name: TagName
+    request: checkpoint_api.SetTagRequest, name: TagName
 ) -> CheckpointName:
     """Returns the checkpoint to which SetTag points a tag.
 

@@ -13,7 +13,7 @@ from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import RunName, UploadName
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import CALL_SECONDS, Context, host_of
-from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.paging import list_page
 from storesvc.rpc.streams import StreamTimeout, first, following, released
 from storesvc.rpc.table_streams import PartStream
@@ -50,7 +50,7 @@ class UploadService:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._work = FairSemaphore(WORK_BYTES, purpose="checks tables")
-        self._tables = MemoryBudget(TABLES_BYTES, PEER_BYTES, purpose="tables")
+        self._tables = MessageBudget(TABLES_BYTES, PEER_BYTES, purpose="tables")
 
     async def BeginUpload(
         self,
@@ -142,7 +142,7 @@ class UploadService:
         """Returns the runs below a parent; a single run need not exist."""
         if "/runs/" in parent:
             return [RunName.from_resource(parent)]
-        return await self._store.catalogue.run_names(requests.namespace_of(parent))
+        return await self._store.catalog.run_names(requests.namespace_of(parent))
 
     async def KeepUploadAlive(
         self, request: upload_api.KeepUploadAliveRequest, context: Context

@@ -8,7 +8,7 @@ from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.streams import write
 from storesvc.store import Store
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 
 
 class WatchCalls:
@@ -17,7 +17,7 @@ class WatchCalls:
     _store: Store
 
     async def WatchCheckpoints(
-        self, request: catalogue_api.WatchCheckpointsRequest, context: Context
+        self, request: checkpoint_api.WatchCheckpointsRequest, context: Context
     ) -> None:
         scope = watched(request.parent)
         watch = self._store.watcher.watch(scope, request.resume_token)

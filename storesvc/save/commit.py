@@ -76,7 +76,7 @@ class Commits:
     def __init__(
         self,
         bucket: TensorStoreBucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         uploads: Uploads,
         receipts: Receipts,
         reuse: Reuse,
@@ -85,7 +85,7 @@ class Commits:
         clock: Clock,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._uploads = uploads
         self._receipts = receipts
         self._reuse = reuse
@@ -107,7 +107,7 @@ class Commits:
         #    return its record.
         record = await self._uploads.record(name)
         slots.check_epoch(name, record, epoch)
-        found = await self._catalogue.slot(name.run, record.step)
+        found = await self._catalog.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if found is None or slot.state != slots.UPLOADING:
             return await self._settled(name, slot)
@@ -286,7 +286,7 @@ class Commits:
                 condition.
             StoreError: ``error`` itself, if it is of this type.
         """
-        found = await self._catalogue.slot(name.run, record.step)
+        found = await self._catalog.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if slot.state != slots.UPLOADING:
             return await self._settled(name, slot)

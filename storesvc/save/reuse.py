@@ -9,9 +9,10 @@ reference: the new checkpoint names its location. The bytes are not read again; 
 last byte of each data file is, to detect a missing or truncated file. A damaged base or
 predecessor is ignored, because a save can always send all of its chunks.
 
-Claims are not stored. FinishWriter and the commit each compute them, and only while the
-slot of the base shows that the base still exists. The upload reserved its slot before
-this check, so a purge of the base sees the upload.
+A receipt claims a chunk by naming it: a chunk that the writer stored itself, or one
+that is reused. Claims are not stored. FinishWriter and the commit each compute them,
+and only while the slot of the base shows that the base still exists. The upload
+reserved its slot before this check, so a purge of the base sees the upload.
 """
 
 import asyncio
@@ -73,10 +74,10 @@ class Reuse:
     """Finds the stored chunks that uploads may claim."""
 
     def __init__(
-        self, bucket: TensorStoreBucket, catalogue: Catalog, uploads: Uploads
+        self, bucket: TensorStoreBucket, catalog: Catalog, uploads: Uploads
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._uploads = uploads
 
     async def sources(self, upload: OpenUpload) -> list[Source]:
@@ -97,7 +98,7 @@ class Reuse:
             # is not seen here sees the upload. One that is seen spares the base: wait
             # for it to roll back.
             for _ in range(_POLLS):
-                found = await self._catalogue.slot(run, step)
+                found = await self._catalog.slot(run, step)
                 slot = found and found[0]
                 if slot is None or slot.state != PURGING:
                     break
@@ -108,7 +109,7 @@ class Reuse:
                 or slot.upload != upload.record.base
             ):
                 return []
-            manifest = await self._catalogue.manifest(run, slot)
+            manifest = await self._catalog.manifest(run, slot)
             whole = await self._whole_files(run, manifest.places)
         except CorruptDataError as e:
             _log.warning("%s@%d is not used as a base: %s", run, step, e)

@@ -39,12 +39,12 @@ class UploadStatuses:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalog,
+        catalog: Catalog,
         uploads: Uploads,
         receipts: Receipts,
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._uploads = uploads
         self._receipts = receipts
 
@@ -55,7 +55,7 @@ class UploadStatuses:
             UploadNotFoundError: The upload does not exist.
         """
         record = await self._uploads.record(name)
-        found = await self._catalogue.slot(name.run, record.step)
+        found = await self._catalog.slot(name.run, record.step)
         slot = found and found[0]
         lease = await read_record(
             self._bucket, RunPaths(name.run).lease(name.upload), pb.LeaseRecord

@@ -93,10 +93,10 @@ class Uploads:
     """Begins, joins, opens, renews and aborts the uploads of a bucket."""
 
     def __init__(
-        self, bucket: TensorStoreBucket, catalogue: Catalog, runs: Runs, *, clock: Clock
+        self, bucket: TensorStoreBucket, catalog: Catalog, runs: Runs, *, clock: Clock
     ) -> None:
         self._bucket = bucket
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._runs = runs
         self._clock = clock
         self._leaf_tables = LeafTables(bucket)
@@ -131,7 +131,7 @@ class Uploads:
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, then the run: a collection raises the epoch floor before it
         #    deletes a FREE slot. In the other order an epoch could be used again.
-        slot = await self._catalogue.slot(name.run, new.step)
+        slot = await self._catalog.slot(name.run, new.step)
         record = await self._own_record(name, new.body + tree_digest + values_digest)
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(new.step))
@@ -161,7 +161,7 @@ class Uploads:
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
         if not await self._reserve(name, record, slot and slot[1]):
-            slot = await self._catalogue.slot(name.run, new.step)
+            slot = await self._catalog.slot(name.run, new.step)
             raise slots.not_begun(name, record, slot and slot[0])
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record
@@ -212,7 +212,7 @@ class Uploads:
                 leaf.
         """
         record = await self.record(name)
-        found = await self._catalogue.slot(name.run, record.step)
+        found = await self._catalog.slot(name.run, record.step)
         slots.check_owner(name, record, found and found[0])
         if writer_count != record.writer_count:
             raise PlanMismatchError(
@@ -262,7 +262,7 @@ class Uploads:
         """
         record = await self.record(name)
         slots.check_epoch(name, record, epoch)
-        found = await self._catalogue.slot(name.run, record.step)
+        found = await self._catalog.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if slot.state != slots.UPLOADING:
             raise slots.exists(name.run, slot)
@@ -304,7 +304,7 @@ class Uploads:
         if record is None:
             return
         step = record.step
-        slot = await self._catalogue.slot(name.run, step)
+        slot = await self._catalog.slot(name.run, step)
         if slot is None or not slots.owns(name, record, slot[0]):
             return  # another upload owns the step, and may claim what this one stored
         if slot[0].state in slots.CHECKPOINTS:
@@ -394,7 +394,7 @@ class Uploads:
         if new.base is None:
             return None
         try:
-            return await self._catalogue.checkpoint(new.base)
+            return await self._catalog.checkpoint(new.base)
         except (RunNotFoundError, CheckpointNotFoundError, CorruptDataError):
             # The first save of a run has no base; neither has a save of a run whose
             # newest record is damaged.

@@ -147,7 +147,7 @@ async def _collect_all(store: Store, lease: Lease) -> None:
     """Makes one pass over all runs; an error in one run does not stop the others."""
     renewal = asyncio.create_task(lease.keep())
     try:
-        runs, failures = await store.catalogue.run_names(None), FailureLimit()
+        runs, failures = await store.catalog.run_names(None), FailureLimit()
         for run in runs:
             with _logged(f"the collection of {run}"):
                 await _collect(store, run, failures)

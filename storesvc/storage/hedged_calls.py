@@ -1,11 +1,14 @@
-"""Runs calls of a storage on the network, with hedges and retries."""
+"""Sends the calls of a storage on the network, with hedges and retries.
+
+``hedging`` decides when; this module sends, waits and abandons.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar, assert_never
 
-from storesvc.storage.hedging import HedgedCall, Hedging, Limits, Step
+from storesvc.storage.hedging import CallSchedule, Hedging, Limits, Step
 from storesvc.storage.log_throttle import LogThrottle
 
 T = TypeVar("T")
@@ -13,8 +16,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class HedgedCalls:
-    """Runs the reads, the writes or the conditional changes of one storage."""
+class HedgedSender:
+    """Sends the reads, the writes or the conditional changes of one storage."""
 
     def __init__(self, limits: Limits) -> None:
         self._hedging = Hedging(limits)
@@ -34,15 +37,15 @@ class HedgedCalls:
         Raises:
             TimeoutError: There was no response within the deadlines of all attempts.
         """
-        call = _Requests(ask, self._hedging, size_bytes, name, self._throttle)
+        call = _Call(ask, self._hedging, size_bytes, name, self._throttle)
         try:
             return await call.answer()
         finally:
             call.end()
 
 
-class _Requests(Generic[T]):
-    """The requests of one call."""
+class _Call(Generic[T]):
+    """One call, and its requests in flight."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class _Requests(Generic[T]):
         self._name = name
         self._throttle = throttle
         self._in_flight: set[asyncio.Future[T]] = set()
-        self._call: HedgedCall = hedging.begin(size_bytes, now=self._clock())
+        self._schedule: CallSchedule = hedging.begin(size_bytes, now=self._clock())
         self._is_answered = False
 
     async def answer(self) -> T:
@@ -66,7 +69,7 @@ class _Requests(Generic[T]):
         while True:
             done, _ = await asyncio.wait(
                 self._in_flight,
-                timeout=max(0.0, self._call.due - self._clock()),
+                timeout=max(0.0, self._schedule.due - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._in_flight -= done
@@ -84,12 +87,12 @@ class _Requests(Generic[T]):
         """Abandons the requests in flight."""
         self._abandon()
         if self._is_answered:
-            self._call.answered(now=self._clock())
+            self._schedule.answered(now=self._clock())
         else:
-            self._call.abandoned()
+            self._schedule.abandoned()
 
     def _step(self) -> None:
-        match self._call.step(now=self._clock()):
+        match self._schedule.step(now=self._clock()):
             case Step.FAIL:
                 raise TimeoutError
             case Step.HEDGE:
@@ -107,7 +110,7 @@ class _Requests(Generic[T]):
     def _log_late(self) -> None:
         now = self._clock()
         if self._throttle.admits("late", now=now):
-            seconds = now - self._call.began
+            seconds = now - self._schedule.began
             _log.warning(
                 "%s has not answered for %.0f s; retrying", self._name, seconds
             )

@@ -110,12 +110,12 @@ class Hedging:
         self._bytes = 0
         """Bytes of all reads in flight."""
 
-    def begin(self, size_bytes: int, *, now: float) -> "HedgedCall":
-        """Returns a read whose first request is sent now."""
+    def begin(self, size_bytes: int, *, now: float) -> "CallSchedule":
+        """Returns the schedule of a read whose first request is sent now."""
         with self._lock:
             self._bytes += size_bytes
             self._tokens = min(HEDGE_BURST, self._tokens + HEDGE_SHARE)
-        return HedgedCall(self, size_bytes, now)
+        return CallSchedule(self, size_bytes, now)
 
     def slow_seconds(self, size_bytes: int) -> float:
         """Returns the latency above which a read of a size is slow."""
@@ -158,8 +158,8 @@ class Hedging:
                 self._recent[_size_class(size_bytes)].append(seconds)
 
 
-class HedgedCall:
-    """A read in flight."""
+class CallSchedule:
+    """The times of one read: when it is hedged, retried and abandoned."""
 
     def __init__(self, reads: Hedging, size_bytes: int, now: float) -> None:
         self._reads = reads

@@ -24,7 +24,7 @@ from storesvc.storage.bucket import (
 from storesvc.storage.errors import translated
 from storesvc.storage.futures import await_future
 from storesvc.storage.gcs import GcsLists
-from storesvc.storage.hedged_calls import HedgedCalls
+from storesvc.storage.hedged_calls import HedgedSender
 from storesvc.storage.location import CONCURRENCY
 from storesvc.storage.new_object import NewObject
 from storesvc.storage.opened_storage import OpenedStorage
@@ -42,7 +42,7 @@ class MemoryBackend:
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
         self._root = opened.root
-        self._writes = HedgedCalls(hedging.WRITES)
+        self._writes = HedgedSender(hedging.WRITES)
 
     async def read(self, path: str) -> Stored | None:
         return await kvstore.read(self._root, path)
@@ -105,8 +105,8 @@ class RemoteBackend(MemoryBackend):
 
     def __init__(self, opened: OpenedStorage) -> None:
         super().__init__(opened)
-        self._reads = HedgedCalls(hedging.READS)
-        self._changes = HedgedCalls(hedging.CHANGES)
+        self._reads = HedgedSender(hedging.READS)
+        self._changes = HedgedSender(hedging.CHANGES)
 
     async def read(self, path: str) -> Stored | None:
         return await self._reads.answer(

@@ -60,10 +60,10 @@ class ChangeCache:
     """The changes of one namespace."""
 
     def __init__(
-        self, namespace: str, catalogue: Catalog, journal: Journal, *, clock: Clock
+        self, namespace: str, catalog: Catalog, journal: Journal, *, clock: Clock
     ) -> None:
         self._namespace = namespace
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._journal = journal
         self._clock = clock
         self._poll = 0
@@ -119,14 +119,14 @@ class ChangeCache:
         held: Held
         slot = tag = None
         if announcement.kind in _TAGGING:
-            tag = await self._catalogue.tag_slot(TagName(run, announcement.tag))
+            tag = await self._catalog.tag_slot(TagName(run, announcement.tag))
             held = tag and tag[0]
         else:
-            slot = await self._catalogue.slot(run, announcement.step)
+            slot = await self._catalog.slot(run, announcement.step)
             held = slot and slot[0]
         outcome = resolve(number, announcement, held, now=self._clock.now())
         if outcome is Outcome.LANDED and announcement.kind in _TAGGING:
-            slot = await self._catalogue.slot(run, announcement.step)
+            slot = await self._catalog.slot(run, announcement.step)
         checkpoint = slot[0] if slot and _is_of(slot[0], announcement) else None
         return Change(
             outcome=outcome, announcement=announcement, run=run, checkpoint=checkpoint

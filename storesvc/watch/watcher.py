@@ -64,7 +64,7 @@ class Watcher:
 
     def __init__(
         self,
-        catalogue: Catalog,
+        catalog: Catalog,
         journal: Journal,
         *,
         store_uid: str,
@@ -72,7 +72,7 @@ class Watcher:
         poll_seconds: float = POLL_SECONDS,
         token_seconds: float = TOKEN_SECONDS,
     ) -> None:
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._journal = journal
         self._store_uid = store_uid
         self._clock = clock
@@ -148,7 +148,7 @@ class Watcher:
         feed = self._feeds.get(namespace)
         if feed is None or feed.has_ended:
             cache = ChangeCache(
-                namespace, self._catalogue, self._journal, clock=self._clock
+                namespace, self._catalog, self._journal, clock=self._clock
             )
             feed = _Feed(namespace, cache, self._journal, clock=self._clock)
             self._feeds[namespace] = feed

@@ -1,4 +1,4 @@
-"""The catalogue: lists, pages, latest, and what is said of what is not there."""
+"""The catalog: lists, pages, latest, and what is said of what is not there."""
 
 import asyncio
 import itertools
@@ -227,15 +227,15 @@ def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) ->
         place = layout.run_record(begun)
         await opened.bucket.write(place, seal(record, place=place))
 
-        listed = await opened.catalogue.runs(None, after=None, limit=9)
+        listed = await opened.catalog.runs(None, after=None, limit=9)
         assert [set_up] == [name for name, _ in listed]
-        assert (await opened.catalogue.run(set_up)).latest is None
-        assert [] == await opened.catalogue.checkpoints(set_up, before=None, limit=1)
-        latest = opened.catalogue.checkpoint(CheckpointName(set_up, "latest"))
+        assert (await opened.catalog.run(set_up)).latest is None
+        assert [] == await opened.catalog.checkpoints(set_up, before=None, limit=1)
+        latest = opened.catalog.checkpoint(CheckpointName(set_up, "latest"))
         with pytest.raises(CheckpointNotFoundError, match="save one"):
             await latest
         with pytest.raises(RunNotFoundError, match="begun has no checkpoint"):
-            await opened.catalogue.run(begun)
+            await opened.catalog.run(begun)
 
     asyncio.run(main())
 
@@ -458,11 +458,11 @@ def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
             await put(bucket, 6, state=COMMITTED)
             await put(bucket, 5, 4, state=DELETED)
 
-        catalogue = Catalog(await overtaken(bucket, 6, overtake))
+        catalog = Catalog(await overtaken(bucket, 6, overtake))
         if limit is None:
-            assert 6 == (await catalogue.checkpoint(NEWEST)).step
+            assert 6 == (await catalog.checkpoint(NEWEST)).step
         else:
-            listed = await catalogue.checkpoints(RUN, before=None, limit=limit)
+            listed = await catalog.checkpoints(RUN, before=None, limit=limit)
             assert 6 == listed[0].step
 
     asyncio.run(main())
@@ -478,8 +478,8 @@ def test_a_checkpoint_that_was_never_the_latest_is_not_returned_as_such() -> Non
             await put(bucket, 8, state=COMMITTED)
             await put(bucket, 6, 5, state=DELETED)
 
-        catalogue = Catalog(await overtaken(bucket, 7, overtake))
-        assert 8 == (await catalogue.checkpoint(NEWEST)).step
+        catalog = Catalog(await overtaken(bucket, 7, overtake))
+        assert 8 == (await catalog.checkpoint(NEWEST)).step
 
     asyncio.run(main())
 
@@ -498,8 +498,8 @@ def test_what_is_undeleted_while_it_is_passed_over_is_found(age: timedelta) -> N
             await put(bucket, 5, state=COMMITTED)
             await put(bucket, 4, state=DELETED)
 
-        catalogue = Catalog(await overtaken(bucket, 5, overtake))
-        assert 5 == (await catalogue.checkpoint(NEWEST)).step
+        catalog = Catalog(await overtaken(bucket, 5, overtake))
+        assert 5 == (await catalog.checkpoint(NEWEST)).step
 
     asyncio.run(main())
 
@@ -513,8 +513,8 @@ def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
         async def overtake() -> None:
             await bucket.write(RunPaths(RUN).checkpoint(6), b"noise")
 
-        catalogue = Catalog(await overtaken(bucket, 6, overtake))
-        rows = await catalogue.checkpoint_rows(RUN, before=None, limit=9)
+        catalog = Catalog(await overtaken(bucket, 6, overtake))
+        rows = await catalog.checkpoint_rows(RUN, before=None, limit=9)
         assert [6, 5, 4] == [step for step, _ in rows]
         assert isinstance(rows[0][1], CorruptDataError)
 

@@ -251,9 +251,9 @@ def test_nothing_takes_over_or_aborts_what_was_committed() -> None:
         for call in (
             process.begin(STEP),
             process.store.uploads.abort(upload),
-            process.store.catalogue.checkpoint(CheckpointName(RUN, LATEST)),
-            process.store.catalogue.checkpoint(CheckpointName(RUN, STEP)),
-            process.store.catalogue.checkpoints(RUN, before=None, limit=9),
+            process.store.catalog.checkpoint(CheckpointName(RUN, LATEST)),
+            process.store.catalog.checkpoint(CheckpointName(RUN, STEP)),
+            process.store.catalog.checkpoints(RUN, before=None, limit=9),
         ):
             with pytest.raises(CorruptDataError, match="an earlier version of it was"):
                 await call
@@ -290,7 +290,7 @@ def test_an_upload_that_was_aborted_and_rolled_back_ends_as_any_other() -> None:
         await put(process, SLOT, late[SLOT])
 
         with pytest.raises(CheckpointNotFoundError):
-            await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
+            await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
         assert "" == (await collect_often(process))[-1]
         assert [] == await process.objects(upload)
         await process.save(STEP)
@@ -390,12 +390,12 @@ def test_a_purged_checkpoint_whose_record_is_rolled_back_reports_what_it_lacks()
         await process.collect()
         await put(process, SLOT, newest[SLOT])
 
-        found = await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
+        found = await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
         reported = (
             f"{RUN}@{STEP}: its manifest is missing, like all that its record names"
         )
         with pytest.raises(CorruptDataError, match=reported):
-            await process.store.catalogue.manifest_bytes(RUN, found)
+            await process.store.catalog.manifest_bytes(RUN, found)
         assert reported in (await process.collect()).postponed
 
         await process.delete(STEP)

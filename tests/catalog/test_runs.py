@@ -219,7 +219,7 @@ def test_a_run_survives_a_restart_of_its_server(
 
 def runs_of(world: World) -> Runs:
     process = Process(world)
-    return Runs(ShuffledBucket(world), process.catalogue, clock=process.clock)
+    return Runs(ShuffledBucket(world), process.catalog, clock=process.clock)
 
 
 async def _update(runs: Runs, number: int, *, etag: str = "") -> None:

@@ -134,7 +134,7 @@ def test_an_upload_that_nothing_is_heard_of_is_aborted_and_goes() -> None:
 
         assert 1 == reported.aborted_uploads
         assert [] == await process.objects(upload)
-        slot = await process.store.catalogue.slot(RUN, 2)
+        slot = await process.store.catalog.slot(RUN, 2)
         assert slot is not None
         assert slots.FREE == slot[0].state
         await process.check()

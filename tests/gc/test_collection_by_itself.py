@@ -28,7 +28,7 @@ async def _deleted_in(process: Process, *runs: RunName) -> None:
 
 async def _purged(process: Process, *runs: RunName) -> list[bool]:
     process.bucket.calls.follow(no_faults)
-    found = [await process.store.catalogue.slot(run, 1) for run in runs]
+    found = [await process.store.catalog.slot(run, 1) for run in runs]
     return [slot is None or slot[0].state == slots.FREE for slot in found]
 
 

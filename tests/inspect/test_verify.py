@@ -317,7 +317,7 @@ def reports(saved: Saved) -> Callable[..., list[Report]]:
         async def verify() -> list[Report]:
             bucket = await kind.open(saved.root.as_uri())
             found = await Store.open(bucket, clock=Ticking())
-            record = await found.catalogue.checkpoint(CheckpointName(saved.name, 3))
+            record = await found.catalog.checkpoint(CheckpointName(saved.name, 3))
             change()
             return [x async for x in found.verifier.verify(saved.name, record)]
 
@@ -344,7 +344,7 @@ def test_an_abandoned_verification_releases_the_semaphore(
     async def verify() -> None:
         bucket = await TensorStoreBucket.open(saved.root.as_uri())
         found = await Store.open(bucket, clock=Ticking())
-        record = await found.catalogue.checkpoint(CheckpointName(saved.name, 3))
+        record = await found.catalog.checkpoint(CheckpointName(saved.name, 3))
         for _ in range(2 * verification.VERIFICATIONS_AT_ONCE):
             reports = found.verifier.verify(saved.name, record)
             assert 1 == (await anext(reports)).chunk_count

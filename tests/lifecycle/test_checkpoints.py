@@ -502,7 +502,7 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_collector() -> None:
     _cut_off(world)
 
     slots = asyncio.run(
-        process.catalogue.checkpoints(RUN, before=None, limit=9, show_deleted=True)
+        process.catalog.checkpoints(RUN, before=None, limit=9, show_deleted=True)
     )
     purged = asyncio.run(process.lifecycle.purge_due(RUN, slots))
 
@@ -529,7 +529,7 @@ def test_what_is_used_is_spared_by_the_collector_and_can_be_undeleted() -> None:
 
     asyncio.run(process.lifecycle.undelete(RUN, 0, write_id=new_id()))
     name = CheckpointName(RUN, "best")
-    assert 0 == asyncio.run(process.catalogue.checkpoint(name)).step
+    assert 0 == asyncio.run(process.catalog.checkpoint(name)).step
 
 
 def test_what_is_used_is_not_touched_by_the_collector() -> None:

@@ -263,7 +263,7 @@ def test_a_tag_whose_checkpoint_is_gone_says_so() -> None:
     put_record(world, RunPaths(RUN).tag("best"), record)
 
     with pytest.raises(CheckpointNotFoundError, match="points to a purged checkpoint"):
-        asyncio.run(process.catalogue.checkpoint(CheckpointName(RUN, "best")))
+        asyncio.run(process.catalog.checkpoint(CheckpointName(RUN, "best")))
 
 
 async def _tag(

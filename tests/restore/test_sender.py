@@ -85,8 +85,8 @@ async def opened(root: Path) -> Opened:
     bucket = await CountingBucket.open(root.as_uri())
     assert isinstance(bucket, CountingBucket)
     found = await Store.open(bucket)
-    record = await found.catalogue.checkpoint(CheckpointName(RUN, 1))
-    return Opened(bucket, found.sender, await found.catalogue.manifest(RUN, record))
+    record = await found.catalog.checkpoint(CheckpointName(RUN, 1))
+    return Opened(bucket, found.sender, await found.catalog.manifest(RUN, record))
 
 
 @pytest.fixture(autouse=True)

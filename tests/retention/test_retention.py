@@ -290,7 +290,7 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
 
 def retaining(process: Process) -> RetentionEnforcer:
     return RetentionEnforcer(
-        process.catalogue, process.lifecycle, process.references, clock=process.clock
+        process.catalog, process.lifecycle, process.references, clock=process.clock
     )
 
 

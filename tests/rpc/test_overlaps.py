@@ -145,9 +145,9 @@ def test_overlapping_commits_of_one_upload_give_one_answer(
         records = await asyncio.gather(*(callers[0].commit() for _ in range(6)))
 
         assert all(record == records[0] for record in records)
-        record = await store.catalogue.checkpoint(CheckpointName(RUN, 1))
+        record = await store.catalog.checkpoint(CheckpointName(RUN, 1))
         assert record == records[0]
-        await store.catalogue.manifest(RUN, record)
+        await store.catalog.manifest(RUN, record)
 
     within(test)
 
@@ -194,7 +194,7 @@ def test_chunks_that_come_after_their_receipt_change_nothing(
         await caller.write(frames_of(frame(1, version=1)))
 
         record = await caller.commit()
-        manifest = await store.catalogue.manifest(RUN, record)
+        manifest = await store.catalog.manifest(RUN, record)
         assert (sums(0, 1, 2).digests == manifest.sums.digests).all()
 
     within(test)
@@ -213,9 +213,9 @@ def test_a_commit_that_dies_before_its_record_leaves_no_run(
         with pytest.raises(RuntimeError):
             await callers[0].commit()
 
-        assert [] == await store.catalogue.runs(None, after=None, limit=9)
+        assert [] == await store.catalog.runs(None, after=None, limit=9)
         with pytest.raises(RunNotFoundError):
-            await store.catalogue.run(RUN)
+            await store.catalog.run(RUN)
 
     within(test)
 

@@ -19,8 +19,8 @@ from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
 from storesvc.rpc import message_budget, uploads
-from storesvc.rpc.message_budget import MemoryBudget
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc.rpc.message_budget import MessageBudget
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -96,7 +96,7 @@ def test_readers_of_manifests_that_stop_delay_no_other_reader(
     channel = grpc.insecure_channel(server.address)
     name = save_chunks(server.address, 200_000)
     stub = CheckpointServiceStub(channel)
-    request = catalogue_api.ReadManifestRequest(name=name)
+    request = checkpoint_api.ReadManifestRequest(name=name)
     calls: list[Any] = [stub.ReadManifest(request) for _ in range(STALLED)]
     for call in calls:
         next(call)
@@ -139,7 +139,7 @@ def test_the_slowest_client_is_cut_where_others_need_the_memory(
 
 
 def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
-    async def gather(budget: MemoryBudget, size: int) -> str:
+    async def gather(budget: MessageBudget, size: int) -> str:
         with budget.share("peer") as share:
             try:
                 for _ in range(4):
@@ -150,7 +150,7 @@ def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
         return "gathered"
 
     async def main() -> list[str]:
-        budget = MemoryBudget(1 << 20, 1 << 20, purpose="tables")
+        budget = MessageBudget(1 << 20, 1 << 20, purpose="tables")
         return await asyncio.gather(*(gather(budget, 200 << 10) for _ in range(3)))
 
     assert "gathered" in asyncio.run(main())

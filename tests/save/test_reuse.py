@@ -280,7 +280,7 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
 
         opened = await process._open(upload)
         sources = await Reuse(
-            process.bucket, process.store.catalogue, process.store.uploads
+            process.bucket, process.store.catalog, process.store.uploads
         ).sources(opened)
         assert 1 == len(sources)
         await process.send(upload, {0: 1, 1: 1, 2: 1})

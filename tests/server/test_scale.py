@@ -119,15 +119,15 @@ def calls_of(bucket: FaultyBucket, task: Task) -> dict[str, int]:
 
 
 def checkpoint(which: Any) -> Task:
-    return lambda s: s.catalogue.checkpoint(CheckpointName(LARGE, which))
+    return lambda s: s.catalog.checkpoint(CheckpointName(LARGE, which))
 
 
 def checkpoints(before: int | None) -> Task:
-    return lambda s: s.catalogue.checkpoints(LARGE, before=before, limit=PAGE)
+    return lambda s: s.catalog.checkpoints(LARGE, before=before, limit=PAGE)
 
 
 def runs(after: RunName | None) -> Task:
-    return lambda s: s.catalogue.runs(None, after=after, limit=PAGE)
+    return lambda s: s.catalog.runs(None, after=after, limit=PAGE)
 
 
 def live_uploads(of: Sequence[RunName]) -> Task:
@@ -138,7 +138,7 @@ def live_uploads(of: Sequence[RunName]) -> Task:
     ("task", "expected"),
     [
         pytest.param(
-            lambda s: s.catalogue.run(LARGE), {"list": 1, "read": 2}, id="a run"
+            lambda s: s.catalog.run(LARGE), {"list": 1, "read": 2}, id="a run"
         ),
         pytest.param(checkpoint(LATEST), {"list": 1, "read": 1}, id="latest"),
         pytest.param(checkpoint(9_000), {"read": 1}, id="a step"),
@@ -231,7 +231,7 @@ def test_the_latest_step_skips_uncommitted_slots_with_few_calls(
 
     # twice, to ensure that none of them became the newest in between
     assert {"list": 2, "read": 201} == calls_of(
-        bucket, lambda s: s.catalogue.checkpoint(latest)
+        bucket, lambda s: s.catalog.checkpoint(latest)
     )
 
 
@@ -369,12 +369,12 @@ def test_concurrent_requests_read_a_manifest_once() -> None:
         made = await FaultyBucket.faulty("memory://")
         opened = await Store.open(made)
         await save(LARGE, 1)(opened)
-        record = await opened.catalogue.checkpoint(CheckpointName(LARGE, 1))
+        record = await opened.catalog.checkpoint(CheckpointName(LARGE, 1))
         made.calls.follow(recorded)
-        manifests = [opened.catalogue.manifest(LARGE, record) for _ in range(8)]
+        manifests = [opened.catalog.manifest(LARGE, record) for _ in range(8)]
 
         assert 1 == len(set(map(id, await asyncio.gather(*manifests))))
-        await opened.catalogue.manifest(LARGE, record)
+        await opened.catalog.manifest(LARGE, record)
 
     asyncio.run(main())
     assert ["read"] == [call.operation for call in calls]

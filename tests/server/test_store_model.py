@@ -235,7 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
         with suppress(DiedError, StoreError):
             self._do(call)
         self.restart()
-        found = self._do(self._store.catalogue.slot(RUN, step))
+        found = self._do(self._store.catalog.slot(RUN, step))
         return found[0] if found else None
 
     # --- Uploads --------------------------------------------------------------
@@ -633,12 +633,12 @@ class StoreMachine(RuleBasedStateMachine):
         allowed."""
         model = self._model
         for upload in list(model.live()):
-            found = await self._other.catalogue.slot(RUN, upload.step)
+            found = await self._other.catalog.slot(RUN, upload.step)
             if found is None or found[0].state == pb.CheckpointRecord.STATE_FREE:
                 assert self._is_idle(upload)
                 upload.state = "aborted"
         for kept in list(model.checkpoints.values()):
-            found = await self._other.catalogue.slot(RUN, kept.step)
+            found = await self._other.catalog.slot(RUN, kept.step)
             if found is None or found[0].state == pb.CheckpointRecord.STATE_FREE:
                 assert kept in self._due()
                 self._end_idle_holds(kept)
@@ -666,7 +666,7 @@ class StoreMachine(RuleBasedStateMachine):
         for kind in ("manifests", "files", "trees"):
             assert len(kept) == len(found.get(kind, []))
         for checkpoint in self._model.checkpoints.values():
-            record = self._do(self._store.catalogue.slot(RUN, checkpoint.step))[0]
+            record = self._do(self._store.catalog.slot(RUN, checkpoint.step))[0]
             place = places.file_table(record.upload, record.files_digest)
             stored = self._do(self._bucket.read(place))
             tables |= {
@@ -691,7 +691,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Reads all events of a watch until there are none."""
         # With no time between tokens, one comes after the last event.
         watcher = Watcher(
-            self._store.catalogue,
+            self._store.catalog,
             self._store.journal,
             store_uid=self._store.uid,
             clock=self._clock,
@@ -722,35 +722,35 @@ class StoreMachine(RuleBasedStateMachine):
     # --- What holds -----------------------------------------------------------
 
     @invariant()
-    def the_catalogue_is_the_models(self) -> None:
-        catalogue = self._store.catalogue
+    def the_catalog_is_the_models(self) -> None:
+        catalog = self._store.catalog
         expected = self._model.committed
         latest = CheckpointName(RUN, "latest")
         if not expected:
             answer = self._answer(
-                lambda: catalogue.checkpoint(latest), Trouble(Fault.NONE, 0)
+                lambda: catalog.checkpoint(latest), Trouble(Fault.NONE, 0)
             )
             assert answer in (RunNotFoundError, CheckpointNotFoundError)
         else:
-            listed = self._do(catalogue.checkpoints(RUN, before=None, limit=10))
+            listed = self._do(catalog.checkpoints(RUN, before=None, limit=10))
             assert [c.uid for c in expected] == [c.upload for c in listed]
-            assert expected[0].uid == self._do(catalogue.checkpoint(latest)).upload
+            assert expected[0].uid == self._do(catalog.checkpoint(latest)).upload
         for tag, kept in self._model.tags.items():
-            found = self._do(catalogue.checkpoint(CheckpointName(RUN, tag)))
+            found = self._do(catalog.checkpoint(CheckpointName(RUN, tag)))
             assert kept.uid == found.upload
 
     @invariant()
     def every_checkpoint_is_whole(self) -> None:
         for kept in self._model.checkpoints.values():
             name = CheckpointName(RUN, kept.step)
-            record = self._do(self._store.catalogue.checkpoint_of_uid(name, kept.uid))
+            record = self._do(self._store.catalog.checkpoint_of_uid(name, kept.uid))
             assert self._content(record) == kept.content
 
     def _content(self, record: pb.CheckpointRecord) -> tuple[int, ...]:
         """Returns the version of each chunk, as a restore reads it."""
 
         async def read() -> tuple[int, ...]:
-            manifest = await self._store.catalogue.manifest(RUN, record)
+            manifest = await self._store.catalog.manifest(RUN, record)
             versions = {}
             async for sent in self._store.sender.send(RUN, manifest, range(CHUNKS)):
                 piece, at = chunk_api.ReadChunksResponse.FromString(sent).frame, 0

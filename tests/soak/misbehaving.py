@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 
 import storesvc_client as store
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -145,17 +145,17 @@ def _stalled_readers(address: str, name: str, parent: str) -> Iterator[Any]:
     channel = grpc.insecure_channel(
         address, options=[("grpc.use_local_subchannel_pool", 1)]
     )
-    catalogue, chunks = CheckpointServiceStub(channel), ChunkServiceStub(channel)
-    manifest = catalogue.ReadManifest(catalogue_api.ReadManifestRequest(name=name))
+    checkpoints, chunks = CheckpointServiceStub(channel), ChunkServiceStub(channel)
+    manifest = checkpoints.ReadManifest(checkpoint_api.ReadManifestRequest(name=name))
     uid = next(manifest).checkpoint.uid
     yield manifest
     request = chunk_api.ReadChunksRequest(name=name, uid=uid, chunk=range(60_000))
     read = chunks.ReadChunks(request)
     next(read)
     yield read
-    yield catalogue.WatchCheckpoints(
-        catalogue_api.WatchCheckpointsRequest(parent=parent)
+    yield checkpoints.WatchCheckpoints(
+        checkpoint_api.WatchCheckpointsRequest(parent=parent)
     )
-    yield catalogue.DiffCheckpoints(
-        catalogue_api.DiffCheckpointsRequest(base=name, name=name)
+    yield checkpoints.DiffCheckpoints(
+        checkpoint_api.DiffCheckpointsRequest(base=name, name=name)
     )

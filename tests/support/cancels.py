@@ -183,7 +183,7 @@ class CancellingServer(ThreadServer):
             "streams that wait for room": sender._waiting_for_room,
             "watches": store.watcher._watches,
             "feeds of watches": len(store.watcher._feeds),
-            "parsed manifests on their way": len(store.catalogue._manifests._loading),
+            "parsed manifests on their way": len(store.catalog._manifests._loading),
             "open files": len(list(self._open_files())),
             "threads outside the pools": sum(
                 t.name == "storesvc-blocking-call" for t in threading.enumerate()

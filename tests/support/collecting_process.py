@@ -134,12 +134,12 @@ class Process:
 
     async def check(self) -> None:
         """Asserts that every checkpoint has the saved content, in both views."""
-        found = await self.store.catalogue.checkpoints(
+        found = await self.store.catalog.checkpoints(
             RUN, before=None, limit=100, show_deleted=True
         )
         for record in found:
             content = self.contents[record.step]
-            manifest = await self.store.catalogue.manifest(RUN, record)
+            manifest = await self.store.catalog.manifest(RUN, record)
             sent = self.store.sender.send(RUN, manifest, range(CHUNKS))
             pieces = {
                 chunk: f.data[at * 1004 : (at + 1) * 1004]
@@ -167,7 +167,7 @@ class Process:
         return [p for p in found if p != PLACES.upload(upload.upload)]
 
     async def steps(self) -> list[int]:
-        found = await self.store.catalogue.checkpoints(RUN, before=None, limit=100)
+        found = await self.store.catalog.checkpoints(RUN, before=None, limit=100)
         return [record.step for record in found]
 
     async def _open(self, name: UploadName) -> Any:

@@ -12,7 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
-from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import chunk_service_pb2 as chunks
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1 import retention_pb2, tree_pb2
@@ -34,7 +34,7 @@ class Saved:
         channel = grpc.insecure_channel(address)
         self.run = RunName(f"every-{next(_runs)}", "run")
         self.address = address
-        self.catalogue = CheckpointServiceStub(channel)
+        self.checkpoints = CheckpointServiceStub(channel)
         self.chunks = ChunkServiceStub(channel)
         self.maintenance = MaintenanceServiceStub(channel)
         self.uploads = UploadServiceStub(channel)
@@ -44,11 +44,13 @@ class Saved:
         """Returns one of this run."""
         return Writer(self.address, str(self.run), step, writers=writers)
 
-    def step(self, number: int) -> catalogue.Checkpoint:
+    def step(self, number: int) -> checkpoint_api.Checkpoint:
         """Returns a checkpoint."""
         name = f"{self.run.resource}/checkpoints/{number}"
-        request = catalogue.GetCheckpointRequest(name=name)
-        found: catalogue.Checkpoint = self.catalogue.GetCheckpoint(request).checkpoint
+        request = checkpoint_api.GetCheckpointRequest(name=name)
+        found: checkpoint_api.Checkpoint = self.checkpoints.GetCheckpoint(
+            request
+        ).checkpoint
         return found
 
     def check(self, number: int) -> None:
@@ -77,174 +79,182 @@ def check_save(address: str) -> None:
 def list_runs(s: Saved) -> Start:
     """ListRuns."""
     return one_answer(
-        s.catalogue.ListRuns,
-        catalogue.ListRunsRequest(parent=f"namespaces/{s.run.namespace}"),
+        s.checkpoints.ListRuns,
+        checkpoint_api.ListRunsRequest(parent=f"namespaces/{s.run.namespace}"),
     )
 
 
 def get_run(s: Saved) -> Start:
     """GetRun."""
-    return one_answer(s.catalogue.GetRun, catalogue.GetRunRequest(name=s.run.resource))
+    return one_answer(
+        s.checkpoints.GetRun, checkpoint_api.GetRunRequest(name=s.run.resource)
+    )
 
 
 def update_run(s: Saved) -> Start:
     """UpdateRun."""
-    run = catalogue.Run(name=s.run.resource, labels={"a": "b"})
-    request = catalogue.UpdateRunRequest(
+    run = checkpoint_api.Run(name=s.run.resource, labels={"a": "b"})
+    request = checkpoint_api.UpdateRunRequest(
         run=run, update_mask=FieldMask(paths=["labels"]), request_id=_id()
     )
-    return one_answer(s.catalogue.UpdateRun, request)
+    return one_answer(s.checkpoints.UpdateRun, request)
 
 
 def apply_retention(s: Saved) -> Start:
     """ApplyRetention."""
     s.writer(2).save()
     latest = retention_pb2.RetentionPolicy(latest=retention_pb2.KeepLatest(count=1))
-    run = catalogue.Run(name=s.run.resource, retention=latest)
-    s.catalogue.UpdateRun(
-        catalogue.UpdateRunRequest(
+    run = checkpoint_api.Run(name=s.run.resource, retention=latest)
+    s.checkpoints.UpdateRun(
+        checkpoint_api.UpdateRunRequest(
             run=run, update_mask=FieldMask(paths=["retention"]), request_id=_id()
         )
     )
-    request = catalogue.ApplyRetentionRequest(name=s.run.resource)
-    return many_answers(s.catalogue.ApplyRetention, request)
+    request = checkpoint_api.ApplyRetentionRequest(name=s.run.resource)
+    return many_answers(s.checkpoints.ApplyRetention, request)
 
 
 def list_checkpoints(s: Saved) -> Start:
     """ListCheckpoints."""
-    request = catalogue.ListCheckpointsRequest(parent=s.run.resource)
-    return one_answer(s.catalogue.ListCheckpoints, request)
+    request = checkpoint_api.ListCheckpointsRequest(parent=s.run.resource)
+    return one_answer(s.checkpoints.ListCheckpoints, request)
 
 
 def get_checkpoint(s: Saved) -> Start:
     """GetCheckpoint."""
     name = f"{s.run.resource}/checkpoints/latest"
     return one_answer(
-        s.catalogue.GetCheckpoint, catalogue.GetCheckpointRequest(name=name)
+        s.checkpoints.GetCheckpoint, checkpoint_api.GetCheckpointRequest(name=name)
     )
 
 
 def read_manifest(s: Saved) -> Start:
     """ReadManifest."""
-    request = catalogue.ReadManifestRequest(name=s.step(1).name)
-    return many_answers(s.catalogue.ReadManifest, request)
+    request = checkpoint_api.ReadManifestRequest(name=s.step(1).name)
+    return many_answers(s.checkpoints.ReadManifest, request)
 
 
 def update_checkpoint(s: Saved) -> Start:
     """UpdateCheckpoint."""
-    changed = catalogue.Checkpoint(name=s.step(1).name, labels={"a": "b"})
-    request = catalogue.UpdateCheckpointRequest(
+    changed = checkpoint_api.Checkpoint(name=s.step(1).name, labels={"a": "b"})
+    request = checkpoint_api.UpdateCheckpointRequest(
         checkpoint=changed, update_mask=FieldMask(paths=["labels"]), request_id=_id()
     )
-    return one_answer(s.catalogue.UpdateCheckpoint, request)
+    return one_answer(s.checkpoints.UpdateCheckpoint, request)
 
 
 def delete_checkpoint(s: Saved) -> Start:
     """DeleteCheckpoint."""
-    request = catalogue.DeleteCheckpointRequest(name=s.step(1).name, request_id=_id())
-    return one_answer(s.catalogue.DeleteCheckpoint, request)
+    request = checkpoint_api.DeleteCheckpointRequest(
+        name=s.step(1).name, request_id=_id()
+    )
+    return one_answer(s.checkpoints.DeleteCheckpoint, request)
 
 
 def undelete_checkpoint(s: Saved) -> Start:
     """UndeleteCheckpoint."""
     name = s.step(1).name
-    s.catalogue.DeleteCheckpoint(
-        catalogue.DeleteCheckpointRequest(name=name, request_id=_id())
+    s.checkpoints.DeleteCheckpoint(
+        checkpoint_api.DeleteCheckpointRequest(name=name, request_id=_id())
     )
-    request = catalogue.UndeleteCheckpointRequest(name=name, request_id=_id())
-    return one_answer(s.catalogue.UndeleteCheckpoint, request)
+    request = checkpoint_api.UndeleteCheckpointRequest(name=name, request_id=_id())
+    return one_answer(s.checkpoints.UndeleteCheckpoint, request)
 
 
 def purge_checkpoint(s: Saved) -> Start:
     """PurgeCheckpoint."""
     name = s.step(1).name
-    s.catalogue.DeleteCheckpoint(
-        catalogue.DeleteCheckpointRequest(
+    s.checkpoints.DeleteCheckpoint(
+        checkpoint_api.DeleteCheckpointRequest(
             name=name, request_id=_id(), purge_delay=Duration()
         )
     )
     return one_answer(
-        s.catalogue.PurgeCheckpoint, catalogue.PurgeCheckpointRequest(name=name)
+        s.checkpoints.PurgeCheckpoint, checkpoint_api.PurgeCheckpointRequest(name=name)
     )
 
 
 def diff_checkpoints(s: Saved) -> Start:
     """DiffCheckpoints."""
     s.writer(2).save()
-    request = catalogue.DiffCheckpointsRequest(base=s.step(1).name, name=s.step(2).name)
-    return many_answers(s.catalogue.DiffCheckpoints, request)
+    request = checkpoint_api.DiffCheckpointsRequest(
+        base=s.step(1).name, name=s.step(2).name
+    )
+    return many_answers(s.checkpoints.DiffCheckpoints, request)
 
 
 def watch_checkpoints(s: Saved) -> Start:
     """WatchCheckpoints."""
     parent = s.run.resource
-    watch = s.catalogue.WatchCheckpoints(
-        catalogue.WatchCheckpointsRequest(parent=parent)
+    watch = s.checkpoints.WatchCheckpoints(
+        checkpoint_api.WatchCheckpointsRequest(parent=parent)
     )
     token = next(watch).resume_token
     watch.cancel()
     s.writer(3).save()
-    request = catalogue.WatchCheckpointsRequest(parent=parent, resume_token=token)
-    return many_answers(s.catalogue.WatchCheckpoints, request, count=2)
+    request = checkpoint_api.WatchCheckpointsRequest(parent=parent, resume_token=token)
+    return many_answers(s.checkpoints.WatchCheckpoints, request, count=2)
 
 
 def set_tag(s: Saved) -> Start:
     """SetTag."""
-    request = catalogue.SetTagRequest(
+    request = checkpoint_api.SetTagRequest(
         name=f"{s.run.resource}/tags/best", checkpoint=s.step(1).name, request_id=_id()
     )
-    return one_answer(s.catalogue.SetTag, request)
+    return one_answer(s.checkpoints.SetTag, request)
 
 
 def delete_tag(s: Saved) -> Start:
     """DeleteTag."""
     set_tag(s)().end()
-    request = catalogue.DeleteTagRequest(
+    request = checkpoint_api.DeleteTagRequest(
         name=f"{s.run.resource}/tags/best", request_id=_id()
     )
-    return one_answer(s.catalogue.DeleteTag, request)
+    return one_answer(s.checkpoints.DeleteTag, request)
 
 
 def list_tags(s: Saved) -> Start:
     """ListTags."""
     set_tag(s)().end()
-    request = catalogue.ListTagsRequest(parent=s.run.resource)
-    return one_answer(s.catalogue.ListTags, request)
+    request = checkpoint_api.ListTagsRequest(parent=s.run.resource)
+    return one_answer(s.checkpoints.ListTags, request)
 
 
 def create_hold(s: Saved) -> Start:
     """CreateHold."""
-    request = catalogue.CreateHoldRequest(
+    request = checkpoint_api.CreateHoldRequest(
         parent=s.step(1).name, request_id=_id(), owner="me", ttl=Duration(seconds=60)
     )
-    return one_answer(s.catalogue.CreateHold, request)
+    return one_answer(s.checkpoints.CreateHold, request)
 
 
 def _hold(s: Saved) -> str:
-    request = catalogue.CreateHoldRequest(
+    request = checkpoint_api.CreateHoldRequest(
         parent=s.step(1).name, request_id=_id(), owner="me", ttl=Duration(seconds=60)
     )
-    name: str = s.catalogue.CreateHold(request).hold.name
+    name: str = s.checkpoints.CreateHold(request).hold.name
     return name
 
 
 def renew_hold(s: Saved) -> Start:
     """RenewHold."""
-    return one_answer(s.catalogue.RenewHold, catalogue.RenewHoldRequest(name=_hold(s)))
+    return one_answer(
+        s.checkpoints.RenewHold, checkpoint_api.RenewHoldRequest(name=_hold(s))
+    )
 
 
 def delete_hold(s: Saved) -> Start:
     """DeleteHold."""
     return one_answer(
-        s.catalogue.DeleteHold, catalogue.DeleteHoldRequest(name=_hold(s))
+        s.checkpoints.DeleteHold, checkpoint_api.DeleteHoldRequest(name=_hold(s))
     )
 
 
 def list_holds(s: Saved) -> Start:
     """ListHolds."""
     _hold(s)
-    request = catalogue.ListHoldsRequest(parent=s.run.resource)
-    return one_answer(s.catalogue.ListHolds, request)
+    request = checkpoint_api.ListHoldsRequest(parent=s.run.resource)
+    return one_answer(s.checkpoints.ListHolds, request)
 
 
 def begin_upload(s: Saved) -> Start:

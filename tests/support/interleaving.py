@@ -165,14 +165,14 @@ class Process:
     def __init__(self, world: World, *, skew: timedelta = timedelta()) -> None:
         self.clock: Clock = SkewedClock(world, skew)
         bucket = ShuffledBucket(world)
-        self.catalogue = Catalog(bucket)
+        self.catalog = Catalog(bucket)
         journal = Journal(bucket, clock=self.clock)
-        self.references = References(bucket, self.catalogue, clock=self.clock)
+        self.references = References(bucket, self.catalog, clock=self.clock)
         self.lifecycle = CheckpointLifecycle(
-            bucket, self.catalogue, journal, self.references, clock=self.clock
+            bucket, self.catalog, journal, self.references, clock=self.clock
         )
-        self.tags = Tags(bucket, self.catalogue, journal, clock=self.clock)
-        self.holds = Holds(bucket, self.catalogue, clock=self.clock)
+        self.tags = Tags(bucket, self.catalog, journal, clock=self.clock)
+        self.holds = Holds(bucket, self.catalog, clock=self.clock)
 
     async def remove(self, step: int) -> None:
         """Deletes a checkpoint, and purges it."""
@@ -185,7 +185,7 @@ class Process:
 
     async def collect(self) -> None:
         """Purges all checkpoints that are due, as garbage collection does."""
-        slots = await self.catalogue.checkpoints(
+        slots = await self.catalog.checkpoints(
             RUN, before=None, limit=100, show_deleted=True
         )
         await self.lifecycle.purge_due(RUN, slots)

@@ -174,7 +174,7 @@ class BucketRoot:
         self,
         path: str,
         send: "Callable[[], ts.Future[T]]",
-        hedge: hedging.HedgedCall,
+        hedge: hedging.CallSchedule,
         what: str,
         answers: "Responses",
     ) -> "HedgedCall[T]":
@@ -201,7 +201,7 @@ class HedgedCall(Generic[T]):
     def __init__(
         self,
         send: "Callable[[], ts.Future[T]]",
-        hedge: hedging.HedgedCall,
+        hedge: hedging.CallSchedule,
         log_late: "LogLate",
         answers: "Responses",
         translating: Callable[[], AbstractContextManager[None]],

@@ -24,7 +24,6 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.gc.collector import Collector
-from storesvc.gc.recent_commits import RecentCommits
 from storesvc.gc.run_state import RunReader
 from storesvc.gc.usage import UsageReader
 from storesvc.inspect.diff import Comparisons
@@ -34,7 +33,7 @@ from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
-from storesvc.retention.enforcement import RetentionEnforcer
+from storesvc.retention.enforcement import RecentCommits, RetentionEnforcer
 from storesvc.save.commit import Commits
 from storesvc.save.receipts import Receipts
 from storesvc.save.receiver import Receiver

@@ -14,9 +14,9 @@ from typing import Final
 
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import suggestions
-from storesvc.catalog.records import corrupted_in_transit, read_listed, sound
+from storesvc.catalog.records import corrupted_in_transit, read_listed
 from storesvc.catalog.rollbacks import data_missing, rolled_back
-from storesvc.catalog.row_lookup import rows
+from storesvc.catalog.row_lookup import rows, sound
 from storesvc.catalog.slot_reader import SlotReader
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.catalog.transitions import is_deleted, replaced

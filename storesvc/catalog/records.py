@@ -7,10 +7,8 @@ have failed against our own write.
 
 import logging
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Final, TypeVar
+from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -20,15 +18,12 @@ from storesvc.errors import CorruptDataError, FormatUnsupportedError
 from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 from storesvc.storage.bucket import (
-    IF_ABSENT,
     Bucket,
     Generation,
     PreconditionError,
     Stored,
     WriteCondition,
 )
-
-T = TypeVar("T")
 
 _NONCE_BYTES: Final = 8
 
@@ -115,26 +110,6 @@ def damaged(path: str, how: str, *, of: str = "") -> CorruptDataError:
     )
 
 
-async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
-    """Returns the result of a read, or its error if the data are damaged, so that a
-    list continues with the next row."""
-    try:
-        return await reading
-    except CorruptDataError as e:
-        return e
-
-
-def sound(found: T | CorruptDataError) -> T:
-    """Returns a row of a list; raises the error of a damaged one.
-
-    Raises:
-        CorruptDataError: The row is damaged.
-    """
-    if isinstance(found, CorruptDataError):
-        raise found
-    return found
-
-
 def sealed(path: str, record: Message) -> bytes:
     """Returns the sealed object of a record, with a nonce that no other write has."""
     return seal(record, place=path, nonce=os.urandom(_NONCE_BYTES))
@@ -167,40 +142,6 @@ async def write_record(
         # 3. The attempt may have been cut off before it was durable.
         await bucket.settle(path)
         return stored.generation
-
-
-async def update_record(
-    read: Callable[[], Awaitable[tuple[M, Generation] | None]],
-    decide: Callable[[M | None], M | None],
-    write: Callable[[M, WriteCondition], Awaitable[object]],
-    *,
-    settle: Callable[[], Awaitable[None]],
-    tries: int,
-) -> M | None:
-    """Updates a record by compare-and-swap, and returns it.
-
-    Args:
-        read: Reads the record and its generation; None if there is none.
-        decide: Returns the new record, which may be its changed argument; None leaves
-            the present one unchanged.
-        write: Writes a record on a condition; raises ``PreconditionError``.
-        settle: Makes the present record durable; see ``Bucket.settle``.
-        tries: Maximum attempts.
-
-    Raises:
-        PreconditionError: Other processes changed the record during each attempt.
-    """
-    for _ in range(tries):
-        found = await read()
-        record = decide(found[0] if found else None)
-        if record is None:
-            # Another call may have been interrupted before its write was durable.
-            await settle()
-            return found[0] if found else None
-        with suppress(PreconditionError):
-            await write(record, found[1] if found else IF_ABSENT)
-            return record
-    raise PreconditionError(f"other processes changed it {tries} times")
 
 
 def etag_of(record: Message) -> str:

@@ -1,9 +1,11 @@
-"""Looks up the rows of a list concurrently, until the list is full."""
+"""Looks up the rows of a list concurrently, until the list is full.
+
+A damaged record is a row, too: the list shows its error and continues.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from storesvc.catalog.records import or_damage
 from storesvc.errors import CorruptDataError
 from storesvc.storage.bounded_gather import AT_ONCE, each
 
@@ -31,3 +33,23 @@ async def rows(
         found += [(name, one) for name, one in seen if one is not None]
         count = max(limit - len(found), AT_ONCE)
     return found[:limit]
+
+
+async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
+    """Returns the result of a read, or its error if the data are damaged, so that a
+    list continues with the next row."""
+    try:
+        return await reading
+    except CorruptDataError as e:
+        return e
+
+
+def sound(found: T | CorruptDataError) -> T:
+    """Returns a row of a list; raises the error of a damaged one.
+
+    Raises:
+        CorruptDataError: The row is damaged.
+    """
+    if isinstance(found, CorruptDataError):
+        raise found
+    return found

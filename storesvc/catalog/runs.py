@@ -10,7 +10,6 @@ from storesvc.catalog.records import (
     etag_of,
     read_record,
     timestamp,
-    update_record,
     write_record,
 )
 from storesvc.catalog.transitions import check_etag, is_repeated
@@ -110,24 +109,23 @@ class Runs:
         changed: Callable[[pb.RunRecord | None], pb.RunRecord | None],
     ) -> pb.RunRecord:
         path = layout.run_record(name)
-        try:
-            record = await update_record(
-                lambda: read_record(self._bucket, path, pb.RunRecord),
-                changed,
-                lambda record, condition: write_record(
-                    self._bucket, path, record, condition=condition
-                ),
-                settle=lambda: self._bucket.settle(path),
-                tries=_TRIES,
-            )
-        except PreconditionError as e:
-            raise ConflictError(
-                f"run {name} was changed by others during each of {_TRIES} attempts to "
-                "change it; change it again",
-                run=str(name),
-            ) from e
-        assert record is not None, f"{name}: every change creates the record"
-        return record
+        for _ in range(_TRIES):
+            found = await read_record(self._bucket, path, pb.RunRecord)
+            record = changed(found[0] if found else None)
+            if record is None:
+                assert found is not None, f"{name}: every change creates the record"
+                # The call that wrote it may have been cut off before it was durable.
+                await self._bucket.settle(path)
+                return found[0]
+            with suppress(PreconditionError):
+                condition = found[1] if found else IF_ABSENT
+                await write_record(self._bucket, path, record, condition=condition)
+                return record
+        raise ConflictError(
+            f"run {name} was changed by others during each of {_TRIES} attempts to "
+            "change it; change it again",
+            run=str(name),
+        )
 
     def _new_record(self) -> pb.RunRecord:
         return pb.RunRecord(

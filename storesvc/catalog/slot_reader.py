@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from storesvc.catalog.records import damaged, or_damage, read_record
+from storesvc.catalog.records import damaged, read_record
 from storesvc.catalog.rollbacks import Rollbacks
+from storesvc.catalog.row_lookup import or_damage
 from storesvc.catalog.slots import state_of
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.layout import RunPaths

@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from storesvc.catalog.records import or_damage
-from storesvc.catalog.row_lookup import rows
+from storesvc.catalog.row_lookup import or_damage, rows
 from storesvc.errors import (
     CheckpointNotFoundError,
     RunNotFoundError,

@@ -59,6 +59,31 @@ class Outcome:
         return bool(self.reasons)
 
 
+class RecentCommits:
+    """Runs to which this process committed, for retention soon after; bounded by the
+    number of runs."""
+
+    def __init__(self) -> None:
+        self._runs: set[RunName] = set()
+        self._any = asyncio.Event()
+
+    def add(self, run: RunName) -> None:
+        """Adds a run."""
+        self._runs.add(run)
+        self._any.set()
+
+    async def wait(self) -> None:
+        """Waits until there is at least one run."""
+        await self._any.wait()
+
+    def take(self) -> list[RunName]:
+        """Removes and returns all runs, sorted."""
+        taken = sorted(self._runs)
+        self._runs.clear()
+        self._any.clear()
+        return taken
+
+
 class RetentionEnforcer:
     """Applies the retention policies of the runs of a bucket."""
 

@@ -28,7 +28,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.rpc.parsing import MESSAGE_TYPE
+from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.rpc.status import abort
 from storesvc.storage.log_throttle import LogThrottle
 

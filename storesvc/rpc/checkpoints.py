@@ -1,4 +1,4 @@
-"""Rpcs of checkpoints."""
+"""Rpcs of checkpoints, and the watch of their events."""
 
 from contextlib import aclosing
 from datetime import timedelta
@@ -22,7 +22,7 @@ _MUTABLE: Final = ("labels", "metrics", "pinned")
 
 
 class CheckpointCalls:
-    """Reads, updates, deletes and purges checkpoints."""
+    """Reads, updates, deletes, purges and watches checkpoints."""
 
     _store: Store
     _sent: MessageBudget
@@ -63,10 +63,7 @@ class CheckpointCalls:
     async def ReadManifest(
         self, request: checkpoint_api.ReadManifestRequest, context: Context
     ) -> None:
-        name, catalog = (
-            CheckpointName.from_resource(request.name),
-            self._store.catalog,
-        )
+        name, catalog = CheckpointName.from_resource(request.name), self._store.catalog
         if request.uid:
             record = await catalog.checkpoint_of_uid(name, request.uid)
         else:
@@ -139,6 +136,15 @@ class CheckpointCalls:
         )
         return checkpoint_api.PurgeCheckpointResponse()
 
+    async def WatchCheckpoints(
+        self, request: checkpoint_api.WatchCheckpointsRequest, context: Context
+    ) -> None:
+        parent = _watched(request.parent)
+        watch = self._store.watcher.watch(parent, request.resume_token)
+        async with aclosing(watch):
+            async for event in watch:
+                await write(context, messages.watch_message(event))
+
 
 def step_of(resource: str) -> tuple[RunName, int]:
     """Returns the run and the step of a checkpoint that is named by its step.
@@ -188,3 +194,21 @@ def purge_delay_of(
     if not request.HasField("purge_delay"):
         return None
     return requests.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)
+
+
+def _watched(parent: str) -> RunName | str:
+    """Returns the run or the namespace to watch.
+
+    Raises:
+        InvalidFieldError: The parent is neither, or is all namespaces.
+        InvalidNameError: The name is invalid.
+    """
+    if "/runs/" in parent:
+        return RunName.from_resource(parent)
+    namespace = requests.namespace_of(parent)
+    if namespace is None:
+        raise InvalidFieldError(
+            f"parent {parent!r}: expected one namespace, or a run of it; watch each "
+            "namespace separately"
+        )
+    return namespace

@@ -22,13 +22,12 @@ from storesvc.rpc.diff import DiffCalls
 from storesvc.rpc.holds import HoldCalls
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.message_budget import MessageBudget
-from storesvc.rpc.parsing import parsed
 from storesvc.rpc.request_limits import check_request
+from storesvc.rpc.requests import parsed
 from storesvc.rpc.runs import RunCalls
 from storesvc.rpc.streams import released
 from storesvc.rpc.tags import TagCalls
 from storesvc.rpc.uploads import UploadService
-from storesvc.rpc.watch import WatchCalls
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
@@ -64,9 +63,7 @@ function."""
 M = TypeVar("M", bound=Message)
 
 
-class CheckpointService(
-    CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCalls, WatchCalls
-):
+class CheckpointService(CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCalls):
     """The catalog."""
 
     def __init__(self, store: Store) -> None:

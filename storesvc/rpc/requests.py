@@ -1,4 +1,7 @@
-"""Checks the fields of requests that several rpcs share.
+"""Parses requests, and checks the fields that several rpcs share.
+
+gRPC would respond to malformed bytes with a status of its own, and log a traceback;
+parsed here, they are an error of the contract.
 
 All checks of fields are here or next to the handler of the rpc, so the layers below rpc
 can rely on valid arguments.
@@ -8,10 +11,10 @@ import hashlib
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import check_id
@@ -33,7 +36,29 @@ MAX_ENTRIES: Final = 64
 MAX_TEXT_BYTES: Final = 256
 """Maximum bytes of a label's key or value, and of a metric's key."""
 
+MESSAGE_TYPE: Final = "message_type"
+"""Metadata key for the name of the message that was expected."""
+
 _BODY_BYTES: Final = 8
+
+M = TypeVar("M", bound=Message)
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """Parses a message.
+
+    Raises:
+        InvalidFieldError: The bytes are no such message.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as e:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidFieldError(
+            f"request: expected a serialized {name}, got {len(data)} bytes that are "
+            "not one; use a client of this contract",
+            **{MESSAGE_TYPE: name},
+        ) from e
 
 
 def check_writer(place: str, writer: int, writer_count: int) -> None:

@@ -12,7 +12,6 @@ from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.rpc import requests
-from storesvc.rpc.parsing import parsed
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.streams import check_part, missing, unexpected
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
@@ -94,7 +93,7 @@ def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:
     found = wire.split(request, _FRAME_TAG)
     if found is not None:
         return found
-    message = parsed(upload_api.WriteChunksRequest, request)
+    message = requests.parsed(upload_api.WriteChunksRequest, request)
     if message.HasField("frame"):
         return Frame(message.frame, memoryview(message.frame.data))
     return message

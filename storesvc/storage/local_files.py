@@ -1,14 +1,23 @@
-"""Reads and writes the files of a root, in threads with a deadline."""
+"""Reads and writes the files of a root, in threads with a deadline.
+
+TensorStore's file driver, which makes the conditional writes, identifies a version of a
+file by its inode and mtime. Kernels reuse inodes and stamp mtimes at a coarse tick (10
+ms on Linux), so two writes within one tick can produce the same version, and a
+conditional write based on the first could overwrite the second. A conditional write
+therefore waits until the previous version of the file is at least one tick old; no
+version then repeats.
+"""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from storesvc.format.checksums import Buffer
 from storesvc.format.frames import Part
-from storesvc.storage import deadlines, mtime_guard, rooted_files
+from storesvc.storage import deadlines, rooted_files
 from storesvc.storage.data_file import NewFile
 from storesvc.storage.directories import Directories, clear_interrupted_write
 from storesvc.storage.file_threads import FileThreads
@@ -16,6 +25,9 @@ from storesvc.storage.local_reads import LocalReads
 from storesvc.storage.location import Storage
 
 T = TypeVar("T")
+
+TICK_SECONDS: Final = 0.011
+"""Upper bound of a kernel's timestamp granularity (Linux: 10 ms), plus a margin."""
 
 
 class LocalFiles:
@@ -65,7 +77,7 @@ class LocalFiles:
         1. Its directories exist and are durable.
         2. The path is no link and no special file.
         3. The remains of a killed write are cleared.
-        4. A conditional write will get a new mtime; see ``mtime_guard``.
+        4. A conditional write will get a new mtime.
         """
         seconds = await self._run(path, partial(self._prepare, path))
         if is_conditional and seconds:
@@ -79,7 +91,7 @@ class LocalFiles:
         # 3. Otherwise a shorter write would end in bytes of the killed one.
         clear_interrupted_write(self._root / path)
         # 4. Last, because the other steps take a part of the wait.
-        return mtime_guard.seconds_until_next(self._root / path)
+        return _seconds_until_next_mtime(self._root / path)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes a file of unique name; durable when it returns."""
@@ -164,3 +176,14 @@ class LocalFiles:
         return await self._threads.run(
             path, function, seconds=seconds, discard=discard, instead=instead
         )
+
+
+def _seconds_until_next_mtime(path: Path) -> float:
+    """Returns the seconds until a new write of a file gets a different mtime; 0 where
+    it already does."""
+    try:
+        written = path.stat(follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:  # there is no previous version to confuse
+        return 0.0
+    age = (time.time_ns() - written) / 1e9
+    return TICK_SECONDS - max(0.0, age) if age < TICK_SECONDS else 0.0

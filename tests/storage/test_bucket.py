@@ -26,8 +26,8 @@ from storesvc.errors import (
 )
 from storesvc.format.frames import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.local_files import TICK_SECONDS
 from storesvc.storage.location import CONCURRENCY, storage_at
-from storesvc.storage.mtime_guard import TICK_SECONDS
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3

@@ -342,7 +342,11 @@ class Catalog:
 
     async def _tagged(self, name: TagName) -> pb.CheckpointRecord | None:
         """The checkpoint that a tag points to; None if it was purged."""
-        tag = await self._tag(name)
+        tagged = await self.tag_slot(name)
+        if tagged is None or not tagged[0].upload:
+            await self.check_run(name.run)
+            raise await self.tag_not_found(name)
+        tag = tagged[0]
         found = await self._slots.checked(name.run, tag.step)
         if found is None or found[0].upload != tag.upload:
             return None
@@ -350,13 +354,6 @@ class Catalog:
             why = f"tag {name.tag} names it"
             raise rolled_back(name.run, tag.step, tag.upload, why)
         return found[0] if found[0].state in CHECKPOINTS else None
-
-    async def _tag(self, name: TagName) -> pb.TagRecord:
-        found = await self.tag_slot(name)
-        if found is None or not found[0].upload:
-            await self.check_run(name.run)
-            raise await self.tag_not_found(name)
-        return found[0]
 
     async def _newest(
         self, run: RunName, states: Container[int] = CHECKPOINTS

@@ -72,6 +72,10 @@ class Runs:
             RequestIdReusedError: The request id was used for another change of it.
             ConflictError: Other processes changed the run during each attempt.
         """
+        kept = pb.RunRecord()
+        kept.CopyFrom(given)
+        for field in set(RUN_FIELDS).difference(fields):
+            kept.ClearField(field)
 
         def changed(record: pb.RunRecord | None) -> pb.RunRecord | None:
             if record is not None and is_repeated(record.write_id, write_id):
@@ -80,7 +84,7 @@ class Runs:
             record = record or self._new_record()
             for field in fields:
                 record.ClearField(field)
-            record.MergeFrom(_only(given, fields))
+            record.MergeFrom(kept)
             record.write_id = write_id
             return record
 
@@ -149,12 +153,3 @@ def _check_etag(name: RunName, record: pb.RunRecord | None, etag: str) -> None:
             f"run {name}: expected no etag, as it does not exist, got {etag[:80]}; "
             "create it without one"
         )
-
-
-def _only(given: pb.RunRecord, fields: Collection[RunField]) -> pb.RunRecord:
-    """A copy with only some of the fields."""
-    kept = pb.RunRecord()
-    kept.CopyFrom(given)
-    for field in set(RUN_FIELDS).difference(fields):
-        kept.ClearField(field)
-    return kept

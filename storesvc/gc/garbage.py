@@ -208,17 +208,12 @@ class GarbageFinder:
 
     def _forget(self, state: RunState) -> None:
         """Removes the observations of uploads and holds that no longer exist."""
-        there = {
-            key
-            for upload in state.uploads()
-            for key in self._keys(state.places, upload)
-        }
-        self._observations.forget(state.places.root, but=there | set(state.listed))
-
-    def _keys(self, places: RunPaths, upload: str) -> list[str]:
-        record = places.upload(upload)
-        answers = [f"{record} {state.value} answers" for state in State]
-        return [places.lease(upload), f"{record} ended", *answers]
+        there = set(state.listed)
+        for upload in state.uploads():
+            record = state.places.upload(upload)
+            there |= {state.places.lease(upload), f"{record} ended"}
+            there |= {f"{record} {one.value} answers" for one in State}
+        self._observations.forget(state.places.root, but=there)
 
 
 def _without_table(

@@ -210,7 +210,7 @@ def tables(
             found[state.places.file_table(upload, fate.slot.files_digest)] = True
         elif fate.state is State.ENDED and upload not in past_grace:
             written = state.objects.get(upload, ())
-            prefix = _before_digest(state.places.file_table(upload, b""))
+            prefix = state.places.file_table(upload, b"").rpartition("-")[0] + "-"
             found |= dict.fromkeys((p for p in written if p.startswith(prefix)), False)
     return found
 
@@ -294,11 +294,6 @@ def _fate_of_owner(slot: pb.CheckpointRecord) -> Fate:
             assert_never(state)
 
 
-def _before_digest(place: str) -> str:
-    """Returns the common prefix of paths that differ only in their digest."""
-    return place.rpartition("-")[0] + "-"
-
-
 def _predecessors(state: RunState, known: Mapping[str, Fate]) -> set[str]:
     """Returns the uploads that live ones took over from (rule 1)."""
     return {
@@ -338,11 +333,6 @@ def _is_unused(places: RunPaths, place: str, fate: Fate) -> bool:
             )
         case state:
             assert_never(state)
-
-
-def _file_of(places: RunPaths, place: str) -> str | None:
-    """Returns a data file relative to the pool; None: the path is not in the pool."""
-    return place.removeprefix(places.pool) if place.startswith(places.pool) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +377,8 @@ def _garbage_of(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
     unused = [
         place
         for place in written
-        if _is_unused(places, place, fate) and _file_of(places, place) not in view.named
+        if _is_unused(places, place, fate)
+        and place.removeprefix(places.pool) not in view.named
     ]
     # 3. A reader without a hold may still use it (rule 4).
     if has_ended and upload not in view.past_grace:

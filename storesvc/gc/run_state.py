@@ -139,13 +139,12 @@ class RunReader:
         _check_slots(places, slots)
         state = RunState(places=places, listed=listed, slots=slots, records={})
         uploads = uploads_needing_records(state)
-        found = await each(self._record, map(places.upload, uploads))
+        found = await each(
+            lambda place: read_record(self._bucket, place, pb.UploadRecord),
+            map(places.upload, uploads),
+        )
         records = zip(uploads, found, strict=True)
-        return replace(state, records={u: r for u, r in records if r is not None})
-
-    async def _record(self, place: str) -> pb.UploadRecord | None:
-        found = await read_record(self._bucket, place, pb.UploadRecord)
-        return found and found[0]
+        return replace(state, records={u: r[0] for u, r in records if r is not None})
 
 
 def _check_slots(places: RunPaths, slots: Mapping[int, pb.CheckpointRecord]) -> None:

@@ -7,13 +7,13 @@ that wrote the file exists, because later ones use subsets of its bytes. It is t
 if two checkpoints use different parts of a file whose own checkpoint was purged.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPaths
-from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import RunReader
 from storesvc.storage.bounded_gather import each
@@ -86,11 +86,7 @@ class UsageReader:
                 raise CorruptDataError(f"{place} is missing")
             return dict(zip(table.file, table.chunk_bytes, strict=True))
         # Checkpoints of the first release have no file table.
-        return _files_of(await self._catalog.manifest(run, record))
-
-
-def _files_of(manifest: Manifest) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for file, _, length in manifest.places.rows():
-        found[file] = found.get(file, 0) + length
-    return found
+        manifest, found = await self._catalog.manifest(run, record), Counter[str]()
+        for file, _, length in manifest.places.rows():
+            found[file] += length
+        return found

@@ -95,6 +95,12 @@ COUNTS: Final = MappingProxyType(
 )
 """Maximum entries of each repeated field in one message of a request."""
 
+_TABLE_FIELDS: Final = frozenset(
+    field.full_name
+    for message in tree_pb2.DESCRIPTOR.message_types_by_name.values()
+    for field in message.fields
+)
+
 
 class _Field(NamedTuple):
     """A repeated field, or a field with repeated fields inside."""
@@ -153,14 +159,8 @@ def _too_many(field: _Field, place: str, count: int) -> StoreError:
         f"{place}{field.name}: expected at most {field.limit} entries, got {count}; "
         "send fewer in one request"
     )
-    is_table = field.full_name in _table_fields()
+    is_table = field.full_name in _TABLE_FIELDS
     return LimitExceededError(text) if is_table else InvalidFieldError(text)
-
-
-@cache
-def _table_fields() -> frozenset[str]:
-    messages = tree_pb2.DESCRIPTOR.message_types_by_name.values()
-    return frozenset(f.full_name for message in messages for f in message.fields)
 
 
 @cache

@@ -28,7 +28,8 @@ RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
     errors.StorageFullError: 60,
     errors.StorageUnavailableError: 1,
 }
-"""Retry delays of errors that time alone may resolve."""
+"""Retry delays of errors that time alone may resolve; ``LimitExceededError`` has its
+own."""
 
 _NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
 """Disables gRPC's transparent retries of a failed call. Its last attempt could exceed
@@ -150,7 +151,9 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
         metadata={k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()},
     )
     details: list[Message] = [info]
-    seconds = _retry_seconds(error)
+    seconds = RETRY_SECONDS.get(type(error))
+    if isinstance(error, errors.LimitExceededError):
+        seconds = error.retry_seconds
     if seconds is not None:
         delay = Duration(seconds=seconds)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -160,13 +163,6 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
     for detail in details:
         status.details.add().Pack(detail)
     return status
-
-
-def _retry_seconds(error: errors.StoreError) -> int | None:
-    """Returns the retry delay of an error; None: a retry alone cannot succeed."""
-    if isinstance(error, errors.LimitExceededError):
-        return error.retry_seconds
-    return RETRY_SECONDS.get(type(error))
 
 
 def _cut(text: str, size: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
-from storesvc.format.trees import Leaf, SavedSharding, Tree
+from storesvc.format.trees import Leaf, Tree
 
 
 def first_difference(expected: Tree, got: Tree) -> tuple[str, str]:
@@ -68,10 +68,9 @@ def _grid(leaf: Leaf) -> str:
 
 
 def _layout(leaf: Leaf) -> str:
-    return _sharding(leaf.sharding) if leaf.sharding else "no named sharding"
-
-
-def _sharding(sharding: SavedSharding) -> str:
+    sharding = leaf.sharding
+    if sharding is None:
+        return "no named sharding"
     sizes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
     mesh = ", ".join(f"{name}={size}" for name, size in sizes)
     spec = ", ".join("+".join(axes) or "None" for axes in sharding.spec)

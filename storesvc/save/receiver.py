@@ -68,7 +68,7 @@ class Receiver:
 
     def __init__(self, bucket: TensorStoreBucket, uploads: Uploads) -> None:
         self._bucket = bucket
-        self._uploads = uploads
+        self.uploads = uploads
         self.admission = BatchAdmission(MAX_FILES if bucket.has_files else MAX_BATCHES)
         """Permits for batches."""
         self._stores = asyncio.Semaphore(MAX_BATCHES)
@@ -76,7 +76,7 @@ class Receiver:
         self._adds = asyncio.Semaphore(MAX_BATCHES)
         self._discarding: set[asyncio.Future[None]] = set()
 
-    async def write(
+    def write(
         self,
         upload: OpenUpload,
         writer: int,
@@ -88,7 +88,8 @@ class Receiver:
     ) -> AsyncGenerator[int]:
         """Stores the chunks of frames, and records the chunks that tables name.
 
-        Yields the number of durable chunks of this call each time it has grown.
+        The iterator that it returns yields the number of durable chunks of this call
+        each time it has grown.
 
         Args:
             upload: The upload that the chunks belong to.
@@ -105,44 +106,7 @@ class Receiver:
             StalledError: A chunk took too long.
         """
         stream = _Stream(self, upload, writer, watch or Stopwatch(), peer)
-        coming = asyncio.ensure_future(anext(parts, None))
-        durable = 0
-        try:
-            while True:
-                await stream.wait(coming)
-                if stream.writing:
-                    storing()
-                # Acknowledge in the order of arrival: the client discards as many of
-                # its oldest chunks, which must be the durable ones. Renew the lease
-                # first, because the client may take long to read the number.
-                if stream.writing and stream.writing[0].done():
-                    durable += stream.writing.popleft().result()
-                    await self._uploads.renew(upload)
-                    with stream.awaiting_client():
-                        yield durable
-                if coming.done() and not stream.is_full:
-                    part = coming.result()
-                    if part is None:
-                        break
-                    # Receive the next part while this one is written.
-                    coming = asyncio.ensure_future(anext(parts, None))
-                    await stream.take(part)
-                stream.store_due()
-            stream.end()
-            while stream.writing:
-                durable += await asyncio.shield(stream.writing[0])
-                stream.writing.popleft()
-                await self._uploads.renew(upload)
-                yield durable
-        finally:
-            # Before any await, which a cancelled call may not get past: the permit
-            # would be lost to all streams of the process.
-            stream.drop()
-            coming.cancel()
-            coming.add_done_callback(_retrieve)
-            # Wait for writes that still run: they end by themselves, and must not
-            # outlive a failed call. gather would cancel them.
-            await asyncio.wait({coming, *stream.writing})
+        return stream.store(parts, storing)
 
     async def adopt(
         self, upload: OpenUpload, writer: int, table: tree_pb2.ChunkTable
@@ -266,17 +230,62 @@ class _Stream:
         self._adding: asyncio.Future[None] | None = None
         self._cut: asyncio.Future[StoreError] = self._loop.create_future()
         """Error that ends the stream, because other streams need its permit."""
-        self.batch_file: _BatchFile | None = None
-        self.writing: deque[asyncio.Task[int]] = deque()
+        self._batch_file: _BatchFile | None = None
+        self._writing: deque[asyncio.Task[int]] = deque()
         """Batches and tables that are being made durable, in the order of arrival."""
 
+    async def store(
+        self,
+        parts: AsyncIterator[Frame | tree_pb2.ChunkTable],
+        storing: Callable[[], None],
+    ) -> AsyncGenerator[int]:
+        """Stores the parts; see ``Receiver.write``."""
+        coming = asyncio.ensure_future(anext(parts, None))
+        durable = 0
+        try:
+            while True:
+                await self._wait(coming)
+                if self._writing:
+                    storing()
+                # Acknowledge in the order of arrival: the client discards as many of
+                # its oldest chunks, which must be the durable ones. Renew the lease
+                # first, because the client may take long to read the number.
+                if self._writing and self._writing[0].done():
+                    durable += self._writing.popleft().result()
+                    await self._receiver.uploads.renew(self._upload)
+                    with self._awaiting_client():
+                        yield durable
+                if coming.done() and not self._is_full:
+                    part = coming.result()
+                    if part is None:
+                        break
+                    # Receive the next part while this one is written.
+                    coming = asyncio.ensure_future(anext(parts, None))
+                    await self._take(part)
+                self._store_due()
+            self._end()
+            while self._writing:
+                durable += await asyncio.shield(self._writing[0])
+                self._writing.popleft()
+                await self._receiver.uploads.renew(self._upload)
+                yield durable
+        finally:
+            # Before any await, which a cancelled call may not get past: the permit
+            # would be lost to all streams of the process.
+            self._drop()
+            coming.cancel()
+            coming.add_done_callback(_retrieve)
+            # Wait for writes that still run: they end by themselves, and must not
+            # outlive a failed call. gather would cancel them.
+            await asyncio.wait({coming, *self._writing})
+
     @property
-    def is_full(self) -> bool:
+    def _is_full(self) -> bool:
         """True if the stream must wait for a write to end before it takes the next
         part; tables count too, because they take memory."""
-        return len(self.writing) >= MAX_BATCHES
+        return len(self._writing) >= MAX_BATCHES
 
-    async def wait(self, coming: asyncio.Future[Any]) -> None:
+    async def _wait(self, coming: asyncio.Future[Any]) -> None:
         """Waits until the next part has arrived or the oldest write has ended.
 
         While there is a batch or a write, it returns after ``TICK_SECONDS`` at most.
@@ -284,46 +293,46 @@ class _Stream:
         Raises:
             LimitExceededError: Other streams need the permit of the batch.
         """
-        waits: set[asyncio.Future[Any]] = {self._cut, *islice(self.writing, 1)}
-        if not self.is_full:
+        waits: set[asyncio.Future[Any]] = {self._cut, *islice(self._writing, 1)}
+        if not self._is_full:
             waits.add(coming)
-        with nullcontext() if self.is_full else self.awaiting_client():
+        with nullcontext() if self._is_full else self._awaiting_client():
             await asyncio.wait(
                 waits,
-                timeout=TICK_SECONDS if self.batch_file or self.writing else None,
+                timeout=TICK_SECONDS if self._batch_file or self._writing else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         if self._cut.done():
             raise self._cut.result()
 
-    def awaiting_client(self) -> AbstractContextManager[None]:
+    def _awaiting_client(self) -> AbstractContextManager[None]:
         """Counts the time spent in the context as the client's."""
-        if self.batch_file is None:
+        if self._batch_file is None:
             return nullcontext()
-        return self.batch_file.permit.awaiting_client()
+        return self._batch_file.permit.awaiting_client()
 
-    async def take(self, part: Frame | tree_pb2.ChunkTable) -> None:
+    async def _take(self, part: Frame | tree_pb2.ChunkTable) -> None:
         """Starts to store a table, or writes a frame to the open batch."""
         if isinstance(part, tree_pb2.ChunkTable):
-            self.end()
-            self.writing.append(asyncio.create_task(self._adopt(part)))
+            self._end()
+            self._writing.append(asyncio.create_task(self._adopt(part)))
             return
-        if self.batch_file is None:
+        if self._batch_file is None:
             permit = await self._receiver.admission.acquire(
                 peer=self._peer,
                 namespace=self._upload.name.run.namespace,
                 recall=self._recalled,
             )
-            self.batch_file = await self._receiver.begin(
+            self._batch_file = await self._receiver.begin(
                 self._upload, permit, watch=self._watch
             )
         self._adding = asyncio.ensure_future(
-            self._receiver.add(self.batch_file, part, now=self._loop.time())
+            self._receiver.add(self._batch_file, part, now=self._loop.time())
         )
         self._adding.add_done_callback(_retrieve)
         # The thread goes on if this call is cancelled.
         await asyncio.shield(self._adding)
-        self.batch_file.permit.count(len(part.data))
+        self._batch_file.permit.count(len(part.data))
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:
         with self._watch.phase("storage"):
@@ -331,30 +340,30 @@ class _Stream:
         self._watch.size_bytes += sum(table.length)
         return count
 
-    def store_due(self) -> None:
+    def _store_due(self) -> None:
         """Starts to store the open batch if it is full or old enough."""
-        if self.batch_file is not None:
-            self.batch_file.batch.check_progress(self._loop.time())
-            if self.batch_file.batch.is_due(self._loop.time()):
-                self._start(self.batch_file)
+        if self._batch_file is not None:
+            self._batch_file.batch.check_progress(self._loop.time())
+            if self._batch_file.batch.is_due(self._loop.time()):
+                self._start(self._batch_file)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Starts to store the open batch, if there is one.
 
         Raises:
             InvalidChunkError: Its last chunk is not complete.
         """
-        if self.batch_file is None:
+        if self._batch_file is None:
             return
-        if not self.batch_file.batch.is_whole:
+        if not self._batch_file.batch.is_whole:
             raise InvalidChunkError(
                 f"{self._upload.name}: the stream ended within a chunk"
             )
-        self._start(self.batch_file)
+        self._start(self._batch_file)
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Discards the open batch, after the thread that writes to it has ended."""
-        batch_file, self.batch_file = self.batch_file, None
+        batch_file, self._batch_file = self._batch_file, None
         if batch_file is None:
             return
         if self._adding is None or self._adding.done():
@@ -365,12 +374,12 @@ class _Stream:
     def _recalled(self) -> None:
         """Ends the open batch, because other streams need its permit and this client
         is slow; ends the stream too if a chunk is incomplete."""
-        if self.batch_file is None:
+        if self._batch_file is None:
             return
-        if self.batch_file.batch.is_whole:
-            self._start(self.batch_file)
+        if self._batch_file.batch.is_whole:
+            self._start(self._batch_file)
             return
-        self.drop()
+        self._drop()
         if not self._cut.done():
             self._cut.set_result(
                 LimitExceededError(
@@ -385,14 +394,14 @@ class _Stream:
     def _start(self, batch_file: _BatchFile) -> None:
         """Starts to store a batch. Its permit is released when that ends, even if it
         never began or the call was cancelled."""
-        self.batch_file = None
+        self._batch_file = None
         stored = self._receiver.store(self._upload, self._writer, batch_file)
         task = asyncio.create_task(stored)
         # Callbacks, not a ``finally`` inside the task: a task that is cancelled before
         # its first step runs none of its code, and the permit would never come back.
         task.add_done_callback(_retrieve)
         task.add_done_callback(lambda _: self._receiver.drop(batch_file))
-        self.writing.append(task)
+        self._writing.append(task)
 
 
 def _retrieve(ended: "asyncio.Future[Any]") -> None:

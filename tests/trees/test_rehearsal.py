@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -17,6 +18,7 @@ from flax import nnx
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.rehearsal import Rehearser
 
 SECONDS = 60
@@ -53,6 +55,22 @@ class Configured(nnx.Module):
         self.linear = nnx.Linear(2, config.width, rngs=rngs)
 
 
+class Dropping(nnx.Module):
+    """A model that draws from one stream and keeps another."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Drawing(nnx.Module):
+    """A model that keeps all streams."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.rngs = rngs
+
+
 class Moody(nnx.Module):
     """A model that differs each time it is built."""
 
@@ -70,6 +88,16 @@ def state_of(model: Any, step: int = 1) -> EasyDeLState:
     )
 
 
+def leaves_of(model: nnx.Module) -> list[Any]:
+    """Returns the leaves of a model, keys as their data."""
+    return [
+        jax.random.key_data(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+        for leaf in jax.tree.leaves(nnx.state(model))
+    ]
+
+
 def rehearsed(save: store.Save) -> Any:
     assert save.rehearsal is not None
     return save.rehearsal.result(SECONDS)
@@ -83,8 +111,22 @@ def rehearsed(save: store.Save) -> Any:
         lambda: Configured(Config(5), rngs=nnx.Rngs(0)),
         lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
         lambda: nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))]),
+        lambda: Dropping(rngs=nnx.Rngs(params=0, dropout=1)),
+        lambda: Dropping(rngs=nnx.Rngs(0)),
+        lambda: Drawing(rngs=nnx.Rngs(params=0, dropout=1)),
+        lambda: Drawing(rngs=nnx.Rngs(0, noise=2)),
     ],
-    ids=["class", "factory", "config", "flax's own", "list"],
+    ids=[
+        "class",
+        "factory",
+        "config",
+        "flax's own",
+        "list",
+        "two streams, one kept",
+        "one stream for all",
+        "kept streams",
+        "kept streams and a default",
+    ],
 )
 def test_a_restorable_state_is_saved_without_a_warning(
     client: store.Client, caplog: pytest.LogCaptureFixture, make: Any
@@ -98,6 +140,39 @@ def test_a_restorable_state_is_saved_without_a_warning(
         assert 2 == strict.result().step
 
     assert [] == caplog.records
+
+
+@pytest.mark.parametrize("cls", [Dropping, Drawing])
+def test_a_class_restores_the_streams_that_its_model_kept(
+    client: store.Client, cls: Any
+) -> None:
+    run = client.run("tests/streams")
+    model = cls(rngs=nnx.Rngs(params=3, dropout=4))
+    model.dropout(jnp.ones(3)) if cls is Dropping else model.rngs.dropout()
+    save_model(run, 1, model).result()
+
+    restored = restore_model(run, model=cls)
+
+    for saved, found in zip(leaves_of(model), leaves_of(restored), strict=True):
+        np.testing.assert_array_equal(saved, found)
+
+
+@pytest.mark.parametrize("name", ["_pytree__state", "__class__", "self", "a b", ""])
+def test_streams_of_a_foreign_document_replace_nothing(name: str) -> None:
+    stream = {"node": "flax.nnx:RngStream", "attributes": [["tag", {"static": name}]]}
+    recipe = Recipe(
+        versions={},
+        model="M",
+        config=None,
+        arguments={},
+        graphdef={"root": {"attributes": [["a", stream], "b", ["tag"]]}},
+        variables={},
+        opt_state=None,
+    )
+
+    kept = {"self"} if name == "self" else set()
+    assert {"default"} | kept == set(recipe.rng_streams)
+    nnx.Rngs(dict.fromkeys(recipe.rng_streams, 0)).default()
 
 
 def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(

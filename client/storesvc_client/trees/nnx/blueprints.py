@@ -43,7 +43,6 @@ from storesvc_client.trees.nnx.graphs import (
     merge_by_path,
     refine_graphs,
 )
-from storesvc_client.trees.nnx.lazy_init import nnx_init
 from storesvc_client.trees.nnx.model_parts import (
     is_module,
     mesh_of,
@@ -284,10 +283,17 @@ def _maker(
 ) -> Callable[[], Any]:
     # Inspects __init__, because flax's metaclass shows only *args and **kwargs.
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
+    streams = ["default"] if recipe is None else recipe.rng_streams
+
+    def rngs() -> dict[str, nnx.Rngs]:
+        # The seeds do not matter: a restore replaces keys and counts.
+        if "rngs" not in accepted:
+            return {}
+        return {"rngs": nnx.Rngs(dict.fromkeys(streams, 0))}
+
     if not takes_config(model, recipe):
         _reject_needed_arguments(model)
-        takes_rngs = "rngs" in accepted
-        return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
+        return lambda: model(**rngs())
     config = built_config(model, recipe)
     if mesh is not None and hasattr(config, "set_model_mesh"):
         config.set_model_mesh(mesh)  # EasyDeL models compute on their config's mesh
@@ -295,9 +301,7 @@ def _maker(
     if dtype is not None:
         arguments["param_dtype"] = DTYPES[str(cast_name(dtype))]
     taken = {name: arguments[name] for name in arguments if name in accepted}
-    if "rngs" not in accepted:
-        return lambda: model(config=config, **taken)
-    return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
+    return lambda: model(config=config, **taken, **rngs())
 
 
 def _reject_needed_arguments(model: type) -> None:

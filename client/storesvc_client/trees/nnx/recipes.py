@@ -23,7 +23,7 @@ and gives no code is the structure decoded, with an exact allow-list.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
@@ -71,6 +71,10 @@ _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
 
 _CAST: Final = ("param_dtype",)
 """Settings that a cast of the parameters changes."""
+
+_RNGS: Final = "flax.nnx:Rngs"
+_RNG_STREAM: Final = "flax.nnx:RngStream"
+"""Names of flax's classes in a structure."""
 
 _FAILURES: Final = (
     TypeError,
@@ -133,6 +137,27 @@ class Recipe:
                 None if opt_state is None else container_types(opt_state, "opt_state")
             ),
         )
+
+    @property
+    def rng_streams(self) -> Sequence[str]:
+        """Names of the streams of an ``nnx.Rngs`` that create the model again.
+
+        The graph names the streams that its modules keep. Unless it holds the whole
+        ``nnx.Rngs``, others may have drawn initial values: "default" stands for them.
+        """
+        streams, has_all = set[str](), False
+        left = [self.graphdef]
+        while left:
+            found = left.pop()
+            if isinstance(found, dict):
+                has_all = has_all or found.get("node") == _RNGS
+                if found.get("node") == _RNG_STREAM:
+                    streams.add(_stream_name(found))
+                left += found.values()
+            elif isinstance(found, list):
+                left += found
+        streams.discard("")
+        return sorted(streams if has_all else streams | {"default"})
 
     def pack(self) -> bytes:
         """Returns the recipe as the document of a checkpoint."""
@@ -281,6 +306,16 @@ _KNOWN: Final = 4
 
 _NOTHING: Final = np.zeros(())
 """Stands for Variables that a state lacks, such as RNG streams that are not saved."""
+
+
+def _stream_name(node: Mapping[str, Json]) -> str:
+    """Returns the name of a stored RngStream; "" if no stream may have it."""
+    for attribute in node.get("attributes", ()):
+        match attribute:
+            case ["tag", {"static": str(name)}] if name.isidentifier():
+                # A name that begins so could replace a part of the nnx.Rngs itself.
+                return "" if name.startswith("_") else name
+    return ""
 
 
 def _facts_of(

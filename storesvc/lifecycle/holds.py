@@ -3,10 +3,13 @@
 A hold is created or renewed in this order:
 
 1. Write the record of the hold, on the condition that it is unchanged.
-2. Read the slot of the checkpoint. If it is gone or being purged, the call fails.
+2. Read the slot of the checkpoint. If it is gone, the call fails. If it is being
+   purged, a new hold is refused; for an older one the slot is set back to DELETED.
 
 A purge does the opposite: it sets PURGING, then looks for holds. So either the purge
-sees the hold, or the holder sees the purge.
+sees the hold, or the holder sees the purge. A purge whose slot was set back fails its
+own condition, and looks for holds again. So the renewal of a hold does not wait for a
+purge, which may have been interrupted, and is not refused because of one.
 
 Each write counts only if its own condition held: a retry below this module that finds
 the record written already is not taken for success. So no call removes a hold that
@@ -19,7 +22,13 @@ from typing import Final
 from storesvc.catalog import transitions
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import MARGIN
-from storesvc.catalog.records import duration, read_record, sealed, timestamp
+from storesvc.catalog.records import (
+    duration,
+    read_record,
+    sealed,
+    timestamp,
+    write_record,
+)
 from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slots import COMMITTED, DELETED, PURGING
 from storesvc.clock import Clock
@@ -80,8 +89,7 @@ class Holds:
             CheckpointDeletedError: It was deleted; with a uid: it is being purged.
             TagNotFoundError: With the most similar tags.
             RequestIdReusedError: The hold exists for another checkpoint.
-            ConflictError: The checkpoint is being purged, or the hold changes all the
-                time.
+            ConflictError: The hold or its checkpoint changes all the time.
         """
 
         async def attempt() -> pb.HoldRecord:
@@ -94,15 +102,13 @@ class Holds:
             # 1. Write the hold.
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             # 2. Read the slot: a purge that missed the hold set PURGING before that.
-            slot = await referenced_slot(self._catalog, name.run, record)
+            slot = await self._held(name.run, record, is_new=found is None)
             if slot is not None and slot.state in _HOLDABLE:
                 return record
             # Roll back only a hold that this call created: another call may have
             # returned an older one.
             if found is None:
                 await self._roll_back(name, written)
-            elif slot is not None and slot.state == PURGING:
-                raise transitions.being_purged(name.run, slot)  # it may be spared
             if slot is not None:
                 raise transitions.is_deleted(name.run, slot)
             raise await self._catalog.missing(CheckpointName(name.run, record.step))
@@ -116,8 +122,7 @@ class Holds:
         Raises:
             HoldNotFoundError: The hold does not exist.
             HoldExpiredError: The hold expired, and the checkpoint may be purged.
-            ConflictError: The checkpoint is being purged, or the hold changes all the
-                time.
+            ConflictError: The hold or its checkpoint changes all the time.
         """
 
         async def attempt() -> pb.HoldRecord:
@@ -136,11 +141,8 @@ class Holds:
             await self._write(name, record, found[1])
             # 2. Read the slot: another process may have counted the hold as expired,
             #    and purged.
-            slot = await referenced_slot(self._catalog, name.run, record)
-            if slot is None:
+            if await self._held(name.run, record, is_new=False) is None:
                 raise _expired(name, found[0])
-            if slot.state == PURGING:
-                raise transitions.being_purged(name.run, slot)
             return record
 
         return await update_record(attempt, record=str(name), hold=name.hold)
@@ -190,6 +192,26 @@ class Holds:
             create_time=now,
             renew_time=now,
         )
+
+    async def _held(
+        self, run: RunName, record: pb.HoldRecord, *, is_new: bool
+    ) -> pb.CheckpointRecord | None:
+        """Returns the slot of the checkpoint of a hold that was written; None: it was
+        purged. Ends a purge in progress, unless the hold is new.
+
+        Raises:
+            PreconditionError: The slot changed since it was read.
+        """
+        found = await referenced_slot(self._catalogue, run, record)
+        if found is None:
+            return None
+        slot, generation = found
+        if slot.state != PURGING or is_new:
+            return slot
+        spared = transitions.spared(slot)
+        place = RunPaths(run).checkpoint(slot.step)
+        await write_record(self._bucket, place, spared, condition=generation)
+        return spared
 
     def _renewed(self, record: pb.HoldRecord) -> pb.HoldRecord:
         renewed = pb.HoldRecord()

@@ -23,7 +23,7 @@ from storesvc.clock import Clock
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName, TagName
 from storesvc.storage.bounded_gather import each
-from storesvc.storage.bucket import Bucket
+from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -134,9 +134,10 @@ class References:
 
 async def referenced_slot(
     catalog: Catalog, run: RunName, record: pb.TagRecord | pb.HoldRecord
-) -> pb.CheckpointRecord | None:
-    """Returns the slot of the checkpoint of a tag or a hold; None: it was purged."""
+) -> tuple[pb.CheckpointRecord, Generation] | None:
+    """Returns the slot of the checkpoint of a tag or a hold, and its generation; None:
+    it was purged."""
     found = await catalog.slot(run, record.step)
     if found is None or found[0].state not in slots.CHECKPOINTS:
         return None
-    return found[0] if found[0].upload == record.upload else None
+    return found if found[0].upload == record.upload else None

@@ -179,14 +179,14 @@ class Tags:
     ) -> pb.TagRecord:
         """Returns the written record if its checkpoint is still committed; else rolls
         it back and raises."""
-        slot = await referenced_slot(self._catalog, name.run, record)
-        if slot is not None and slot.state == COMMITTED:
+        found = await referenced_slot(self._catalog, name.run, record)
+        if found is not None and found[0].state == COMMITTED:
             return record
         # If another call has changed the tag since, that call checks its own record.
         with suppress(PreconditionError):
             await self._roll_back(name, record, generation, before)
-        if slot is not None:
-            raise transitions.is_deleted(name.run, slot)
+        if found is not None:
+            raise transitions.is_deleted(name.run, found[0])
         raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
     async def _roll_back(
@@ -208,8 +208,8 @@ class Tags:
             back = pb.TagRecord()
             back.CopyFrom(before)
             written = await self._write(name, back, (record, generation))
-            slot = await referenced_slot(self._catalog, name.run, back)
-            if slot and slot.state in (COMMITTED, DELETED):
+            found = await referenced_slot(self._catalog, name.run, back)
+            if found and found[0].state in (COMMITTED, DELETED):
                 return
             record, generation = back, written
         emptied = self._changed(None, "")

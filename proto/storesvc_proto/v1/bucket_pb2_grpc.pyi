@@ -68,6 +68,9 @@ DELETED -> COMMITTED undeletes.
 2. A process that starts to use a checkpoint MUST first record the use (the tag, the
    hold, the upload's record and then its slot), and only then read the checkpoint's
    slot and abandon the use unless it is COMMITTED, or, for a hold, DELETED.
+3. A process that has renewed a hold and reads PURGING MAY change it to DELETED, on
+   the condition that it is unchanged. The purge then fails its own condition, and
+   looks for uses again.
 
 So at least one of the two sees the other, whatever the clocks.
 

@@ -407,7 +407,7 @@ class CheckpointServiceServicer(object):
         * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
         * `HOLD_EXPIRED`: it was not renewed in time, and the checkpoint was purged, or it
         expired days ago.
-        * `CONFLICT`: the checkpoint is being purged, which may fail; retry.
+        * `CONFLICT`: the hold or its checkpoint changed during every attempt; retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -758,7 +758,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
     * `HOLD_EXPIRED`: it was not renewed in time, and the checkpoint was purged, or it
       expired days ago.
-    * `CONFLICT`: the checkpoint is being purged, which may fail; retry.
+    * `CONFLICT`: the hold or its checkpoint changed during every attempt; retry.
     """
 
     DeleteHold: _CheckpointServiceDeleteHoldType
@@ -1170,7 +1170,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
         * `HOLD_EXPIRED`: it was not renewed in time, and the checkpoint was purged, or it
           expired days ago.
-        * `CONFLICT`: the checkpoint is being purged, which may fail; retry.
+        * `CONFLICT`: the hold or its checkpoint changed during every attempt; retry.
         """
 
     @abc.abstractmethod

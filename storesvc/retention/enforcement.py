@@ -2,7 +2,8 @@
 
 ``policy`` decides on values that this module reads. Each deletion is conditional on the
 etag of the checkpoint that was judged; a checkpoint that changed in the meantime is
-left for the next pass. Only a few small values per checkpoint are held in memory.
+left for the next pass. One that another call deleted, such as a pass of the server
+itself, counts as deleted. Only a few small values per checkpoint are held in memory.
 """
 
 import asyncio
@@ -172,9 +173,15 @@ class RetentionEnforcer:
         self, run: RunName, doomed: Sequence[Outcome], newest: Outcome, delay: timedelta
     ) -> dict[int, Outcome]:
         """Deletes checkpoints; returns their outcomes by step."""
+        own: set[int] = set()
+        """Steps that this call deleted, which it may undelete."""
 
         async def delete(outcome: Outcome) -> Outcome:
-            return await self._delete(run, outcome, delay)
+            if await self._delete(run, outcome, delay):
+                own.add(outcome.step)
+            elif await self._is_committed(run, outcome):
+                return replace(outcome, reasons=_CHANGED)
+            return outcome
 
         # 1. Delete nothing if the newest checkpoint is gone in the meantime: the policy
         #    was evaluated on the assumption that it is kept.
@@ -188,7 +195,7 @@ class RetentionEnforcer:
         tags = await self._references.tagged(run)
         is_newest_there = await self._is_committed(run, newest)
         for at, outcome in enumerate(after):
-            if not outcome.kept and (outcome.uid in tags or not is_newest_there):
+            if outcome.step in own and (outcome.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
                     await self._lifecycle.undelete(
                         run,
@@ -199,9 +206,8 @@ class RetentionEnforcer:
                     after[at] = replace(outcome, reasons=_CHANGED)
         return {outcome.step: outcome for outcome in after}
 
-    async def _delete(
-        self, run: RunName, outcome: Outcome, delay: timedelta
-    ) -> Outcome:
+    async def _delete(self, run: RunName, outcome: Outcome, delay: timedelta) -> bool:
+        """Deletes a checkpoint; returns False if it, or what protects it, changed."""
         try:
             await self._lifecycle.delete(
                 run,
@@ -217,12 +223,14 @@ class RetentionEnforcer:
             EtagMismatchError,
             RunNotFoundError,
         ):
-            return replace(outcome, reasons=_CHANGED)
-        return outcome
+            return False
+        return True
 
     async def _is_committed(self, run: RunName, outcome: Outcome) -> bool:
         found = await self._catalog.slot(run, outcome.step)
-        return found is not None and found[0].state == COMMITTED
+        if found is None or found[0].upload != outcome.uid:
+            return False
+        return found[0].state == COMMITTED
 
 
 def _policy_of(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:

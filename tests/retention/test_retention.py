@@ -3,7 +3,7 @@
 import asyncio
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,29 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.examples import examples
+from tests.support.in_process_server import InProcessServer
 from tests.support.interleaving import (
     RUN,
     Process,
     World,
     new_id,
     put_record,
+    put_state,
     slot_of,
     together,
     world_of,
 )
-from tests.support.server_process import ServerProcess
 
 LOSSES = {0: 5.0, 10: 2.0, 15: 4.0, 20: float("nan"), 30: 1.0, 40: 3.0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer]:
+    """A server that applies no policy by itself: a process of its own does so soon
+    after a commit."""
+    served = InProcessServer(tmp_path_factory.mktemp("served") / "store")
+    yield served
+    served.close()
 
 
 @pytest.fixture
@@ -55,7 +65,7 @@ def saved(run: store.Run) -> store.Run:
     return run
 
 
-def files_of(server: ServerProcess, run: store.Run) -> dict[Path, bytes]:
+def files_of(server: InProcessServer, run: store.Run) -> dict[Path, bytes]:
     """Returns all files of a run in the bucket."""
     below = server.root / "data" / run.name
     files = {path: path.read_bytes() for path in below.rglob("*") if path.is_file()}
@@ -84,7 +94,7 @@ def test_a_policy_can_be_set_before_the_first_save(run: store.Run) -> None:
 
 
 def test_a_preview_tells_why_each_stays_and_deletes_nothing(
-    server: ServerProcess, saved: store.Run
+    server: InProcessServer, saved: store.Run
 ) -> None:
     saved.tags.set("best", 10)
     saved.update(0, pinned=True)
@@ -335,7 +345,7 @@ def test_what_changes_between_the_decision_and_the_deletion_is_left() -> None:
         await _delete(other, 1)
         (second,) = [page async for page in pages]
         left = ("changed in the meantime",)
-        assert [(4, left), (3, left), (2, left), (1, left), (0, ())] == [
+        assert [(4, left), (3, left), (2, left), (1, ()), (0, ())] == [
             (outcome.step, outcome.reasons) for outcome in second
         ]
 
@@ -346,6 +356,62 @@ def test_what_changes_between_the_decision_and_the_deletion_is_left() -> None:
     asyncio.run(_apply(process))
     assert DELETED == slot_of(world, 2).state
     assert COMMITTED == slot_of(world, 3).state == slot_of(world, 4).state
+
+
+def test_what_another_pass_deletes_first_counts_as_deleted() -> None:
+    world = retained(world_of(0, steps=PAGE + 5), store.KeepLatest(PAGE))
+    process, other = Process(world), Process(world)
+
+    async def main() -> None:
+        pages = retaining(process).apply(RUN)
+        await anext(pages)
+        await _apply(other)
+        (second,) = [page async for page in pages]
+        assert [(step, ()) for step in (4, 3, 2, 1, 0)] == [
+            (outcome.step, outcome.reasons) for outcome in second
+        ]
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 2**63))
+@settings(max_examples=examples(150), deadline=None)
+def test_passes_at_the_same_time_report_what_they_leave(seed: int) -> None:
+    world = retained(world_of(seed, steps=4), store.KeepLatest(1))
+    outcomes: list[Outcome] = []
+
+    async def apply() -> None:
+        outcomes.extend((await _applied(Process(world))).values())
+
+    together(apply(), apply(), apply())
+
+    assert all(outcome.kept == (outcome.step == 3) for outcome in outcomes)
+    states = [slot_of(world, step).state for step in range(4)]
+    assert [DELETED, DELETED, DELETED, COMMITTED] == states
+
+
+def test_a_deletion_by_name_is_not_reverted_by_a_pass() -> None:
+    """The newest one goes, too, so the pass undeletes what it deleted itself."""
+    world = retained(world_of(0, steps=PAGE + 2), store.KeepLatest(PAGE))
+    process, other = Process(world), Process(world)
+    emptied: list[str] = []
+
+    def watch(place: str, data: bytes) -> None:
+        del data
+        if place == RunPaths(RUN).checkpoint(0) and not emptied:
+            emptied.append(place)
+            put_state(world, PAGE + 1, DELETED)
+
+    async def main() -> None:
+        pages = retaining(process).apply(RUN)
+        await anext(pages)
+        await _delete(other, 1)
+        world.watch = watch
+        (second,) = [page async for page in pages]
+        assert [(1, False), (0, True)] == [(o.step, o.kept) for o in second]
+
+    asyncio.run(main())
+    assert [COMMITTED, DELETED] == [slot_of(world, step).state for step in (0, 1)]
 
 
 def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
@@ -442,7 +508,7 @@ def test_a_stored_policy_with_an_unknown_rule_deletes_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_policy_is_still_there_after_a_restart_and_applied(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., InProcessServer],
 ) -> None:
     server = start_server()
     with store.connect(server.address) as client:

@@ -185,7 +185,8 @@ class CheckpointServiceServicer(object):
         `validate_only` nothing is deleted, and the request MAY have a policy to try.
 
         Streams decisions in pages, newest step first. A checkpoint that changes during the
-        call is kept, and decided on again in the next pass.
+        call is kept, and decided on again in the next pass; one that another call deletes is
+        reported as deleted.
 
         Idempotent: a retry continues where the call stopped.
 

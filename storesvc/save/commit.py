@@ -7,7 +7,7 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 1. Check that the upload owns its slot; if it is committed already, return the record.
 2. Write the objects that the record will name.
 3. Append the commit to the journal, so that a watch cannot miss it.
-4. Write the slot, on the condition that it is unchanged. The checkpoint exists.
+4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
 5. Delete the staging tables and the parts of the upload.
 """
 
@@ -15,7 +15,9 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +52,12 @@ from storesvc.save.reuse import (
 )
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.save.zarr_view import key_space_of
-from storesvc.storage.bucket import PreconditionError
+from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+_WRITES: Final = 4
+"""Attempts to write a slot that the upload owns."""
 
 _log = logging.getLogger(__name__)
 
@@ -128,12 +133,7 @@ class Commits:
         committed = self._committed(slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await write_record(
-                self._bucket,
-                RunPaths(name.run).checkpoint(record.step),
-                committed,
-                condition=found[1],
-            )
+            await self._write(name, record, committed, found[1])
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         # A watcher reads the slot when it is notified, so never before this write.
@@ -275,6 +275,33 @@ class Commits:
             commit_sequence=number,
             sequence=number,
         )
+
+    async def _write(
+        self,
+        name: UploadName,
+        record: pb.UploadRecord,
+        committed: pb.CheckpointRecord,
+        generation: Generation,
+    ) -> None:
+        """Writes the slot, on the condition that the upload still owns it.
+
+        Raises:
+            PreconditionError: The slot changed otherwise, or each time.
+        """
+        place = RunPaths(name.run).checkpoint(record.step)
+        for _ in range(_WRITES):
+            with suppress(PreconditionError):
+                await write_record(self._bucket, place, committed, condition=generation)
+                return
+            # The same reservation may have been written again, by whatever copies
+            # files: only its owner and its state count.
+            found = await self._catalogue.slot(name.run, record.step)
+            if found is None or found[0].state != slots.UPLOADING:
+                break
+            if not slots.owns(name, record, found[0]):
+                break
+            generation = found[1]
+        raise PreconditionError(place)
 
     async def _after_conflict(
         self, name: UploadName, record: pb.UploadRecord, error: Exception

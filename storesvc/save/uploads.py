@@ -160,26 +160,33 @@ class Uploads:
             await self._leaf_tables.write_values(name, digests)
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
-        if not await self._reserve(name, record, slot and slot[1]):
-            slot = await self._catalog.slot(name.run, new.step)
-            raise slots.not_begun(name, record, slot and slot[0])
+        await self._reserve(name, record, slot and slot[1])
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record
 
     async def _reserve(
         self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
-    ) -> bool:
-        """Reserves the slot; False: it changed since it was read."""
+    ) -> None:
+        """Reserves the slot, on the condition that it is unchanged since it was read.
+
+        Raises:
+            CheckpointExistsError: Another upload committed the step.
+            UploadNotFoundError: The upload was aborted, or the step was freed.
+            ConflictError: Another upload of the step began at the same time.
+        """
+        place = RunPaths(name.run).checkpoint(record.step)
+        reserved = slots.reservation(name.upload, record)
         try:
             await write_record(
-                self._bucket,
-                RunPaths(name.run).checkpoint(record.step),
-                slots.reservation(name.upload, record),
-                condition=seen or IF_ABSENT,
+                self._bucket, place, reserved, condition=seen or IF_ABSENT
             )
         except PreconditionError:
-            return False
-        return True
+            slot = await self._catalogue.slot(name.run, record.step)
+            if slot is None or not slots.holds(name, record, slot[0]):
+                raise slots.not_begun(name, record, slot and slot[0]) from None
+            # An earlier try of this request did it after the slot was read: its server
+            # may have been killed while that write was on its way.
+            await self._bucket.settle(place)
 
     async def join(
         self,

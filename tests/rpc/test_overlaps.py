@@ -502,3 +502,70 @@ def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
         await first.open()
 
     asyncio.run(main())
+
+
+def test_an_upload_that_an_earlier_try_of_its_request_reserved_has_begun(
+    tmp_path: Path,
+) -> None:
+    """The server of that try was killed while its write was on its way."""
+
+    async def main() -> None:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
+        store = await Store.open(bucket)
+        for upload in IDS:  # onto an absent slot, and onto that of another upload
+            caller = Caller(store, UploadName(RUN, upload))
+            bucket.during_read = Caller(store, caller.name).begin
+            await caller.begin()
+            await caller.open()
+
+        await caller.ready()
+        assert slots.COMMITTED == (await caller.commit()).state
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("times", [1, 3, 9])
+def test_a_commit_stands_although_its_reservation_was_written_again(
+    tmp_path: Path, times: int
+) -> None:
+    async def main() -> None:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
+        store = await Store.open(bucket)
+        caller = Caller(store, UploadName(RUN, IDS[0]))
+        await caller.ready()
+        place, left = RunPaths(RUN).checkpoint(1), times
+
+        async def write_again() -> None:
+            nonlocal left
+            found, left = await bucket.read(place), left - 1
+            assert found is not None
+            await bucket.write(place, found.data, condition=found.generation)
+            bucket.during_read = write_again if left else None
+
+        bucket.during_read = write_again
+        if times < 4:
+            assert slots.COMMITTED == (await caller.commit()).state
+        else:
+            with pytest.raises(ConflictError, match="commit it again"):
+                await caller.commit()
+            bucket.during_read = None
+            assert slots.COMMITTED == (await caller.commit()).state
+
+    asyncio.run(main())
+
+
+def test_a_commit_does_not_take_the_step_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
+        store = await Store.open(bucket)
+        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
+        await first.ready()
+        bucket.during_read = second.begin
+        with pytest.raises(UploadSupersededError):
+            await first.commit()
+        await second.open()
+
+    asyncio.run(main())

@@ -138,11 +138,8 @@ def test_a_hold_is_renewed_although_a_purge_was_interrupted(
         with armed("purge.before_free=raise"), pytest.raises(grpc.RpcError):
             stub.PurgeCheckpoint(api.PurgeCheckpointRequest(name=hold.checkpoint))
 
-        for call, message in (
-            (stub.RenewHold, api.RenewHoldRequest(name=hold.name)),
-            (stub.CreateHold, request),
-        ):
-            assert hold.uid == call(message).hold.uid
+        renewed = stub.RenewHold(api.RenewHoldRequest(name=hold.name))
+        assert hold.uid == renewed.hold.uid == stub.CreateHold(request).hold.uid
         assert [1] == [c.step for c in run.checkpoints(deleted=True)]
         run.undelete(1)
         assert TREE == run.restore(1)
@@ -591,8 +588,8 @@ def test_no_renewal_fails_because_of_a_purge(seed: int) -> None:
         for _ in range(6):
             await one.holds.renew(name)
 
-    whole = CheckpointName(RUN, 0)
-    together(one.holds.create(name, whole, owner="", ttl=ttl))
+    checkpoint = CheckpointName(RUN, 0)
+    asyncio.run(one.holds.create(name, checkpoint, owner="", ttl=ttl))
     together(hold_often(), two.remove(0), three.remove(0), _collect_often(three))
 
     assert DELETED == slot_of(world, 0).state

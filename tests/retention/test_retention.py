@@ -43,6 +43,7 @@ from tests.support.interleaving import (
     together,
     world_of,
 )
+from tests.support.server_process import ServerProcess
 
 LOSSES = {0: 5.0, 10: 2.0, 15: 4.0, 20: float("nan"), 30: 1.0, 40: 3.0}
 
@@ -508,7 +509,7 @@ def test_a_stored_policy_with_an_unknown_rule_deletes_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_policy_is_still_there_after_a_restart_and_applied(
-    start_server: Callable[..., InProcessServer],
+    start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
     with store.connect(server.address) as client:

@@ -202,7 +202,7 @@ class Holds:
         Raises:
             PreconditionError: The slot changed since it was read.
         """
-        found = await referenced_slot(self._catalogue, run, record)
+        found = await referenced_slot(self._catalog, run, record)
         if found is None:
             return None
         slot, generation = found

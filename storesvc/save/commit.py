@@ -295,7 +295,7 @@ class Commits:
                 return
             # The same reservation may have been written again, by whatever copies
             # files: only its owner and its state count.
-            found = await self._catalogue.slot(name.run, record.step)
+            found = await self._catalog.slot(name.run, record.step)
             if found is None or found[0].state != slots.UPLOADING:
                 break
             if not slots.owns(name, record, found[0]):

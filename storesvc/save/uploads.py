@@ -181,7 +181,7 @@ class Uploads:
                 self._bucket, place, reserved, condition=seen or IF_ABSENT
             )
         except PreconditionError:
-            slot = await self._catalogue.slot(name.run, record.step)
+            slot = await self._catalog.slot(name.run, record.step)
             if slot is None or not slots.holds(name, record, slot[0]):
                 raise slots.not_begun(name, record, slot and slot[0]) from None
             # An earlier try of this request did it after the slot was read: its server

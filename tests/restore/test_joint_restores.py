@@ -57,6 +57,30 @@ def test_processes_restore_together_or_report_the_absent_process(
     assert all("job: process 1" in each for each in others), others
 
 
+def test_the_buffers_of_a_spread_restore_fit_into_the_budget(tmp_path: Path) -> None:
+    """Each leaf has three chunks, and each of four processes needs a quarter of it: the
+    second and the third one exchange it with two others, one after the other."""
+    three = Mesh(np.array(jax.devices()[:3]).reshape(3, 1), ("row", "column"))
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run(job_parts.RUN).save(1, job_parts.rows_on(three)).result()
+
+    results = run_job(
+        "tests.support.job_parts:reads_in_stages",
+        4,
+        devices=2,
+        target=tmp_path.as_uri(),
+        budgets=[1, 7 << 20, 1 << 30],
+    )
+
+    assert [[]] * 4 == [each["wrong"] for each in results]
+    leaf_by_leaf, in_stages, at_once = zip(
+        *(each["peaks"] for each in results), strict=True
+    )
+    assert [3 << 20] * 4 == list(leaf_by_leaf)
+    assert max(in_stages) <= 7 << 20
+    assert 30 << 20 == at_once[1] == at_once[2]
+
+
 def test_a_process_that_cannot_read_its_share_is_reported_to_all(
     tmp_path: Path,
 ) -> None:

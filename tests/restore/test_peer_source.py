@@ -75,13 +75,15 @@ class Reading:
         leaf = self._opened._manifest.tree.leaves[buffer.row]
         (self.found[leaf.key],) = buffer.arrays
 
-    def read(self, *, seconds: float | None = None, **options: Any) -> None:
+    def read(self, *, seconds: float | None = None, **options: Any) -> int:
+        """Reads the rows; returns the peak of bytes in buffers."""
         options = {"place": self.keep, **options}
         if seconds is not None:
             options["deadline"] = Deadline.after(seconds)
         manifest = self._opened._manifest
         assembly = Assembly(manifest, self.rows, name="it", **options)
         self.source.read(assembly.missing, assembly)
+        return assembly.peak_bytes
 
 
 def test_processes_meet_before_any_of_them_reads(opened: OpenCheckpoint) -> None:
@@ -164,16 +166,27 @@ def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
         assert all(np.array_equal(LEAVES[key], found[key]) for key in wanted)
 
 
+@pytest.mark.parametrize("stage_bytes", [400_000, 1 << 30])
 def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
-    opened: OpenCheckpoint, caplog: pytest.LogCaptureFixture
+    opened: OpenCheckpoint,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    stage_bytes: int,
 ) -> None:
+    monkeypatch.setattr(peer_plan, "STAGE_BYTES", stage_bytes)
+    corrupted: list[int] = []
+
     def part(job: ThreadProcess) -> dict[str, Any]:
         reading = Reading(opened, job)
 
         def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
             brought = [np.array(each) for each in job.gather(own, processes)]
-            if job.index == 1 and len(brought[0]) > peer_source.HEADER_BYTES:
-                brought[0][-9] ^= 1  # of the elements, not of the header or the tail
+            has_chunks = len(brought[0]) > peer_source.HEADER_BYTES
+            if job.index == 1 and has_chunks and not corrupted:
+                corrupted.append(1)
+                brought[0][peer_source.HEADER_BYTES + 9] ^= (
+                    1  # of the elements, not of the header or the tail
+                )
             return brought
 
         reading.source._gather = gather
@@ -219,6 +232,48 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
         )
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 400_000, 1 << 30])
+def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
+) -> None:
+    monkeypatch.setattr(peer_plan, "STAGE_BYTES", budget_bytes)
+
+    def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
+        reading = Reading(opened, job)
+        return reading.found, reading.read()
+
+    for result in ThreadJob(COUNT).run(part):
+        assert isinstance(result, tuple), result
+        found, peak = result
+        assert peak <= max(budget_bytes, *(leaf.nbytes for leaf in LEAVES.values()))
+        assert sorted(LEAVES) == sorted(found)
+        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+
+
+def test_a_failure_ends_the_exchanges_of_all_stages(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_plan, "STAGE_BYTES", 1)  # a stage for each leaf
+
+    def part(job: ThreadProcess) -> int:
+        reading, rounds = Reading(opened, job), 0
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            nonlocal rounds
+            rounds += 1
+            return job.gather(own, processes)
+
+        reading.source._gather = gather
+        place: Any = {"place": out_of_memory} if job.index == 1 else {}
+        with pytest.raises((RuntimeError, store.PeerFailedError)):
+            reading.read(**place)
+        return rounds
+
+    # 1 to meet, 2 or 3 for the first leaf, 1 to report the error
+    results = ThreadJob(COUNT).run(part)
+    assert all(isinstance(n, int) and n <= 5 for n in results), results
 
 
 class Slow:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc_client._pytree.all_gather import all_gather
 from storesvc_client._pytree.jax_job import job_of_process
+from storesvc_client._restore import peer_plan
 
 RUN = "tests/job"
 MIB = 1 << 20
@@ -210,6 +211,41 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")
             outcome["errors"].append(_error_of(act))
+    return outcome
+
+
+def rows_on(where: Mesh) -> dict[str, Any]:
+    """Returns ten leaves of 12 MiB, sharded along the rows of a mesh."""
+    shape, sharding = (12, 512, 512), NamedSharding(where, PartitionSpec("row"))
+
+    def leaf(seed: int) -> jax.Array:
+        full = values(shape, seed, "int32")
+        return jax.make_array_from_callback(shape, sharding, lambda at: full[at])
+
+    return {f"{seed:02}": leaf(seed) for seed in range(10)}
+
+
+def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
+    """Restores ``rows_on`` with some budgets; returns the differences, and the peaks of
+    bytes in buffers."""
+    expected = rows_on(mesh(jax.process_count(), jax.local_device_count()))
+    outcome: dict[str, Any] = {"wrong": [], "peaks": []}
+    with store.connect(target) as client:
+        for budget in budgets:
+            peer_plan.STAGE_BYTES = budget  # type: ignore[misc]
+            opened: Any = client.run(RUN).open(1, distributed=SPREAD)
+            planned, assemblies = opened._assembly, list[Any]()
+
+            def plan(
+                *arguments: Any, planned: Any = planned, made: Any = assemblies
+            ) -> Any:
+                made.append(planned(*arguments))
+                return made[-1]
+
+            opened._assembly = plan
+            outcome["wrong"] += differing(expected, opened.restore(like=expected))
+            (assembly,) = assemblies
+            outcome["peaks"].append(assembly.peak_bytes)
     return outcome
 
 

@@ -4,12 +4,13 @@ by one of them and sent to the others over the interconnect.
 One round of an exchange is one all-gather. Each process assembles several chunks at a
 time, one of each sender, as it would from a server. All processes run the rounds in the
 same order, so that no two rounds wait for each other; during a round, the chunks of the
-next ones are read.
+next ones are read. The plan cuts the exchanges into stages, which bound the buffers.
 
 A process that fails to read its share, or to use what it received, takes part in one
-more round of each exchange and sends its error instead of chunks; all receivers then
-end the exchange. If it cannot even do that, the others wait until the deadline or until
-its failure is published on the job's board.
+more round with each group of processes and sends its error instead of chunks; all
+receivers then end the exchange, and begin no other in this group. If it cannot even do
+that, the others wait until the deadline or until its failure is published on the job's
+board.
 """
 
 import logging
@@ -17,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
-from storesvc_client._restore.peer_plan import Exchange, SpreadPlan
+from storesvc_client._restore.peer_plan import Exchange, SpreadPlan, Stage
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
 _log = logging.getLogger("storesvc_client")
@@ -120,30 +121,19 @@ class PeerSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         self._check_earlier()
-        exchanges = list(self._spread.exchanges(self._job.index))
+        stages = list(self._spread.stages(self._job.index))
+        exchanges = [each for stage in stages for each in stage.exchanges]
         # Exchange empty messages while all processes are here: on CPUs, jax waits for
         # a first contact at most 30 s, and the reads below may take longer.
-        shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
+        later = {chunk for each in exchanges for of in each.chunks for chunk in of}
+        later.update(chunk for stage in stages for chunk in stage.own)
         failure: Exception | None = None
         try:
-            for each in exchanges:
-                self._gathered(allocate(HEADER_BYTES), each, assembly)
+            for processes in sorted({each.processes for each in exchanges}):
+                self._gathered(allocate(HEADER_BYTES), processes, assembly)
             with self._deferring_errors():
-                self._read([o for o in ordinals if o not in shared], assembly)
-            with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
-                for each in exchanges:
-                    self._take_part(each, assembly, ahead)
-            if self._error is None:
-                # A chunk whose checksum differed after the exchange needs a second
-                # read, and no other process sends it again.
-                left = assembly.restart(ordinals)
-                if left:
-                    _log.warning(
-                        "restore of %s: %d chunks were corrupted in the exchange "
-                        "between processes; reading them from the storage",
-                        *(self._name, len(left)),
-                    )
-                self._read(left, assembly)
+                self._read([o for o in ordinals if o not in later], assembly)
+            self._run(stages, frozenset(ordinals), assembly)
         except Exception as e:  # noqa: BLE001 - raised below
             failure = e
         # the first error of this process, not the failure to send it to the others
@@ -164,30 +154,73 @@ class PeerSource:
                 "Distributed(spread=False)"
             )
 
-    def _take_part(
-        self, exchange: Exchange, assembly: Assembly, ahead: ThreadPoolExecutor
+    def _run(
+        self, stages: Sequence[Stage], wanted: Container[int], assembly: Assembly
     ) -> None:
+        """Runs the stages, each until its leaves are complete."""
+        ended = set[tuple[int, ...]]()
+        """Processes whose exchange has ended with an error, which all of them know."""
+        with (
+            ThreadPoolExecutor(1, "storesvc-spread") as ahead,
+            closing(self._elements_of(stages, assembly, ahead)) as elements,
+        ):
+            for stage in stages:
+                own = [chunk for chunk in stage.own if chunk in wanted]
+                with self._deferring_errors():
+                    if own and self._error is None:
+                        # in that thread, because a source runs one read at a time
+                        ahead.submit(self._read, own, assembly).result()
+                for each in stage.exchanges:
+                    if each.processes in ended:
+                        continue
+                    if not self._take_part(each, elements, assembly):
+                        ended.add(each.processes)
+                with self._deferring_errors():
+                    if self._error is None:
+                        self._read_again(stage, assembly, ahead)
+
+    def _read_again(
+        self, stage: Stage, assembly: Assembly, ahead: ThreadPoolExecutor
+    ) -> None:
+        """Reads the chunks whose checksum differed after their exchange: no other
+        process sends them again."""
+        sent = (c for each in stage.exchanges for of in each.chunks for c in of)
+        left = sorted(assembly.restart(sent))
+        if left:
+            _log.warning(
+                "restore of %s: %d chunks were corrupted in the exchange between "
+                "processes; reading them from the storage",
+                *(self._name, len(left)),
+            )
+            ahead.submit(self._read, left, assembly).result()
+
+    def _take_part(
+        self,
+        exchange: Exchange,
+        elements: Iterator[dict[int, Bytes]],
+        assembly: Assembly,
+    ) -> bool:
         """Runs an exchange: sends the chunks that this process reads and adds
-        the chunks of the others to the assembly."""
+        the chunks of the others to the assembly; returns False if a process failed."""
         chunks = dict(zip(exchange.processes, exchange.chunks, strict=True))
         incoming = {process: _Incoming(deque(of)) for process, of in chunks.items()}
-        own = self._stored(chunks[self._job.index], assembly, ahead)
-        with closing(own):
-            left = _NOTHING
-            for _ in range(exchange.rounds):
-                memory = allocate(HEADER_BYTES + exchange.slice_bytes)
+        own = self._stored(chunks[self._job.index], elements)
+        left = _NOTHING
+        for _ in range(exchange.rounds):
+            memory = allocate(HEADER_BYTES + exchange.slice_bytes)
+            with self._deferring_errors():
+                left = _fill(memory[HEADER_BYTES:], left, own)
+            self._mark(memory[:HEADER_BYTES])
+            brought = self._gathered(memory, exchange.processes, assembly)
+            for process, part in zip(exchange.processes, brought, strict=True):
                 with self._deferring_errors():
-                    left = _fill(memory[HEADER_BYTES:], left, own)
-                self._mark(memory[:HEADER_BYTES])
-                brought = self._gathered(memory, exchange, assembly)
-                for process, part in zip(exchange.processes, brought, strict=True):
-                    with self._deferring_errors():
-                        self._take(process, part, incoming[process], assembly)
-                if any(part[0] for part in brought):  # visible to all processes
-                    break
+                    self._take(process, part, incoming[process], assembly)
+            if any(part[0] for part in brought):  # visible to all processes
+                return False
+        return True
 
     def _gathered(
-        self, memory: Bytes, exchange: Exchange, assembly: Assembly
+        self, memory: Bytes, processes: Sequence[int], assembly: Assembly
     ) -> Sequence[Bytes]:
         """Exchanges one slice with each process and returns theirs.
 
@@ -203,7 +236,7 @@ class PeerSource:
 
         def gather() -> None:
             try:
-                gathering.set_result(self._gather(memory, exchange.processes))
+                gathering.set_result(self._gather(memory, processes))
             except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 gathering.set_exception(e)
 
@@ -269,22 +302,39 @@ class PeerSource:
             header[: len(text)] = np.frombuffer(text, np.uint8)
 
     def _stored(
-        self, chunks: Sequence[int], assembly: Assembly, ahead: ThreadPoolExecutor
-    ) -> Generator[Bytes]:
-        """Yields the stored bytes of chunks one after another; reads the next batch
-        while one is used."""
-        batches = deque(self._batches(chunks))
+        self, chunks: Sequence[int], elements: Iterator[dict[int, Bytes]]
+    ) -> Iterator[Bytes]:
+        """Yields the stored bytes of the chunks of an exchange one after another;
+        takes the elements of each of their batches."""
+        for batch in self._batches(chunks):
+            found = next(elements, None)
+            if found is None or self._error is not None:
+                return
+            for chunk in batch:
+                yield found.pop(chunk)
+                checksum = int(self._manifest.sums.crc32c[chunk])
+                tail = checksum.to_bytes(CHECKSUM_BYTES, "little")
+                yield np.frombuffer(tail, np.uint8)
+
+    def _elements_of(
+        self, stages: Sequence[Stage], assembly: Assembly, ahead: ThreadPoolExecutor
+    ) -> Generator[dict[int, Bytes]]:
+        """Yields the elements of all batches that this process sends; reads the next
+        batch while one is used, also that of the next exchange."""
+        batches = deque(
+            batch
+            for stage in stages
+            for each in stage.exchanges
+            for batch in self._batches(
+                each.chunks[each.processes.index(self._job.index)]
+            )
+        )
         coming: deque[Future[dict[int, Bytes]]] = deque()
         while batches or coming:
             while batches and len(coming) < 2:
                 batch = batches.popleft()
                 coming.append(ahead.submit(self._elements, batch, assembly))
-            elements = coming.popleft().result()
-            for chunk in list(elements):
-                yield elements.pop(chunk)
-                checksum = int(self._manifest.sums.crc32c[chunk])
-                tail = checksum.to_bytes(CHECKSUM_BYTES, "little")
-                yield np.frombuffer(tail, np.uint8)
+            yield coming.popleft().result()
 
     def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
         """Cuts chunks into batches that are read at a time."""

@@ -19,6 +19,8 @@ import pytest
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import storesvc_client as store
+from storesvc import failpoints
+from storesvc.failpoints import Failpoint
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.registry import handler_of
@@ -134,6 +136,39 @@ def test_each_save_outlasts_a_kill_of_all_replicas_but_one(
             for replica in replicas:
                 replica.await_ready()
         assert_saved(run, COUNT)
+
+
+POINTS = [
+    point
+    for point in Failpoint
+    if point.startswith(("begin.", "write.", "finish.", "commit."))
+]
+
+
+@pytest.mark.slow
+@in_a_bucket
+@pytest.mark.parametrize("point", POINTS)
+def test_a_save_outlasts_replicas_that_are_killed_at_a_step_of_it(
+    replicas: list[ServerProcess], point: Failpoint
+) -> None:
+    """Whatever was done, and never answered, is continued by the last one."""
+    for replica in replicas[:2]:
+        replica.kill()
+        replica.environment[failpoints.VARIABLE] = f"{point}=kill"
+        replica.launch()
+    try:
+        for replica in replicas[:2]:
+            replica.await_ready()
+        with store.connect(one_name(replicas)) as client:
+            run = client.run(f"tests/{point.name.lower().replace('_', '-')}")
+            for step in range(2):
+                run.save(step, {"x": np.arange(step, 9)}).result()
+            assert np.array_equal(np.arange(1, 9), run.restore(1)["x"])
+    finally:
+        for replica in replicas[:2]:
+            replica.environment.clear()
+            replica.kill()
+            replica.start()
 
 
 @pytest.mark.slow

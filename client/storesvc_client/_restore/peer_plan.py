@@ -26,7 +26,7 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc_client._job.assignment import Holders, assigned, needers_of_chunks
-from storesvc_client._restore.memory_budget import BUDGET_BYTES
+from storesvc_client._restore.buffer_budget import BUDGET_BYTES
 
 ROUND_BYTES: Final = 256 << 20
 """Maximum bytes that a process receives in a round."""

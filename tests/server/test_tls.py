@@ -356,7 +356,7 @@ def test_storectl_reads_its_certificates_from_the_environment(setting: Setting) 
         "STORECTL_KEY": str(setting.client.key),
     }
 
-    assert (0, "") == _listed(environment)
+    assert 0 == _listed(environment)[0]
     del environment["STORECTL_CERT"], environment["STORECTL_KEY"]
     code, shown = _listed(environment)
     assert 1 == code

@@ -107,7 +107,7 @@ def prose_of_python(source: str) -> Iterator[Prose]:
     """Yields docstrings, comments, and string literals of more than one word."""
     pieces: list[tuple[int, str]] = []
     kind = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in _tokens(source):
         if token.type in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
             continue
         is_next_comment = (
@@ -125,6 +125,32 @@ def prose_of_python(source: str) -> Iterator[Prose]:
             assert literal is not None, token
             text = CODE_IN_STRING.sub(lambda code: " _ ", literal[2])
             pieces.append((token.start[0], text))
+
+
+def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    """Yields the tokens of a module, each f-string as one, as Python 3.11 does."""
+    begins = getattr(tokenize, "FSTRING_START", None)
+    ends = getattr(tokenize, "FSTRING_END", None)
+    lines, depth, start = source.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == begins:
+            depth += 1
+            start = token.start if depth == 1 else start
+        if not depth:
+            yield token
+        if token.type == ends:
+            depth -= 1
+            if not depth:
+                text = _between(lines, start, token.end)
+                yield tokenize.TokenInfo(tokenize.STRING, text, start, token.end, "")
+
+
+def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """Returns the source between two positions of tokens."""
+    taken = lines[start[0] - 1 : end[0]]
+    taken[-1] = taken[-1][: end[1]]
+    taken[0] = taken[0][start[1] :]
+    return "".join(taken)
 
 
 def _joined(pieces: list[tuple[int, str]]) -> Iterator[Prose]:

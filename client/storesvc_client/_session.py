@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from storesvc_client._chunks.host_memory import BlockPool
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, StagingPool
 from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import InvalidRequestError
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 DEFAULT_STAGING_BYTES: Final = 4 << 30
 """Default host memory for the saves of a client."""
 
+DEFAULT_RESTORE_POOL_BYTES: Final = 4 << 30
+"""Default memory of earlier restores that a client keeps for the next one."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
@@ -22,13 +26,16 @@ class Session:
     connection: Connection
     staging: StagingPool
     """Host memory of saves."""
+    blocks: BlockPool
+    """Host memory of restores."""
     data_root: "Path | BucketRoot | None" = None
     """Root of the store if this process reads and writes data files itself; None if
     they go through the server."""
 
     def close(self) -> None:
-        """Frees the staging memory and closes the connection; may be repeated."""
+        """Frees the memory and closes the connection; may be repeated."""
         self.staging.clear()
+        self.blocks.clear()
         self.connection.close()
 
 
@@ -43,3 +50,16 @@ def new_staging(budget_bytes: int) -> StagingPool:
             f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {budget_bytes}"
         )
     return StagingPool(budget_bytes)
+
+
+def new_blocks(limit_bytes: int) -> BlockPool:
+    """Returns the block pool of a client.
+
+    Raises:
+        InvalidRequestError: The limit is negative.
+    """
+    if limit_bytes < 0:
+        raise InvalidRequestError(
+            f"restore_pool_bytes: expected 0 or more, got {limit_bytes}"
+        )
+    return BlockPool(limit_bytes)

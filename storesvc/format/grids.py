@@ -16,7 +16,12 @@ from typing import Any, Final, TypeAlias
 from numpy.typing import NDArray
 
 MIN_CHUNK_BYTES: Final = 4 << 20
-"""Shards smaller than this share a chunk with their neighbours."""
+"""Shards smaller than this share a chunk with those that follow them in the leaf."""
+
+MIN_STRIDED_BYTES: Final = 1 << 20
+"""Shards smaller than this also share a chunk with neighbours whose rows alternate with
+their own. Such a chunk is a contiguous range of no shard, so each of its bytes is
+copied once more."""
 
 MAX_CHUNK_BYTES: Final = 16 << 20
 """Shards larger than this are divided."""
@@ -119,8 +124,8 @@ def choose_chunk_shape(
 ) -> tuple[int, ...]:
     """Returns the chunk shape for a leaf saved in shards of ``shard_shape``.
 
-    At most ``MAX_CHUNK_BYTES``, and at least ``MIN_CHUNK_BYTES`` unless the leaf is
-    smaller; every size >= 1, even if the shape has a 0.
+    At most ``MAX_CHUNK_BYTES``, and at least as many as ``least_bytes`` says unless the
+    leaf is smaller; every size >= 1, even if the shape has a 0.
     """
     chunk = [max(1, n) for n in shard_shape]
     size = math.prod(chunk) * itemsize
@@ -132,13 +137,28 @@ def choose_chunk_shape(
         size = math.prod(chunk) * itemsize
     # Too small: add neighbouring shards, trailing dimension first.
     for dim in reversed(range(len(chunk))):
-        if size >= MIN_CHUNK_BYTES:
-            break
         shards = -(-max(1, shape[dim]) // chunk[dim])
-        taken = min(_parts(shards, -(-MIN_CHUNK_BYTES // size)), shards)
+        wanted = -(-least_bytes(shape, chunk, dim) // size)
+        if shards == 1 or wanted <= 1:
+            continue
+        taken = min(_parts(shards, wanted), shards)
         chunk[dim] = min(chunk[dim] * taken, max(1, shape[dim]))
         size = math.prod(chunk) * itemsize
     return tuple(chunk)
+
+
+def least_bytes(shape: Sequence[int], chunk: Sequence[int], dim: int) -> int:
+    """Returns the bytes below which neighbours along a dimension share a chunk.
+
+    Args:
+        shape: Shape of the leaf.
+        chunk: Shape of the chunk so far.
+        dim: The dimension.
+    """
+    is_contiguous = all(n == 1 for n in chunk[:dim]) and all(
+        n >= m for n, m in zip(chunk[dim + 1 :], shape[dim + 1 :], strict=True)
+    )
+    return MIN_CHUNK_BYTES if is_contiguous else MIN_STRIDED_BYTES
 
 
 def _parts(n: int, wanted: int) -> int:

@@ -14,7 +14,7 @@ from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.buffer_layout import Span, allocate, lay_out
+from storesvc_client._chunks.buffer_layout import Span, lay_out
 from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples
@@ -134,11 +134,3 @@ def test_large_regions_are_handed_over_one_by_one() -> None:
     regions = [((n, n + 1), (0, 40 << 20)) for n in range(8)]
 
     assert 8 == len(lay_out(grid, regions).groups)
-
-
-def test_memory_is_aligned_for_xla() -> None:
-    for size in (64 << 10, 1 << 20, 2 << 20, (5 << 20) + 3):
-        memory = allocate(size)
-        assert size == memory.nbytes
-        assert 0 == memory.ctypes.data % 64
-        memory[...] = 1

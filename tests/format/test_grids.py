@@ -3,12 +3,14 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storesvc.format.grids import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    MIN_STRIDED_BYTES,
     Grid,
     choose_chunk_shape,
 )
@@ -34,7 +36,9 @@ def test_chunks_are_neither_too_large_nor_needlessly_small(
     assert all(n >= 1 for n in grid.chunk_shape)
     assert grid.chunk_bytes <= MAX_CHUNK_BYTES
     whole = math.prod(max(1, n) for n in shape) * itemsize
-    assert grid.chunk_bytes * 4 >= min(MIN_CHUNK_BYTES, whole)
+    assert grid.chunk_bytes * 4 >= min(MIN_STRIDED_BYTES, whole)
+    if shards and shards[1:] == shape[1:]:
+        assert grid.chunk_bytes * 4 >= min(MIN_CHUNK_BYTES, whole)
 
 
 def test_a_chunk_is_one_run_of_its_shard() -> None:
@@ -45,6 +49,22 @@ def test_a_chunk_is_one_run_of_its_shard() -> None:
 
 def test_small_shards_share_a_chunk() -> None:
     assert (512, 512) == choose_chunk_shape((512, 512), 4, (64, 512))
+    assert (512, 512) == choose_chunk_shape((512, 512), 4, (512, 64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "shards"),
+    [
+        ((2048, 2560), 4, (2048, 320)),  # the last dimension over 8 devices
+        ((4096, 4096), 2, (2048, 1024)),  # both dimensions, over 2 x 4 devices
+        ((24, 512, 1024), 2, (24, 64, 1024)),  # a stack of layers
+        ((4, 1024, 1536), 2, (4, 1024, 192)),
+    ],
+)
+def test_shards_of_a_megabyte_whose_rows_alternate_share_no_chunk(
+    shape: tuple[int, ...], itemsize: int, shards: tuple[int, ...]
+) -> None:
+    assert shards == choose_chunk_shape(shape, itemsize, shards)
 
 
 def test_padding_at_the_edge_costs_less_than_a_row_of_chunks() -> None:

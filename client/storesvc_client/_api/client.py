@@ -19,7 +19,13 @@ from storesvc_client._api.watch import watch
 from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client._rpc.paging import OnDamage, rows
 from storesvc_client._save.saver import RunSaver
-from storesvc_client._session import DEFAULT_STAGING_BYTES, Session, new_staging
+from storesvc_client._session import (
+    DEFAULT_RESTORE_POOL_BYTES,
+    DEFAULT_STAGING_BYTES,
+    Session,
+    new_blocks,
+    new_staging,
+)
 from storesvc_client._storage.root import check_root, direct_root
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
@@ -52,6 +58,7 @@ def connect(
     timeout: DurationLike = DEFAULT_TIMEOUT,
     direct: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    restore_pool_bytes: int = DEFAULT_RESTORE_POOL_BYTES,
 ) -> "Client":
     """Connects to a store, and returns its client once the store has answered.
 
@@ -82,6 +89,9 @@ def connect(
             such a root implies it.
         staging_bytes: Maximum host memory for the copies of saves, in bytes, at least
             128 MiB; it is kept for the next save.
+        restore_pool_bytes: Maximum host memory, in bytes, that is kept for the next
+            restore once the arrays of an earlier one are gone: for a minute, and unless
+            the kernel needs it. 0 keeps none.
 
     Raises:
         InvalidRequestError: The target, a certificate or the timeout is not usable, or
@@ -90,7 +100,7 @@ def connect(
             of the other.
         PreconditionError: The bucket denies access to the store, or to this process.
     """
-    staging = new_staging(staging_bytes)
+    staging, blocks = new_staging(staging_bytes), new_blocks(restore_pool_bytes)
     limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
     seconds = limit.total_seconds()
     connection = open_connection(
@@ -106,7 +116,7 @@ def connect(
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid, timeout=seconds)
-        return Client(Session(connection, staging, root))
+        return Client(Session(connection, staging, blocks, root))
     except BaseException:
         connection.close()
         raise

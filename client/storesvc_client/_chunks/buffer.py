@@ -1,12 +1,12 @@
 """Buffers of a restore: regions of a leaf in host memory, filled chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from storesvc.format.grids import Region
-from storesvc_client._chunks.buffer_layout import Bytes, Group, NDArrayAny, allocate
+from storesvc_client._chunks.buffer_layout import Bytes, Group, NDArrayAny
 
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
@@ -46,7 +46,7 @@ class Buffer:
         together = zip(self.segments, self.group.segments, strict=True)
         return [array[index] for array, segment in together for index in segment.inside]
 
-    def begin(self) -> int:
+    def begin(self, allocate: "Callable[[int], Bytes]") -> int:
         """Allocates the memory unless it was allocated; returns the bytes that this
         took."""
         if self.is_begun:

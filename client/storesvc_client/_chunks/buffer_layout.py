@@ -12,7 +12,6 @@ leaves and few such combinations.
 """
 
 import math
-import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ GROUP_BYTES: Final = 64 << 20
 COPIED_BYTES: Final = 64 << 10
 """Size below which a copy that XLA makes for lack of alignment costs nothing
 measurable."""
-
-HUGE_PAGE_BYTES: Final = 2 << 20
 
 NDArrayAny: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -273,37 +270,3 @@ def _index(inner: Region, outer: Region) -> Index:
     )
     # the ellipsis makes it return a view also for an array without dimensions
     return (*slices, ...)
-
-
-def allocate(size_bytes: int) -> Bytes:
-    """Returns uninitialised memory, aligned for XLA unless it is small.
-
-    Large memory is a private mapping of huge pages, which takes a fifth of the time to
-    allocate and returns to the system when it is dropped.
-    """
-    if size_bytes < COPIED_BYTES:
-        return np.empty(size_bytes, np.uint8)
-    if size_bytes < HUGE_PAGE_BYTES:
-        return _aligned(
-            np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes
-        )
-    own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping is far slower
-    try:
-        memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=own)
-    except OSError:  # the number of mappings of a process is limited
-        return _aligned(
-            np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes
-        )
-    raw = np.frombuffer(memory, np.uint8)
-    found = _aligned(raw, HUGE_PAGE_BYTES, size_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        start = found.ctypes.data - raw.ctypes.data
-        # whole pages only: the rest of the mapping must not use memory
-        whole = size_bytes - size_bytes % HUGE_PAGE_BYTES
-        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return found
-
-
-def _aligned(raw: Bytes, alignment: int, size_bytes: int) -> Bytes:
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + size_bytes]

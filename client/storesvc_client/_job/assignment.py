@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.grids import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Grid, Region
+from storesvc.format.grids import MAX_CHUNK_BYTES, Grid, Region, least_bytes
 
 Holders: TypeAlias = frozenset[int]
 """Processes that hold or need something."""
@@ -74,9 +74,7 @@ def shared_chunk_shape(
         size = math.prod(chunk) * itemsize
     # 2. Too small: join neighbouring shards, trailing dimension first.
     for dim in reversed(range(len(chunk))):
-        if size >= MIN_CHUNK_BYTES:
-            break
-        wanted = min(-(-MIN_CHUNK_BYTES // size), held.counts[dim])
+        wanted = min(-(-least_bytes(shape, chunk, dim) // size), held.counts[dim])
         whole = chunk[dim] == max(1, held.shard_shape[dim])
         taken = _together(held, chunk, dim, wanted) if whole else 1
         chunk[dim] = min(chunk[dim] * taken, max(1, shape[dim]))

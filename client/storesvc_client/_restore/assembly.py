@@ -35,6 +35,7 @@ from storesvc_client._chunks.buffer_layout import (
     Span,
     lay_out,
 )
+from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
@@ -89,6 +90,7 @@ class Assembly:
         meter: Meter | None = None,
         deadline: Deadline = NEVER,
         within: "Assembly | None" = None,
+        allocate: Callable[[int], Bytes] = allocate,
     ) -> None:
         """Plans a restore.
 
@@ -100,8 +102,9 @@ class Assembly:
                 thread that added its last piece.
             meter: Measures phases and bytes; None creates one without progress reports.
             deadline: Deadline of the restore.
-            within: The assembly that this one is a part of; its deadline applies, and
-                its meter gets everything except the bytes.
+            within: The assembly that this one is a part of; its deadline applies, its
+                memory is used, and its meter gets everything except the bytes.
+            allocate: Returns memory for a buffer of a size in bytes.
         """
         outer = None if within is None else within.meter
         self.meter: Meter = meter or Meter("restore", name, within=outer)
@@ -112,6 +115,8 @@ class Assembly:
         self._name = name
         self._place = place
         self._deadline = deadline
+        self.allocate: Callable[[int], Bytes] = within.allocate if within else allocate
+        """Returns memory for a buffer of a size in bytes."""
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunk] = {}
         layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
@@ -255,7 +260,7 @@ class Assembly:
 
     def _begun(self, buffer: Buffer) -> int:
         try:
-            return buffer.begin()
+            return buffer.begin(self.allocate)
         except MemoryError:
             key = self._manifest.tree.leaves[buffer.row].key
             raise LimitError(
@@ -446,5 +451,5 @@ class Assembly:
             self._chunks[first + goal.within] = _Chunk(goal, layout, buffers)
         for buffer in buffers:
             if not buffer.chunks_left:  # the leaf has no elements
-                buffer.begin()
+                buffer.begin(self.allocate)
                 self._place(buffer)

@@ -405,6 +405,7 @@ class OpenCheckpoint:
                 place=place,
                 meter=meter,
                 deadline=deadline,
+                allocate=self._session.blocks.take,
             )
 
     def _shared_source(

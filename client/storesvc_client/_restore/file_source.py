@@ -25,7 +25,8 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
-from storesvc_client._chunks.buffer_layout import Bytes, allocate
+from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BUDGET_BYTES, BufferBudget
 from storesvc_client._restore.data_file_reads import (

@@ -30,7 +30,8 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.buffer_layout import Bytes, allocate
+from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.peer_plan import Exchange, SpreadPlan, Stage

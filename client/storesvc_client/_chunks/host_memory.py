@@ -1,0 +1,216 @@
+"""Host memory of restored arrays, used again once those arrays are gone.
+
+The first touch of new memory costs more than reading into it, because the kernel clears
+every page. So a restore takes blocks that an earlier one has filled. A block is handed
+out as a NumPy array; whatever refers to its memory (a view, an array that jax made
+without a copy, an export by DLPack) keeps that array alive. So a block is free once its
+array is collected, and never before.
+
+Free blocks are bounded and unmapped after some time; in the meantime the kernel may
+take their pages when memory is short (``MADV_FREE``).
+"""
+
+import mmap
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from storesvc_client._chunks.buffer_layout import ALIGNMENT, COPIED_BYTES, Bytes
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+KEPT_SECONDS: Final = 60.0
+"""Time after which a free block is unmapped; it may be up to twice as long."""
+
+MAX_WASTE: Final = 8
+"""A block serves a request if it is larger by at most one part in this many."""
+
+
+def allocate(size_bytes: int) -> Bytes:
+    """Returns uninitialised memory, aligned for XLA unless it is small.
+
+    Large memory is a private mapping of huge pages, which takes a fifth of the time to
+    allocate and returns to the system when it is dropped.
+
+    Raises:
+        MemoryError: There is not enough memory.
+    """
+    if size_bytes < COPIED_BYTES:
+        return np.empty(size_bytes, np.uint8)
+    if size_bytes >= HUGE_PAGE_BYTES and (mapping := _mapped(size_bytes)):
+        return _aligned(np.frombuffer(mapping, np.uint8), HUGE_PAGE_BYTES, size_bytes)
+    return _aligned(np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A free block."""
+
+    mapping: mmap.mmap
+    size_bytes: int
+    """Usable bytes: those from the first boundary of a huge page."""
+    since: float
+    """Time at which it became free."""
+
+
+class BlockPool:
+    """Large blocks of host memory that are used again. Thread-safe."""
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        kept_seconds: float = KEPT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Creates an empty pool.
+
+        Args:
+            limit_bytes: Maximum bytes of free blocks; 0 keeps none.
+            kept_seconds: See ``KEPT_SECONDS``.
+            clock: Returns the current time in seconds.
+        """
+        self._limit_bytes = limit_bytes
+        self._kept_seconds = kept_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free: list[_Block] = []
+        """Ascending by ``since``."""
+        self._free_bytes = 0
+        # The collector may end an array in any thread, even in one that has the lock.
+        # SimpleQueue.put may be called there, and is all that is.
+        self._returned: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
+        self._has_keeper = False
+        end = weakref.finalize(self, self._returned.put, None)
+        end.atexit = False  # the keeper is a daemon
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the free blocks."""
+        with self._lock:
+            self._admit_returned()
+            return self._free_bytes
+
+    def take(self, size_bytes: int) -> Bytes:
+        """Returns memory with arbitrary contents, aligned for XLA unless it is small.
+
+        Raises:
+            MemoryError: There is not enough memory.
+        """
+        if size_bytes < HUGE_PAGE_BYTES or not self._limit_bytes:
+            return allocate(size_bytes)
+        mapping = self._reused(size_bytes) or _mapped(size_bytes)
+        if mapping is None:
+            return allocate(size_bytes)
+        array = np.frombuffer(mapping, np.uint8)
+        give_back = weakref.finalize(array, self._returned.put, mapping)
+        give_back.atexit = False
+        return _aligned(array, HUGE_PAGE_BYTES, size_bytes)
+
+    def clear(self) -> None:
+        """Unmaps the free blocks; keeps none from now on."""
+        with self._lock:
+            self._limit_bytes = 0
+            self._admit_returned()
+            self._free.clear()
+            self._free_bytes = 0
+
+    def _reused(self, size_bytes: int) -> mmap.mmap | None:
+        """Takes the smallest free block that fits."""
+        most = _whole(size_bytes) + size_bytes // MAX_WASTE
+        with self._lock:
+            if not self._has_keeper:
+                self._has_keeper = True
+                _start_keeper(weakref.ref(self), self._returned, self._kept_seconds)
+            self._admit_returned()
+            fitting = [b for b in self._free if size_bytes <= b.size_bytes <= most]
+            if not fitting:
+                return None
+            # The one that became free last: the kernel has taken it least probably.
+            block = min(reversed(fitting), key=lambda b: b.size_bytes)
+            self._free.remove(block)
+            self._free_bytes -= block.size_bytes
+            return block.mapping
+
+    def _tidy(self, returned: mmap.mmap | None) -> None:
+        """Admits a returned block, if any, and unmaps what was free for too long."""
+        with self._lock:
+            if returned is not None:
+                self._admit(returned)
+            self._admit_returned()
+            oldest = self._clock() - self._kept_seconds
+            while self._free and self._free[0].since <= oldest:
+                self._free_bytes -= self._free.pop(0).size_bytes
+
+    def _admit_returned(self) -> None:
+        with suppress(queue.Empty):
+            while (mapping := self._returned.get_nowait()) is not None:
+                self._admit(mapping)
+
+    def _admit(self, mapping: mmap.mmap) -> None:
+        """Makes a block free, or drops it if the limit is reached."""
+        size_bytes = len(mapping) - HUGE_PAGE_BYTES
+        if self._free_bytes + size_bytes > self._limit_bytes:
+            return
+        if hasattr(mmap, "MADV_FREE"):  # Linux and macOS
+            with suppress(OSError):  # locked memory, for example by mlockall
+                mapping.madvise(mmap.MADV_FREE)
+        self._free.append(_Block(mapping, size_bytes, self._clock()))
+        self._free_bytes += size_bytes
+
+
+def _start_keeper(
+    pool: "weakref.ref[BlockPool]",
+    returned: "queue.SimpleQueue[mmap.mmap | None]",
+    seconds: float,
+) -> None:
+    """Starts the thread that admits returned blocks at once, and looks for those to
+    unmap at an interval; it ends with the pool."""
+
+    def keep() -> None:
+        while True:
+            mapping = None
+            with suppress(queue.Empty):
+                mapping = returned.get(timeout=seconds)
+            found = pool()
+            if found is None:
+                return
+            found._tidy(mapping)  # noqa: SLF001 - of this module
+            del found, mapping  # the wait must not keep them
+
+    threading.Thread(target=keep, name="storesvc-memory", daemon=True).start()
+
+
+def _mapped(size_bytes: int) -> mmap.mmap | None:
+    """Returns a private mapping with that many bytes from its first boundary of a huge
+    page; None if the process may not have more mappings."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping is far slower
+    try:
+        mapping = mmap.mmap(-1, _whole(size_bytes) + HUGE_PAGE_BYTES, flags=private)
+    except OSError:
+        return None
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES
+        # Whole pages only: the rest must not take memory that was not requested.
+        mapping.madvise(
+            mmap.MADV_HUGEPAGE, start, size_bytes - size_bytes % HUGE_PAGE_BYTES
+        )
+    return mapping
+
+
+def _whole(size_bytes: int) -> int:
+    """Returns a size rounded up to huge pages, so that a block also serves a somewhat
+    larger request."""
+    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def _aligned(raw: Bytes, alignment: int, size_bytes: int) -> Bytes:
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size_bytes]

@@ -8,14 +8,15 @@ before the upload of the object starts.
 import errno
 import os
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Final, Protocol
 
+from storesvc.format.grids import MAX_CHUNK_BYTES
 from storesvc.storage import data_file, rooted_files
-from storesvc_client._storage.bucket import BucketRoot
+from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -60,6 +61,15 @@ class Pool(Protocol):
     def file_bytes(self) -> int:
         """File size at which the next file starts."""
 
+    def begin(self) -> AbstractContextManager[None]:
+        """Returns a context for one file; it waits until the file may begin.
+
+        The thread must not have a slab then: what it waits for may need its memory.
+
+        Raises:
+            StoppedError: The save has stopped.
+        """
+
     def create(self, name: str) -> AbstractContextManager[NewFile]:
         """Returns a context that creates a file: durable after a normal exit, removed
         after an error.
@@ -87,6 +97,10 @@ class FilePool:
         self._root = root
         self._pool = pool
         self.file_bytes = FILE_BYTES
+
+    def begin(self) -> AbstractContextManager[None]:
+        """See ``Pool.begin``; files are written part by part, and need no memory."""
+        return nullcontext()
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:
@@ -126,12 +140,16 @@ def _translated(e: OSError, pool: Path) -> StoreError:
     )
 
 
-OBJECT_BYTES: Final = 64 << 20
-"""Object size at which the next object starts; an interrupted save loses at most the
-objects in flight."""
+OBJECT_BYTES: Final = 8 << 20
+"""Object size at which the next object starts: its transfer at 50 MB/s takes six times
+as long as a round trip of 30 ms, and a connection is not faster than that."""
 
-OBJECT_THREADS: Final = 8
-"""Objects in flight; each is in memory twice, because TensorStore copies it."""
+OBJECT_THREADS: Final = 24
+"""Maximum objects in flight."""
+
+IN_FLIGHT_BYTES: Final = 120 << 20
+"""Maximum bytes of the objects in flight; each is in memory twice, because TensorStore
+copies it."""
 
 
 class NewObject:
@@ -151,6 +169,45 @@ class NewObject:
         return self._data.getvalue()
 
 
+class _Room:
+    """Memory that the objects in flight share; one object per thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._taken: dict[int, int] = {}
+        """Bytes of each thread."""
+        self._changed = threading.Condition()
+
+    def take(self, size_bytes: int, *, check: Callable[[], None]) -> None:
+        """Waits until so many bytes are free, or all are.
+
+        Args:
+            size_bytes: Bytes to take for this thread.
+            check: Called at intervals; raises an error to end the wait.
+        """
+        with self._changed:
+            while self._taken and self._used_bytes + size_bytes > self._limit_bytes:
+                check()
+                self._changed.wait(POLL_SECONDS)
+            self._taken[threading.get_ident()] = size_bytes
+
+    def keep(self, size_bytes: int) -> None:
+        """Gives back what this thread has taken beyond some bytes."""
+        with self._changed:
+            self._taken[threading.get_ident()] = size_bytes
+            self._changed.notify_all()
+
+    def give_back(self) -> None:
+        """Gives back what this thread has taken."""
+        with self._changed:
+            del self._taken[threading.get_ident()]
+            self._changed.notify_all()
+
+    @property
+    def _used_bytes(self) -> int:
+        return sum(self._taken.values())
+
+
 class BucketPool:
     """The data files of a run in a bucket; see ``Pool``."""
 
@@ -167,13 +224,25 @@ class BucketPool:
         self._root = root
         self._pool = pool
         self._stopped = stopped
+        self._room = _Room(IN_FLIGHT_BYTES)
         self.file_bytes = OBJECT_BYTES
+
+    @contextmanager
+    def begin(self) -> Generator[None]:
+        """See ``Pool.begin``."""
+        # An object ends with the part that brings it to its size.
+        self._room.take(self.file_bytes + MAX_CHUNK_BYTES, check=self._check)
+        try:
+            yield
+        finally:
+            self._room.give_back()
 
     @contextmanager
     def create(self, name: str) -> Generator[NewObject]:
         """See ``Pool.create``."""
         new = NewObject()
         yield new
+        self._room.keep(new.size_bytes)
         # Only after a normal exit. Readers see the whole object or none, and it is
         # durable when the storage has acknowledged it.
         self._root.write(

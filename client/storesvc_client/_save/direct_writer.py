@@ -115,8 +115,10 @@ class DirectWriter:
 
     def _work(self) -> None:
         try:
-            while not self._stopped.is_set() and self._write_file():
-                pass
+            has_more = True
+            while has_more and not self._stopped.is_set():
+                with self._pool.begin():
+                    has_more = self._write_file()
         except StoppedError:
             return
         except BaseException:

@@ -42,15 +42,16 @@ def tree_path_to_string(
     Joined parts are ambiguous when a part contains ``sep``; the keys of the store
     therefore escape each part first (``storesvc.format.keys``).
     """
-    parts = tuple(_part_text(part) for part in path)
+    parts = tuple(map(part_text, path))
     return parts if sep is None else sep.join(parts)
 
 
-def _part_text(part: Any) -> str:
+def part_text(part: Any) -> str:
+    """Returns one part of a JAX tree path as text."""
     match part:
-        case SequenceKey(idx=name) | GetAttrKey(name=name):
-            return str(name)
         case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case SequenceKey(idx=name) | GetAttrKey(name=name):
             return str(name)
         case _:
             return str(part)

@@ -8,7 +8,7 @@ here, before anything is sent, in one error that lists all of them.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from storesvc.format.keys import (
     escape_part,
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
-from storesvc_client._pytree.leaf_names import tree_path_to_string
+from storesvc_client._pytree.leaf_names import part_text
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -47,9 +47,11 @@ _PYTHON_DTYPES: Final = {
     complex: "complex128",
 }
 
+_HOST_KINDS: Final = frozenset({pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR})
+"""Kinds of NumPy's values, which always have values that can be read."""
 
-@dataclass(frozen=True, slots=True)
-class NamedLeaf:
+
+class NamedLeaf(NamedTuple):
     """A leaf of a pytree with its key."""
 
     key: str
@@ -106,27 +108,42 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
 
 def signature(value: Any) -> Signature | None:
     """Returns the signature of a leaf, or None if a checkpoint cannot hold it."""
+    if type(value) in _PYTHON_DTYPES:
+        return _signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
     own_dtype = getattr(value, "dtype", None)
     if own_dtype is not None and _is_prng_dtype(own_dtype):
         spec = jax.eval_shape(jax.random.key_data, value)
         impl = _impls().get(value.dtype)
         if impl is None:
             return None
-        return Signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
-    if isinstance(value, (jax.core.Tracer, np.ma.MaskedArray)):
+        return _signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
+    kind = _array_kind(type(value))
+    dtype = None if kind is None else _stored_dtype(own_dtype)
+    if kind is None or dtype is None:
         return None
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        kind = pb.LEAF_KIND_ARRAY
-    elif isinstance(value, np.ndarray):
-        kind = pb.LEAF_KIND_HOST_ARRAY
-    elif isinstance(value, np.generic):
-        kind = pb.LEAF_KIND_HOST_SCALAR
-    elif type(value) in _PYTHON_DTYPES:
-        return Signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
-    else:
+    return _signature(kind, dtype, tuple(value.shape))
+
+
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
+def _signature(
+    kind: "pb.LeafKind.ValueType",
+    dtype: str,
+    shape: tuple[int, ...],
+    prng_impl: str | None = None,
+) -> Signature:
+    return Signature(kind, dtype, shape, prng_impl)
+
+
+@lru_cache(maxsize=256)
+def _array_kind(cls: type) -> "pb.LeafKind.ValueType | None":
+    """Returns the kind of arrays of a class, or None if a checkpoint holds none."""
+    if issubclass(cls, (jax.core.Tracer, np.ma.MaskedArray)):
         return None
-    dtype = _stored_dtype(value.dtype)
-    return None if dtype is None else Signature(kind, dtype, tuple(value.shape))
+    if issubclass(cls, (jax.Array, jax.ShapeDtypeStruct)):
+        return pb.LEAF_KIND_ARRAY
+    if issubclass(cls, np.ndarray):
+        return pb.LEAF_KIND_HOST_ARRAY
+    return pb.LEAF_KIND_HOST_SCALAR if issubclass(cls, np.generic) else None
 
 
 def tracer_text(value: Any) -> str:
@@ -151,6 +168,8 @@ def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
 
 def _problem(value: Any, found: Signature | None) -> str | None:
     """Returns why a checkpoint cannot hold a leaf, or None if it can."""
+    if found is not None and found.kind in _HOST_KINDS and len(found.shape) <= MAX_RANK:
+        return None
     if isinstance(value, jax.core.Tracer):
         return f"expected values, got {tracer_text(value)}: call save outside jit"
     if found is None:
@@ -244,40 +263,43 @@ def list_problems(problems: Sequence[str]) -> str:
 
 
 class KeyCache:
-    """Cache of the keys and kinds of paths; shared prefixes are computed once."""
+    """Cache of the keys and kinds of containers, which are prefixes of the keys and
+    kinds of their leaves."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[str, str]] = {(): ("", "")}
 
     def find(self, path: tuple[Any, ...]) -> tuple[str, str]:
         """Returns the key and the kinds of a path."""
+        if not path:
+            return "", ""
         # Within one container, equal parts are one part: a dict has 1 or True, not
         # both.
-        found = self._known.get(path)
-        if found is None:
-            above, kinds = self.find(path[:-1])
-            part = escape_part(*tree_path_to_string(path[-1:]))
-            key = f"{above}/{part}" if kinds else part
-            try:
-                check_key(key)
-            except InvalidKeyError as e:
-                raise UnsupportedLeafError(str(e)) from None
-            found = self._known[path] = key, kinds + _kind(path[-1])
-        return found
+        above = self._known.get(path[:-1])
+        if above is None:
+            above = self._known[path[:-1]] = self.find(path[:-1])
+        key, kinds = above
+        part = escape_part(part_text(path[-1]))
+        key = f"{key}/{part}" if kinds else part
+        try:
+            check_key(key)
+        except InvalidKeyError as e:
+            raise UnsupportedLeafError(str(e)) from None
+        return key, kinds + _kind(path[-1])
 
 
 def _kind(part: Any) -> str:
     match part:
-        case DictKey(key=bool()):
-            return "t"
         case DictKey(key=str()):
             return "k"
-        case DictKey(key=int()):
-            return "n"
         case SequenceKey():
             return "i"
         case GetAttrKey():
             return "a"
+        case DictKey(key=bool()):
+            return "t"
+        case DictKey(key=int()):
+            return "n"
         case FlattenedIndexKey(key=int()):
             return "f"
         case _:  # a class that the user registered with jax

@@ -18,7 +18,7 @@ from jax.tree_util import DictKey, tree_flatten_with_path
 from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
-from storesvc.format.trees import Leaf, Tree
+from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.slabs import Slab, slabs_of
 from storesvc_client._job.assignment import (
     Held,
@@ -122,22 +122,19 @@ class Planner:
         found = list(storable(named, is_alone=self._job is None))
         # 3. Cut the leaves into chunks. Every process of a job must compute the same
         #    rows, so these depend only on global shapes and shardings.
-        held = [_held(leaf.value, what, self._job) for leaf, what in found]
+        cuts = _cuts(found, self._job)
         rows = tuple(
-            _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
+            _row(leaf, what, cut) for (leaf, what), cut in zip(found, cuts, strict=True)
         )
         document, foreign = (structure, ()) if structure else pack_containers(tree)
         planned = Tree(rows, document)
         # 4. Select the chunks that this process writes.
-        own = _own_chunks(planned, held, self._job)
+        own = _own_chunks(planned, [cut.held for cut in cuts], self._job)
         plan = Plan(
             tree=planned,
             structure=structure,
             foreign=foreign,
-            leaves=tuple(
-                _leaf_plan(leaf.value, what, grid)
-                for (leaf, what), grid in zip(found, planned.grids, strict=True)
-            ),
+            leaves=tuple(cut.plan for cut in cuts),
             order=tuple(numbers[id(leaf)] for leaf, _ in found),
             keys=tuple(leaf.key for leaf in rows),
             own=own,
@@ -148,7 +145,7 @@ class Planner:
                 if self._job is not None
                 and _is_compared(leaf.value, planned.grids[row].leaf_bytes)
             ),
-            is_remote=any(is_remote(leaf.value) for leaf in named),
+            is_remote=any(cut.is_remote for cut in cuts),
             forms=_forms([leaf.value for leaf in named]),
             treedef=treedef,
             key_types=_key_types(leaf.keypath for leaf in named),
@@ -201,21 +198,63 @@ def is_remote(value: Any) -> bool:
     )
 
 
-def _row(leaf: NamedLeaf, found: Signature, held: Held | None) -> Leaf:
-    itemsize = DTYPES[found.dtype].itemsize
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Cut:
+    """What leaves of one signature and sharding have in common."""
+
+    held: Held | None
+    chunk_shape: tuple[int, ...]
+    sharding: SavedSharding | None
+    plan: LeafPlan
+    is_remote: bool
+
+
+def _cuts(found: Iterable[tuple[NamedLeaf, Signature]], job: Job | None) -> list[_Cut]:
+    """Returns the cut of each leaf; a tree has many leaves, and few cuts."""
+    known: dict[tuple[Signature, Any], _Cut] = {}
+    cuts = []
+    for leaf, what in found:
+        value = leaf.value
+        form = what, value.sharding if isinstance(value, jax.Array) else None
+        cut = known.get(form)
+        if cut is None:
+            cut = known[form] = _cut(value, what, job)
+        cuts.append(cut)
+    return cuts
+
+
+def _cut(value: Any, found: Signature, job: Job | None) -> _Cut:
+    dtype, held = DTYPES[found.dtype], _held(value, found, job)
     if held is None:
-        shard_shape = _shard_shape(leaf.value, found)
-        chunk_shape = choose_chunk_shape(found.shape, itemsize, shard_shape)
+        shard_shape = _shard_shape(value, found)
+        chunk_shape = choose_chunk_shape(found.shape, dtype.itemsize, shard_shape)
     else:
-        chunk_shape = shared_chunk_shape(found.shape, itemsize, held)
+        chunk_shape = shared_chunk_shape(found.shape, dtype.itemsize, held)
+    devices, blocks = _blocks(value, found)
+    plan = LeafPlan(
+        dtype=dtype,
+        is_key=found.kind == pb.LEAF_KIND_PRNG_KEY,
+        devices=devices,
+        layout=layout_of(Grid(found.shape, chunk_shape, dtype.itemsize), blocks),
+    )
+    return _Cut(
+        held=held,
+        chunk_shape=chunk_shape,
+        sharding=saved_sharding(value),
+        plan=plan,
+        is_remote=is_remote(value),
+    )
+
+
+def _row(leaf: NamedLeaf, found: Signature, cut: _Cut) -> Leaf:
     return Leaf(
         key=leaf.key,
         path_kinds=leaf.path_kinds,
         kind=found.kind,
         dtype=found.dtype,
         shape=found.shape,
-        chunk_shape=chunk_shape,
-        sharding=saved_sharding(leaf.value),
+        chunk_shape=cut.chunk_shape,
+        sharding=cut.sharding,
         prng_impl=found.prng_impl,
     )
 
@@ -282,16 +321,6 @@ def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64
     sizes = tree.stored_lengths.tolist()
     writers = assigned(holders, sizes, count=job.count)
     return np.flatnonzero(writers == job.index)
-
-
-def _leaf_plan(value: Any, found: Signature, grid: Grid) -> LeafPlan:
-    devices, blocks = _blocks(value, found)
-    return LeafPlan(
-        dtype=DTYPES[found.dtype],
-        is_key=found.kind == pb.LEAF_KIND_PRNG_KEY,
-        devices=devices,
-        layout=layout_of(grid, blocks),
-    )
 
 
 def _blocks(

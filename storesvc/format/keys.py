@@ -16,7 +16,8 @@ injective, so two paths share a key only where their parts have the same texts
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import lt
 from typing import Final
 
 MAX_KEY_BYTES: Final = 4096
@@ -108,7 +109,17 @@ def fits_key(path_kinds: str, key: str) -> bool:
     Raises:
         InvalidKeyError: The text is not a key.
     """
-    parts = split_key(key)
+    if not key:
+        return not path_kinds
+    above, separator, last = key.rpartition("/")
+    fits = _fits_above(path_kinds[:-1], above) if separator else len(path_kinds) == 1
+    part = unescape_part(last)  # raises, even if the parts above do not fit
+    return fits and _fits_part(part, path_kinds[-1])
+
+
+@lru_cache(maxsize=256)  # neighbouring leaves share their parent
+def _fits_above(path_kinds: str, above: str) -> bool:
+    parts = tuple(map(unescape_part, above.split("/")))
     return len(parts) == len(path_kinds) and all(map(_fits_part, parts, path_kinds))
 
 
@@ -126,17 +137,20 @@ def check_keys(keys: Sequence[str]) -> None:
         InvalidKeyError: The keys are not strictly ascending, or one is an
             ancestor of another.
     """
-    for before, after in pairwise(keys):
-        if before >= after:
-            raise InvalidKeyError(
-                f"leaf {after!r}: expected keys in strictly ascending order, "
-                f"got it after {before!r}"
-            )
-    known = set(keys)
+    if not all(map(lt, keys, islice(keys, 1, None))):
+        before, after = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
+        raise InvalidKeyError(
+            f"leaf {after!r}: expected keys in strictly ascending order, "
+            f"got it after {before!r}"
+        )
+    if len(keys) > 1 and not keys[0]:
+        raise InvalidKeyError(f"leaf {keys[1]!r} is below the leaf ''")
+    known, last = set(keys), ""
     for key in keys:
-        if key and "" in known:
-            raise InvalidKeyError(f"leaf {key!r} is below the leaf ''")
-        at = key.find("/")
+        above = key[: max(0, key.rfind("/"))]
+        if above == last:  # checked with the leaf before
+            continue
+        last, at = above, key.find("/")
         while at >= 0:
             if key[:at] in known:
                 raise InvalidKeyError(f"leaf {key!r} is below the leaf {key[:at]!r}")

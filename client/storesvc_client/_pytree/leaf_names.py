@@ -13,7 +13,6 @@ from copy import deepcopy
 from typing import Any, overload
 
 import jax
-from flax import nnx
 from jax.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -138,25 +137,25 @@ def deepcopy_model(model: Any) -> Any:
 
     A Variable that a module holds in two places is one Variable in the copy, too.
     """
-    leaves, structure = jax.tree.flatten(model, is_leaf=_is_module)
-    copies = [_copied_module(leaf) for leaf in leaves if _is_module(leaf)]
+    from flax import nnx  # it takes ten times as long to import as this module
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    def copied_module(module: Any) -> Any:
+        graphdef, state = nnx.split(module)
+        return nnx.merge(graphdef, jax.tree.map(deepcopy, state))
+
+    leaves, structure = jax.tree.flatten(model, is_leaf=is_module)
+    copies = [copied_module(leaf) for leaf in leaves if is_module(leaf)]
     # One deepcopy call for all, so that a leaf that occurs twice is copied once.
-    others = deepcopy([None if _is_module(leaf) else leaf for leaf in leaves])
+    others = deepcopy([None if is_module(leaf) else leaf for leaf in leaves])
     modules = iter(copies)
     copied = [
-        next(modules) if _is_module(leaf) else other
+        next(modules) if is_module(leaf) else other
         for leaf, other in zip(leaves, others, strict=True)
     ]
     return jax.tree.unflatten(structure, copied)
-
-
-def _is_module(node: Any) -> bool:
-    return isinstance(node, nnx.Pytree)
-
-
-def _copied_module(module: Any) -> Any:
-    graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(deepcopy, state))
 
 
 def specs_to_name_sharding(tree: Any, mesh: Mesh | None = None) -> Any:

@@ -18,8 +18,6 @@ separator. Both directions guarantee:
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from flax.traverse_util import empty_node
-
 __all__ = [
     "GraphPath",
     "add_leaves",
@@ -104,6 +102,8 @@ def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, A
     """
     if not isinstance(xs, Mapping):
         raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    from flax.traverse_util import empty_node
+
     leaves: dict[GraphPath, Any] = {}
     for key, value in xs.items():
         # Compared by type: a tree map creates another instance.
@@ -195,6 +195,8 @@ def mapping_leaves(
             below = key if not path and isinstance(key, tuple) else (*path, key)
             yield from walk(below, value)
         if keep_empty_nodes and path and not node:
+            from flax.traverse_util import empty_node
+
             yield path, empty_node
 
     add_leaves(leaves, walk((), xs))

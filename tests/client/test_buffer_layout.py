@@ -115,9 +115,10 @@ def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:
     grid = Grid((64, 32), (64, 32), 4)
     shards = [((n, n + 8), (0, 32)) for n in range(0, 64, 8)]
 
-    (goal,) = lay_out(grid, shards).goals
+    layout = lay_out(grid, shards)
 
-    assert isinstance(goal.goes, Span)
+    assert [0] == layout.chunks.tolist()
+    assert isinstance(layout.goal(0).goes, Span)
 
 
 def test_shards_are_padded_to_the_alignment_of_xla() -> None:

@@ -12,14 +12,14 @@ leaves and few such combinations.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.format.chunks import I64
 from storesvc.format.grids import Grid, Region, intersection
 
 ALIGNMENT: Final = 64
@@ -31,6 +31,10 @@ GROUP_BYTES: Final = 64 << 20
 COPIED_BYTES: Final = 64 << 10
 """Size below which a copy that XLA makes for lack of alignment costs nothing
 measurable."""
+
+_KEPT_GOALS: Final = 4096
+"""Maximum chunks of a layout whose goals are kept for the next leaf: the goals of
+millions of chunks would take gigabytes."""
 
 NDArrayAny: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -112,7 +116,11 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """The memory of a leaf's wanted regions, and the destination of each chunk."""
+    """The memory of a leaf's wanted regions, and the destination of each chunk.
+
+    It takes a few bytes for each chunk, of which a leaf may have millions; the goal of
+    a chunk is computed when the chunk is read.
+    """
 
     grid: Grid
     row_axis: int
@@ -121,21 +129,42 @@ class Layout:
     row_bytes: int
     """Bytes of one row of a chunk cut along that dimension; rows are contiguous."""
     groups: tuple[Group, ...]
-    goals: tuple[Goal, ...]
-    """Destinations of the needed chunks, ascending."""
+    chunks: I64
+    """The needed chunks, ascending, by their number within the leaf."""
+    holding: tuple[I64, I64]
+    """A chunk, and the number of a segment that holds a part of it, over all groups;
+    ascending."""
+    places: tuple[tuple[int, int], ...]
+    """Group of each segment, and its number within the group."""
+    _goals: dict[int, Goal] = field(default_factory=dict)
+
+    def goal(self, within: int) -> Goal:
+        """Returns the destination of a needed chunk."""
+        goal = self._goals.get(within)
+        if goal is None:
+            chunks, segments = self.holding
+            first = chunks.searchsorted(within, side="left")
+            last = chunks.searchsorted(within, side="right")
+            holders = [self.places[n] for n in segments[first:last].tolist()]
+            goal = _goal(self.grid, within, holders, self.groups)
+            if len(self.chunks) <= _KEPT_GOALS:
+                self._goals[within] = goal
+        return goal
 
 
 def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     """Returns the layout of distinct regions of a leaf."""
     packed = list(_packed(_segments(grid, regions)))
-    holders: dict[int, list[tuple[int, int]]] = {}
-    for number, segments in enumerate(packed):
-        for at, segment in enumerate(segments):
-            for within in grid.covering(segment.region):
-                holders.setdefault(within, []).append((number, at))
-    goals = [_goal(grid, n, holders[n], packed) for n in sorted(holders)]
-    touched = Counter(number for goal in goals for number in goal.groups)
-    groups = [_group(segments, touched[n]) for n, segments in enumerate(packed)]
+    places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
+    covered = [[_covering(grid, each.region) for each in group] for group in packed]
+    groups = [
+        _group(segments, len(_joined(chunks)))
+        for segments, chunks in zip(packed, covered, strict=True)
+    ]
+    each = [chunks for group in covered for chunks in group]
+    chunks = np.concatenate([np.empty(0, np.int64), *each])
+    numbers = np.repeat(np.arange(len(each)), [len(found) for found in each])
+    order = np.argsort(chunks, kind="stable")
     long = (axis for axis, n in enumerate(grid.chunk_shape) if n > 1)
     axis = next(long, len(grid.chunk_shape) - 1)
     return Layout(
@@ -143,8 +172,28 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
         row_axis=axis,
         row_bytes=math.prod(grid.chunk_shape[axis + 1 :]) * grid.itemsize,
         groups=tuple(groups),
-        goals=tuple(goals),
+        chunks=_joined(each),
+        holding=(chunks[order], numbers[order]),
+        places=tuple(places),
     )
+
+
+def _covering(grid: Grid, region: Region) -> I64:
+    """Returns the chunks that overlap a region, ascending."""
+    chunks = np.zeros(1, np.int64)
+    for (start, stop), c, count in zip(
+        region, grid.chunk_shape, grid.counts, strict=True
+    ):
+        along = np.arange(start // c, -(-stop // c) if start < stop else start // c)
+        chunks = np.add.outer(chunks * count, along).reshape(-1)
+    return chunks
+
+
+def _joined(chunks: Sequence[I64]) -> I64:
+    """Returns the distinct chunks of several segments, ascending."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *chunks]))
 
 
 def _segments(grid: Grid, regions: Sequence[Region]) -> Iterator[Segment]:
@@ -217,12 +266,12 @@ def _goal(
     grid: Grid,
     within: int,
     holders: Sequence[tuple[int, int]],
-    packed: Sequence[Sequence[Segment]],
+    groups: Sequence[Group],
 ) -> Goal:
     region = grid.region(within)
     copies = []
     for number, at in holders:
-        segment = packed[number][at]
+        segment = groups[number].segments[at]
         shared = intersection(region, segment.region)
         start = _offset_in(grid, region, segment) if region == shared else None
         if start is not None and len(holders) == 1:
@@ -236,8 +285,8 @@ def _goal(
                 target=_index(shared, segment.region),
             )
         )
-    groups = tuple(dict.fromkeys(number for number, _ in holders))
-    return Goal(within=within, groups=groups, goes=tuple(copies))
+    touched = tuple(dict.fromkeys(number for number, _ in holders))
+    return Goal(within=within, groups=touched, goes=tuple(copies))
 
 
 def _offset_in(grid: Grid, region: Region, segment: Segment) -> int | None:

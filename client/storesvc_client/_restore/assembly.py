@@ -118,9 +118,16 @@ class Assembly:
         self.allocate: Callable[[int], Bytes] = within.allocate if within else allocate
         """Returns memory for a buffer of a size in bytes."""
         self._lock = threading.Lock()
-        self._chunks: dict[int, _Chunk] = {}
-        layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
         tree = manifest.tree
+        self._is_missing = np.zeros(tree.chunk_count, np.bool_)
+        """For each chunk, whether it is needed and not complete."""
+        self._missing = 0
+        """Number of such chunks."""
+        self._chunks: dict[int, _Chunk] = {}
+        """Such chunks whose destination was asked for; it is computed once."""
+        self._parts: dict[int, tuple[Layout, Sequence[Buffer]]] = {}
+        """Layout and buffers of each row."""
+        layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
         first_chunk = tree.first_chunk.tolist()
         for row, regions in wanted:
             grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
@@ -135,13 +142,14 @@ class Assembly:
         """Bytes of the buffers that are allocated and not handed over."""
         self.peak_bytes = 0
         """Maximum of ``held_bytes``."""
-        self.meter.total_bytes += sum(self._lengths[at] for at in self._chunks)
+        self.meter.total_bytes += int(tree.stored_lengths[self._is_missing].sum())
 
     @property
     def missing(self) -> list[int]:
         """Chunks that are not complete, ascending."""
         with self._lock:
-            return sorted(self._chunks)
+            missing: list[int] = np.flatnonzero(self._is_missing).tolist()
+        return missing
 
     def check_complete(self) -> None:
         """Checks that each chunk was read, so that no leaf is returned in part.
@@ -159,12 +167,23 @@ class Assembly:
     def restart(self, ordinals: Iterable[int]) -> list[int]:
         """Discards the pieces of incomplete chunks and returns those chunks."""
         with self._lock:
-            left = [ordinal for ordinal in ordinals if ordinal in self._chunks]
-        # From the first byte: a stream can be resumed at a chunk, not within one.
-        for ordinal in left:
-            chunk = self._chunks[ordinal]
-            self._chunks[ordinal] = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
+            left = [ordinal for ordinal in ordinals if self.needs(ordinal)]
+            # From the first byte: a stream can be resumed at a chunk, not within one.
+            for ordinal in left:
+                self._chunks.pop(ordinal, None)
         return left
+
+    def _chunk(self, ordinal: int) -> _Chunk:
+        """Returns a chunk that is needed and not complete."""
+        chunk = self._chunks.get(ordinal)
+        if chunk is None:
+            if not self.needs(ordinal):
+                raise KeyError(ordinal)
+            row, within = self._manifest.tree.locate(ordinal)
+            layout, buffers = self._parts[row]
+            fresh = _Chunk(layout.goal(within), layout, buffers)
+            chunk = self._chunks.setdefault(ordinal, fresh)
+        return chunk
 
     def add(self, ordinal: int, offset: int, piece: memoryview) -> None:
         """Adds the next piece of a chunk.
@@ -174,7 +193,7 @@ class Assembly:
                 second time.
         """
         # 1. Reject what was not requested, before any memory is touched.
-        chunk = self._chunks.get(ordinal)
+        chunk = self._chunk(ordinal) if self.needs(ordinal) else None
         length = self._lengths[ordinal] if chunk else 0
         if chunk is None or offset != chunk.received or offset + len(piece) > length:
             raise DataLossError(
@@ -219,8 +238,7 @@ class Assembly:
             if ordinal in self._suspects:
                 raise
             self._suspects.add(ordinal)
-            fresh = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
-            self._chunks[ordinal] = fresh
+            self._chunks[ordinal] = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
             return False
         if ordinal in self._suspects:
             self.log_corrupted(ordinal)
@@ -239,11 +257,12 @@ class Assembly:
 
     def needs(self, ordinal: int) -> bool:
         """Returns whether a chunk is needed and not complete."""
-        return ordinal in self._chunks
+        is_ordinal = 0 <= ordinal < len(self._is_missing)  # a server may send others
+        return is_ordinal and bool(self._is_missing[ordinal])
 
     def is_contiguous(self, ordinal: int) -> bool:
         """Returns whether a chunk is one contiguous range of a buffer."""
-        return isinstance(self._chunks[ordinal].goal.goes, Span)
+        return isinstance(self._chunk(ordinal).goal.goes, Span)
 
     def begin(self, ordinals: Iterable[int]) -> int:
         """Allocates the buffers of chunks unless allocated; returns the bytes that this
@@ -251,7 +270,7 @@ class Assembly:
         taken = 0
         with self._lock:
             for ordinal in ordinals:
-                chunk = self._chunks[ordinal]
+                chunk = self._chunk(ordinal)
                 for group in chunk.goal.groups:
                     taken += self._begun(chunk.buffers[group])
             self.held_bytes += taken
@@ -283,7 +302,7 @@ class Assembly:
         with self._lock:
             size = self.held_bytes
             for count, ordinal in enumerate(ordinals):
-                chunk = self._chunks[ordinal]
+                chunk = self._chunk(ordinal)
                 for group in chunk.goal.groups:
                     buffer = chunk.buffers[group]
                     if not buffer.is_begun and id(buffer) not in counted:
@@ -296,7 +315,7 @@ class Assembly:
     def destination(self, ordinal: int) -> Bytes | None:
         """Returns the memory of a chunk whose buffers are allocated; None if it is not
         one contiguous range."""
-        chunk = self._chunks[ordinal]
+        chunk = self._chunk(ordinal)
         if not isinstance(chunk.goal.goes, Span):
             return None
         start = chunk.goal.goes.start
@@ -306,7 +325,7 @@ class Assembly:
     def piece_bytes(self, ordinal: int, at_most: int) -> int:
         """Returns the largest number of bytes up to `at_most` that ``copy_elements``
         accepts as a piece of a chunk; at least one row."""
-        layout = self._chunks[ordinal].layout
+        layout = self._chunk(ordinal).layout
         return max(1, at_most // layout.row_bytes) * layout.row_bytes
 
     def copy_elements(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
@@ -317,7 +336,7 @@ class Assembly:
             elements: All its elements, or whole rows (see ``piece_bytes``).
             start: Offset of the first byte within the chunk.
         """
-        chunk = self._chunks[ordinal]
+        chunk = self._chunk(ordinal)
         goes, layout = chunk.goal.goes, chunk.layout
         if isinstance(goes, Span):
             memory = chunk.buffers[goes.group].memory
@@ -368,9 +387,13 @@ class Assembly:
         Raises:
             UnavailableError: The deadline has passed.
         """
-        chunk = self._chunks[ordinal]
+        chunk = self._chunk(ordinal)
         # 3. Complete; under the lock, as other threads complete chunks of the buffers.
         with self._lock:
+            if not self.needs(ordinal):  # another thread has completed it
+                raise KeyError(ordinal)
+            self._is_missing[ordinal] = False
+            self._missing -= 1
             del self._chunks[ordinal]
             touched = [chunk.buffers[group] for group in chunk.goal.groups]
             for buffer in touched:
@@ -378,7 +401,7 @@ class Assembly:
             whole = [buffer for buffer in touched if not buffer.chunks_left]
             self._unreported_bytes += self._lengths[ordinal]
             done_bytes = 0
-            if self._unreported_bytes >= PROGRESS_BYTES or not self._chunks:
+            if self._unreported_bytes >= PROGRESS_BYTES or not self._missing:
                 done_bytes, self._unreported_bytes = self._unreported_bytes, 0
         # 4. Hand over; without the lock, because a copy to a device takes long.
         if whole:
@@ -447,8 +470,13 @@ class Assembly:
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
         buffers = [Buffer(row, group, dtype) for group in layout.groups]
         self.buffer_bytes += sum(group.size_bytes for group in layout.groups)
-        for goal in layout.goals:
-            self._chunks[first + goal.within] = _Chunk(goal, layout, buffers)
+        self._parts[row] = layout, buffers
+        count = len(layout.chunks)
+        self._missing += count
+        if count == layout.grid.count:
+            self._is_missing[first : first + count] = True
+        else:
+            self._is_missing[first + layout.chunks] = True
         for buffer in buffers:
             if not buffer.chunks_left:  # the leaf has no elements
                 buffer.begin(self.allocate)

@@ -114,10 +114,9 @@ class FileSource:
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         chunks = np.array(ordinals, np.int64)
-        alone = np.array(
-            [assembly.is_contiguous(ordinal) for ordinal in ordinals], np.bool_
-        )
-        alone &= self._manifest.places.length[chunks] >= SMALL_BYTES
+        alone = self._manifest.places.length[chunks] >= SMALL_BYTES
+        large = chunks[alone].tolist()
+        alone[alone] = [assembly.is_contiguous(ordinal) for ordinal in large]
         return plan_file_reads(
             self._manifest,
             alone=chunks[alone],

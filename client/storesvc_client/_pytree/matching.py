@@ -10,7 +10,7 @@ Matching reads no data and decides no placement. All differences are reported at
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,7 @@ _ARRAY_KINDS: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A leaf that a restore returns."""
 
     row: int
@@ -237,15 +236,18 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
     Device arrays, host arrays and host scalars are interchangeable; Python numbers and
     PRNG keys are not.
     """
-    same_kind = saved.kind == found.kind or {saved.kind, found.kind} <= _ARRAY_KINDS
-    may_cast = (
-        cast == found.dtype and found.kind in _ARRAY_KINDS and _is_floating(saved.dtype)
-    )
     return (
-        same_kind
-        and (saved.dtype == found.dtype or may_cast)
-        and saved.shape == found.shape
+        saved.shape == found.shape
         and saved.prng_impl == found.prng_impl
+        and (saved.kind == found.kind or {saved.kind, found.kind} <= _ARRAY_KINDS)
+        and (
+            saved.dtype == found.dtype
+            or (
+                cast == found.dtype
+                and found.kind in _ARRAY_KINDS
+                and _is_floating(saved.dtype)
+            )
+        )
     )
 
 
@@ -261,7 +263,7 @@ def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
 
 def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
     """Returns whether each part is a number in both paths, or text in both."""
-    return all(
+    return saved.path_kinds == leaf.path_kinds or all(
         (a in INTEGER_KINDS) == (b in INTEGER_KINDS)
         for a, b in zip(saved.path_kinds, leaf.path_kinds, strict=True)
     )

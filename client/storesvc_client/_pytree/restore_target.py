@@ -7,7 +7,8 @@ caller passes filled buffers to ``place``.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Final, Literal, Self
 
@@ -86,7 +87,7 @@ class _PendingLeaf:
     placement: Placement
     local: _LocalRegions | None = None
     """None: the leaf stays on the host."""
-    arrays: dict[jax.Device, jax.Array] = field(default_factory=dict)
+    arrays: dict[jax.Device, jax.Array] | None = None
     """Arrived parts by device, if the leaf arrives in parts."""
     value: Any = None
     """The whole leaf, after it arrived."""
@@ -183,7 +184,7 @@ class Target:
         for row, item in self._pending.items():
             shape = item.leaf.shape
             if item.placement is None:
-                yield row, (whole(shape),)
+                yield row, (_whole(shape),)
                 continue
             key = (item.placement, shape)
             if key not in known:
@@ -234,7 +235,7 @@ class Target:
             else:
                 placed = _placed_parts(item, item.local, buffer, arrays)
                 with self._lock:
-                    item.arrays.update(placed)
+                    item.arrays = {**(item.arrays or {}), **placed}
         if item.local.on_accelerator:
             jax.block_until_ready(placed)
 
@@ -243,6 +244,9 @@ class Target:
         """Returns the tree; every requested leaf must have arrived."""
         arrived = {row: _value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
+
+
+_whole = lru_cache(maxsize=1024)(whole)  # a tree has many leaves, and few shapes
 
 
 def _needed(
@@ -337,7 +341,7 @@ def _value(item: _PendingLeaf) -> Any:
         array = jax.make_array_from_single_device_arrays(
             item.leaf.shape,
             item.placement,
-            [item.arrays[device] for device in devices],
+            [(item.arrays or {})[device] for device in devices],
             # needed if no device of this process holds a part
             dtype=DTYPES[item.wanted.dtype],
         )

@@ -44,6 +44,9 @@ PROGRESS_BYTES: Final = 64 << 10
 """Bytes of chunks reported to the meter together: one report takes as long as reading
 one small chunk."""
 
+_FEW_CHUNKS: Final = 16
+"""Chunks of a leaf that take less time to plan together than one by one."""
+
 _SHOWN: Final = 4
 """Maximum data files listed in a message."""
 
@@ -124,7 +127,8 @@ class Assembly:
         self._missing = 0
         """Number of such chunks."""
         self._chunks: dict[int, _Chunk] = {}
-        """Such chunks whose destination was asked for; it is computed once."""
+        """Such chunks: all of leaves with few chunks, and those of other leaves that
+        are being read."""
         self._parts: dict[int, tuple[Layout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
         layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
@@ -390,7 +394,7 @@ class Assembly:
         chunk = self._chunk(ordinal)
         # 3. Complete; under the lock, as other threads complete chunks of the buffers.
         with self._lock:
-            if not self.needs(ordinal):  # another thread has completed it
+            if not self._is_missing[ordinal]:  # another thread has completed it
                 raise KeyError(ordinal)
             self._is_missing[ordinal] = False
             self._missing -= 1
@@ -404,18 +408,20 @@ class Assembly:
             if self._unreported_bytes >= PROGRESS_BYTES or not self._missing:
                 done_bytes, self._unreported_bytes = self._unreported_bytes, 0
         # 4. Hand over; without the lock, because a copy to a device takes long.
+        freed = 0
         if whole:
             since = self.meter.clock()
             for buffer in whole:
                 self._place(buffer)
                 buffer.drop()
+                freed += buffer.group.size_bytes
             self.meter.times["place"] += self.meter.clock() - since
             with self._lock:
-                self.held_bytes -= sum(buffer.group.size_bytes for buffer in whole)
+                self.held_bytes -= freed
         if done_bytes:
             self.meter.add(done_bytes)
             self.check_time()
-        return sum(buffer.group.size_bytes for buffer in whole)
+        return freed
 
     @property
     def seconds_left(self) -> float:
@@ -468,8 +474,10 @@ class Assembly:
 
     def _plan(self, row: int, layout: Layout, first: int) -> None:
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
-        buffers = [Buffer(row, group, dtype) for group in layout.groups]
-        self.buffer_bytes += sum(group.size_bytes for group in layout.groups)
+        buffers = []
+        for group in layout.groups:
+            buffers.append(Buffer(row, group, dtype))
+            self.buffer_bytes += group.size_bytes
         self._parts[row] = layout, buffers
         count = len(layout.chunks)
         self._missing += count
@@ -477,6 +485,10 @@ class Assembly:
             self._is_missing[first : first + count] = True
         else:
             self._is_missing[first + layout.chunks] = True
+        if count <= _FEW_CHUNKS:
+            for within in layout.chunks.tolist():
+                chunk = _Chunk(layout.goal(within), layout, buffers)
+                self._chunks[first + within] = chunk
         for buffer in buffers:
             if not buffer.chunks_left:  # the leaf has no elements
                 buffer.begin(self.allocate)

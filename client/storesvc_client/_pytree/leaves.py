@@ -117,7 +117,8 @@ def signature(value: Any) -> Signature | None:
         if impl is None:
             return None
         return _signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
-    kind = _array_kind(type(value))
+    cls: Any = type(value)
+    kind = _array_kind(cls)
     dtype = None if kind is None else _stored_dtype(own_dtype)
     if kind is None or dtype is None:
         return None

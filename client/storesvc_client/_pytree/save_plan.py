@@ -200,7 +200,7 @@ def is_remote(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Cut:
-    """What leaves of one signature and sharding have in common."""
+    """The part of a plan that leaves of one signature and sharding share."""
 
     held: Held | None
     chunk_shape: tuple[int, ...]

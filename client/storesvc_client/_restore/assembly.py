@@ -127,8 +127,8 @@ class Assembly:
         self._missing = 0
         """Number of such chunks."""
         self._chunks: dict[int, _Chunk] = {}
-        """Such chunks: all of leaves with few chunks, and those of other leaves that
-        are being read."""
+        """Such chunks: all chunks of leaves with few chunks, and the chunks of other
+        leaves whose reading has begun."""
         self._parts: dict[int, tuple[Layout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
         layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}

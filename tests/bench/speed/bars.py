@@ -68,9 +68,10 @@ class Verdict:
         return f"missed by {short / limit:.0%}" if limit else f"missed by {short:g}"
 
 
-def verdicts(results: Results) -> list[Verdict]:
-    """Returns the verdict on each bar, in the order of the bars."""
-    return [Verdict(bar=bar, value=_measured(bar, results)) for bar in BARS]
+def verdicts(results: Results, bars: Sequence[Bar] | None = None) -> list[Verdict]:
+    """Returns the verdict on each bar, by default of all works, in their order."""
+    judged = BARS if bars is None else bars
+    return [Verdict(bar=bar, value=_measured(bar, results)) for bar in judged]
 
 
 def _measured(bar: Bar, results: Results) -> float | None:

@@ -106,6 +106,14 @@ def read_bytes(pids: Sequence[int]) -> int:
     )
 
 
+def available_bytes() -> int:
+    """Returns the memory of the machine that processes can still take."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("MemAvailable")
+
+
 def _cpu(pids: Sequence[int]) -> float:
     """Returns the CPU seconds that the processes have used."""
     return sum(map(_cpu_of, pids))

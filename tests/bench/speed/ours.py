@@ -9,6 +9,7 @@ import storesvc_client as store
 from storesvc_client._values.options import SnapshotMode
 from tests.bench.speed.contenders import Maker, Target
 from tests.bench.speed.states import State
+from tests.support.certificates import Authority
 from tests.support.server_process import ServerProcess
 
 
@@ -30,10 +31,11 @@ class Ours:
     def restore(self, step: int, target: Target) -> Any:
         return self.run.restore(step, like=target)
 
-    def remove(self, step: int) -> None:
-        """Removes a step, and the data files that no other step uses."""
-        self.run.delete(step, purge_delay=timedelta(0))
-        self.run.purge(step)
+    def remove(self, *steps: int) -> None:
+        """Removes steps, and the data files that no other step uses."""
+        for step in steps:
+            self.run.delete(step, purge_delay=timedelta(0))
+            self.run.purge(step)
         for _ in self._client.collect(grace=timedelta(0)):
             pass
 
@@ -51,8 +53,8 @@ class Embedded(Ours):
 class Streamed(Ours):
     """A server process, and a client that sends all bytes through it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._server = ServerProcess(directory / "store", directory)
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self._server = ServerProcess(directory / "store", directory, *arguments)
         self._server.start()
         self.pids = [self._server.pid]
         try:
@@ -72,6 +74,22 @@ class Streamed(Ours):
 
     def _connected(self) -> store.Client:
         return store.connect(self._server.address)
+
+
+class StreamedTls(Streamed):
+    """Streamed over TLS."""
+
+    def __init__(self, directory: Path) -> None:
+        authority = Authority(directory)
+        pair = authority.issue("server", "127.0.0.1", "localhost")
+        self._ca = authority.certificate
+        super().__init__(
+            directory,
+            *("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)),
+        )
+
+    def _connected(self) -> store.Client:
+        return store.connect(self._server.address, ca=self._ca)
 
 
 class Direct(Streamed):
@@ -96,6 +114,7 @@ class DirectInBackground(Direct):
 
 OURS: Final[Mapping[str, Maker]] = {
     "streamed": Streamed,
+    "streamed-tls": StreamedTls,
     "direct": Direct,
     "embedded": Embedded,
     "streamed-async": StreamedInBackground,

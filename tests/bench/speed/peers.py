@@ -1,6 +1,7 @@
 """The peers: other libraries that save states, called as their users do."""
 
 import re
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -40,6 +41,11 @@ class Orbax:
         how = self._ocp.checkpoint_utils.construct_restore_args(item)
         args = self._ocp.args.PyTreeRestore(item=item, restore_args=how)
         return self._checkpointer.restore(self._directory / str(step), args=args)
+
+    def remove(self, *steps: int) -> None:
+        """Removes steps."""
+        for step in steps:
+            shutil.rmtree(self._directory / str(step))
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -19,7 +19,7 @@ PLACES: Final = {"tmpfs": Path("/dev/shm"), "disk": OUTPUT}
 EASYDEL: Final = Path("build/easydel/venv/bin/python")
 """Python of EasyDeL's environment; ``make test-easydel`` creates it."""
 
-_SETTINGS: Final = {
+SETTINGS: Final = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
 }
@@ -58,7 +58,7 @@ def _measured(name: str, work: str, place: str, state: str) -> dict[str, Any]:
         worker = ["-m", "tests.bench.speed.worker", name, work, state, directory]
         done = subprocess.run(
             [python, *worker],
-            env=os.environ | _SETTINGS,
+            env=os.environ | SETTINGS,
             stdout=subprocess.PIPE,
             text=True,
             check=False,

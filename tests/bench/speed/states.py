@@ -88,7 +88,7 @@ def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
     rng = np.random.default_rng(0)
     parts = {"params": np.float32, "mu": ml_dtypes.bfloat16, "nu": ml_dtypes.bfloat16}
     drawn = {
-        f"{part}/{key}": _drawn(rng, shape, np.dtype(dtype))
+        f"{part}/{key}": random_bits(rng, shape, np.dtype(dtype))
         for part, dtype in parts.items()
         for key, shape in shapes.items()
     }
@@ -96,7 +96,7 @@ def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
     return _placed(drawn, placed)
 
 
-def _drawn(
+def random_bits(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: "np.dtype[Any]"
 ) -> Any:
     """Returns an array of random bits that are finite numbers."""
@@ -115,7 +115,7 @@ def _placed(drawn: Mapping[str, Any], placed: "Mapping[str, NamedSharding]") -> 
 
 def _many(leaves: int) -> State:
     rng, dtype = np.random.default_rng(0), np.dtype(np.float32)
-    drawn = {f"leaf/{i}": _drawn(rng, (64,), dtype) for i in range(leaves)}
+    drawn = {f"leaf/{i}": random_bits(rng, (64,), dtype) for i in range(leaves)}
     return _placed(drawn, fsdp({key: leaf.shape for key, leaf in drawn.items()}))
 
 
@@ -143,7 +143,7 @@ def _experts(layers: int, width: int) -> State:
             shapes[f"layers/{layer}/{name}"] = (16, width, 2 * width)
         shapes[f"layers/{layer}/router"] = (width, 16)
     rng, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
-    drawn = {key: _drawn(rng, shape, dtype) for key, shape in shapes.items()}
+    drawn = {key: random_bits(rng, shape, dtype) for key, shape in shapes.items()}
     return _placed(drawn, fsdp(shapes))
 
 
@@ -161,7 +161,7 @@ def _uneven(words: int, width: int) -> State:
     rng = np.random.default_rng(0)
     dtypes = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
     drawn = {
-        key: _drawn(rng, shape, dtypes[i % 2])
+        key: random_bits(rng, shape, dtypes[i % 2])
         for i, (key, shape) in enumerate(shapes.items())
     }
     return _placed(drawn, {key: _fewer(shape) for key, shape in shapes.items()})

@@ -15,6 +15,7 @@ OTHERS: Final = {
     "inspections": "how long looking at a checkpoint takes",
     "memory": "the server's memory while a tree is saved and restored",
     "requests": "what a save and a restore ask of a bucket, as it is billed",
+    "shapes": "this store and Orbax on states of any shape, drawn by a seed",
     "startup": "how long storectl and connect take to start",
     "trees": "trees of 100,000 leaves, planned and rebuilt",
 }

@@ -21,16 +21,10 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64
 from storesvc.format.grids import Grid, Region, intersection
-
-ALIGNMENT: Final = 64
-"""Alignment in bytes that XLA requires of host memory that it uses without a copy."""
+from storesvc_client._chunks.host_memory import ALIGNMENT, COPIED_BYTES
 
 GROUP_BYTES: Final = 64 << 20
 """Maximum size of a group of segments, unless one segment is larger."""
-
-COPIED_BYTES: Final = 64 << 10
-"""Size below which a copy that XLA makes for lack of alignment costs nothing
-measurable."""
 
 _KEPT_GOALS: Final = 4096
 """Maximum chunks of a layout whose goals are kept for the next leaf: the goals of

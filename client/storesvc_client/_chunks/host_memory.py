@@ -18,11 +18,21 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:
+    # NumPy is imported late: commands that only list checkpoints do not need it
+    import numpy as np
+    from numpy.typing import NDArray
 
-from storesvc_client._chunks.buffer_layout import ALIGNMENT, COPIED_BYTES, Bytes
+Bytes: TypeAlias = "NDArray[np.uint8]"
+
+ALIGNMENT: Final = 64
+"""Alignment in bytes that XLA requires of host memory that it uses without a copy."""
+
+COPIED_BYTES: Final = 64 << 10
+"""Size below which a copy that XLA makes for lack of alignment costs nothing
+measurable."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 
@@ -33,7 +43,7 @@ MAX_WASTE: Final = 8
 """A block serves a request if it is larger by at most one part in this many."""
 
 
-def allocate(size_bytes: int) -> Bytes:
+def allocate(size_bytes: int) -> "Bytes":
     """Returns uninitialised memory, aligned for XLA unless it is small.
 
     Large memory is a private mapping of huge pages, which takes a fifth of the time to
@@ -42,6 +52,8 @@ def allocate(size_bytes: int) -> Bytes:
     Raises:
         MemoryError: There is not enough memory.
     """
+    import numpy as np
+
     if size_bytes < COPIED_BYTES:
         return np.empty(size_bytes, np.uint8)
     if size_bytes >= HUGE_PAGE_BYTES and (mapping := _mapped(size_bytes)):
@@ -98,7 +110,7 @@ class BlockPool:
             self._admit_returned()
             return self._free_bytes
 
-    def take(self, size_bytes: int) -> Bytes:
+    def take(self, size_bytes: int) -> "Bytes":
         """Returns memory with arbitrary contents, aligned for XLA unless it is small.
 
         Raises:
@@ -109,6 +121,8 @@ class BlockPool:
         mapping = self._reused(size_bytes) or _mapped(size_bytes)
         if mapping is None:
             return allocate(size_bytes)
+        import numpy as np
+
         array = np.frombuffer(mapping, np.uint8)
         give_back = weakref.finalize(array, self._returned.put, mapping)
         give_back.atexit = False
@@ -197,6 +211,8 @@ def _mapped(size_bytes: int) -> mmap.mmap | None:
     except OSError:
         return None
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        import numpy as np
+
         start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES
         # Whole pages only: the rest must not take memory that was not requested.
         mapping.madvise(
@@ -211,6 +227,6 @@ def _whole(size_bytes: int) -> int:
     return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
-def _aligned(raw: Bytes, alignment: int, size_bytes: int) -> Bytes:
+def _aligned(raw: "Bytes", alignment: int, size_bytes: int) -> "Bytes":
     start = -raw.ctypes.data % alignment
     return raw[start : start + size_bytes]

@@ -222,30 +222,37 @@ def test_a_leaf_larger_than_the_budget_is_read_concurrently(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool_bytes", [0, 1 << 30])
 def test_restores_release_memory_files_and_threads(
-    direct: store.Client, run: store.Run
+    server: ServerProcess, run: store.Run, pool_bytes: int
 ) -> None:
     tree = {f"{n}": drawn(1024, 1024) for n in range(24)}
     run.save(0, tree).result()
-    own = direct.run(run.name)
     target = like(tree, NamedSharding(mesh(8), P("a")))
-
-    def repeat(times: int) -> None:
-        for _ in range(times):
-            own.restore(0, like=target)
-
-    repeat(3)
-    settle()  # jax lets go of memory that it shared at the next collection
     files = len(list(Path("/proc/self/fd").iterdir()))
-    rest = memory_mib([os.getpid()])
-    with measured() as cost:
-        repeat(1)
-    assert 96 - 8 < cost.extra_mib < 96 + 64
-    with measured() as cost:
-        repeat(8)
+    with store.connect(
+        server.address, direct=server.root.as_uri(), restore_pool_bytes=pool_bytes
+    ) as client:
+        own = client.run(run.name)
 
-    # jax may let go of one while the next one reads
-    assert cost.extra_mib < 2 * 96 + 32
+        def repeat(times: int) -> None:
+            for _ in range(times):
+                own.restore(0, like=target)
+
+        repeat(3)
+        settle()  # jax lets go of memory that it shared at the next collection
+        rest = memory_mib([os.getpid()]) - (96 if pool_bytes else 0)
+        with measured() as cost:
+            repeat(1)
+        if pool_bytes:  # it uses the memory of the restores before
+            assert cost.extra_mib < 16
+        else:
+            assert 96 - 8 < cost.extra_mib < 96 + 64
+        with measured() as cost:
+            repeat(8)
+
+        # jax may let go of one while the next one reads
+        assert cost.extra_mib < 2 * 96 + 32
     settle()
     assert memory_mib([os.getpid()]) < rest + 16
     assert files == len(list(Path("/proc/self/fd").iterdir()))

@@ -45,10 +45,7 @@ def new_staging(budget_bytes: int) -> StagingPool:
     Raises:
         InvalidRequestError: The budget is too small for one stream of chunks.
     """
-    if budget_bytes < MIN_BUDGET_BYTES:
-        raise InvalidRequestError(
-            f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {budget_bytes}"
-        )
+    _check_bytes("staging_bytes", budget_bytes, least=MIN_BUDGET_BYTES)
     return StagingPool(budget_bytes)
 
 
@@ -56,10 +53,15 @@ def new_blocks(limit_bytes: int) -> BlockPool:
     """Returns the block pool of a client.
 
     Raises:
-        InvalidRequestError: The limit is negative.
+        InvalidRequestError: The limit is no number of bytes.
     """
-    if limit_bytes < 0:
-        raise InvalidRequestError(
-            f"restore_pool_bytes: expected 0 or more, got {limit_bytes}"
-        )
+    _check_bytes("restore_pool_bytes", limit_bytes, least=0)
     return BlockPool(limit_bytes)
+
+
+def _check_bytes(option: str, value: object, *, least: int) -> None:
+    if type(value) is not int or value < least:  # True is an int, too
+        raise InvalidRequestError(
+            f"connect: {option}=: expected a whole number of bytes, at least {least}, "
+            f"got {value!r}"
+        )

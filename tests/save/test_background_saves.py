@@ -372,8 +372,16 @@ def test_what_a_save_without_a_copy_must_copy_goes_through_little_memory(
 
 
 def test_less_staging_than_any_save_needs_is_rejected(server: ServerProcess) -> None:
-    with pytest.raises(store.InvalidRequestError, match="staging_bytes: expected at"):
+    with pytest.raises(store.InvalidRequestError, match="staging_bytes=: expected a"):
         store.connect(server.address, staging_bytes=MIN_BUDGET_BYTES - 1)
+
+
+@pytest.mark.parametrize("option", ["staging_bytes", "restore_pool_bytes"])
+@pytest.mark.parametrize("value", [-1, 1.5, "1 GiB", None, True])
+def test_what_is_no_number_of_bytes_is_rejected(option: str, value: object) -> None:
+    options: Any = {option: value}
+    with pytest.raises(store.InvalidRequestError, match=f"connect: {option}=: .* got "):
+        store.connect("memory://", **options)
 
 
 def take(

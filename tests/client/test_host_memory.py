@@ -218,7 +218,8 @@ def test_threads_share_a_pool(pool: BlockPool) -> None:
         thread.join()
 
     assert [] == wrong
-    assert free_bytes(pool) <= 8 * HUGE_PAGE_BYTES
+    # each thread takes its next block before it drops the last one
+    assert free_bytes(pool) <= 2 * 8 * HUGE_PAGE_BYTES
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -103,7 +103,7 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
-	  $(WHEEL_VENV)/bin/python -m pytest
+	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3
 
 # Checks deploy/ without a cluster and without an image registry: its files, their
 # rendering by kubectl, and the install lines of the image, for which pip needs its

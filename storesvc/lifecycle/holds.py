@@ -4,12 +4,12 @@ A hold is created or renewed in this order:
 
 1. Write the record of the hold, on the condition that it is unchanged.
 2. Read the slot of the checkpoint. If it is gone, the call fails. If it is being
-   purged, a new hold is refused; for an older one the slot is set back to DELETED.
+   purged, a new hold is rejected; for an older one the slot is set back to DELETED.
 
 A purge does the opposite: it sets PURGING, then looks for holds. So either the purge
 sees the hold, or the holder sees the purge. A purge whose slot was set back fails its
 own condition, and looks for holds again. So the renewal of a hold does not wait for a
-purge, which may have been interrupted, and is not refused because of one.
+purge, which may have been interrupted, and is not rejected because of one.
 
 Each write counts only if its own condition held: a retry below this module that finds
 the record written already is not taken for success. So no call removes a hold that

@@ -202,14 +202,22 @@ def test_a_cleared_pool_keeps_nothing(pool: BlockPool) -> None:
 
 
 def test_threads_share_a_pool(pool: BlockPool) -> None:
-    wrong: list[int] = []
+    shared: list[int] = []
+    lock, taken = threading.Lock(), set[int]()
 
     def work(number: int) -> None:
         for _ in range(200):
             memory = pool.take(HUGE_PAGE_BYTES)
+            address = memory.ctypes.data
+            with lock:
+                if address in taken:
+                    shared.append(number)
+                taken.add(address)
             memory[:: 1 << 12] = number
             if not (memory[:: 1 << 12] == number).all():
-                wrong.append(number)
+                shared.append(number)
+            with lock:
+                taken.discard(address)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -217,7 +225,7 @@ def test_threads_share_a_pool(pool: BlockPool) -> None:
     for thread in threads:
         thread.join()
 
-    assert [] == wrong
+    assert [] == shared
     # each thread takes its next block before it drops the last one
     assert free_bytes(pool) <= 2 * 8 * HUGE_PAGE_BYTES
 

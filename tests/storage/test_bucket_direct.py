@@ -4,7 +4,7 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -218,6 +218,29 @@ def test_bytes_in_flight_are_bounded(
 
     assert 16 == len(arrays)
     assert 1 < gcs.most_pending <= 3
+
+
+@pytest.mark.parametrize("snapshot", ["none", "host"])
+def test_the_objects_of_a_save_in_flight_are_bounded(
+    direct: store.Client,
+    gcs: FakeGcs,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: Literal["none", "host"],
+) -> None:
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
+    monkeypatch.setattr(data_files, "MAX_CHUNK_BYTES", 4 * MIB)
+    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 12 * MIB)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(12)}  # an object each
+    run = direct.run(f"tests/in-flight-{snapshot}")
+    gcs.clear()
+    gcs.fault("POST /upload.*pool", Delay(0.1), times=ALWAYS)
+
+    run.save(0, tree, snapshot=snapshot).result()
+
+    assert 12 <= len(of_data(gcs, "POST"))
+    assert 1 < gcs.most_pending <= 2
+    back = run.restore(0)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
 def test_a_restore_reads_while_its_hold_is_created(

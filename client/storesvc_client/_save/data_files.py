@@ -169,8 +169,8 @@ class NewObject:
         return self._data.getvalue()
 
 
-class _Room:
-    """Memory that the objects in flight share; one object per thread."""
+class _InFlightBudget:
+    """Limits the bytes of the objects in flight; each thread has one object."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -224,25 +224,25 @@ class BucketPool:
         self._root = root
         self._pool = pool
         self._stopped = stopped
-        self._room = _Room(IN_FLIGHT_BYTES)
+        self._budget = _InFlightBudget(IN_FLIGHT_BYTES)
         self.file_bytes = OBJECT_BYTES
 
     @contextmanager
     def begin(self) -> Generator[None]:
         """See ``Pool.begin``."""
         # An object ends with the part that brings it to its size.
-        self._room.take(self.file_bytes + MAX_CHUNK_BYTES, check=self._check)
+        self._budget.take(self.file_bytes + MAX_CHUNK_BYTES, check=self._check)
         try:
             yield
         finally:
-            self._room.give_back()
+            self._budget.give_back()
 
     @contextmanager
     def create(self, name: str) -> Generator[NewObject]:
         """See ``Pool.create``."""
         new = NewObject()
         yield new
-        self._room.keep(new.size_bytes)
+        self._budget.keep(new.size_bytes)
         # Only after a normal exit. Readers see the whole object or none, and it is
         # durable when the storage has acknowledged it.
         self._root.write(

@@ -46,7 +46,7 @@ class Cost:
     """Cost of an operation, by this process and its server."""
 
     seconds: float = 0
-    """Of a loop: the median."""
+    """Wall time; the median of the saves if they are in a loop."""
     slowest: float = 0
     """Seconds of the slowest one of a loop."""
     user: float = 0

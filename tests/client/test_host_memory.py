@@ -175,17 +175,16 @@ def test_blocks_that_stay_free_are_unmapped() -> None:
 
 
 def test_the_keeper_unmaps_without_another_restore_and_ends_with_the_pool() -> None:
-    def keepers() -> int:
-        return sum(t.name == "storesvc-memory" for t in threading.enumerate())
-
-    before = keepers()
+    before = set(threading.enumerate())
     pool = BlockPool(LIMIT, kept_seconds=0.05)
     pool.take(WHOLE)
     _await(lambda: not pool.free_bytes)
-    assert before + 1 == keepers()
+    started = set(threading.enumerate()) - before
+    (keeper,) = (t for t in started if t.name == "storesvc-memory")
+    assert keeper.is_alive()
 
     pool = BlockPool(LIMIT)  # the first one is collected
-    _await(lambda: before == keepers())
+    _await(lambda: not keeper.is_alive())
     assert 0 == pool.free_bytes
 
 

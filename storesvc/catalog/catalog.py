@@ -4,7 +4,6 @@ Readers see a slot as a checkpoint if it is COMMITTED or, where they ask for del
 checkpoints, DELETED or PURGING; any other slot is absent to them.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Container, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
+from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -263,7 +263,8 @@ class Catalog:
 
     async def _unpacked(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
         data = await self.manifest_bytes(run, record)
-        return await asyncio.to_thread(
+        return await offload(
+            rows_in(data),
             unpack_manifest,
             data,
             size_bytes=record.manifest_bytes,

@@ -11,6 +11,7 @@ from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import RunName, UploadName
+from storesvc.offload import offload
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import CALL_SECONDS, Context, host_of
 from storesvc.rpc.message_budget import MessageBudget
@@ -160,7 +161,7 @@ class UploadService:
         opening = await first(request_iterator, "open")
         upload = await self._open(opening.open)
         parts = (
-            await asyncio.to_thread(unpacked, message.chunks)
+            await offload(len(message.chunks.crc32c), unpacked, message.chunks)
             async for message in following(request_iterator, "chunks")
         )
         found = self._store.receipts.find(upload, opening.open.writer, parts)
@@ -202,7 +203,7 @@ class UploadService:
         upload = await self._open(opening.open)
         parts = SumParts(upload.tree, opening.chunk_count)
         async with self._receipt(parts, request_iterator, context):
-            sums = await asyncio.to_thread(parts.joined)
+            sums = await offload(opening.chunk_count, parts.joined)
             places = await self._store.receipts.finish(
                 upload, opening.open.writer, sums
             )
@@ -224,7 +225,8 @@ class UploadService:
         rows = PartStream(stream, "chunks")
         async with rows.sharing(self._tables, context):
             async for message in rows:
-                await rows.keep(await asyncio.to_thread(parts.add, message.chunks))
+                part = message.chunks
+                await rows.keep(await offload(len(part.crc32c), parts.add, part))
             async with self._working(context, parts.weight_bytes):
                 yield
 

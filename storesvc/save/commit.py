@@ -11,7 +11,6 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 5. Delete the staging tables and the parts of the upload.
 """
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
+from storesvc.offload import offload
 from storesvc.save.receipts import Receipts
 from storesvc.save.reuse import (
     Claims,
@@ -158,14 +158,16 @@ class Commits:
         #    renews the lease itself, because the client only waits.
         await self._uploads.renew(upload)
         receipts = await self._receipts.read(upload)
-        stored = await asyncio.to_thread(
+        rows = tree.chunk_count + len(tree.leaves)  # a leaf may have no chunk
+        stored = await offload(
+            rows,
             slots.check_complete,
             name,
             tree,
             receipts,
             writer_count=record.writer_count,
         )
-        sums, places = await asyncio.to_thread(merge, stored)
+        sums, places = await offload(rows, merge, stored)
         # 2. Check claimed chunks again: the base may have been purged since the writer
         #    finished.
         await self._check_claims(upload, sums, places)
@@ -173,8 +175,8 @@ class Commits:
         manifest = Manifest(tree, sums, places)
         node_file, attempt = await self._write_key_space(upload, manifest)
         # 4. Write the manifest and the file table, each named by its own digest.
-        made, data, table = await asyncio.to_thread(
-            _packed, upload, manifest, node_file, attempt
+        made, data, table = await offload(
+            rows, _packed, upload, manifest, node_file, attempt
         )
         run = upload.places
         await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
@@ -193,7 +195,8 @@ class Commits:
         name, unique = upload.name.upload, uuid.uuid4()
         attempt = unique.hex[:8]
         node_file = upload.places.data_prefix(name) + unique.hex
-        view = await asyncio.to_thread(
+        view = await offload(
+            manifest.tree.chunk_count + len(manifest.tree.leaves),
             key_space_of,
             manifest,
             node_file=node_file,
@@ -223,10 +226,10 @@ class Commits:
         if not claimed.size:
             return
         sources = await self._reuse.sources(upload)
-        found = await asyncio.to_thread(
-            find_claims, upload.tree, sums.take(claimed), sources
+        found = await offload(
+            len(sums), find_claims, upload.tree, sums.take(claimed), sources
         )
-        lost = await asyncio.to_thread(_moved, places.take(claimed), found)
+        lost = await offload(len(sums), _moved, places.take(claimed), found)
         if lost:
             first = upload.tree.describe_chunk(int(sums.ordinal[claimed[lost[0]]]))
             raise ChunksIncompleteError(

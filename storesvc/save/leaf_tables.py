@@ -4,7 +4,6 @@ Next to the leaf table of an upload are the leaf digests of writer 0. The digest
 other writers are compared with them.
 """
 
-import asyncio
 from operator import attrgetter
 from typing import Final
 
@@ -18,6 +17,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
 from storesvc.format.trees import Tree, unpack_leaves
+from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import tree_pb2
 
@@ -63,7 +63,7 @@ class LeafTables:
             LimitExceededError: The table has too many leaves or chunks.
         """
         return await self._trees.get(
-            tree_digest, lambda: asyncio.to_thread(_parsed, name, table)
+            tree_digest, lambda: offload(rows_in(table), _parsed, name, table)
         )
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
@@ -111,7 +111,7 @@ class LeafTables:
             raise slots.absent(name)
         if digest(stored.data) != tree_digest:
             raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await asyncio.to_thread(_parsed, name, stored.data)
+        return await offload(rows_in(stored.data), _parsed, name, stored.data)
 
 
 def _parsed(name: UploadName, table: bytes) -> Tree:

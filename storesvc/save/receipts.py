@@ -5,7 +5,6 @@ written only if every chunk is stored, by the writer itself or by a source that 
 upload may claim from; the commit is decided from the receipts alone.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Final
 
@@ -24,6 +23,7 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, merge
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
+from storesvc.offload import offload
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.staging_tables import Table, pack_table, staged, unpack_table
 from storesvc.save.uploads import OpenUpload, Uploads
@@ -79,21 +79,21 @@ class Receipts:
         count = upload.tree.chunk_count
         own = await staged(self._bucket, upload.name, writer, chunk_count=count)
         sources = await self._reuse.sources_of(upload, own)
-        claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
-        stored = await asyncio.to_thread(_stored_by_writer, upload, writer, sums, own)
+        claims = await offload(count, find_claims, upload.tree, sums, sources)
+        stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
         # 2. Claim the rest from the base and the predecessor, which are only read if
         #    the writer did not store everything itself.
         left = _unclaimed(sums, claims)
         if len(left):
             others = await self._reuse.sources(upload)
-            more = await asyncio.to_thread(
-                find_claims, upload.tree, sums.take(left), others
+            more = await offload(
+                count, find_claims, upload.tree, sums.take(left), others
             )
             claims += [Claims(c.source, left[c.rows], c.found) for c in more]
         # 3. Write the receipt only now: it states that all of its chunks are stored,
         #    and the commit reads the receipts, not the staging tables.
-        places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
-        receipt = await asyncio.to_thread(pack_table, sums, places)
+        places = await offload(count, _places_of, upload, sums, claims, stored)
+        receipt = await offload(count, pack_table, sums, places)
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
         await self._bucket.write(place, seal(receipt, place=place))
@@ -109,7 +109,9 @@ class Receipts:
         sources = [*own, *await self._reuse.sources(upload)]
         async for sums in parts:
             _check_ordinals(upload, sums)
-            claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
+            claims = await offload(
+                upload.tree.chunk_count, find_claims, upload.tree, sums, sources
+            )
             rows = np.concatenate([np.empty(0, np.int64), *(c.rows for c in claims)])
             yield sums.ordinal[np.sort(rows)]
 

@@ -37,6 +37,7 @@ from storesvc.errors import (
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.wire import Frame
+from storesvc.offload import offload
 from storesvc.save.batch_admission import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
@@ -115,7 +116,9 @@ class Receiver:
         number."""
         # 1. Validate what the writer reports: it is not trusted. A file of another
         #    upload, which may be deleted before this one, must not get into a table.
-        sums, places = await asyncio.to_thread(check_direct_chunks, upload, table)
+        sums, places = await offload(
+            len(table.crc32c), check_direct_chunks, upload, table
+        )
         # 2. Make each data file durable, after a check that it is complete: in a file
         #    that ends early, the last byte cannot be read.
         for file, end in zip(places.files, places.ends.tolist(), strict=True):
@@ -147,8 +150,8 @@ class Receiver:
             # 2. Record its chunks only then. The receipt trusts staging tables: one
             #    that is durable before its data file would, after a crash of the
             #    machine, put missing chunks into a checkpoint.
-            sums, places = await asyncio.to_thread(
-                batch_file.batch.table, batch_file.file
+            sums, places = await offload(
+                batch_file.batch.completed, batch_file.batch.table, batch_file.file
             )
             await stage(self._bucket, upload.name, writer, sums, places)
         await reach(Failpoint.WRITE_BEFORE_REPLY)

@@ -31,6 +31,7 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
+from storesvc.offload import offload
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
@@ -185,8 +186,8 @@ class Reuse:
         sums, places = table
         whole = await self._whole_files(upload.name.run, places)
         kept = np.flatnonzero(whole[places.file])
-        return await asyncio.to_thread(
-            _sources, upload.tree, sums.take(kept), places.take(kept)
+        return await offload(
+            len(sums), _sources, upload.tree, sums.take(kept), places.take(kept)
         )
 
 

@@ -6,7 +6,6 @@ receipt is compared with the tables, and a writer that restarts learns from them
 need not send again; no chunk is read for either.
 """
 
-import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from storesvc.format.chunks import (
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
+from storesvc.offload import offload
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -93,7 +93,7 @@ async def tables_at(
         return None if found is None else unpack_table(place, found[0], chunk_count)
 
     tables = [t for t in await each(table, places, at_once=_AT_ONCE) if t is not None]
-    return await asyncio.to_thread(merge, tables)
+    return await offload(sum(len(sums) for sums, _ in tables), merge, tables)
 
 
 def pack_table(sums: Sums, places: ChunkLocations) -> pb.Receipt:

@@ -8,6 +8,7 @@ forever.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 from storesvc.format.checksums import Buffer
@@ -66,9 +67,12 @@ class FileBackend:
     async def write(
         self, path: str, data: bytes, condition: WriteCondition
     ) -> Generation:
-        is_conditional = not isinstance(condition, Condition)
-        await self._files.prepare(path, is_conditional=is_conditional)
-        return await self._change(path, data, condition)
+        return await self._files.replace(
+            path,
+            partial(kvstore.write_blocking, self._root, path, data, condition),
+            is_conditional=not isinstance(condition, Condition),
+            size_bytes=len(data),
+        )
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         await self._files.write_new(path, parts)
@@ -107,9 +111,9 @@ class FileBackend:
         # TensorStore's driver fails if two calls remove the lock file of one path.
         for _ in range(_DELETE_TRIES):
             with suppress(OSError, ValueError):
-                await self._change(path, None, condition)
+                await self._delete(path, condition)
                 return
-        await self._change(path, None, condition)
+        await self._delete(path, condition)
 
     async def delete_below(self, prefix: str) -> None:
         await self._files.remove_below(prefix)
@@ -121,12 +125,9 @@ class FileBackend:
     async def first_names(self, limit: int) -> list[str]:
         return await self._files.first_names(limit)
 
-    async def _change(
-        self, path: str, data: bytes | None, condition: WriteCondition
-    ) -> Generation:
-        change = kvstore.write(self._root, path, data, condition)
-        size_bytes = len(data or b"")
-        return await deadlines.answer(self._storage, change, size_bytes=size_bytes)
+    async def _delete(self, path: str, condition: WriteCondition) -> None:
+        deleting = kvstore.write(self._root, path, None, condition)
+        await deadlines.answer(self._storage, deleting)
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

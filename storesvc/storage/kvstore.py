@@ -49,9 +49,15 @@ async def write(
         PreconditionError: The condition did not hold.
     """
     stamp = await await_future(root.write(path, data, if_equal=_if_equal(condition)))
-    if stamp.generation == _CONFLICT:
-        raise PreconditionError(path)
-    return Generation(stamp.generation)
+    return _written(path, stamp)
+
+
+def write_blocking(
+    root: ts.KvStore, path: str, data: bytes | None, condition: WriteCondition
+) -> Generation:
+    """As ``write``, for a thread that may block."""
+    writing = root.write(path, data, if_equal=_if_equal(condition))
+    return _written(path, writing.result())
 
 
 async def names(root: ts.KvStore, prefix: str, after: str = "") -> list[str]:
@@ -66,6 +72,17 @@ def key_range(prefix: str, after: str = "") -> ts.KvStore.KeyRange:
     first = f"{after}\0" if after else prefix
     stop = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
     return ts.KvStore.KeyRange(first, stop)
+
+
+def _written(path: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> Generation:
+    """Returns the generation that a write made.
+
+    Raises:
+        PreconditionError: The condition did not hold.
+    """
+    if stamp.generation == _CONFLICT:
+        raise PreconditionError(path)
+    return Generation(stamp.generation)
 
 
 def _if_equal(condition: WriteCondition) -> bytes | None:

@@ -8,7 +8,6 @@ therefore waits until the previous version of the file is at least one tick old;
 version then repeats.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -71,19 +70,26 @@ class LocalFiles:
         """Returns up to `limit` names of entries of the root itself."""
         return await self._run("", partial(self._directories.first_names, limit))
 
-    async def prepare(self, path: str, *, is_conditional: bool) -> None:
-        """Prepares a path for a write by a storage driver.
+    async def replace(
+        self,
+        path: str,
+        write: Callable[[], T],
+        *,
+        is_conditional: bool,
+        size_bytes: int,
+    ) -> T:
+        """Writes a file by a storage driver.
 
-        1. Its directories exist and are durable.
-        2. The path is no link and no special file.
-        3. The remains of a killed write are cleared.
-        4. A conditional write will get a new mtime.
+        Args:
+            path: The file.
+            write: Calls the driver.
+            is_conditional: Whether the file must get a new mtime.
+            size_bytes: Size of the new file.
         """
-        seconds = await self._run(path, partial(self._prepare, path))
-        if is_conditional and seconds:
-            await asyncio.sleep(seconds)
+        replace = partial(self._replace, path, write, is_conditional=is_conditional)
+        return await self._run(path, replace, size_bytes=size_bytes)
 
-    def _prepare(self, path: str) -> float:
+    def _replace(self, path: str, write: Callable[[], T], *, is_conditional: bool) -> T:
         # 1. First: a crash loses a durable file if the entry of its directory is not.
         self._directories.make(path)
         # 2. The driver would follow a link out of the root, and block on a FIFO.
@@ -91,7 +97,9 @@ class LocalFiles:
         # 3. Otherwise a shorter write would end in bytes of the killed one.
         clear_interrupted_write(self._root / path)
         # 4. Last, because the other steps take a part of the wait.
-        return _seconds_until_next_mtime(self._root / path)
+        if is_conditional:
+            time.sleep(_seconds_until_next_mtime(self._root / path))
+        return write()
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes a file of unique name; durable when it returns."""

@@ -51,7 +51,8 @@ from storesvc.save.reuse import (
     find_claims,
 )
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.save.zarr_view import key_space_of
+from storesvc.save.zarr_view import View, key_space_of
+from storesvc.storage.bounded_gather import together
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -133,7 +134,7 @@ class Commits:
         committed = self._committed(slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await self._write(name, record, committed, found[1])
+            await self._write_slot(name, record, committed, found[1])
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         # A watcher reads the slot when it is notified, so never before this write.
@@ -171,32 +172,16 @@ class Commits:
         # 2. Check claimed chunks again: the base may have been purged since the writer
         #    finished.
         await self._check_claims(upload, sums, places)
-        # 3. Write the key space, whose node file the file table will name.
-        manifest = Manifest(tree, sums, places)
-        node_file, attempt = await self._write_key_space(upload, manifest)
-        # 4. Write the manifest and the file table, each named by its own digest.
+        # 3. Encode everything. The key space gets names unique to this call, so that a
+        #    late commit of the same upload by another server changes no object that a
+        #    record names; manifest and file table are named by their own digests.
+        manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
+        node_file = upload.places.data_prefix(name.upload) + unique.hex
         made, data, table = await offload(
-            rows, _packed, upload, manifest, node_file, attempt
+            rows, _packed, upload, manifest, node_file, unique.hex[:8]
         )
-        run = upload.places
-        await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
-        await self._bucket.write(run.manifest(name.upload, made.manifest_digest), data)
-        await reach(Failpoint.COMMIT_BEFORE_FILES)
-        await self._bucket.write(run.file_table(name.upload, made.files_digest), table)
-        return made
-
-    async def _write_key_space(
-        self, upload: OpenUpload, manifest: Manifest
-    ) -> tuple[str, str]:
-        """Writes the key space of a checkpoint; returns its node file and the id of
-        this attempt."""
-        # 1. Names unique to this call, so that a late commit of the same upload by
-        #    another server changes no object that a record names.
-        name, unique = upload.name.upload, uuid.uuid4()
-        attempt = unique.hex[:8]
-        node_file = upload.places.data_prefix(name) + unique.hex
         view = await offload(
-            manifest.tree.chunk_count + len(manifest.tree.leaves),
+            rows,
             key_space_of,
             manifest,
             node_file=node_file,
@@ -204,14 +189,32 @@ class Commits:
             commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
         )
         await self._uploads.renew(upload)
-        # 2. Nodes before the root, so that a reader that finds the root finds them.
+        # 4. Write them. At the same time, because nothing refers to them before the
+        #    record does, and a bucket takes long for each.
+        run = upload.places
+        manifest_place = run.manifest(name.upload, made.manifest_digest)
+        table_place = run.file_table(name.upload, made.files_digest)
+        await together(
+            self._write_key_space(upload, made, node_file, view),
+            self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
+            self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
+        )
+        return made
+
+    async def _write(self, failpoint: Failpoint, place: str, data: bytes) -> None:
+        await reach(failpoint)
+        await self._bucket.write(place, data)
+
+    async def _write_key_space(
+        self, upload: OpenUpload, made: _Prepared, node_file: str, view: View
+    ) -> None:
+        """Writes the key space of a checkpoint: the nodes before the root, so that a
+        reader that finds the root finds them."""
         await reach(Failpoint.COMMIT_BEFORE_NODES)
         place = upload.places.data_file(node_file)
         await self._bucket.write_new(place, view.nodes)
-        await reach(Failpoint.COMMIT_BEFORE_KEY_SPACE)
-        root = upload.places.key_space(name, attempt) + ROOT
-        await self._bucket.write(root, view.root)
-        return node_file, attempt
+        root = upload.places.key_space(upload.name.upload, made.attempt) + ROOT
+        await self._write(Failpoint.COMMIT_BEFORE_KEY_SPACE, root, view.root)
 
     async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: ChunkLocations
@@ -279,7 +282,7 @@ class Commits:
             sequence=number,
         )
 
-    async def _write(
+    async def _write_slot(
         self,
         name: UploadName,
         record: pb.UploadRecord,
@@ -338,8 +341,10 @@ class Commits:
         places = RunPaths(name.run)
         try:
             await reach(Failpoint.COMMIT_BEFORE_DISCARD)
-            await self._bucket.delete_below(places.staging_of(name.upload))
-            await self._bucket.delete_below(places.upload_parts(name.upload))
+            await together(
+                self._bucket.delete_below(places.staging_of(name.upload)),
+                self._bucket.delete_below(places.upload_parts(name.upload)),
+            )
         except StoreError:
             # The commit stands; garbage collection deletes the rest.
             _log.warning("%s: its staging was not deleted", name, exc_info=True)

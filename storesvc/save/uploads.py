@@ -8,6 +8,7 @@ the slot, asks ``slots``, and writes on the condition that the slot is unchanged
 
 import asyncio
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
@@ -28,6 +29,7 @@ from storesvc.errors import (
     ProcessesDifferError,
     RequestIdReusedError,
     RunNotFoundError,
+    StoreError,
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
@@ -45,6 +47,7 @@ DEFAULT_LEASE: Final = timedelta(minutes=10)
 """Time after its last renewal for which an upload is not aborted."""
 
 _KEPT_RENEWALS: Final = 10_000
+_KEPT_RECORD_BYTES: Final = 4 << 20
 _RENEWALS_A_LEASE: Final = 6
 """Maximum lease records that progress writes within one lease."""
 
@@ -102,6 +105,10 @@ class Uploads:
         self._leaf_tables = LeafTables(bucket)
         self._rollbacks = Rollbacks(bucket)
         self._renewals: LRUCache[UploadName, _Renewal] = LRUCache(_KEPT_RENEWALS)
+        self._records: LRUCache[UploadName, pb.UploadRecord] = LRUCache(
+            _KEPT_RECORD_BYTES, getsizeof=pb.UploadRecord.ByteSize
+        )
+        """Records of uploads that were opened; a record is never changed."""
 
     async def begin(
         self, name: UploadName, new: NewUpload, table: bytes, digests: bytes = b""
@@ -131,8 +138,10 @@ class Uploads:
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, then the run: a collection raises the epoch floor before it
         #    deletes a FREE slot. In the other order an epoch could be used again.
-        slot = await self._catalog.slot(name.run, new.step)
-        record = await self._own_record(name, new.body + tree_digest + values_digest)
+        slot, record = await asyncio.gather(
+            self._catalog.slot(name.run, new.step),
+            self._own_record(name, new.body + tree_digest + values_digest),
+        )
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(new.step))
             return record
@@ -267,10 +276,21 @@ class Uploads:
             UploadSupersededError: The upload has another epoch, or lost its slot.
             CheckpointExistsError: The step is committed.
         """
-        record = await self.record(name)
+        # The slot is read each time, because only it says whether the upload still owns
+        # its step. The record and the leaf table are not: they are never changed, and a
+        # read of a bucket takes long.
+        record = self._records.get(name)
+        if record is None:
+            record = await self.record(name)
+            with suppress(ValueError):  # larger than the cache
+                self._records[name] = record
         slots.check_epoch(name, record, epoch)
         found = await self._catalog.slot(name.run, record.step)
-        slot = slots.check_owner(name, record, found and found[0])
+        try:
+            slot = slots.check_owner(name, record, found and found[0])
+        except StoreError:
+            await self.record(name)  # raises UploadNotFoundError if it was aborted
+            raise
         if slot.state != slots.UPLOADING:
             raise slots.exists(name.run, slot)
         return OpenUpload(name, record, await self.tree(name, record))

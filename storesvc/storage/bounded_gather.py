@@ -1,8 +1,8 @@
-"""Runs many small calls of the bucket, a bounded number at a time."""
+"""Runs calls of the bucket at the same time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Final, TypeVar
 
 AT_ONCE: Final = 128
 """Small objects that one call reads or writes concurrently."""
@@ -28,3 +28,14 @@ async def each(
             return await look(thing)
 
     return await asyncio.gather(*map(bounded, things))
+
+
+async def together(*calls: Coroutine[Any, Any, None]) -> None:
+    """Runs calls at the same time. The first error cancels the others, and is raised
+    once they have ended."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for call in calls:
+                tasks.create_task(call)
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None

@@ -228,8 +228,7 @@ def test_the_objects_of_a_save_in_flight_are_bounded(
     snapshot: Literal["none", "host"],
 ) -> None:
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
-    monkeypatch.setattr(data_files, "MAX_CHUNK_BYTES", 4 * MIB)
-    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 12 * MIB)
+    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 13 * MIB)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(12)}  # an object each
     run = direct.run(f"tests/in-flight-{snapshot}")
     gcs.clear()
@@ -238,7 +237,8 @@ def test_the_objects_of_a_save_in_flight_are_bounded(
     run.save(0, tree, snapshot=snapshot).result()
 
     assert 12 <= len(of_data(gcs, "POST"))
-    assert 1 < gcs.most_pending <= 2
+    # Two objects, and what the server writes at the same time; without a limit, 12.
+    assert 1 < gcs.most_pending <= 5
     back = run.restore(0)
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 

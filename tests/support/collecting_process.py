@@ -132,10 +132,15 @@ class Process:
         progress = [p async for p in self.store.collector.preview(RUN, grace=grace)]
         return progress[-1]
 
-    async def check(self) -> None:
-        """Asserts that every checkpoint has the saved content, in both views."""
+    async def check(self, *, with_deleted: bool = True) -> None:
+        """Asserts that every checkpoint has the saved content, in both views.
+
+        Args:
+            with_deleted: Whether deleted ones have it too; a collector that runs at the
+                same time may be purging them.
+        """
         found = await self.store.catalog.checkpoints(
-            RUN, before=None, limit=100, show_deleted=True
+            RUN, before=None, limit=100, show_deleted=with_deleted
         )
         for record in found:
             content = self.contents[record.step]

@@ -43,6 +43,11 @@ class Slab:
         """Size of the slab in bytes."""
         return sum(self.sizes)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Stored size of its chunks in bytes."""
+        return self.size + CHECKSUM_BYTES * len(self.sizes)
+
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yields ordinal, offset in the slab, and size in bytes of each chunk."""
         at = 0

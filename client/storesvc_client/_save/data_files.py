@@ -14,7 +14,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final, Protocol
 
-from storesvc.format.grids import MAX_CHUNK_BYTES
 from storesvc.storage import data_file, rooted_files
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
 from storesvc_client.errors import (
@@ -213,25 +212,34 @@ class BucketPool:
 
     threads = OBJECT_THREADS
 
-    def __init__(self, root: BucketRoot, pool: str, stopped: threading.Event) -> None:
+    def __init__(
+        self,
+        root: BucketRoot,
+        pool: str,
+        stopped: threading.Event,
+        largest_slab_bytes: int,
+    ) -> None:
         """Creates a pool; nothing is written yet.
 
         Args:
             root: Root of the store.
             pool: Prefix of the data files.
             stopped: Set when the save no longer needs the files.
+            largest_slab_bytes: Stored bytes of the largest slab.
         """
         self._root = root
         self._pool = pool
         self._stopped = stopped
         self._budget = _InFlightBudget(IN_FLIGHT_BYTES)
+        self._largest_slab_bytes = largest_slab_bytes
         self.file_bytes = OBJECT_BYTES
 
     @contextmanager
     def begin(self) -> Generator[None]:
         """See ``Pool.begin``."""
-        # An object ends with the part that brings it to its size.
-        self._budget.take(self.file_bytes + MAX_CHUNK_BYTES, check=self._check)
+        # An object ends with the slab that brings it to its size.
+        size_bytes = self.file_bytes + self._largest_slab_bytes
+        self._budget.take(size_bytes, check=self._check)
         try:
             yield
         finally:

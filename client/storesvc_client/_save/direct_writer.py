@@ -48,6 +48,8 @@ class DirectWriter:
         wanted: WantedSlabs,
         sums: SumsInProgress,
         meter: Meter,
+        *,
+        largest_slab_bytes: int,
     ) -> None:
         """Creates a writer; entering its context starts the threads.
 
@@ -59,6 +61,7 @@ class DirectWriter:
             wanted: Slabs to write.
             sums: Checksums of all chunks, filled in here.
             meter: Counts the bytes written.
+            largest_slab_bytes: Stored bytes of the largest slab.
         """
         self._meter = meter
         self._prefix = prefix
@@ -72,7 +75,7 @@ class DirectWriter:
         self._pool: Pool = (
             FilePool(root, pool)
             if isinstance(root, Path)
-            else BucketPool(root, pool, self._stopped)
+            else BucketPool(root, pool, self._stopped, largest_slab_bytes)
         )
         self._threads = ThreadPoolExecutor(self._pool.threads + 1, "storesvc-place")
 

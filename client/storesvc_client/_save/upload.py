@@ -98,6 +98,7 @@ class Upload:
         self._tree = tree
         self._own = plan.own
         self._foreign = plan.foreign
+        self._largest_slab_bytes = max((s.stored_bytes for s in plan.slabs), default=0)
         self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
         self._reused = np.zeros(tree.chunk_count, np.bool_)
@@ -286,6 +287,7 @@ class Upload:
             wanted,
             self._sums,
             self._meter,
+            largest_slab_bytes=self._largest_slab_bytes,
         ) as writer:
             streams.send_tables(writer.take)
 

@@ -5,6 +5,7 @@ The tree::
     StoreError
     ├── InvalidFieldError
     │   ├── InvalidTreeError
+    │   ├── InvalidItemError
     │   ├── InvalidChunkError
     │   ├── InvalidPageTokenError
     │   ├── InvalidPolicyError
@@ -60,6 +61,10 @@ class InvalidFieldError(StoreError):
 
 class InvalidTreeError(InvalidFieldError):
     """The leaf table of an upload is inconsistent."""
+
+
+class InvalidItemError(InvalidFieldError):
+    """An item in the leaf table of an upload breaks a rule of items."""
 
 
 class InvalidChunkError(InvalidFieldError):

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from storesvc_client._api.holds import Hold
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
     from storesvc_client._values.findings import (
         Damage,
         Diff,
+        ItemDifference,
         LeafDifference,
         Verification,
     )
+    from storesvc_client._values.item_values import PerProcess
     from storesvc_client._values.options import Distributed, SaveOptions
     from storesvc_client._values.policies import (
         KeepBest,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
         Checkpoint,
         Event,
         HoldInfo,
+        ItemInfo,
         LeafInfo,
         ProcessReading,
         Rehearsal,
@@ -82,6 +86,9 @@ __all__ = [
     "Hold",
     "HoldInfo",
     "InvalidRequestError",
+    "ItemDifference",
+    "ItemInfo",
+    "Items",
     "KeepBest",
     "KeepEvery",
     "KeepLatest",
@@ -96,6 +103,7 @@ __all__ = [
     "NotFoundError",
     "OpenCheckpoint",
     "PeerFailedError",
+    "PerProcess",
     "PreconditionError",
     "ProcessReading",
     "Progress",
@@ -130,6 +138,8 @@ _HOMES: Final = {
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
     "Hold": "_api.holds",
     "OpenCheckpoint": "_restore.checkpoint",
+    "Items": "_restore.items",
+    "PerProcess": "_values.item_values",
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "progress_bar": "_values.progress_bar",
@@ -150,13 +160,15 @@ _HOMES: Final = {
     ),
     **dict.fromkeys(("format_policy", "parse_policy"), "_values.policy_text"),
     **dict.fromkeys(
-        ("Damage", "Diff", "LeafDifference", "Verification"), "_values.findings"
+        ("Damage", "Diff", "ItemDifference", "LeafDifference", "Verification"),
+        "_values.findings",
     ),
     **dict.fromkeys(
         (
             "Checkpoint",
             "Event",
             "HoldInfo",
+            "ItemInfo",
             "LeafInfo",
             "ProcessReading",
             "Rehearsal",

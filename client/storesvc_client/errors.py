@@ -116,6 +116,7 @@ class UnavailableError(StoreError, ConnectionError):
 BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "INVALID_FIELD": InvalidRequestError,
     "INVALID_TREE": InvalidRequestError,
+    "INVALID_ITEM": InvalidRequestError,
     "INVALID_CHUNK": InvalidRequestError,
     "REQUEST_ID_REUSED": InvalidRequestError,
     "INVALID_PAGE_TOKEN": InvalidRequestError,

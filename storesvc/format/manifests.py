@@ -19,6 +19,7 @@ from storesvc.format.chunks import (
     unpack_places,
     unpack_sums,
 )
+from storesvc.format.items import InvalidItemError
 from storesvc.format.trees import InvalidTreeError, Tree, pack_leaves, unpack_leaves
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -72,7 +73,12 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
         tree = unpack_leaves(message.leaves)
         sums = unpack_sums(message.chunks, count=tree.chunk_count)
         places = unpack_places(message.chunks)
-    except (DecodeError, InvalidTreeError, InvalidChunksError) as e:
+    except (
+        DecodeError,
+        InvalidTreeError,
+        InvalidItemError,
+        InvalidChunksError,
+    ) as e:
         raise CorruptManifestError(f"manifest: {e}") from e
     _check_lengths(tree, places)
     return Manifest(tree, sums, places)

@@ -1,4 +1,4 @@
-"""Names of namespaces, runs, checkpoints, tags, uploads and holds.
+"""Names of namespaces, runs, checkpoints, tags, items, uploads and holds.
 
 Ids are opaque and never decoded. An id that does not match its rule is rejected, so no
 id can lead to another path of the bucket.
@@ -227,6 +227,17 @@ def check_tag(text: str) -> None:
         raise InvalidNameError(
             f"tag {text!r}: expected a letter first, and not {LATEST!r}"
         )
+
+
+def check_item(text: str) -> None:
+    """Rejects an invalid name of an item.
+
+    Raises:
+        InvalidNameError: The name is invalid.
+    """
+    check_id(text, "item")
+    if not text[0].isalpha():
+        raise InvalidNameError(f"item {text!r}: expected a letter first")
 
 
 def check_hold(text: str) -> None:

@@ -1,4 +1,5 @@
-"""Leaf tables as values: the leaves of a tree, and the ordinals of their chunks.
+"""Leaf tables as values: the leaves of a tree, the items next to it, and the ordinals
+of their chunks.
 
 ``pack_leaves`` encodes leaves as the columns of ``LeafTable``; ``unpack_leaves``
 decodes them and checks every rule of ``tree.proto``, so that no other code has to.
@@ -18,6 +19,15 @@ from numpy.typing import NDArray
 from storesvc.format import zarr
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK, Grid
+from storesvc.format.items import (
+    ENCODED_KINDS,
+    MAX_ENCODED_BYTES,
+    check_items,
+    count_tree_rows,
+    describe,
+    is_item,
+    item_of,
+)
 from storesvc.format.keys import InvalidKeyError, check_keys, fits_key
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -144,7 +154,8 @@ class StoredLengths:
 
 @dataclass(frozen=True)
 class Tree:
-    """The leaves of a tree, in the order of their keys."""
+    """The rows of a leaf table: the leaves of a tree, then the items next to it, both
+    in the order of their keys."""
 
     leaves: tuple[Leaf, ...]
     structure: bytes = field(default=b"", repr=False)
@@ -165,6 +176,17 @@ class Tree:
             a.key == b.key and a.is_cut_as(b)
             for a, b in zip(self.leaves, other.leaves, strict=True)
         )
+
+    @cached_property
+    def tree_count(self) -> int:
+        """Number of leaves of the tree itself; the rows after them are items."""
+        return count_tree_rows([leaf.key for leaf in self.leaves])
+
+    @property
+    def item_count(self) -> int:
+        """Number of distinct names of items."""
+        rows = self.leaves[self.tree_count :]
+        return len({item_of(row.key).item for row in rows})
 
     @cached_property
     def first_chunk(self) -> I64:
@@ -234,7 +256,7 @@ class Tree:
     def describe_chunk(self, chunk: int) -> str:
         """Returns the name of a chunk in messages."""
         row, within = self.locate(chunk)
-        return f"leaf {self.leaves[row].key!r} chunk {within}"
+        return f"{describe(self.leaves[row].key)} chunk {within}"
 
 
 def pack_leaves(tree: Tree) -> Iterator[bytes]:
@@ -270,6 +292,7 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
 
     Raises:
         InvalidTreeError: The table breaks a rule of ``tree.proto``.
+        InvalidItemError: It breaks a rule of items.
     """
     _check_columns(table)
     unknown = set(table.dtypes) - set(DTYPES)
@@ -277,7 +300,9 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
         raise InvalidTreeError(
             f"column dtypes: expected dtypes of the format, got {min(unknown)[:40]!r}"
         )
-    return Tree(tuple(_unpack_rows(table)), b"".join(table.structure))
+    tree = Tree(tuple(_unpack_rows(table)), b"".join(table.structure))
+    check_items(tree.leaves[tree.tree_count :])
+    return tree
 
 
 def _unpack_rows(table: pb.LeafTable) -> Iterator[Leaf]:
@@ -325,8 +350,13 @@ def _check_columns(table: pb.LeafTable) -> None:
             raise InvalidTreeError(
                 f"column {name}: expected {rows} rows, got {len(getattr(table, name))}"
             )
+    tree_rows = count_tree_rows(table.key)
+    early = next(filter(is_item, table.key[:tree_rows]), None)
+    if early is not None:
+        raise InvalidTreeError(f"{describe(early)}: expected items after all leaves")
     try:
-        check_keys(table.key)
+        check_keys(table.key[:tree_rows])
+        check_keys(table.key[tree_rows:])
     except InvalidKeyError as e:
         raise InvalidTreeError(str(e)) from e
     if sum(table.rank) != len(table.shape) or len(table.shape) != len(
@@ -350,10 +380,12 @@ def _check_leaf(leaf: Leaf) -> None:
     if not _fits_key(leaf):
         problem = f"path_kinds {leaf.path_kinds!r} do not fit its key"
     if problem:
-        raise InvalidTreeError(f"leaf {leaf.key!r}: {problem}")
+        raise InvalidTreeError(f"{describe(leaf.key)}: {problem}")
 
 
 def _fits_key(leaf: Leaf) -> bool:
+    if is_item(leaf.key):  # check_items checks it
+        return True
     try:
         return fits_key(leaf.path_kinds, leaf.key)
     except InvalidKeyError as e:
@@ -395,6 +427,17 @@ def _kind_problem(leaf: Leaf) -> str | None:
         return f"expected a scalar, got the shape {leaf.shape}"
     if leaf.kind == pb.LEAF_KIND_PYTHON_SCALAR and leaf.dtype not in PYTHON_DTYPES:
         return f"expected the dtype of a Python number, got {leaf.dtype}"
+    return _encoding_problem(leaf) if leaf.kind in ENCODED_KINDS else None
+
+
+def _encoding_problem(leaf: Leaf) -> str | None:
+    if leaf.dtype != "uint8" or len(leaf.shape) != 1 or leaf.sharding is not None:
+        return (
+            "expected the bytes of an encoded value, one dimension of uint8 without a "
+            f"sharding, got {leaf.shape} {leaf.dtype}"
+        )
+    if leaf.shape[0] > MAX_ENCODED_BYTES:
+        return f"expected at most {MAX_ENCODED_BYTES} bytes, got {leaf.shape[0]}"
     return None
 
 

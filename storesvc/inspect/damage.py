@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from storesvc.format import zarr
 from storesvc.format.checksums import crc32c, digest
+from storesvc.format.items import describe
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -60,7 +61,7 @@ def chunk_damage(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
 
 def leaf_damage(leaf: Leaf, what: str) -> Damage:
     """Returns a damage of a leaf in the key space."""
-    return Damage(key=leaf.key, kind=KEY_SPACE, message=f"leaf {leaf.key!r}: {what}")
+    return Damage(key=leaf.key, kind=KEY_SPACE, message=f"{describe(leaf.key)}: {what}")
 
 
 def chunk_damages(

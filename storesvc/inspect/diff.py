@@ -53,7 +53,10 @@ class Comparisons:
                 await self._catalog.manifest(before.run, old),
                 await self._catalog.manifest(after.run, new),
             )
-            different = sum(difference.after is not None for difference in found)
+            different = sum(
+                difference.after is not None and not difference.is_of_item
+                for difference in found
+            )
             yield Comparison(
                 before=old,
                 after=new,

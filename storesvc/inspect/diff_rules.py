@@ -12,9 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from storesvc.format.chunks import I64
+from storesvc.format.items import ENCODED_KINDS, is_item
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import tree_pb2 as pb
 
 Kind: TypeAlias = "api.LeafDifference.Kind.ValueType"
 
@@ -38,6 +40,11 @@ class Difference:
     """Number of chunks whose bytes differ, if they can be compared."""
 
     @property
+    def is_of_item(self) -> bool:
+        """True if it is a difference of an item, not of a leaf of the tree."""
+        return is_item(self.leaf.key)
+
+    @property
     def leaf(self) -> Leaf:
         """The leaf in the second checkpoint; a removed leaf in the first."""
         leaf = self.after or self.before
@@ -46,7 +53,7 @@ class Difference:
 
 
 def differences(before: Manifest, after: Manifest) -> list[Difference]:
-    """Returns the leaves of two checkpoints that differ, ascending by key."""
+    """Returns the leaves and items of two checkpoints that differ, ascending by key."""
     found: dict[str, Difference] = {}
     comparable: list[tuple[int, int]] = []
     old, new = before.tree, after.tree
@@ -58,7 +65,8 @@ def differences(before: Manifest, after: Manifest) -> list[Difference]:
         if at is None:
             found[leaf.key] = Difference(ADDED, None, leaf)
         elif kind := _outer_kind(old.leaves[at], leaf):
-            found[leaf.key] = Difference(kind, old.leaves[at], leaf)
+            count = leaf.grid.count if kind == CONTENT else 0
+            found[leaf.key] = Difference(kind, old.leaves[at], leaf, count)
         else:
             comparable.append((at, row))
     changed = changed_chunks(before, after, comparable).tolist()
@@ -94,7 +102,10 @@ def changed_chunks(
 
 
 def dtype_text(leaf: Leaf) -> str:
-    """Returns the dtype of a leaf; for PRNG keys with their implementation."""
+    """Returns the dtype of a leaf; for PRNG keys with their implementation; for encoded
+    values their kind."""
+    if leaf.kind in ENCODED_KINDS:
+        return pb.LeafKind.Name(leaf.kind).removeprefix("LEAF_KIND_").lower()
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 
@@ -106,6 +117,9 @@ def shape_of(leaf: Leaf) -> tuple[int, ...]:
 def _outer_kind(before: Leaf, after: Leaf) -> "Kind | None":
     """Returns the first difference of two leaves apart from their bytes, or None."""
     if shape_of(before) != shape_of(after):
+        # The number of bytes of an encoded value is part of its content.
+        if {before.kind, after.kind} <= ENCODED_KINDS:
+            return CONTENT if before.kind == after.kind else DTYPE
         return SHAPE
     if dtype_text(before) != dtype_text(after):
         return DTYPE

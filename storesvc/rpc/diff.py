@@ -60,7 +60,7 @@ def summary_message(
         base=messages.checkpoint_message(before, found.before),
         checkpoint=messages.checkpoint_message(after, found.after),
         same_leaf_count=found.same_leaf_count,
-        different_leaf_count=len(found.differences),
+        different_leaf_count=sum(not each.is_of_item for each in found.differences),
     )
 
 

@@ -90,6 +90,7 @@ def checkpoint_message(
         size_bytes=record.size_bytes,
         stored_bytes=record.stored_bytes,
         leaf_count=record.leaf_count,
+        item_count=record.item_count,
         chunk_count=record.chunk_count,
         manifest_bytes=record.manifest_bytes,
         manifest_digest=record.manifest_digest,

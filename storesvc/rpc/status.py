@@ -52,6 +52,9 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.InvalidTreeError: Wire(
         code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_TREE
     ),
+    errors.InvalidItemError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_ITEM
+    ),
     errors.InvalidChunkError: Wire(
         code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_CHUNK
     ),

@@ -11,8 +11,14 @@ from google.protobuf.message import DecodeError
 
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import slots
-from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidItemError,
+    InvalidTreeError,
+    LimitExceededError,
+)
 from storesvc.format.checksums import DIGEST_BYTES, digest
+from storesvc.format.items import InvalidItemError as InvalidItemRowError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
@@ -49,6 +55,7 @@ class LeafTables:
 
         Raises:
             InvalidTreeError: The table contradicts itself.
+        InvalidItemError: An item breaks a rule.
             LimitExceededError: The table has too many leaves or chunks.
         """
         tree_digest = digest(table)
@@ -60,6 +67,7 @@ class LeafTables:
 
         Raises:
             InvalidTreeError: The table contradicts itself.
+        InvalidItemError: An item breaks a rule.
             LimitExceededError: The table has too many leaves or chunks.
         """
         return await self._trees.get(
@@ -119,6 +127,7 @@ def _parsed(name: UploadName, table: bytes) -> Tree:
 
     Raises:
         InvalidTreeError: The table contradicts itself.
+        InvalidItemError: An item breaks a rule.
         LimitExceededError: The table has too many leaves or chunks.
     """
     try:
@@ -127,6 +136,8 @@ def _parsed(name: UploadName, table: bytes) -> Tree:
         tree = unpack_leaves(columns)
     except (InvalidTableError, DecodeError) as e:
         raise InvalidTreeError(f"{name}: {e}") from e
+    except InvalidItemRowError as e:
+        raise InvalidItemError(f"{name}: {e}", item=e.item) from e
     if tree.chunk_count > MAX_CHUNKS:
         raise LimitExceededError(
             f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
+from storesvc.format.items import describe
 from storesvc.format.trees import Leaf, Tree
 
 
@@ -23,7 +24,7 @@ def first_difference(expected: Tree, got: Tree) -> tuple[str, str]:
         theirs, own = _leaf(expected, key), _leaf(got, key)
         if theirs != own:
             wanted, found = _describe_difference(theirs, own)
-            return key, f"leaf {key!r}: expected {wanted}, got {found}"
+            return key, f"{describe(key)}: expected {wanted}, got {found}"
     if expected.structure != got.structure:
         return "", "structure: expected the same document, got another one"
     return "", "leaf table: expected the same bytes, got an equal table in other bytes"

@@ -3,10 +3,17 @@
 from collections.abc import Callable, Generator
 from contextlib import closing
 
+from storesvc.format.items import is_item
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.findings import Damage, Diff, LeafDifference, Verification
+from storesvc_client._values.findings import (
+    Damage,
+    Diff,
+    ItemDifference,
+    LeafDifference,
+    Verification,
+)
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     UnavailableError,
@@ -73,17 +80,23 @@ def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
 
 
 def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:
-    summary, found = api.DiffSummary(), list[LeafDifference]()
+    summary = api.DiffSummary()
+    found, items = list[LeafDifference](), list[ItemDifference]()
     with translated(stub.connection.address):
         for response in stub.service.DiffCheckpoints(
             request, timeout=stub.connection.timeout
         ):
             if response.HasField("summary"):
                 summary = response.summary
-            found += map(LeafDifference.from_message, response.differences)
+            for difference in response.differences:
+                if is_item(difference.key):
+                    items.append(ItemDifference.from_message(difference))
+                else:
+                    found.append(LeafDifference.from_message(difference))
     return Diff(
         base=Checkpoint.from_message(summary.base),
         checkpoint=Checkpoint.from_message(summary.checkpoint),
         same_leaf_count=summary.same_leaf_count,
         differences=tuple(found),
+        items=tuple(items),
     )

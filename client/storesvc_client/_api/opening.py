@@ -1,5 +1,6 @@
 """Opens checkpoints, by this process alone or by all processes of a job together."""
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
@@ -37,7 +38,8 @@ def opening(
     from storesvc_client._restore.open import open_checkpoint
 
     job = None
-    if takes_all:
+    # Without jax, this process is of no job; reading items must not import it.
+    if takes_all and "jax" in sys.modules:
         from storesvc_client._pytree.jax_job import job_of_process
 
         job = job_of_process()

@@ -46,6 +46,7 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 if TYPE_CHECKING:
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._restore.items import Items
 
 
 class Run:
@@ -86,6 +87,7 @@ class Run:
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
+        items: Mapping[str, Any] | None = None,
         document: bytes = b"",
         base: Which | None = "latest",
         snapshot: SnapshotMode | None = None,
@@ -112,10 +114,17 @@ class Run:
         Args:
             step: Training step, >= 0; each step is written once.
             tree: Any pytree of ``jax.Array``, typed PRNG keys, ``numpy.ndarray``,
-                NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
+                NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``,
+                ``str`` and ``bytes``.
             metrics: Numbers to keep with the checkpoint, at most 64; retention policies
                 can rank by them.
             labels: Texts to keep with the checkpoint, at most 64.
+            items: Values to keep with the checkpoint, at most 64, each of at most 1
+                GiB: ``str``, ``bytes``, or what JSON has (None, ``bool``, ``int``,
+                finite ``float``, lists, and dicts with texts as keys). Names are lower-
+                case letters, digits and hyphens. ``Run.items`` returns them. In a job
+                all processes pass the same names; the values are taken from process 0,
+                and a ``PerProcess`` value from each.
             document: Bytes about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps the structure of a model in it.
             base: A checkpoint of this run, by step, "latest" or tag: chunks that are
@@ -155,6 +164,7 @@ class Run:
             document=document,
             metrics=metrics,
             labels=labels,
+            items=items,
             base=base,
             snapshot=snapshot,
             if_busy=if_busy,
@@ -296,6 +306,32 @@ class Run:
             if joint is not None:
                 joint.check(opened.info.uid, "")
         return opened
+
+    def items(
+        self,
+        which: Which = "latest",
+        *,
+        distributed: Distributed = ALL_PROCESSES,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+    ) -> "Items":
+        """Returns the items of a checkpoint by name; each is read when asked for.
+
+        In a ``jax.distributed`` job every process calls this, and all get the items of
+        the checkpoint that process 0 resolves. Needs no jax.
+
+        >>> run.items("latest")["config"]
+        {'layers': 32}
+
+        Args:
+            which: A step, "latest", or a tag.
+            distributed: Which processes of a job call this: by default all, and each
+                gets its own value of a ``PerProcess`` item; otherwise this one alone.
+            deadline: Maximum duration until they are listed, as for ``Run.open``.
+
+        Raises:
+            StoreError: As for ``Run.open``.
+        """
+        return self.open(which, distributed=distributed, deadline=deadline).items
 
     def checkpoint(self, which: Which) -> Checkpoint:
         """Returns a checkpoint: its step, metrics, labels, times and sizes.

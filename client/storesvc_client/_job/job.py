@@ -121,6 +121,20 @@ class JointSave:
         `seconds`."""
         return self._read("begun", seconds)
 
+    def publish_items(self, text: str) -> None:
+        """Publishes the items of this process, without their values."""
+        self.job.post(f"{self._board}/items/{self.job.index}", text)
+
+    def publish_all_items(self, text: str) -> None:
+        """Publishes the items of all processes, in process 0."""
+        self.job.post(f"{self._board}/all-items", text)
+
+    def items_of(self, index: int | None, *, seconds: float) -> str | None:
+        """Waits for the published items of a process, or with None of all processes;
+        returns None after `seconds`."""
+        place = "all-items" if index is None else f"items/{index}"
+        return self.job.read(f"{self._board}/{place}", seconds=seconds)
+
     def end(self, upload: str) -> None:
         """Publishes that an upload was committed."""
         self.job.post(f"{self._board}/ended", Outcome(name=upload).to_text())

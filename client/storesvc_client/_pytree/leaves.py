@@ -25,6 +25,7 @@ from jax.tree_util import (
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK
+from storesvc.format.items import ENCODED_KINDS
 from storesvc.format.keys import (
     InvalidKeyError,
     check_key,
@@ -32,8 +33,10 @@ from storesvc.format.keys import (
     escape_part,
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
+from storesvc_client._pytree.encoded_leaves import EncodedLeaf, family, with_encoded
 from storesvc_client._pytree.leaf_names import part_text
 from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.item_values import encode_python
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -80,6 +83,8 @@ class Signature:
     def __str__(self) -> str:
         if self.prng_impl is not None:
             return f"PRNG keys {self.shape[:-1]} {self.prng_impl}"
+        if self.kind in ENCODED_KINDS:
+            return f"a Python value ({family(self.kind, self.dtype)})"
         if self.kind == pb.LEAF_KIND_PYTHON_SCALAR:
             return f"a Python scalar ({self.dtype})"
         return f"{self.shape} {self.dtype}"
@@ -108,6 +113,9 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
 
 def signature(value: Any) -> Signature | None:
     """Returns the signature of a leaf, or None if a checkpoint cannot hold it."""
+    value = with_encoded(value)
+    if type(value) is EncodedLeaf:
+        return _signature(value.kind, "uint8", value.array.shape)
     if type(value) in _PYTHON_DTYPES:
         return _signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
     own_dtype = getattr(value, "dtype", None)
@@ -174,11 +182,13 @@ def _problem(value: Any, found: Signature | None) -> str | None:
     if isinstance(value, jax.core.Tracer):
         return f"expected values, got {tracer_text(value)}: call save outside jit"
     if found is None:
+        if type(value) in (str, bytes, int):
+            return _encoding_problem(value)
         dtype = getattr(value, "dtype", None)
         what = type(value).__name__ if dtype is None else f"an array of {dtype}"
         return (
-            "expected an array of a numeric dtype, a PRNG key or a Python number, "
-            f"got {what}; store it elsewhere, or convert it"
+            "expected an array of a numeric dtype, a PRNG key, a Python number, text "
+            f"or bytes, got {what}; store it elsewhere, or convert it"
         )
     if len(found.shape) > MAX_RANK:
         return f"expected at most {MAX_RANK} dimensions, got {len(found.shape)}"
@@ -187,9 +197,16 @@ def _problem(value: Any, found: Signature | None) -> str | None:
     return _value_problem(value)
 
 
+def _encoding_problem(value: Any) -> str:
+    """Returns why a text, bytes or an integer cannot be encoded."""
+    try:
+        encode_python(value)
+    except ValueError as e:
+        return str(e)
+    raise AssertionError(value)
+
+
 def _value_problem(value: Any) -> str | None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"expected an int of 64 bits, got {value}; store it as a float"
     if isinstance(value, jax.Array) and value.is_deleted():
         return (
             "expected a live array, got a deleted or donated one; save it before that"

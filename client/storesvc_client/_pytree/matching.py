@@ -19,6 +19,7 @@ import numpy as np
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._pytree.encoded_leaves import family, is_encoded
 from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
@@ -150,8 +151,11 @@ def match_like(
                 f"{path_text(path_of(saved))}; a number and its text are different keys"
             )
         else:
+            # an integer comes back in the form in which it was saved
+            either = is_encoded(saved.kind) or is_encoded(found.kind)
+            form: Leaf | Signature = saved if either else found
             wanted.append(
-                Wanted(row=row, kind=found.kind, dtype=found.dtype, value=leaf.value)
+                Wanted(row=row, kind=form.kind, dtype=form.dtype, value=leaf.value)
             )
 
     places = selected | {leaf.key: own.row for leaf, own in kept}
@@ -234,8 +238,10 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
     """Returns whether a saved leaf can become the requested one.
 
     Device arrays, host arrays and host scalars are interchangeable; Python numbers and
-    PRNG keys are not.
+    PRNG keys are not. A text, bytes or an integer becomes any other one of its type.
     """
+    if is_encoded(saved.kind) or is_encoded(found.kind):
+        return family(saved.kind, saved.dtype) == family(found.kind, found.dtype)
     return (
         saved.shape == found.shape
         and saved.prng_impl == found.prng_impl

@@ -40,7 +40,7 @@ _EMPTY: Final[dict[type, str]] = {
     list: "[]",
     tuple: "()",
 }
-_LEAVES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
+_LEAVES: Final = (int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array)
 """Types of most leaves; skipped without asking jax for children."""
 
 _MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(None)}

@@ -23,6 +23,7 @@ from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._job.assignment import Holders
+from storesvc_client._pytree.encoded_leaves import is_encoded
 from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._pytree.matching import (
     Build,
@@ -36,6 +37,7 @@ from storesvc_client._pytree.placement import Placement, Placer, allows_wide
 from storesvc_client._pytree.plain_containers import Container
 from storesvc_client._pytree.save_plan import region_of
 from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.item_values import decoded
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -351,6 +353,8 @@ def _value(item: _PendingLeaf) -> Any:
 
 
 def _host_value(item: _PendingLeaf, array: Any) -> Any:
+    if is_encoded(item.wanted.kind):
+        return decoded(item.leaf.key, item.wanted.kind, array.tobytes())
     match item.wanted.kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
             return array.item()

@@ -7,7 +7,7 @@ differ only in the chunks that each writes.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -29,6 +29,12 @@ from storesvc_client._job.assignment import (
 )
 from storesvc_client._job.job import Job
 from storesvc_client._pytree.chunk_layout import Layout, layout_of
+from storesvc_client._pytree.encoded_leaves import (
+    EncodedLeaf,
+    as_array,
+    encoded_chunks,
+    with_encoded,
+)
 from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
@@ -39,6 +45,7 @@ from storesvc_client._pytree.leaves import (
 )
 from storesvc_client._pytree.plain_containers import pack_containers
 from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.item_values import PlannedItem
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_COMPARED_BYTES: Final = 1 << 20
@@ -92,6 +99,51 @@ class Plan:
     equal, so treedefs that hold them compare as equal."""
 
 
+def with_items(
+    plan: Plan, values: list[Any], items: Sequence[PlannedItem]
+) -> tuple[Plan, list[Any]]:
+    """Returns a plan, and its values, with items after the leaves of the tree.
+
+    The plan of the tree is not changed, so that the next save can reuse it.
+
+    Args:
+        plan: Plan of a tree.
+        values: The leaves of the tree, in the order of the plan.
+        items: Items of all processes of the job, in the order of their keys.
+    """
+    if not items:
+        return plan, values
+    rows, plans = [], []
+    for item in items:
+        chunk_shape, layout = encoded_chunks(item.size)
+        rows.append(
+            Leaf(
+                key=item.name.key,
+                path_kinds=item.name.path_kinds,
+                kind=item.kind,
+                dtype="uint8",
+                shape=(item.size,),
+                chunk_shape=chunk_shape,
+            )
+        )
+        dtype = DTYPES["uint8"]
+        plans.append(LeafPlan(dtype=dtype, is_key=False, devices=None, layout=layout))
+    tree = Tree((*plan.tree.leaves, *rows), plan.tree.structure)
+    counts = [grid.count for grid in tree.grids[len(plan.tree.leaves) :]]
+    is_own = np.repeat([item.data is not None for item in items], counts)
+    own = plan.tree.chunk_count + np.flatnonzero(is_own)
+    whole_plan = replace(
+        plan,
+        tree=tree,
+        leaves=(*plan.leaves, *plans),
+        own=np.concatenate([plan.own, own]),
+        slabs=[*plan.slabs, *slabs_of(tree, own)],
+    )
+    # what other processes write is never read here
+    data = [np.frombuffer(item.data or b"", np.uint8) for item in items]
+    return whole_plan, [*values, *data]
+
+
 class Planner:
     """Plans saves, and caches the last plan."""
 
@@ -118,6 +170,7 @@ class Planner:
             return reused
         # 2. Reject everything that cannot be stored before anything is sent.
         named, treedef = named_leaves(tree)
+        named = [leaf._replace(value=with_encoded(leaf.value)) for leaf in named]
         numbers = {id(leaf): number for number, leaf in enumerate(named)}
         found = list(storable(named, is_alone=self._job is None))
         # 3. Cut the leaves into chunks. Every process of a job must compute the same
@@ -151,7 +204,7 @@ class Planner:
             key_types=_key_types(leaf.keypath for leaf in named),
         )
         self._plan = plan
-        return plan, [leaf.value for leaf, _ in found]
+        return plan, [as_array(leaf.value) for leaf, _ in found]
 
     def _reused(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]] | None:
         """Returns the last plan with a tree's leaves, or None if it does not fit."""
@@ -159,6 +212,7 @@ class Planner:
         if last is None or last.structure != structure:
             return None
         values, treedef = jax.tree.flatten(tree)
+        values = [with_encoded(value) for value in values]
         if treedef != last.treedef or _forms(values) != last.forms:
             return None
         # Equal treedefs may have keys 1 and True, which are stored differently.
@@ -166,15 +220,18 @@ class Planner:
             paths = (path for path, _ in tree_flatten_with_path(tree)[0])
             if last.key_types != _key_types(paths):
                 return None
-        ordered = [values[number] for number in last.order]
+        ordered = [as_array(values[number]) for number in last.order]
         check_values(last.keys, ordered)
         return last, ordered
 
 
 def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Returns type, shape, dtype and sharding of each value."""
+    """Returns type, shape, dtype and sharding of each value; for encoded ones their
+    kind and size."""
     return tuple(
-        (
+        (type(value), value.kind, value.array.shape)
+        if type(value) is EncodedLeaf
+        else (
             type(value),
             getattr(value, "shape", None),
             getattr(value, "dtype", None),

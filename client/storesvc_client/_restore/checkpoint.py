@@ -13,6 +13,7 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
@@ -28,6 +29,7 @@ from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
 from storesvc_client._restore.file_source import FileSource
 from storesvc_client._restore.hold_lease import Lease
+from storesvc_client._restore.items import Items
 from storesvc_client._restore.joint_restore import JointRestore, together
 from storesvc_client._restore.peer_plan import SpreadPlan
 from storesvc_client._restore.peer_source import PeerSource, may_spread
@@ -142,7 +144,17 @@ class OpenCheckpoint:
         """Leaves by key, in the order of keys: shapes, dtypes, sizes and shardings."""
         tree = self._manifest.tree
         rows = zip(tree.leaves, tree.grids, strict=True)
-        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
+        of_tree = islice(rows, tree.tree_count)
+        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in of_tree}
+
+    @cached_property
+    def items(self) -> Items:
+        """Items that ``run.save(items=)`` kept next to the tree.
+
+        Of an item of several processes it has the value of this process if the
+        processes of a job of as many opened the checkpoint together.
+        """
+        return Items(self.name, self._manifest.tree, self._item_bytes, self._job)
 
     @property
     def document(self) -> bytes:
@@ -273,6 +285,17 @@ class OpenCheckpoint:
         tree = self._manifest.tree
         wanted = checked_texts(f"read of {self.name}: keys", keys)
         rows = [self._row(key) for key in dict.fromkeys(wanted)]
+        for row, array in self._arrays(rows):
+            yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), array
+
+    def _item_bytes(self, rows: "Sequence[int]") -> "Iterator[tuple[int, bytes]]":
+        """Yields the bytes of items by row."""
+        for row, array in self._arrays(rows):
+            yield row, array.tobytes()
+
+    def _arrays(self, rows: "Sequence[int]") -> "Iterator[tuple[int, NDArray[Any]]]":
+        """Yields the arrays of rows, as ``read`` does."""
+        tree = self._manifest.tree
         with self._held():
             for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
                 arrays: dict[int, NDArray[Any]] = {}
@@ -281,8 +304,7 @@ class OpenCheckpoint:
                     partial(_keep, arrays),
                 )
                 for row in batch:
-                    leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
-                    yield leaf, arrays.pop(row)
+                    yield row, arrays.pop(row)
 
     @contextmanager
     def _held(self) -> Generator[None]:
@@ -330,14 +352,20 @@ class OpenCheckpoint:
             _log.warning("%s is read without a hold: %s", self.name, why)
 
     def _row(self, key: str) -> int:
-        if key not in self._manifest.tree.by_key:
+        if key not in self._by_key:
             raise NotFoundError(
                 f"{self.name} has no leaf {key!r}; list its leaves to see all"
             )
-        return self._manifest.tree.by_key[key]
+        return self._by_key[key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, int]:
+        """Row of the key of each leaf of the tree."""
+        tree = self._manifest.tree
+        return dict(islice(tree.by_key.items(), tree.tree_count))
 
     def _rows(self, select: Sequence[Pattern] | None) -> list[int]:
-        by_key = self._manifest.tree.by_key
+        by_key = self._by_key
         if select is None:
             return list(by_key.values())
         rows: set[int] = set()

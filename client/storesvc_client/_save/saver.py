@@ -30,6 +30,7 @@ from storesvc_client.errors import (
     ConflictError,
     InvalidRequestError,
     PeerFailedError,
+    StoreError,
     UnavailableError,
 )
 
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
+    from storesvc_client._save.item_table import ItemExchange
     from storesvc_client._save.slab_queue import SlabQueue
     from storesvc_client._save.snapshot import BaseSums
     from storesvc_client._save.upload import SaveResult, Upload
     from storesvc_client._save.writer import Writer
+    from storesvc_client._values.item_values import PlannedItem
 
 _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
@@ -79,6 +82,7 @@ class RunSaver:
         document: bytes = b"",
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
+        items: Mapping[str, Any] | None = None,
         base: Which | None = "latest",
         snapshot: SnapshotMode = "auto",
         if_busy: IfBusy = "wait",
@@ -91,9 +95,15 @@ class RunSaver:
         Errors of ``check``, which is called with the plan of the save before anything
         is sent, are raised here, and nothing is saved.
         """
+        from storesvc_client._pytree.save_plan import with_items
         from storesvc_client._save.description import (
             checked_description,
             checked_step,
+        )
+        from storesvc_client._save.item_table import (
+            ItemExchange,
+            checked_items,
+            items_alone,
         )
 
         checked_distributed(f"save to {self.name}", distributed)
@@ -117,6 +127,10 @@ class RunSaver:
                     f"save to {self.name}: expected bytes in document=, got "
                     f"{type(document).__name__}"
                 )
+            own_items = checked_items(f"save to {self.name}", items)
+            exchange = None
+            if joint is not None:
+                exchange = ItemExchange(joint, f"save of {description}", own_items)
             meter = Meter("save", str(description), progress)
             with self._lock:
                 self._make_way(if_busy, must_end=snapshot == "none")
@@ -125,9 +139,14 @@ class RunSaver:
                     plan, values = planner.plan(tree, document)
                 if check is not None:
                     check(plan)
+                rows = items_alone(own_items)
+                if exchange is not None:
+                    rows = _agreed(exchange, description, meter)
+                whole, values = with_items(plan, values, rows)
                 save, slab_queue = self._start(
-                    _new_writer(self._connection, description, plan, meter, joint),
+                    _new_writer(self._connection, description, whole, meter, joint),
                     plan,
+                    whole,
                     values,
                     snapshot,
                     meter,
@@ -138,6 +157,9 @@ class RunSaver:
                 joint.fail(e)
             if isinstance(e, _StalledError):
                 return self._not_begun(number, e)
+            if isinstance(e, _OthersError):
+                _log.warning("%s", e.error)
+                return PendingSave.failed(number, e.error)
             raise
         if snapshot == "none":
             try:
@@ -236,11 +258,21 @@ class RunSaver:
         self,
         writer: "Writer",
         plan: "Plan",
+        whole: "Plan",
         values: list[Any],
         mode: SnapshotMode,
         meter: Meter,
     ) -> "tuple[PendingSave, SlabQueue]":
-        """Starts a save in the background and takes its snapshot."""
+        """Starts a save in the background and takes its snapshot.
+
+        Args:
+            writer: Writer of this process.
+            plan: Plan of the tree.
+            whole: Plan of the tree and the items.
+            values: Values of ``whole``.
+            mode: Where to copy.
+            meter: Measures the phases.
+        """
         from storesvc_client._chunks.staging_pool import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
@@ -254,13 +286,13 @@ class RunSaver:
         if is_lent:  # a small pool for what must be copied even so
             staging = StagingPool(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
         slab_queue = SlabQueue(staging, is_open=is_lent)
-        upload = Upload(self._session, writer, plan, slab_queue, meter)
+        upload = Upload(self._session, writer, whole, slab_queue, meter)
         known, known_base = self._known(writer.described, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)
-        source = TreeSource(plan, values if copies is None else copies)
+        source = TreeSource(whole, values if copies is None else copies)
         snapshot = Snapshot(
-            source, plan.slabs, slab_queue, known, meter, is_lent=is_lent
+            source, whole.slabs, slab_queue, known, meter, is_lent=is_lent
         )
         if writer.writer_count > 1:  # computed before the caller may change the tree
             writer.leaf_digests = self._threads.copy(source.leaf_digests)
@@ -327,6 +359,7 @@ class RunSaver:
             return None, ""
         known = BaseSums(
             sums=saved.sums,
+            count=plan.tree.chunk_count,
             reusable=partial(upload.reusable, saved.sums),
             ask=upload.ask,
         )
@@ -340,6 +373,32 @@ class _StalledError(Exception):
         super().__init__(trouble)
         self.step = step
         """Step of the previous save."""
+
+
+class _OthersError(Exception):
+    """Another process of the job failed, or does not save the step, so that the items
+    of all are not known."""
+
+    def __init__(self, error: StoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
+        """Error that the handle of the save raises."""
+
+
+def _agreed(
+    exchange: "ItemExchange", description: "Description", meter: Meter
+) -> "list[PlannedItem]":
+    """Returns the items of all processes.
+
+    Raises:
+        _OthersError: They are not known, because of another process.
+        InvalidRequestError: The processes pass items that do not go together.
+    """
+    try:
+        with meter.phase("await others"):
+            return exchange.agreed(seconds=description.lease.total_seconds())
+    except (PeerFailedError, UnavailableError) as e:
+        raise _OthersError(e) from e
 
 
 def _joint_save(run: str, step: int) -> "JointSave | None":

@@ -55,6 +55,9 @@ class BaseSums:
     """Checksums of the base, which chunks of the tree may still have."""
 
     sums: Sums
+    count: int
+    """Number of chunks, the first ones, that ``sums`` is of; the chunks after them are
+    of items, and the base has them under other numbers."""
     reusable: Callable[[I64], I64]
     """Returns the given chunks that the store holds with these checksums."""
     ask: Callable[[Sequence[int]], None]
@@ -184,7 +187,8 @@ class Snapshot:
         if self._known is None:
             return ordinals
         digests: NDArray[np.uint8] = self._known.sums.digests
-        made = {o: self._source.digest(o) for o in ordinals}
+        count = self._known.count
+        made = {o: self._source.digest(o) if o < count else None for o in ordinals}
         if None in made.values():
             self._known.ask([o for o, digest in made.items() if digest is None])
         same = [o for o, digest in made.items() if digest == digests[o].tobytes()]

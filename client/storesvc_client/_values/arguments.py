@@ -33,7 +33,7 @@ def checked_labels(place: str, labels: object) -> dict[str, str]:
         if not is_text(text) or len(text.encode()) > MAX_TEXT_BYTES:
             raise InvalidRequestError(
                 f"{place}: labels=: expected a text of at most {MAX_TEXT_BYTES} bytes "
-                f"for {key!r}, got {_shown(text)}"
+                f"for {key!r}, got {shown(text)}"
             )
         found[key] = text
     return found
@@ -57,7 +57,7 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
             found[key] = float(value)
         except (TypeError, ValueError, OverflowError) as e:
             raise InvalidRequestError(
-                f"{place}: metrics=: expected a number for {key!r}, got {_shown(value)}"
+                f"{place}: metrics=: expected a number for {key!r}, got {shown(value)}"
             ) from e
     return found
 
@@ -75,11 +75,11 @@ def checked_texts(place: str, texts: object) -> list[str]:
     if isinstance(texts, str):
         return [texts]
     if not isinstance(texts, Iterable) or isinstance(texts, bytes | bytearray):
-        raise InvalidRequestError(f"{place}: expected texts, got {_shown(texts)}")
+        raise InvalidRequestError(f"{place}: expected texts, got {shown(texts)}")
     found = list(texts)
     for text in found:
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{place}: expected texts, got {_shown(text)}")
+            raise InvalidRequestError(f"{place}: expected texts, got {shown(text)}")
     return found
 
 
@@ -105,7 +105,7 @@ def checked_patterns(place: str, patterns: object) -> list[Pattern]:
         if not isinstance(text, str):
             raise InvalidRequestError(
                 f"{place}: expected globs or compiled regular expressions, got "
-                f"{_shown(pattern)}"
+                f"{shown(pattern)}"
             )
         found.append(pattern)
     return found
@@ -124,7 +124,7 @@ def checked_text(place: str, text: object) -> str:
     if text is None:
         return ""
     if not isinstance(text, str) or not is_text(text):
-        raise InvalidRequestError(f"{place}: expected a text, got {_shown(text)}")
+        raise InvalidRequestError(f"{place}: expected a text, got {shown(text)}")
     return text
 
 
@@ -139,7 +139,7 @@ def checked_flag(place: str, flag: object) -> bool | None:
         InvalidRequestError: It is of another type.
     """
     if flag is not None and not isinstance(flag, bool):
-        raise InvalidRequestError(f"{place}: expected a bool, got {_shown(flag)}")
+        raise InvalidRequestError(f"{place}: expected a bool, got {shown(flag)}")
     return flag
 
 
@@ -152,7 +152,7 @@ def checked_choice(place: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
         expected = ", ".join(map(repr, get_args(choices)))
         raise InvalidRequestError(
-            f"{place}: expected one of {expected}, got {_shown(value)}"
+            f"{place}: expected one of {expected}, got {shown(value)}"
         )
 
 
@@ -160,7 +160,7 @@ def _entries(place: str, given: object) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"{place}: expected a mapping, got {_shown(given)}")
+        raise InvalidRequestError(f"{place}: expected a mapping, got {shown(given)}")
     if len(given) > MAX_ENTRIES:
         raise InvalidRequestError(
             f"{place}: expected at most {MAX_ENTRIES} entries, got {len(given)}"
@@ -169,11 +169,12 @@ def _entries(place: str, given: object) -> dict[str, Any]:
         if not is_text(key) or not 1 <= len(key.encode()) <= MAX_TEXT_BYTES:
             raise InvalidRequestError(
                 f"{place}: expected texts of 1 to {MAX_TEXT_BYTES} bytes as keys, got "
-                f"{_shown(key)}"
+                f"{shown(key)}"
             )
     return dict(given)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Returns an argument for a message, shortened."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

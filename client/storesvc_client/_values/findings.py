@@ -1,9 +1,12 @@
 """Results of inspections: damage of a checkpoint, differences between two."""
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from storesvc.format.items import item_of
+from storesvc_client._values.resource_names import received
 from storesvc_client._values.values import Checkpoint
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -116,6 +119,43 @@ class LeafDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ItemDifference:
+    """Difference of one item between two checkpoints; from ``Diff.items``."""
+
+    name: str
+    """Name of the item."""
+    process: int | None
+    """Number of the process that saved the value; None: it is one value for all."""
+    kind: str
+    """"added", "removed", "kind" or "content"; "unknown": other chunks, so that digests
+    cannot decide."""
+    base_value_kind: str | None
+    """"text", "json" or "bytes" in the earlier checkpoint; None if it was added."""
+    base_size_bytes: int | None
+    """Bytes of the encoded value in the earlier checkpoint; None if it was added."""
+    value_kind: str | None
+    """Kind of the value in the later checkpoint; None if it was removed."""
+    size_bytes: int | None
+    """Bytes of the encoded value in the later checkpoint; None if it was removed."""
+
+    @classmethod
+    def from_message(cls, message: api.LeafDifference) -> "ItemDifference":
+        """Returns the value of a protobuf message."""
+        name = received(item_of, message.key)
+        kind = DIFFERENCE_KINDS.get(message.kind, "unknown")
+        added, removed = not message.base_dtype, not message.dtype
+        return cls(
+            name=name.item,
+            process=name.process,
+            kind="kind" if kind == "dtype" else kind,
+            base_value_kind=None if added else message.base_dtype,
+            base_size_bytes=None if added else math.prod(message.base_shape),
+            value_kind=None if removed else message.dtype,
+            size_bytes=None if removed else math.prod(message.shape),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """Differences between two checkpoints; from ``Run.diff``."""
 
@@ -127,8 +167,10 @@ class Diff:
     """Number of leaves that are equal."""
     differences: tuple[LeafDifference, ...]
     """The other leaves, in the order of keys."""
+    items: tuple[ItemDifference, ...]
+    """The items that differ, in the order of their names."""
 
     @property
     def is_same(self) -> bool:
-        """True if both have the same leaves, byte for byte."""
-        return not self.differences
+        """True if both have the same leaves and items, byte for byte."""
+        return not self.differences and not self.items

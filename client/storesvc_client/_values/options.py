@@ -126,6 +126,7 @@ class OneSaveKeywords(TypedDict, total=False):
 
     metrics: Mapping[str, SupportsFloat] | None
     labels: Mapping[str, str] | None
+    items: Mapping[str, Any] | None
     base: Which | None
     distributed: Distributed
     progress: ProgressCallback | None

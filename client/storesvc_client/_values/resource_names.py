@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from storesvc.format.items import InvalidItemError
 from storesvc.format.names import InvalidNameError, RunName, check_id
 from storesvc_client.errors import DataLossError, InvalidRequestError
 
@@ -30,7 +31,7 @@ def received(parse: Callable[[str], N], text: str) -> N:
     """
     try:
         return parse(text)
-    except InvalidNameError as e:
+    except (InvalidNameError, InvalidItemError) as e:
         raise DataLossError(
             f"the server sent a name that no store holds ({e}); ask another server",
             reason="CORRUPT_DATA",

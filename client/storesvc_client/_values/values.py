@@ -33,8 +33,15 @@ KINDS: Final[Mapping[int, str]] = {
     tree_pb2.LEAF_KIND_HOST_SCALAR: "host_scalar",
     tree_pb2.LEAF_KIND_PYTHON_SCALAR: "python_scalar",
     tree_pb2.LEAF_KIND_PRNG_KEY: "prng_key",
+    tree_pb2.LEAF_KIND_TEXT: "text",
+    tree_pb2.LEAF_KIND_JSON: "json",
+    tree_pb2.LEAF_KIND_BYTES: "bytes",
+    tree_pb2.LEAF_KIND_INTEGER: "integer",
 }
 """Texts of ``LeafInfo.kind``."""
+
+ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
+"""Those of ``LeafInfo.kind`` whose elements are the bytes of an encoded value."""
 
 UNKNOWN: Final = "unknown"
 """Text of a state or a kind that a newer server sent and this release lacks."""
@@ -140,16 +147,18 @@ class Checkpoint:
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
     size_bytes: int
-    """Bytes of all leaves, uncompressed."""
+    """Bytes of all leaves and items, uncompressed."""
     stored_bytes: int
     """Bytes of all stored chunks."""
     own_bytes: int
     """Bytes of the stored chunks that its save added; it shares the others with earlier
     checkpoints."""
     leaf_count: int
-    """Number of leaves."""
+    """Number of leaves of the tree."""
+    item_count: int
+    """Number of items next to the tree."""
     chunk_count: int
-    """Number of chunks of all leaves."""
+    """Number of chunks of all leaves and items."""
     pinned: bool
     """True if it is protected from deletion."""
     delete_time: datetime | None
@@ -180,6 +189,7 @@ class Checkpoint:
             stored_bytes=message.stored_bytes,
             own_bytes=message.own_bytes,
             leaf_count=message.leaf_count,
+            item_count=message.item_count,
             chunk_count=message.chunk_count,
             pinned=message.pinned,
             delete_time=_moment(message, "delete_time"),
@@ -457,7 +467,8 @@ class LeafInfo:
     path_kinds: str
     """A letter for each part of the path; see ``LeafTable.path_kinds``."""
     kind: str
-    """"array", "host_array", "host_scalar", "python_scalar" or "prng_key"; "unknown": a
+    """"array", "host_array", "host_scalar", "python_scalar" or "prng_key"; for a leaf
+    that is stored as encoded bytes "text", "json", "bytes" or "integer"; "unknown": a
     kind of a newer server."""
     dtype: str
     """Name of the dtype, such as "bfloat16"."""
@@ -493,6 +504,20 @@ class LeafInfo:
             sharding=leaf.sharding,
             prng_impl=leaf.prng_impl,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemInfo:
+    """One item of a checkpoint; from ``Items.info``."""
+
+    name: str
+    """Name of the item."""
+    kind: str
+    """"text", "json" or "bytes"; "unknown": a kind of a newer server."""
+    size_bytes: int
+    """Bytes of its encoded value; of the values of all processes together."""
+    process_count: int | None
+    """Number of processes that saved a value each; None: it is one value for all."""
 
 
 def path_of(leaf: "Leaf") -> tuple[PathPart, ...]:

@@ -111,6 +111,18 @@ def leaf_path(text: str) -> LeafPath:
             )
 
 
+def item_path(text: str) -> LeafPath:
+    """Returns the path of an item."""
+    match any_path(text):
+        case LeafPath(_, glob) as path if glob:
+            return path
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected an item of a checkpoint, such as "
+                "prod/llama-8b@latest:config"
+            )
+
+
 def store_target(text: str) -> str:
     """Returns the store to connect to."""
     try:

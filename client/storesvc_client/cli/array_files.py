@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
+from storesvc_client._values.values import ENCODED
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import count_text, printable
 
@@ -101,9 +102,19 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
             part.unlink()
 
 
+def _check_arrays(leaves: "Sequence[LeafInfo]") -> None:
+    for leaf in leaves:
+        if leaf.kind in ENCODED:
+            raise Refusal(
+                f"leaf {printable(leaf.key)}: expected an array, got the kind "
+                f"{leaf.kind}; leave it out of the path"
+            )
+
+
 def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
     from storesvc.format.dtypes import DTYPES
 
+    _check_arrays(leaves)
     for leaf in leaves:
         if DTYPES[leaf.dtype].isbuiltin != 1:
             hint = (
@@ -125,6 +136,7 @@ def _check_npy(leaves: "Sequence[LeafInfo]") -> None:
 
 
 def _check_safetensors(leaves: "Sequence[LeafInfo]") -> None:
+    _check_arrays(leaves)
     for leaf in leaves:
         if leaf.dtype not in _SAFETENSORS:
             raise Refusal(

@@ -15,7 +15,7 @@ from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
 
 COMMANDS: Final = (
-    *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
+    *("ls", "tree", "stat", "get", "cat", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("uploads", "du", "gc", "ping", "serve", "demo"),
 )
@@ -132,6 +132,7 @@ def main(
       prod/llama-8b                     a run
       prod/llama-8b@latest              a checkpoint, by step, tag or "latest"
       prod/llama-8b@500:params/**       leaves of it, by key or glob
+      prod/llama-8b@500:config          for "cat", an item of it, by name
 
     \b
     Examples:

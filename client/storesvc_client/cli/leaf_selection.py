@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
+from storesvc_client._values.values import ENCODED
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import count_text, printable
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, LeafInfo
+    from storesvc_client import Client, ItemInfo, LeafInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Selection:
     """The checkpoint by its step; a tag or "latest" may move before the next call."""
     leaves: "tuple[LeafInfo, ...]"
     """The leaves, in the order of their keys."""
+    items: "tuple[ItemInfo, ...]" = ()
+    """The items, if the whole checkpoint is selected."""
 
     @property
     def size_bytes(self) -> int:
@@ -36,10 +39,17 @@ def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selectio
     """
     where = path.checkpoint if isinstance(path, LeafPath) else path
     checkpoint = _pin(client, where)
-    leaves = client.run(checkpoint.run).open(checkpoint.which).leaves
+    opened = client.run(checkpoint.run).open(checkpoint.which)
+    leaves = opened.leaves
     if isinstance(path, CheckpointPath):
-        return Selection(checkpoint, tuple(leaves.values()))
+        items = tuple(map(opened.items.info, opened.items))
+        return Selection(checkpoint, tuple(leaves.values()), items)
     found = matching_keys(path.glob, leaves)
+    if not found and path.glob in opened.items:
+        raise Refusal(
+            f"{path.glob!r} is an item of {checkpoint}, no leaf; 'storectl cat "
+            f"{checkpoint}:{path.glob}' writes it"
+        )
     if not found:
         raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
     return Selection(checkpoint, tuple(leaves[key] for key in found))
@@ -69,13 +79,22 @@ def key_text(leaf: "LeafInfo") -> str:
 
 
 def dtype_text(leaf: "LeafInfo") -> str:
-    """Returns the dtype; for PRNG keys, their implementation."""
+    """Returns the dtype; for PRNG keys, their implementation; for encoded values, their
+    kind."""
+    if leaf.kind in ENCODED:
+        return leaf.kind
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 
 def shape_text(leaf: "LeafInfo") -> str:
     """Returns the shape; for PRNG keys, the shape of the array of keys."""
     return sizes_text(leaf.shape[:-1] if leaf.prng_impl else leaf.shape)
+
+
+def item_text(item: "ItemInfo") -> str:
+    """Returns the kind of an item, such as "json", or "4 x json" of four processes."""
+    count = item.process_count
+    return item.kind if count is None else f"{count} x {item.kind}"
 
 
 def sizes_text(sizes: Iterable[int]) -> str:

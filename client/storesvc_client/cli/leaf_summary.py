@@ -8,12 +8,15 @@ booleans        counted as 0 and 1: the mean is the share of true
 integers        exact, except for the mean
 complex         mean and NaN count only: they have no order
 PRNG keys       None: their bits are no quantities
+texts, bytes    None, as are large integers
 empty arrays    None, and a NaN count of 0
 ==============  ====================================================
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from storesvc_client._values.values import ENCODED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +43,7 @@ def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
     """Returns the summary of a leaf."""
     import numpy as np
 
-    if leaf.prng_impl:
+    if leaf.prng_impl or leaf.kind in ENCODED:
         return Summary(min=None, max=None, mean=None, nan_count=None)
     flat = array.reshape(-1)
     least, greatest, total, count = [], [], 0.0, 0

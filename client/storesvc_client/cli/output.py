@@ -212,6 +212,12 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Returns the text as ``printable`` does, with its lines and tabs."""
+    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    return "\n".join(lines)
+
+
 def _needs_folding(columns: Sequence[Column], widths: Sequence[int]) -> bool:
     """Returns whether a terminal is too narrow and folding helps."""
     if not sys.stdout.isatty():

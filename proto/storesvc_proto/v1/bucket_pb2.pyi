@@ -676,6 +676,7 @@ class CheckpointRecord(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     WRITE_ID_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    ITEM_COUNT_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """The state of the slot."""
     step: builtins.int
@@ -685,11 +686,11 @@ class CheckpointRecord(google.protobuf.message.Message):
     epoch: builtins.int
     """Number of uploads that have owned the slot, from 1."""
     size_bytes: builtins.int
-    """Bytes of all leaves, without padding and checksums."""
+    """Bytes of all leaves and items, without padding and checksums."""
     stored_bytes: builtins.int
     """Bytes of all stored chunks."""
     leaf_count: builtins.int
-    """Number of leaves."""
+    """Number of leaves of the tree."""
     chunk_count: builtins.int
     """Number of chunks."""
     manifest_bytes: builtins.int
@@ -717,6 +718,8 @@ class CheckpointRecord(google.protobuf.message.Message):
     """
     owner: builtins.str
     """`Upload.owner` of the upload. Empty in records of earlier releases."""
+    item_count: builtins.int
+    """Number of items: names, whatever the number of processes that wrote a value."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the owner began."""
@@ -768,9 +771,10 @@ class CheckpointRecord(google.protobuf.message.Message):
         sequence: builtins.int = ...,
         write_id: builtins.str = ...,
         owner: builtins.str = ...,
+        item_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 

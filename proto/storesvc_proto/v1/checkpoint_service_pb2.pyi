@@ -182,6 +182,7 @@ class Checkpoint(google.protobuf.message.Message):
     PURGE_TIME_FIELD_NUMBER: builtins.int
     ETAG_FIELD_NUMBER: builtins.int
     KEY_SPACE_FIELD_NUMBER: builtins.int
+    ITEM_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
     uid: builtins.str
@@ -189,11 +190,11 @@ class Checkpoint(google.protobuf.message.Message):
     step: builtins.int
     """The training step."""
     size_bytes: builtins.int
-    """Bytes of all leaves, without padding and checksums."""
+    """Bytes of all leaves and items, without padding and checksums."""
     stored_bytes: builtins.int
     """Bytes of all stored chunks."""
     leaf_count: builtins.int
-    """Number of leaves."""
+    """Number of leaves of the tree."""
     chunk_count: builtins.int
     """Number of chunks."""
     manifest_bytes: builtins.int
@@ -210,6 +211,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Changes with every change of the checkpoint."""
     key_space: builtins.str
     """Name of its key space, below `trees/` of its run."""
+    item_count: builtins.int
+    """Number of items: names, whatever the number of processes that wrote a value."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its upload began."""
@@ -256,9 +259,10 @@ class Checkpoint(google.protobuf.message.Message):
         purge_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         etag: builtins.str = ...,
         key_space: builtins.str = ...,
+        item_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "etag", b"etag", "key_space", b"key_space", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "etag", b"etag", "item_count", b"item_count", "key_space", b"key_space", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
 
@@ -985,7 +989,7 @@ class DiffCheckpointsResponse(google.protobuf.message.Message):
 
     @property
     def differences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeafDifference]:
-        """Leaves that differ, by key."""
+        """Leaves and items that differ, by key."""
 
     def __init__(
         self,
@@ -1011,7 +1015,7 @@ class DiffSummary(google.protobuf.message.Message):
     same_leaf_count: builtins.int
     """Number of equal leaves."""
     different_leaf_count: builtins.int
-    """Number of leaves that differ."""
+    """Number of leaves that differ, without items."""
     @property
     def base(self) -> Global___Checkpoint:
         """The earlier checkpoint."""
@@ -1035,7 +1039,10 @@ Global___DiffSummary: typing_extensions.TypeAlias = DiffSummary
 
 @typing.final
 class LeafDifference(google.protobuf.message.Message):
-    """Difference of one leaf."""
+    """Difference of one leaf or item. The dtype of an encoded value is its kind, `text`,
+    `json`, `bytes` or `integer`, and its shape the number of its bytes: if they differ in
+    number, this is a difference of the content.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -126,6 +126,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf
     that only one of them writes; metadata `leaf` names the first such leaf.
     """
+    ERROR_REASON_INVALID_ITEM: _ErrorReason.ValueType  # 36
+    """`INVALID_ARGUMENT`: an item in the leaf table of an upload breaks a rule of its
+    name, kind or size, or of the processes that it is of; metadata `item` names it.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -222,6 +226,10 @@ must be fixed first.
 ERROR_REASON_PROCESSES_DIFFER: ErrorReason.ValueType  # 35
 """`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf
 that only one of them writes; metadata `leaf` names the first such leaf.
+"""
+ERROR_REASON_INVALID_ITEM: ErrorReason.ValueType  # 36
+"""`INVALID_ARGUMENT`: an item in the leaf table of an upload breaks a rule of its
+name, kind or size, or of the processes that it is of; metadata `item` names it.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 

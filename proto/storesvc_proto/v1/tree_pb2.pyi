@@ -52,6 +52,19 @@ class _LeafKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """An array of typed PRNG keys, stored as its key data: `uint32` with one
     trailing dimension more than the array of keys.
     """
+    LEAF_KIND_TEXT: _LeafKind.ValueType  # 6
+    """A Python `str`: UTF-8."""
+    LEAF_KIND_JSON: _LeafKind.ValueType  # 7
+    """A JSON value in canonical form: UTF-8, keys of objects sorted by code point, no
+    space between tokens, no escape that JSON does not demand, no NaN or infinity, and
+    at most 200 arrays and objects within each other.
+    """
+    LEAF_KIND_BYTES: _LeafKind.ValueType  # 8
+    """A Python `bytes`."""
+    LEAF_KIND_INTEGER: _LeafKind.ValueType  # 9
+    """A Python `int` outside of `int64`: two's complement, little-endian, as few bytes as
+    hold it.
+    """
 
 class LeafKind(_LeafKind, metaclass=_LeafKindEnumTypeWrapper):
     """The kind of value that a leaf was when it was saved."""
@@ -71,6 +84,19 @@ LEAF_KIND_PYTHON_SCALAR: LeafKind.ValueType  # 4
 LEAF_KIND_PRNG_KEY: LeafKind.ValueType  # 5
 """An array of typed PRNG keys, stored as its key data: `uint32` with one
 trailing dimension more than the array of keys.
+"""
+LEAF_KIND_TEXT: LeafKind.ValueType  # 6
+"""A Python `str`: UTF-8."""
+LEAF_KIND_JSON: LeafKind.ValueType  # 7
+"""A JSON value in canonical form: UTF-8, keys of objects sorted by code point, no
+space between tokens, no escape that JSON does not demand, no NaN or infinity, and
+at most 200 arrays and objects within each other.
+"""
+LEAF_KIND_BYTES: LeafKind.ValueType  # 8
+"""A Python `bytes`."""
+LEAF_KIND_INTEGER: LeafKind.ValueType  # 9
+"""A Python `int` outside of `int64`: two's complement, little-endian, as few bytes as
+hold it.
 """
 Global___LeafKind: typing_extensions.TypeAlias = LeafKind
 
@@ -130,10 +156,24 @@ Global___DimensionAxes: typing_extensions.TypeAlias = DimensionAxes
 
 @typing.final
 class LeafTable(google.protobuf.message.Message):
-    """The leaves of a tree.
+    """The leaves of a tree, and the items that were saved next to it.
 
-    Rows are in strictly ascending order of `key` by code point. All columns have one
-    entry per row, unless noted otherwise.
+    Rows are in strictly ascending order of `key` by code point: first the rows of the
+    tree, then the rows of items. All columns have one entry per row, unless noted
+    otherwise.
+
+    Encoded values. A leaf of the kind TEXT, JSON, BYTES or INTEGER is the array of its
+    encoded bytes: `uint8`, one dimension, at most 1 GiB, without a sharding. The server
+    MUST NOT interpret these bytes; a client MUST treat them as untrusted.
+
+    Items. An item is a value with a name, which belongs to the checkpoint but not to its
+    tree; its kind is TEXT, JSON or BYTES. Its key is `%item/<name>`, which the escaping
+    below gives to no path of a tree, and its path kinds are `rk`. Names have 1 to 63
+    lower-case letters, digits and hyphens, a letter first and no hyphen last. An item
+    whose value each process of a job wrote for itself has a row for each of them,
+    `%item/<name>/<process>` with the path kinds `rkp`: all of 0 to n - 1, in decimal
+    digits, where n is the number of these processes, and all of one kind. At most 64
+    names.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -167,7 +207,8 @@ class LeafTable(google.protobuf.message.Message):
         """One letter per part of the path, for its kind: `k` a string key of a mapping, `n`
         an integer key of a mapping, `t` another key of a mapping (by its text), `i` an
         index of a sequence, `a` the name of an attribute, `f` an index of a child of a
-        node without names.
+        node without names. Of items only: `r` the reserved part, `p` the number of a
+        process.
         """
 
     @property

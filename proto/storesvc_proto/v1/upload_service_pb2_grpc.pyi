@@ -315,7 +315,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     upload. Deadline: 60 s, also enforced by the server.
 
     Errors:
-    * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
+    * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `REQUEST_ID_REUSED`.
     * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
     * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`:
       of the base.
@@ -340,7 +340,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
 
     Errors:
-    * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
+    * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `LIMIT_EXCEEDED`.
     * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
     * `PLAN_MISMATCH`: this writer planned another tree or number of writers; names the
       first leaf that differs.
@@ -538,7 +538,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         upload. Deadline: 60 s, also enforced by the server.
 
         Errors:
-        * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
+        * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `REQUEST_ID_REUSED`.
         * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`:
           of the base.
@@ -568,7 +568,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
 
         Errors:
-        * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
+        * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `LIMIT_EXCEEDED`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
         * `PLAN_MISMATCH`: this writer planned another tree or number of writers; names the
           first leaf that differs.

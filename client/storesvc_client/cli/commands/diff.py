@@ -1,6 +1,7 @@
 """``storectl diff``: compares two checkpoints."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -14,11 +15,12 @@ from storesvc_client.cli.output import (
     count_text,
     print_json,
     print_table,
+    size_text,
 )
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Diff, LeafDifference
+    from storesvc_client import Diff, ItemDifference, LeafDifference
 
 _COLUMNS: Final = (
     Column("KEY", folds=True),
@@ -26,6 +28,13 @@ _COLUMNS: Final = (
     Column("BEFORE"),
     Column("AFTER"),
     Column("CHUNKS", right=True),
+)
+
+_ITEM_COLUMNS: Final = (
+    Column("ITEM"),
+    Column("WHAT"),
+    Column("BEFORE"),
+    Column("AFTER"),
 )
 
 
@@ -41,12 +50,12 @@ def diff(
     after: CheckpointPath,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints, leaf by leaf.
+    """Compare two checkpoints, leaf by leaf and item by item.
 
     Reads no data: contents are compared by their digests. WHAT is "added", "removed",
     "shape", "dtype" or "content"; "unknown" if a leaf was saved in other chunks, whose
-    digests cannot be compared. CHUNKS counts the chunks of the leaf; for content, the
-    chunks that differ.
+    digests cannot be compared; for an item also "kind", as from text to JSON. CHUNKS
+    counts the chunks of the leaf; for content, the chunks that differ.
 
     \b
     Examples:
@@ -61,6 +70,8 @@ def diff(
         return
     if found.differences:
         print_table(_COLUMNS, map(_row, found.differences))
+    if found.items:
+        print_table(_ITEM_COLUMNS, map(_item_row, found.items))
     click.echo(_sums(found))
 
 
@@ -77,12 +88,35 @@ def _row(leaf: "LeafDifference") -> tuple[str, ...]:
     )
 
 
+def _item_row(item: "ItemDifference") -> tuple[str, ...]:
+    own = "" if item.process is None else f"/{item.process}"
+    return (
+        f"{item.name}{own}",
+        item.kind,
+        _value_text(item.base_value_kind, item.base_size_bytes),
+        _value_text(item.value_kind, item.size_bytes),
+    )
+
+
+def _value_text(kind: str | None, size_bytes: int | None) -> str:
+    if kind is None or size_bytes is None:
+        return ABSENT
+    return f"{kind}, {size_text(size_bytes)}"
+
+
 def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
     return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
 
 
 def _sums(found: "Diff") -> str:
-    kinds = Counter(leaf.kind for leaf in found.differences)
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+    counts = _counts(leaf.kind for leaf in found.differences)
     same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
-    return f"{counts}; {same}" if counts else f"no leaf differs; {same}"
+    text = f"{counts}; {same}" if counts else f"no leaf differs; {same}"
+    if not found.items:
+        return text
+    return f"{text}; items: {_counts(item.kind for item in found.items)}"
+
+
+def _counts(kinds: Iterable[str]) -> str:
+    counted = sorted(Counter(kinds).items())
+    return ", ".join(f"{count:,} {kind}" for kind, count in counted)

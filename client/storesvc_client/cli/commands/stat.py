@@ -128,6 +128,7 @@ def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
         "dtypes": Counter(map(dtype_text, leaves)),
         "meshes": sorted({_mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
         "model": _model(opened.document),
+        "items": [json_value(opened.items.info(name)) for name in opened.items],
     }
 
 
@@ -139,7 +140,13 @@ def _contents_fields(contents: Mapping[str, Any]) -> dict[str, str]:
         "dtypes": _counts_text(contents["dtypes"]),
         "saved on": "; ".join(contents["meshes"]) or ABSENT,
         "model": _model_text(contents["model"]),
+        "items": ", ".join(map(_item_text, contents["items"])) or ABSENT,
     }
+
+
+def _item_text(item: Mapping[str, Any]) -> str:
+    count = "" if item["process_count"] is None else f"{item['process_count']} x "
+    return f"{item['name']} ({count}{item['kind']}, {size_text(item['size_bytes'])})"
 
 
 def _model(structure: bytes) -> dict[str, Any] | None:

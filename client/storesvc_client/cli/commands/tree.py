@@ -1,16 +1,18 @@
 """``storectl tree``: draws the leaves of a checkpoint as a tree."""
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
 
 from storesvc_client.cli.arguments import checkpoint_path, json_option
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import Selection, select_leaves
-from storesvc_client.cli.leaf_tree import Node, draw, grow
+from storesvc_client.cli.leaf_selection import Selection, item_text, select_leaves
+from storesvc_client.cli.leaf_tree import Line, Node, draw, grow
 from storesvc_client.cli.output import (
     Column,
     count_text,
+    json_value,
     print_json,
     print_table,
     size_text,
@@ -37,7 +39,7 @@ def tree(
     depth: int | None,
     as_json: bool,
 ) -> None:
-    """Draw the leaves of a checkpoint as a tree.
+    """Draw the leaves of a checkpoint as a tree, and list its items below it.
 
     A node with a single child shares a line with it. Consecutively numbered siblings
     with the same content are drawn once: "{0..11}  12 x 8 leaves" stands for twelve
@@ -56,7 +58,19 @@ def tree(
         return
     count = count_text(len(selection.leaves), "leaf")
     top = (str(selection.checkpoint), count, size_text(selection.size_bytes))
-    print_table(_COLUMNS, [top, *draw(grow(selection.leaves), depth=depth)])
+    lines = [top, *draw(grow(selection.leaves), depth=depth), *_items(selection)]
+    print_table(_COLUMNS, lines)
+
+
+def _items(selection: Selection) -> Iterator[Line]:
+    """Yields the lines of the items."""
+    items = selection.items
+    if items:
+        total = sum(item.size_bytes for item in items)
+        yield "items", count_text(len(items), "item"), size_text(total)
+    for item in items:
+        branch = "└── " if item is items[-1] else "├── "
+        yield f"{branch}{item.name}", item_text(item), size_text(item.size_bytes)
 
 
 def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
@@ -66,6 +80,7 @@ def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
         "leaf_count": len(selection.leaves),
         "size_bytes": selection.size_bytes,
         "children": [_node_document(node, depth=depth) for node in nodes],
+        "items": [json_value(item) for item in selection.items],
     }
 
 
@@ -79,6 +94,7 @@ def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
     if node.leaf:
         return document | {
             "key": node.leaf.key,
+            "kind": node.leaf.kind,
             "dtype": node.leaf.dtype,
             "shape": node.leaf.shape,
             "prng_impl": node.leaf.prng_impl,

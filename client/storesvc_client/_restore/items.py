@@ -1,0 +1,196 @@
+"""The items of an open checkpoint, read one by one. Needs no jax."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from storesvc.format.items import item_of
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._values.item_values import decoded
+from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
+from storesvc_client.errors import InvalidRequestError, MismatchError, NotFoundError
+
+if TYPE_CHECKING:
+    from storesvc_client._job.job import Job
+
+
+@dataclass(slots=True)
+class _Item:
+    """The rows of one item."""
+
+    rows: dict[int | None, int]
+    """Row by process; one row with None if it is one value for all."""
+
+    @property
+    def process_count(self) -> int | None:
+        """Number of processes; None: one value for all."""
+        return None if None in self.rows else len(self.rows)
+
+
+class Items(Mapping[str, Any]):
+    """The items of one checkpoint by name; returned by ``Run.items``.
+
+    A value is read when it is asked for, and each time: it belongs to the caller. A
+    checkpoint without items has none. Threads may share it.
+
+    >>> items = run.items("latest")
+    >>> sorted(items)
+    ['config', 'data']
+    >>> items["config"]["layers"]
+    32
+    >>> items.info("data").process_count
+    4
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tree: Tree,
+        read: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]],
+        job: "Job | None",
+    ) -> None:
+        self._name = name
+        self._tree = tree
+        self._read = read
+        self._index, self._count = (0, 1) if job is None else (job.index, job.count)
+        self._items = _by_name(tree)
+
+    def __repr__(self) -> str:
+        return f"<Items of {self._name}: {', '.join(self._items) or 'none'}>"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of an item; of an item of several processes, the value that
+        this process saved.
+
+        Raises:
+            NotFoundError: The checkpoint has no such item; names the nearest.
+            MismatchError: It was saved by another number of processes.
+            DataLossError: Stored bytes are damaged.
+        """
+        item = self._item(name)
+        count = item.process_count
+        if count is None:
+            return self._values([item.rows[None]])[0]
+        if count != self._count:
+            raise MismatchError(
+                f"{self._name} item {name!r}: expected to be read by the {count} "
+                f"processes that saved a value each, got a job of {self._count}; "
+                f"per_process({name!r}) returns the values of all"
+            )
+        return self._values([item.rows[self._index]])[0]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the value of an item, or the default if the checkpoint has no such
+        item.
+
+        Raises:
+            StoreError: As for ``items[name]``, except that the item may be absent.
+        """
+        if name not in self:
+            return default
+        return self[name]
+
+    def per_process(self, name: str) -> list[Any]:
+        """Returns the values that all processes saved, in the order of the processes.
+
+        Raises:
+            NotFoundError: The checkpoint has no such item; names the nearest.
+            InvalidRequestError: It is one value for all processes.
+            DataLossError: Stored bytes are damaged.
+        """
+        item = self._item(name)
+        if item.process_count is None:
+            raise InvalidRequestError(
+                f"{self._name} item {name!r}: expected a value of each process, got "
+                f"one for all; use items[{name!r}]"
+            )
+        return self._values([item.rows[at] for at in range(item.process_count)])
+
+    def info(self, name: str) -> ItemInfo:
+        """Returns kind, size and number of processes of an item; reads nothing.
+
+        Raises:
+            NotFoundError: The checkpoint has no such item; names the nearest.
+        """
+        item = self._item(name)
+        leaves = [self._leaf(row) for row in item.rows.values()]
+        return ItemInfo(
+            name=name,
+            kind=KINDS.get(leaves[0].kind, UNKNOWN),
+            size_bytes=sum(leaf.shape[0] for leaf in leaves),
+            process_count=item.process_count,
+        )
+
+    def encoded(self, name: str, process: int | None = None) -> bytes:
+        """Returns the stored bytes of an item: UTF-8 of a text, canonical JSON.
+
+        Args:
+            name: Name of the item.
+            process: Number of the process that saved the value, for an item of several
+                processes.
+
+        Raises:
+            NotFoundError: The checkpoint has no such item, or the item no value of that
+                process.
+            InvalidRequestError: It is an item of several processes, and ``process`` is
+                None.
+            DataLossError: Stored bytes are damaged.
+        """
+        item = self._item(name)
+        count = item.process_count
+        if process in item.rows:
+            return self._bytes([item.rows[process]])[0]
+        if process is None:
+            raise InvalidRequestError(
+                f"{self._name} item {name!r}: expected the number of the process, 0 to "
+                f"{len(item.rows) - 1}, got none; each has saved a value of its own"
+            )
+        there = "one value for all" if count is None else f"values of 0 to {count - 1}"
+        raise NotFoundError(
+            f"{self._name} item {name!r} has no value of process {process}, but {there}"
+        )
+
+    def _item(self, name: str) -> _Item:
+        found = self._items.get(name)
+        if found is None:
+            nearest = get_close_matches(str(name), self._items, n=3, cutoff=0.4)
+            shown = ", ".join(nearest or self._items)
+            which = "nearest" if nearest else "it has"
+            raise NotFoundError(
+                f"{self._name} has no item {name!r}; {which}: {shown}"
+                if shown
+                else f"{self._name} has no items"
+            )
+        return found
+
+    def _leaf(self, row: int) -> Leaf:
+        return self._tree.leaves[row]
+
+    def _values(self, rows: Sequence[int]) -> list[Any]:
+        return [
+            decoded(self._leaf(row).key, self._leaf(row).kind, data)
+            for row, data in zip(rows, self._bytes(rows), strict=True)
+        ]
+
+    def _bytes(self, rows: Sequence[int]) -> list[bytes]:
+        found = dict(self._read(rows))
+        return [found[row] for row in rows]
+
+
+def _by_name(tree: Tree) -> dict[str, _Item]:
+    """Returns the items of a tree by name, in the order of the names."""
+    found: dict[str, _Item] = {}
+    for row in range(tree.tree_count, len(tree.leaves)):
+        name = item_of(tree.leaves[row].key)
+        found.setdefault(name.item, _Item({})).rows[name.process] = row
+    return dict(sorted(found.items()))

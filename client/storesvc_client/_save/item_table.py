@@ -1,0 +1,258 @@
+"""The items of a save: encoded, and agreed between the processes of a job.
+
+All processes of a joint save plan the same rows, and a row has the size of its value.
+So each process publishes the sizes of its own values on the job's board, and process 0
+publishes the sizes for all. Only a save with items waits for that: process 0, if a
+value is per process, for all others, and these for process 0. It costs little, because
+the arrays of a step are computed by all processes, and none copies them before all have
+come this far.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from storesvc.format.items import MAX_ITEMS, ItemName
+from storesvc.format.names import InvalidNameError, check_item
+from storesvc_client._job.job import JointSave, process_name
+from storesvc_client._values.arguments import shown
+from storesvc_client._values.item_values import (
+    Encoded,
+    PerProcess,
+    PlannedItem,
+    encode_item,
+)
+from storesvc_client.errors import (
+    InvalidRequestError,
+    PeerFailedError,
+    UnavailableError,
+)
+from storesvc_proto.v1 import tree_pb2 as pb
+
+_POLL_SECONDS: Final = 1.0
+"""Interval at which a process that waits for others checks whether one has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnItem:
+    """An item as this process passes it."""
+
+    encoded: Encoded
+    is_per_process: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """An item as a process publishes it: without its value."""
+
+    is_per_process: bool
+    kind: "pb.LeafKind.ValueType"
+    size: int
+
+
+def checked_items(place: str, items: object) -> dict[str, OwnItem]:
+    """Returns the items of a save in stored form, in the order of their names.
+
+    Args:
+        place: Call, for the message: "save to prod/llama-8b".
+        items: Values by name, or None.
+
+    Raises:
+        InvalidRequestError: A name or a value is invalid, or there are too many.
+    """
+    if items is None:
+        return {}
+    if not isinstance(items, Mapping):
+        raise InvalidRequestError(
+            f"{place}: items=: expected a mapping, got {shown(items)}"
+        )
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequestError(
+            f"{place}: items=: expected at most {MAX_ITEMS} items, got {len(items)}"
+        )
+    found = {}
+    for name, value in items.items():
+        try:
+            if not isinstance(name, str):
+                raise InvalidRequestError(
+                    f"{place}: items=: expected texts as names, got {shown(name)}"
+                )
+            check_item(name)
+            is_per_process = isinstance(value, PerProcess)
+            encoded = encode_item(value.value if is_per_process else value)
+        except InvalidNameError as e:
+            raise InvalidRequestError(f"{place}: items=: {e}") from e
+        except InvalidRequestError:
+            raise
+        except ValueError as e:
+            raise InvalidRequestError(f"{place}: items=: item {name!r}: {e}") from e
+        found[name] = OwnItem(encoded, is_per_process)
+    return dict(sorted(found.items()))
+
+
+def items_alone(own: Mapping[str, OwnItem]) -> list[PlannedItem]:
+    """Returns the rows of the items of a process that saves alone."""
+    return _ordered(
+        PlannedItem(
+            name=ItemName(name, 0 if item.is_per_process else None),
+            kind=item.encoded.kind,
+            size=len(item.encoded.data),
+            data=item.encoded.data,
+        )
+        for name, item in own.items()
+    )
+
+
+class ItemExchange:
+    """The agreement of the processes of one joint save about its items."""
+
+    def __init__(
+        self, joint: JointSave, place: str, own: Mapping[str, OwnItem]
+    ) -> None:
+        """Publishes the items of this process, without their values.
+
+        Args:
+            joint: The save, as all processes share it.
+            place: Call, for messages.
+            own: The items of this process.
+        """
+        self._joint = joint
+        self._place = place
+        self._own = own
+        self._declared = {
+            name: _Declared(
+                item.is_per_process, item.encoded.kind, len(item.encoded.data)
+            )
+            for name, item in own.items()
+        }
+        # Also if there are none: another process may have some, and would wait.
+        joint.publish_items(_to_text(self._declared))
+
+    def agreed(self, *, seconds: float) -> list[PlannedItem]:
+        """Waits for the sizes of the other processes' items; returns the rows of all.
+
+        Args:
+            seconds: Maximum wait for one process.
+
+        Raises:
+            InvalidRequestError: The processes pass items of other names, or one is per
+                process in some of them only, or of another kind.
+            PeerFailedError: Another process failed.
+            UnavailableError: A process does not save the step in time.
+        """
+        if not self._own:
+            return []
+        if self._joint.job.index == 0:
+            tables = self._gathered(seconds)
+            self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))
+        else:
+            text = self._awaited(None, seconds)
+            tables = [_of_text(each) for each in json.loads(text)]
+            self._check(0, tables[0], self._joint.job.index, self._declared)
+        return self._rows(tables)
+
+    def _gathered(self, seconds: float) -> list[dict[str, _Declared]]:
+        """Returns the items of all processes, or of process 0 alone if no value is per
+        process."""
+        tables = [self._declared]
+        if not any(item.is_per_process for item in self._declared.values()):
+            return tables
+        for index in range(1, self._joint.job.count):
+            table = _of_text(self._awaited(index, seconds))
+            self._check(0, self._declared, index, table)
+            tables.append(table)
+        return tables
+
+    def _awaited(self, index: int | None, seconds: float) -> str:
+        """Returns the published items of a process, or with None of all processes."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            text = self._joint.items_of(index, seconds=min(_POLL_SECONDS, left))
+            if text is not None:
+                return text
+            ended = self._joint.ended()
+            if ended is not None and ended.failure:
+                raise PeerFailedError(
+                    f"{self._place} failed in another process of the job: "
+                    f"{ended.failure}"
+                )
+            if left <= 0:
+                raise UnavailableError(
+                    f"{self._place}: items=: {self._named(index or 0)} has not begun "
+                    f"it in {seconds:g} s; every process of the job must save each "
+                    "step, and run still"
+                )
+
+    def _check(
+        self,
+        index: int,
+        expected: Mapping[str, _Declared],
+        other: int,
+        got: Mapping[str, _Declared],
+    ) -> None:
+        """Rejects items of two processes that differ in more than their values."""
+        if expected.keys() != got.keys():
+            names = [", ".join(table) or "none" for table in (expected, got)]
+            raise InvalidRequestError(
+                f"{self._place}: items=: {self._named(index)} passes {names[0]}, "
+                f"{self._named(other)} {names[1]}; pass the same names in all "
+                "processes of the job"
+            )
+        for name, item in expected.items():
+            there = got[name]
+            if item.is_per_process != there.is_per_process:
+                raise InvalidRequestError(
+                    f"{self._place}: items=: item {name!r} is a PerProcess in "
+                    f"{self._named(index if item.is_per_process else other)} alone; "
+                    "make it one in all processes of the job, or in none"
+                )
+            if item.is_per_process and item.kind != there.kind:
+                kinds = [_kind_text(item), _kind_text(there)]
+                raise InvalidRequestError(
+                    f"{self._place}: items=: item {name!r}: {self._named(index)} "
+                    f"passes {kinds[0]}, {self._named(other)} {kinds[1]}; pass values "
+                    "of one kind in all processes of the job"
+                )
+
+    def _rows(self, tables: Sequence[Mapping[str, _Declared]]) -> list[PlannedItem]:
+        """Returns the rows of all items, with the bytes that this process writes."""
+        me, rows = self._joint.job.index, list[PlannedItem]()
+        for process, table in enumerate(tables):
+            for name, item in table.items():
+                if process and not item.is_per_process:
+                    continue  # process 0's value is saved
+                rows.append(
+                    PlannedItem(
+                        name=ItemName(name, process if item.is_per_process else None),
+                        kind=item.kind,
+                        size=item.size,
+                        data=self._own[name].encoded.data if process == me else None,
+                    )
+                )
+        return _ordered(rows)
+
+    def _named(self, index: int) -> str:
+        return process_name(self._joint.job, index)
+
+
+def _ordered(rows: "Any") -> list[PlannedItem]:
+    return sorted(rows, key=lambda row: row.name.key)
+
+
+def _kind_text(item: _Declared) -> str:
+    return pb.LeafKind.Name(item.kind).removeprefix("LEAF_KIND_").lower()
+
+
+def _to_text(table: Mapping[str, _Declared]) -> str:
+    rows = [
+        [name, item.is_per_process, item.kind, item.size]
+        for name, item in table.items()
+    ]
+    return json.dumps(rows)
+
+
+def _of_text(text: str) -> dict[str, _Declared]:
+    return {name: _Declared(*fields) for name, *fields in json.loads(text)}

@@ -1,0 +1,245 @@
+"""Encodes values that are not arrays: items, and texts, bytes and large integers in a
+tree.
+
+Each kind of value has one encoding, so that equal values have equal bytes and are
+stored once. A value is kept if decoding returns an equal value of the same type; all
+others are rejected, with the place in the value and its type. Nothing is converted: a
+tuple would come back as a list, and a NumPy number as a Python number.
+
+>>> encode_item({"b": [1, 2.5], "a": None}).data
+b'{"a":null,"b":[1,2.5]}'
+>>> encode_item((1, 2))
+Traceback (most recent call last):
+ValueError: expected a text, bytes, or a value of JSON, got tuple; use a list
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from storesvc.format.items import MAX_ENCODED_BYTES, ItemName, describe
+from storesvc_client.errors import DataLossError
+from storesvc_proto.v1 import tree_pb2 as pb
+
+MAX_JSON_DEPTH: Final = 200
+"""Maximum number of lists and dicts within each other: any process can decode it."""
+
+_INT64: Final = range(-(2**63), 2**63)
+
+_INSTEAD: Final = {
+    "tuple": "use a list",
+    "set": "use a sorted list",
+    "frozenset": "use a sorted list",
+    "bytearray": "use bytes",
+    "memoryview": "use bytes",
+    "ndarray": "keep it in the tree",
+    "ArrayImpl": "keep it in the tree",
+}
+"""Advice about some types, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerProcess:
+    """A value that each process of a job saves for itself; for ``Run.save(items=)``.
+
+    >>> run.save(step, state, items={"data": PerProcess(iterator_state)})
+
+    All processes pass the same names, each its own value. ``Run.items`` returns the own
+    value of each process of a job of as many processes.
+    """
+
+    value: Any
+    """The value of this process, as any item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A value in stored form."""
+
+    kind: "pb.LeafKind.ValueType"
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedItem:
+    """A row of an item in the plan of a save."""
+
+    name: ItemName
+    kind: "pb.LeafKind.ValueType"
+    size: int
+    """Bytes of its encoding."""
+    data: bytes | None
+    """Its encoding; None if another process writes it."""
+
+
+def encode_item(value: Any) -> Encoded:
+    """Returns the encoding of an item.
+
+    Args:
+        value: A ``str``, ``bytes``, or a value of JSON: None, a ``bool``, ``int`` or
+            finite ``float``, or lists and dicts of these and of texts, with texts as
+            keys.
+
+    Raises:
+        ValueError: It is another value, or too large; the message says where.
+    """
+    encoded = encode_python(value)
+    if encoded is None or encoded.kind == pb.LEAF_KIND_INTEGER:
+        encoded = _encode_json(value)
+    return encoded
+
+
+def encode_python(value: Any) -> Encoded | None:
+    """Returns the encoding of a leaf of a tree; None if it is not encoded, but stored
+    as an array or not at all.
+
+    Args:
+        value: A ``str``, ``bytes``, or an ``int`` that int64 cannot hold.
+
+    Raises:
+        ValueError: It is a text that is not Unicode, or too large.
+    """
+    kind = type(value)
+    if kind is str:
+        return _checked(Encoded(pb.LEAF_KIND_TEXT, _utf8(value)))
+    if kind is bytes:
+        return _checked(Encoded(pb.LEAF_KIND_BYTES, value))
+    if kind is int and value not in _INT64:
+        size = (value.bit_length() if value >= 0 else (~value).bit_length()) // 8 + 1
+        data = value.to_bytes(size, "little", signed=True)
+        return _checked(Encoded(pb.LEAF_KIND_INTEGER, data))
+    return None
+
+
+def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
+    """Returns the value of an encoding.
+
+    Args:
+        kind: Kind of the leaf, one of ``ENCODED_KINDS``.
+        data: Its bytes.
+
+    Raises:
+        ValueError: The bytes are no encoding of this kind.
+    """
+    match kind:
+        case pb.LEAF_KIND_TEXT:
+            return data.decode()
+        case pb.LEAF_KIND_BYTES:
+            return data
+        case pb.LEAF_KIND_INTEGER:
+            return int.from_bytes(data, "little", signed=True)
+        case pb.LEAF_KIND_JSON:
+            return _decode_json(data)
+        case _:
+            raise AssertionError(kind)
+
+
+def decoded(key: str, kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
+    """Returns the value of a leaf or an item whose bytes are as they were saved.
+
+    Raises:
+        DataLossError: They are no encoding of its kind.
+    """
+    try:
+        return decode(kind, data)
+    except ValueError as e:
+        raise DataLossError(
+            f"{describe(key)}: expected the encoding of its kind, got other bytes "
+            f"({e}); its writer did not follow the contract, use another checkpoint",
+            reason="CORRUPT_DATA",
+        ) from e
+
+
+def _encode_json(value: Any) -> Encoded:
+    problem = next(_problems(value, "", 0), None)
+    if problem:
+        raise ValueError(problem)
+    try:
+        text = json.dumps(
+            value,
+            ensure_ascii=False,
+            allow_nan=False,
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+    except ValueError as e:  # an integer of more digits than Python converts
+        raise ValueError(f"JSON: {e}; store it as text") from e
+    return _checked(Encoded(pb.LEAF_KIND_JSON, _utf8(text)))
+
+
+def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
+    """Yields why a value is not the same after it was JSON, and where in it."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return
+    if kind is float:
+        if not math.isfinite(value):
+            yield f"{_at(where)}expected a finite number, got {value}; use a text"
+        return
+    if kind not in (list, dict):
+        yield f"{_at(where)}expected {_expected(where)}, got {_named(kind)}"
+        return
+    if depth == MAX_JSON_DEPTH:
+        yield (
+            f"expected at most {MAX_JSON_DEPTH} lists and dicts within each other, got "
+            f"more at {where[:40]}..."
+        )
+        return
+    if kind is list:
+        for index, each in enumerate(value):
+            yield from _problems(each, f"{where}[{index}]", depth + 1)
+        return
+    for key, each in value.items():
+        if type(key) is not str:
+            yield f"{_at(where)}expected texts as keys, got {key!r}; use str(key)"
+            return
+        yield from _problems(each, f"{where}[{key!r}]", depth + 1)
+
+
+def _at(where: str) -> str:
+    return f"at {where}: " if where else ""
+
+
+def _expected(where: str) -> str:
+    return "a value of JSON" if where else "a text, bytes, or a value of JSON"
+
+
+def _named(kind: type) -> str:
+    """Returns the name of a type, with what to use instead."""
+    module = kind.__module__
+    name = kind.__qualname__
+    named = name if module == "builtins" else f"{module}.{name}"
+    if hasattr(kind, "item") and name not in _INSTEAD:  # a number of NumPy or jax
+        return f"{named}; use its item()"
+    return f"{named}; {_INSTEAD.get(name, 'convert it')}"
+
+
+def _decode_json(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse)
+    except RecursionError as e:
+        raise ValueError("JSON: lists and dicts are nested too deeply") from e
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"JSON: expected a finite number, got {constant}")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(
+            f"expected Unicode, got a text with the lone surrogate {text[e.start]!r}"
+        ) from e
+
+
+def _checked(encoded: Encoded) -> Encoded:
+    if len(encoded.data) > MAX_ENCODED_BYTES:
+        raise ValueError(
+            f"expected at most {MAX_ENCODED_BYTES} bytes, got {len(encoded.data)}; "
+            "divide it, or keep it in the tree as an array"
+        )
+    return encoded

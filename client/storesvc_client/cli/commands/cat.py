@@ -1,0 +1,49 @@
+"""``storectl cat``: writes an item to stdout."""
+
+import sys
+
+import click
+
+from storesvc_client.cli.arguments import item_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import printable_lines, size_text
+from storesvc_client.cli.paths import LeafPath
+
+
+@click.command()
+@click.argument("path", type=item_path, metavar="PATH")
+@pass_connection
+def cat(connection: Connection, *, path: LeafPath) -> None:
+    """Write an item of a checkpoint to stdout, byte for byte.
+
+    PATH ends in the name of the item; of an item that each process of a job saved for
+    itself, in NAME/PROCESS. JSON is written as it is stored, on one line. In a terminal
+    a line feed is added, control characters are escaped, and bytes are rejected.
+
+    \b
+    Examples:
+      storectl cat prod/llama-8b@latest:config | jq .layers
+      storectl cat prod/llama-8b@latest:tokenizer >tokenizer.model
+      storectl cat prod/llama-8b@500:data/3
+    """
+    name, slash, process = path.glob.partition("/")
+    if slash and not (process.isascii() and process.isdecimal()):
+        raise click.BadParameter(
+            f"{path.glob!r}: expected NAME or NAME/PROCESS, such as data/3",
+            param_hint="'PATH'",
+        )
+    checkpoint = path.checkpoint
+    with connection.open() as client:
+        items = client.run(checkpoint.run).items(checkpoint.which)
+        kind = items.info(name).kind
+        data = items.encoded(name, int(process) if slash else None)
+    if not sys.stdout.isatty():
+        click.echo(data, nl=False)
+    elif kind == "bytes":
+        raise Refusal(
+            f"{path} is {size_text(len(data))} of bytes, which may control a terminal; "
+            "redirect it to a file"
+        )
+    else:
+        click.echo(printable_lines(data.decode(errors="replace")))

@@ -88,6 +88,12 @@ class ItemRow(Protocol):
         """Kind of the leaf."""
 
 
+def kind_text(kind: "pb.LeafKind.ValueType") -> str:
+    """Returns the name of a kind of encoded values: "text", "json", "bytes" or
+    "integer"."""
+    return pb.LeafKind.Name(kind).removeprefix("LEAF_KIND_").lower()
+
+
 def is_item(key: str) -> bool:
     """Returns whether a key is that of an item, valid or not."""
     return key.startswith(_PREFIX)
@@ -137,7 +143,7 @@ def check_items(rows: Sequence[ItemRow]) -> None:
             of only some processes, or there are too many names.
     """
     processes: dict[str, set[int]] = {}
-    kinds: dict[str, int] = {}
+    kinds: dict[str, pb.LeafKind.ValueType] = {}
     for row in rows:
         name = item_of(row.key)
         if row.path_kinds != name.path_kinds:
@@ -148,14 +154,14 @@ def check_items(rows: Sequence[ItemRow]) -> None:
             )
         if row.kind not in ITEM_KINDS:
             raise InvalidItemError(
-                f"{describe(row.key)}: expected a text, JSON or bytes, got the kind "
-                f"{row.kind}",
+                f"{describe(row.key)}: expected text, JSON or bytes, got the kind "
+                f"{pb.LeafKind.Name(row.kind)}",
                 name.item,
             )
         if kinds.setdefault(name.item, row.kind) != row.kind:
             raise InvalidItemError(
                 f"item {name.item!r}: expected values of one kind from all processes, "
-                f"got the kinds {kinds[name.item]} and {row.kind}",
+                f"got {kind_text(kinds[name.item])} and {kind_text(row.kind)}",
                 name.item,
             )
         if name.process is not None:

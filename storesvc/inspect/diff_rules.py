@@ -12,11 +12,10 @@ from typing import TypeAlias
 import numpy as np
 
 from storesvc.format.chunks import I64
-from storesvc.format.items import ENCODED_KINDS, is_item
+from storesvc.format.items import ENCODED_KINDS, is_item, kind_text
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1 import tree_pb2 as pb
 
 Kind: TypeAlias = "api.LeafDifference.Kind.ValueType"
 
@@ -105,7 +104,7 @@ def dtype_text(leaf: Leaf) -> str:
     """Returns the dtype of a leaf; for PRNG keys with their implementation; for encoded
     values their kind."""
     if leaf.kind in ENCODED_KINDS:
-        return pb.LeafKind.Name(leaf.kind).removeprefix("LEAF_KIND_").lower()
+        return kind_text(leaf.kind)
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
-from storesvc.format.items import describe
+from storesvc.format.items import ENCODED_KINDS, describe, kind_text
 from storesvc.format.trees import Leaf, Tree
 
 
@@ -61,6 +61,8 @@ def _describe_difference(expected: Leaf | None, got: Leaf | None) -> Sequence[st
 
 
 def _type(leaf: Leaf) -> str:
+    if leaf.kind in ENCODED_KINDS:
+        return f"{kind_text(leaf.kind)} of {leaf.shape[0]} bytes"
     return f"{leaf.shape} {leaf.dtype}"
 
 

@@ -15,7 +15,16 @@ import storesvc_client as store
 TREE = {"x": np.arange(8.0)}
 RUN = {
     *("checkpoint", "checkpoints", "configure", "delete", "diff", "holds", "info"),
-    *("latest", "latest_step", "name", "open", "purge", "restore", "retention"),
+    *(
+        "items",
+        "latest",
+        "latest_step",
+        "name",
+        "open",
+        "purge",
+        "restore",
+        "retention",
+    ),
     *("save", "steps", "tags", "undelete", "update", "uploads", "usage", "verify"),
     *("wait", "watch"),
 }
@@ -60,7 +69,9 @@ def test_handles_show_no_internals(run: store.Run) -> None:
 
     methods = {"done", "exception", "rehearsal", "report", "result", "step"}
     assert methods == visible(save)
-    methods = {"document", "info", "leaves", "name", "read", "report", "restore"}
+    methods = {
+        *("document", "info", "items", "leaves", "name", "read", "report", "restore"),
+    }
     assert methods == visible(opened)
 
 

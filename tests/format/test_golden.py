@@ -1,8 +1,9 @@
 """A store written in each version of the format stays readable.
 
 ``tests/golden/v1`` and ``v2`` were written once, by
-``python -m tests.format.test_golden``; they must never be written again. A new format
-adds a folder next to them.
+``python -m tests.format.test_golden``, and so was ``items``, by a job of two processes,
+once checkpoints had items; they must never be written again. A new format adds a folder
+next to them.
 """
 
 import shutil
@@ -24,6 +25,7 @@ from storesvc_proto.v1 import bucket_pb2
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support import stored_records
 from tests.support.contract import Writer, frame
+from tests.support.jax_job import run_job
 from tests.support.server_process import ServerProcess
 
 HERE = Path(__file__).parents[1] / "golden"
@@ -46,6 +48,51 @@ def the_tree() -> dict[str, Any]:
         },
         "b": {7: np.float16(-0.0)},
     }
+
+
+def values_of_all_kinds() -> dict[str, Any]:
+    """Contents of the tree of the store ``items``."""
+    return {
+        "text": "é\n",
+        "bytes": b"\x00\xff",
+        "large": 2**64,
+        "small": -(2**63) - 1,
+        "none": ["", b""],
+        "w": np.arange(3, dtype=np.float32),
+    }
+
+
+def items_of(process: int) -> dict[str, Any]:
+    """Items of the store ``items``, as a process passes them."""
+    return {
+        "config": {"b": [1, -0.0, None, True, "é"], "a": 10**30},
+        "notes": "é\n",
+        "tokenizer": b"\x00\xff",
+        "empty": "",
+        "data": store.PerProcess({"at": 10**process}),
+    }
+
+
+def test_a_store_with_items_is_restored(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(HERE / "items", root)
+    with store.connect(root.as_uri()) as client:
+        run = client.run("golden/run")
+        back, items = run.restore(7), run.items(7)
+        damages = run.verify(7).damages
+
+        assert items_of(0) == {
+            **{name: items[name] for name in items if name != "data"},
+            "data": store.PerProcess(items.per_process("data")[0]),
+        }
+        assert [{"at": 1}, {"at": 10}] == items.per_process("data")
+        assert b'{"a":1' + b"0" * 30 + ',"b":[1,-0.0,null,true,"é"]}'.encode() == (
+            items.encoded("config")
+        )
+    expected = values_of_all_kinds()
+    assert expected.pop("w").tobytes() == back.pop("w").tobytes()
+    assert expected == back
+    assert () == damages
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -147,6 +194,18 @@ def test_the_numbers_of_the_contract_never_change() -> None:
         "structure": 13,
     } == {f.name: f.number for f in pb.LeafTable.DESCRIPTOR.fields}
     assert {
+        "LEAF_KIND_UNSPECIFIED": 0,
+        "LEAF_KIND_ARRAY": 1,
+        "LEAF_KIND_HOST_ARRAY": 2,
+        "LEAF_KIND_HOST_SCALAR": 3,
+        "LEAF_KIND_PYTHON_SCALAR": 4,
+        "LEAF_KIND_PRNG_KEY": 5,
+        "LEAF_KIND_TEXT": 6,
+        "LEAF_KIND_JSON": 7,
+        "LEAF_KIND_BYTES": 8,
+        "LEAF_KIND_INTEGER": 9,
+    } == dict(pb.LeafKind.items())
+    assert {
         "ordinal": 1,
         "crc32c": 2,
         "digests": 3,
@@ -177,5 +236,31 @@ def write(target: Path) -> None:
     scratch.cleanup()
 
 
+def save_items(target: str) -> int:
+    """Saves the checkpoint of the store ``items``, as one process of a job."""
+    with store.connect(target) as client:
+        items = items_of(jax.process_index())
+        return (
+            client.run("golden/run")
+            .save(7, values_of_all_kinds(), items=items)
+            .result()
+            .step
+        )
+
+
+def write_items(target: Path) -> None:
+    """Writes the golden store of items."""
+    assert not target.exists(), "a golden store is written once"
+    scratch = tempfile.TemporaryDirectory()
+    server = ServerProcess(target, Path(scratch.name))
+    server.start()
+    part = "tests.format.test_golden:save_items"
+    run_job(part, 2, devices=1, target=server.address)
+    server.kill()
+    (target / layout.RESERVE).unlink(missing_ok=True)
+    scratch.cleanup()
+
+
 if __name__ == "__main__":
     write(HERE / "v2")
+    write_items(HERE / "items")

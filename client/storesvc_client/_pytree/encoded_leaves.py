@@ -12,20 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Grid, choose_chunk_shape, whole
-from storesvc.format.items import ENCODED_KINDS
+from storesvc.format.items import ENCODED_KINDS, kind_text
 from storesvc_client._pytree.chunk_layout import Layout, layout_of
 from storesvc_client._values.item_values import Encoded, encode_python
 from storesvc_proto.v1 import tree_pb2 as pb
 
-INTEGER: Final = "integer"
+INTEGER: Final = kind_text(pb.LEAF_KIND_INTEGER)
 """Family of all Python integers: those that int64 holds are stored as such."""
-
-_FAMILIES: Final = {
-    pb.LEAF_KIND_TEXT: "text",
-    pb.LEAF_KIND_JSON: "json",
-    pb.LEAF_KIND_BYTES: "bytes",
-    pb.LEAF_KIND_INTEGER: INTEGER,
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +57,7 @@ def family(kind: "pb.LeafKind.ValueType", dtype: str) -> str | None:
     leaves of that type are stored encoded or in both ways; else None."""
     if kind == pb.LEAF_KIND_PYTHON_SCALAR and dtype == "int64":
         return INTEGER
-    return _FAMILIES.get(kind)
+    return kind_text(kind) if kind in ENCODED_KINDS else None
 
 
 def is_encoded(kind: "pb.LeafKind.ValueType") -> bool:

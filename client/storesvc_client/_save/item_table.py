@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from storesvc.format.items import MAX_ITEMS, ItemName
+from storesvc.format.items import MAX_ITEMS, ItemName, kind_text
 from storesvc.format.names import InvalidNameError, check_item
 from storesvc_client._job.job import JointSave, process_name
 from storesvc_client._values.arguments import shown
@@ -127,8 +127,12 @@ class ItemExchange:
             )
             for name, item in own.items()
         }
+        self._waits = any(item.is_per_process for item in own.values())
         # Also if there are none: another process may have some, and would wait.
-        joint.publish_items(_to_text(self._declared))
+        if joint.job.index:
+            joint.publish_items(_to_text(self._declared))
+        elif not self._waits:
+            self._publish_all([self._declared])
 
     def agreed(self, *, seconds: float) -> list[PlannedItem]:
         """Waits for the sizes of the other processes' items; returns the rows of all.
@@ -146,7 +150,6 @@ class ItemExchange:
             return []
         if self._joint.job.index == 0:
             tables = self._gathered(seconds)
-            self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))
         else:
             text = self._awaited(None, seconds)
             tables = [_of_text(each) for each in json.loads(text)]
@@ -157,13 +160,17 @@ class ItemExchange:
         """Returns the items of all processes, or of process 0 alone if no value is per
         process."""
         tables = [self._declared]
-        if not any(item.is_per_process for item in self._declared.values()):
+        if not self._waits:
             return tables
         for index in range(1, self._joint.job.count):
             table = _of_text(self._awaited(index, seconds))
             self._check(0, self._declared, index, table)
             tables.append(table)
+        self._publish_all(tables)
         return tables
+
+    def _publish_all(self, tables: Sequence[Mapping[str, _Declared]]) -> None:
+        self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))
 
     def _awaited(self, index: int | None, seconds: float) -> str:
         """Returns the published items of a process, or with None of all processes."""
@@ -210,7 +217,7 @@ class ItemExchange:
                     "make it one in all processes of the job, or in none"
                 )
             if item.is_per_process and item.kind != there.kind:
-                kinds = [_kind_text(item), _kind_text(there)]
+                kinds = [kind_text(item.kind), kind_text(there.kind)]
                 raise InvalidRequestError(
                     f"{self._place}: items=: item {name!r}: {self._named(index)} "
                     f"passes {kinds[0]}, {self._named(other)} {kinds[1]}; pass values "
@@ -240,10 +247,6 @@ class ItemExchange:
 
 def _ordered(rows: "Any") -> list[PlannedItem]:
     return sorted(rows, key=lambda row: row.name.key)
-
-
-def _kind_text(item: _Declared) -> str:
-    return pb.LeafKind.Name(item.kind).removeprefix("LEAF_KIND_").lower()
 
 
 def _to_text(table: Mapping[str, _Declared]) -> str:

@@ -191,7 +191,11 @@ class Snapshot:
         made = {o: self._source.digest(o) if o < count else None for o in ordinals}
         if None in made.values():
             self._known.ask([o for o, digest in made.items() if digest is None])
-        same = [o for o, digest in made.items() if digest == digests[o].tobytes()]
+        same = [
+            o
+            for o, digest in made.items()
+            if digest is not None and digest == digests[o].tobytes()
+        ]
         if not same:
             return ordinals
         with self._lock:

@@ -1,0 +1,180 @@
+"""Items of a job: process 0's, and values that each process saves for itself."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import storesvc_client as store
+from storesvc_client._job.job import JointSave
+from storesvc_client._save.item_table import ItemExchange, checked_items
+from tests.conftest import gcs_root
+from tests.support import item_parts
+from tests.support.jax_job import run_job
+from tests.support.thread_job import ThreadJob, ThreadProcess
+
+PROCESSES = 3
+
+
+def test_each_process_saves_its_own_values_and_gets_them_back(
+    bucket_storage: None,
+) -> None:
+    root = gcs_root()
+    part = "tests.support.item_parts:saves"
+    outcomes = run_job(part, PROCESSES, devices=1, target=root)
+
+    size = sum(range(PROCESSES)) * 1000
+    for index, outcome in enumerate(outcomes):
+        refusal = outcome.pop("alone")
+        assert "expected to be read by the 3 processes that saved a value" in refusal
+        assert "got a job of 1; per_process('data') returns" in refusal
+        config = {"from": 0, "padding": ""}
+        assert {
+            "sent": 0,
+            "name": "a text",
+            "large": True,
+            "config": config,
+            "own": [item_parts.own_value(index), index * 1000],
+            "opened": item_parts.own_value(index),
+            "all": [0, 1, 2],
+            "count": PROCESSES,
+            "size": size,
+            "alone config": config,
+        } == outcome
+    with store.connect(root) as client:  # one process reads what all saved
+        run = client.run(item_parts.RUN)
+        items = run.items(2)
+        assert [item_parts.own_value(i) for i in range(3)] == items.per_process("data")
+        assert bytes([2]) * 2000 == items.encoded("raw", 2)
+        with pytest.raises(
+            store.MismatchError, match=r"by the 3 processes .* a job of 1"
+        ):
+            items["data"]
+        assert () == run.verify(2).damages
+        assert run.diff(1, 2).is_same
+
+    for outcome in run_job("tests.support.item_parts:reads", 2, devices=1, target=root):
+        assert (
+            "the 3 processes that saved a value each, got a job of 2"
+            in (outcome["error"])
+        )
+        assert [0, 1, 2] == outcome["all"]
+        assert {"from": 0, "padding": ""} == outcome["config"]
+
+
+def test_items_that_do_not_go_together_are_rejected_in_all_processes(
+    tmp_path: Path,
+) -> None:
+    root = (tmp_path / "store").as_uri()
+    first, second = run_job("tests.support.item_parts:fails", 2, devices=1, target=root)
+
+    # the error of the process that finds it; the other one has it as the cause
+    names = r"pass the same names in all processes of the job$"
+    expected = [
+        (
+            0,
+            rf"Invalid.* process 0 \(.* passes a, process 1 .* a, b; {names}",
+        ),
+        (
+            0,
+            rf"Invalid.* process 0 \(.* passes a, process 1 .* none; {names}",
+        ),
+        (
+            1,
+            rf"Invalid.* process 0 \(.* passes none, process 1 .* a; {names}",
+        ),
+        (1, r"InvalidRequestError.* item 'a' is a PerProcess in process 1 \(.* alone"),
+        (
+            0,
+            r"Invalid.* 'a': process 0 \(.* text, process 1 \(.* bytes; pass",
+        ),
+        (1, r"InvalidRequestError: save to tests/job: items=: item 'a': .* got tuple"),
+        (1, r"PreconditionError: .* item 'a': expected json of 1 bytes, got none; the"),
+        (0, r"InvalidRequestError: save to tests/job: items=: item 'a': .* got tuple"),
+    ]
+    for step, (finder, pattern) in enumerate(expected, start=1):
+        errors = first[step - 1], second[step - 1]
+        assert re.match(pattern, errors[finder]), errors[finder]
+        cause = errors[finder].partition(": ")[2]
+        assert errors[1 - finder].endswith(cause)
+        assert errors[1 - finder].startswith(
+            f"PeerFailedError: save of tests/job@{step} failed in another process of "
+            f"the job: process {finder} ("
+        )
+    # the call raises its own error only, and the handle the error of another process
+    assert ("", "InvalidRequestError") == (first[8], second[8].partition(":")[0])
+    assert ["0", "1"] == [first[9], second[9]]
+
+
+# --- the agreement, between threads ------------------------------------------------
+
+
+def agreed(count: int, items: Any, *, seconds: float = 5) -> list[Any]:
+    """Returns the rows that each process agrees on, or its error."""
+
+    def part(process: ThreadProcess) -> Any:
+        place = "save of a/b@1"
+        joint = JointSave(process, "a/b", 1)
+        try:
+            own = checked_items(place, items(process.index))
+            exchange = ItemExchange(joint, place, own)
+            return exchange.agreed(seconds=seconds)
+        except store.StoreError as e:
+            joint.fail(e)
+            raise
+
+    return ThreadJob(count).run(part)
+
+
+def test_all_processes_agree_on_rows_and_write_their_own_values() -> None:
+    rows = agreed(12, lambda i: {"z": "x" * i, "data": store.PerProcess("x" * i)})
+
+    for index, own in enumerate(rows):
+        keys = [row.name.key for row in own]
+        assert sorted(keys) == keys
+        assert [("%item/z", 0)] + [(f"%item/data/{i}", i) for i in range(12)] == sorted(
+            ((row.name.key, row.size) for row in own),
+            key=lambda each: (each[0][6] != "z", each[1]),
+        )
+        written = {row.name.process for row in own if row.data is not None}
+        assert ({None, 0} if index == 0 else {index}) == written
+
+
+def test_a_process_without_items_waits_for_none() -> None:
+    assert [[], []] == agreed(2, lambda i: None, seconds=0)
+
+
+def test_items_of_process_0_alone_do_not_make_it_wait() -> None:
+    board = ThreadJob(2)
+    process = board.process(0)
+    own = checked_items("save", {"a": [1]})
+    exchange = ItemExchange(JointSave(process, "a/b", 1), "save", own)
+
+    (row,) = exchange.agreed(seconds=0)
+    assert ("%item/a", b"[1]") == (row.name.key, row.data)
+    (text,) = (text for key, text in board.board.items() if key.endswith("all-items"))
+    assert [[["a", False, 7, 3]]] == [json.loads(each) for each in json.loads(text)]
+
+
+def test_a_process_that_does_not_save_the_step_is_named() -> None:
+    process = ThreadJob(2).process(0)
+    own = checked_items("save", {"a": store.PerProcess(1)})
+    exchange = ItemExchange(JointSave(process, "a/b", 1), "save of a/b@1", own)
+
+    with pytest.raises(
+        store.UnavailableError, match="save of a/b@1: items=: process 1 has not begun"
+    ):
+        exchange.agreed(seconds=0.2)
+
+
+def test_the_failure_of_another_process_ends_the_wait() -> None:
+    job = ThreadJob(2)
+    process, other = job.process(0), job.process(1)
+    JointSave(other, "a/b", 1).fail(ValueError("no memory"))
+    own = checked_items("save", {"a": store.PerProcess(1)})
+    exchange = ItemExchange(JointSave(process, "a/b", 1), "save of a/b@1", own)
+
+    with pytest.raises(store.PeerFailedError, match="process 1: no memory"):
+        exchange.agreed(seconds=60)

@@ -93,7 +93,7 @@ def test_a_text_is_its_utf8(text: str) -> None:
 
 
 def test_json_is_canonical() -> None:
-    value = {"é": [1.0, -0.0, 10**30], "b": {}, "a": None, "c": 'x"\n\x7f'}
+    value: Any = {"é": [1.0, -0.0, 10**30], "b": {}, "a": None, "c": 'x"\n\x7f'}
 
     text = '{"a":null,"b":{},"c":"x\\"\\n\x7f","é":[1.0,-0.0,' + "1" + "0" * 30 + "]}"
     assert text.encode() == encode_item(value).data

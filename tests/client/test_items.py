@@ -64,7 +64,7 @@ def values(items: dict[str, Any]) -> dict[str, Any]:
 def anywhere(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[], store.Client]]:
-    """Connects to one store, each time anew."""
+    """Connects to one store, each time again."""
     target, options = (tmp_path / "store").as_uri(), dict[str, Any]()
     if request.param in ("served", "direct"):
         server = request.getfixturevalue("serve")(tmp_path / "store")

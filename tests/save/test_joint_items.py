@@ -13,6 +13,7 @@ from storesvc_client._save.item_table import ItemExchange, checked_items
 from tests.conftest import gcs_root
 from tests.support import item_parts
 from tests.support.jax_job import run_job
+from tests.support.job_parts import RUN
 from tests.support.thread_job import ThreadJob, ThreadProcess
 
 PROCESSES = 3
@@ -44,7 +45,7 @@ def test_each_process_saves_its_own_values_and_gets_them_back(
             "alone config": config,
         } == outcome
     with store.connect(root) as client:  # one process reads what all saved
-        run = client.run(item_parts.RUN)
+        run = client.run(RUN)
         items = run.items(2)
         assert [item_parts.own_value(i) for i in range(3)] == items.per_process("data")
         assert bytes([2]) * 2000 == items.encoded("raw", 2)

@@ -40,9 +40,6 @@ KINDS: Final[Mapping[int, str]] = {
 }
 """Texts of ``LeafInfo.kind``."""
 
-ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
-"""Those of ``LeafInfo.kind`` whose elements are the bytes of an encoded value."""
-
 UNKNOWN: Final = "unknown"
 """Text of a state or a kind that a newer server sent and this release lacks."""
 

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
-from storesvc_client._values.values import ENCODED
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import count_text, printable
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, ItemInfo, LeafInfo
+
+
+ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
+"""Values of ``LeafInfo.kind`` of leaves that hold the bytes of an encoded value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,12 @@ def tree(
     depth: int | None,
     as_json: bool,
 ) -> None:
-    """Draw the leaves of a checkpoint as a tree, and list its items below it.
+    """Draw the leaves of a checkpoint as a tree.
 
-    A node with a single child shares a line with it. Consecutively numbered siblings
-    with the same content are drawn once: "{0..11}  12 x 8 leaves" stands for twelve
-    subtrees of eight leaves, and the lines below it show one of them.
+    Its items are listed below them. A node with a single child shares a line with it.
+    Consecutively numbered siblings with the same content are drawn once: "{0..11}  12 x
+    8 leaves" stands for twelve subtrees of eight leaves, and the lines below it show
+    one of them.
 
     \b
     Examples:

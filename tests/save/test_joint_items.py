@@ -179,3 +179,32 @@ def test_the_failure_of_another_process_ends_the_wait() -> None:
 
     with pytest.raises(store.PeerFailedError, match="process 1: no memory"):
         exchange.agreed(seconds=60)
+
+
+class GoneBoard(ThreadProcess):
+    """A process whose coordination service does not answer."""
+
+    def post(self, key: str, text: str) -> None:
+        raise store.UnavailableError("no board")
+
+
+def test_a_board_that_is_gone_fails_only_saves_with_items() -> None:
+    for index in (0, 1):
+        process = GoneBoard(ThreadJob(2), index)
+        joint = JointSave(process, "a/b", 1)
+        assert [] == ItemExchange(joint, "save of a/b@1", {}).agreed(seconds=0)
+        with pytest.raises(store.UnavailableError, match="no board"):
+            ItemExchange(joint, "save of a/b@1", checked_items("save", {"a": 1}))
+
+
+def test_a_process_that_saves_another_step_is_named_with_it() -> None:
+    job = ThreadJob(2)
+    JointSave(job.process(1), "a/b", 2)
+    own = checked_items("save", {"a": store.PerProcess(1)})
+    exchange = ItemExchange(JointSave(job.process(0), "a/b", 1), "save of a/b@1", own)
+
+    with pytest.raises(
+        store.UnavailableError,
+        match=r"process 1 \(its last save is of step 2\) has not",
+    ):
+        exchange.agreed(seconds=0.1)

@@ -11,6 +11,7 @@ come this far.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from storesvc_client._values.item_values import (
 from storesvc_client.errors import (
     InvalidRequestError,
     PeerFailedError,
+    StoreError,
     UnavailableError,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -128,11 +130,13 @@ class ItemExchange:
             for name, item in own.items()
         }
         self._waits = any(item.is_per_process for item in own.values())
-        # Also if there are none: another process may have some, and would wait.
-        if joint.job.index:
-            joint.publish_items(_to_text(self._declared))
-        elif not self._waits:
-            self._publish_all([self._declared])
+        # Also if there are none: another process may have some, and would wait. But a
+        # board that is gone must fail no save without items.
+        with suppress(*(() if own else (StoreError,))):
+            if joint.job.index:
+                joint.publish_items(_to_text(self._declared))
+            elif not self._waits:
+                self._publish_all([self._declared])
 
     def agreed(self, *, seconds: float) -> list[PlannedItem]:
         """Waits for the sizes of the other processes' items; returns the rows of all.
@@ -187,10 +191,12 @@ class ItemExchange:
                     f"{ended.failure}"
                 )
             if left <= 0:
+                other = self._joint.other_step(index or 0)
+                last = f" (its last save is of step {other})" if other else ""
                 raise UnavailableError(
-                    f"{self._place}: items=: {self._named(index or 0)} has not begun "
-                    f"it in {seconds:g} s; every process of the job must save each "
-                    "step, and run still"
+                    f"{self._place}: items=: {self._named(index or 0)}{last} has not "
+                    f"begun it in {seconds:g} s; every process of the job must save "
+                    "each step, and run still"
                 )
 
     def _check(

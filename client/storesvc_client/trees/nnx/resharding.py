@@ -74,6 +74,8 @@ def _may_have_sharding(leaf: Any) -> bool:
     States have arrays, some without a sharding, and Python numbers.
     """
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if type(leaf) in (str, bytes):  # a spec by mistake, rather than a text of a state
+        return False
     return is_array or isinstance(leaf, Sharding) or signature(leaf) is not None
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from storesvc_client._api.client import Client, connect
     from storesvc_client._api.collection import Collected, Usage
     from storesvc_client._api.holds import Hold
+    from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.policy_text import format_policy, parse_policy
     from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
+    from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
     from storesvc_client._values.values import (
         Checkpoint,
         Event,
@@ -99,6 +101,8 @@ __all__ = [
     "LeafDifference",
     "LeafInfo",
     "LimitError",
+    "Loop",
+    "Minutes",
     "MismatchError",
     "NotFoundError",
     "OpenCheckpoint",
@@ -108,6 +112,7 @@ __all__ = [
     "ProcessReading",
     "Progress",
     "ProgressCallback",
+    "Raise",
     "Rehearsal",
     "RestoreReport",
     "RetentionDecision",
@@ -118,9 +123,11 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "ServerInfo",
+    "Steps",
     "StoreError",
     "StructureError",
     "Tag",
+    "Tolerate",
     "UnavailableError",
     "UnsupportedLeafError",
     "UploadInfo",
@@ -137,6 +144,7 @@ _HOMES: Final = {
     "connect": "_api.client",
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
     "Hold": "_api.holds",
+    "Loop": "_api.loop",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
     "PerProcess": "_values.item_values",
@@ -159,6 +167,7 @@ _HOMES: Final = {
         "_values.policies",
     ),
     **dict.fromkeys(("format_policy", "parse_policy"), "_values.policy_text"),
+    **dict.fromkeys(("Minutes", "Raise", "Steps", "Tolerate"), "_values.triggers"),
     **dict.fromkeys(
         ("Damage", "Diff", "ItemDifference", "LeafDifference", "Verification"),
         "_values.findings",

@@ -1,6 +1,8 @@
 """A training run: saves and restores state, and manages its checkpoints."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
 
 from storesvc.format.names import RunName, Which
@@ -13,7 +15,8 @@ from storesvc_client._api.lifecycle import (
     undelete_checkpoint,
     update_checkpoint,
 )
-from storesvc_client._api.opening import opening
+from storesvc_client._api.loop import Loop
+from storesvc_client._api.opening import open_checked, restored
 from storesvc_client._api.retention import Retention
 from storesvc_client._api.run_record import configure_run, get_run
 from storesvc_client._api.tags import Tags
@@ -32,13 +35,16 @@ from storesvc_client._values.options import (
     THIS_PROCESS,
     Distributed,
     IfBusy,
+    OnDamaged,
     OneSaveKeywords,
     RestoreKeywords,
     SaveKeywords,
     SaveOptions,
     SnapshotMode,
 )
+from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
+from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
 from storesvc_client._values.values import Checkpoint, Event, RunInfo
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -209,6 +215,7 @@ class Run:
         *,
         distributed: Distributed = ALL_PROCESSES,
         deadline: DurationLike = DEFAULT_DEADLINE,
+        on_damage: OnDamaged = "raise",
         **options: Unpack[RestoreKeywords],
     ) -> Any:
         """Returns the state of a checkpoint, with every bit as it was saved.
@@ -227,6 +234,11 @@ class Run:
                 stored byte only once.
             deadline: Maximum duration, a ``timedelta`` or seconds. Processes that do
                 not join are waited for until then, and for five minutes at most.
+            on_damage: With "latest": "raise" the error if the newest checkpoint is
+                damaged, or restore the newest "older" one that is whole. The skipped
+                ones are logged, reported (``RestoreReport.damaged``) and labelled
+                "damage", which the journal records and watchers see. In a job all
+                processes restore the same one.
             **options: The options below.
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` leaves become device arrays on their sharding,
@@ -260,16 +272,22 @@ class Run:
                 job ask for different checkpoints, leaves or shardings; lists them.
             MismatchError: The checkpoint does not match ``like``; lists every leaf.
             DataLossError: Stored bytes are damaged; the message names leaf and chunk.
+                With ``on_damage="older"``: all checkpoints are; lists them.
             UnavailableError: The deadline is exceeded; lists what is outstanding. Or a
                 process of the job did not join; names it.
             PeerFailedError: Other processes of the job failed, or exceeded the
                 deadline; names them and the cause.
         """
-        with opening(self._session, self._stub, distributed) as open_in_time:
-            opened, joint, ends = open_in_time(which, deadline)
-            return opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
-                joint, ends, **options
-            )
+        _, state = restored(
+            self._session,
+            self._stub,
+            which,
+            distributed=distributed,
+            deadline=deadline,
+            on_damage=on_damage,
+            **options,
+        )
+        return state
 
     def open(
         self,
@@ -277,6 +295,7 @@ class Run:
         *,
         distributed: Distributed = THIS_PROCESS,
         deadline: DurationLike = DEFAULT_DEADLINE,
+        on_damage: OnDamaged = "raise",
     ) -> "OpenCheckpoint":
         """Resolves a checkpoint and reads its manifest; for several reads of it.
 
@@ -291,6 +310,8 @@ class Run:
                 this process reads alone.
             deadline: Maximum duration, a ``timedelta`` or seconds. Processes that do
                 not join are waited for until then, and for five minutes at most.
+            on_damage: As for ``Run.restore``; only records and manifests are read here,
+                so later reads still raise the error of a damaged chunk.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
@@ -301,11 +322,49 @@ class Run:
                 join; names it.
             PeerFailedError: Other processes of the job failed; names the cause.
         """
-        with opening(self._session, self._stub, distributed) as open_in_time:
-            opened, joint, _ = open_in_time(which, deadline)
-            if joint is not None:
-                joint.check(opened.info.uid, "")
-        return opened
+        return open_checked(
+            self._session,
+            self._stub,
+            which,
+            distributed=distributed,
+            deadline=deadline,
+            on_damage=on_damage,
+        )
+
+    def loop(
+        self,
+        *,
+        every: Trigger | timedelta,
+        keep: RetentionPolicy | None = None,
+        on_failure: OnFailure = RAISE,
+        create: bool = False,
+        distributed: Distributed = ALL_PROCESSES,
+    ) -> Loop:
+        """Returns a training loop that saves to this run; use it in a ``with`` block.
+
+        Args:
+            every: When to save: ``Steps(1000)``, ``Minutes(15)``, a ``timedelta``, or
+                several of them joined by ``|``. In a job, the clock of process 0
+                decides for all.
+            keep: Retention policy to set if the run has none; another one that it has
+                is an error. None leaves the policy unchanged.
+            on_failure: ``Raise()`` the error of a failed save, or ``Tolerate(3)``
+                failures in a row. Failures are logged in any case.
+            create: Whether ``Loop.restore_or`` accepts a run that does not exist.
+            distributed: Which processes of a job take part.
+
+        Raises:
+            InvalidRequestError: An argument has another type, or is out of range.
+        """
+        return Loop(
+            self,
+            every=every,
+            keep=keep,
+            on_failure=on_failure,
+            create=create,
+            distributed=distributed,
+            restored=partial(restored, self._session, self._stub),
+        )
 
     def items(
         self,

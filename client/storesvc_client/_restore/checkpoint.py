@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from storesvc.format.grids import Region, whole
@@ -118,12 +119,14 @@ class OpenCheckpoint:
         held_by: Lease | None = None,
         job: Job | None = None,
         spread: bool | None = None,
+        damaged: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.info = info
         """The checkpoint as the catalog had it when it was opened."""
         self._held_by = held_by
         self._job = job
         self._spread = spread
+        self._damaged = damaged
         self._session = session
         self._connection = session.connection
         self._name = CheckpointName(run, info.step)
@@ -254,7 +257,9 @@ class OpenCheckpoint:
             with meter.phase("rebuild"):
                 result = target.result()
         # 5. Meet again: no process returns the state unless all of them have read it.
-        self.report = _report(source, assembly, joint, reading_seconds)
+        self.report = _report(
+            source, assembly, joint, reading_seconds, damaged=dict(self._damaged)
+        )
         return result
 
     def _check_alone(self) -> None:
@@ -488,6 +493,8 @@ def _report(
     assembly: Assembly,
     joint: JointRestore | None,
     seconds: float,
+    *,
+    damaged: Mapping[int, str],
 ) -> RestoreReport:
     """Returns the report of a restore, once all processes have ended it.
 
@@ -496,6 +503,7 @@ def _report(
         assembly: Assembly of the chunks.
         joint: The joint restore; None if this process restored alone.
         seconds: Time that this process spent reading or exchanging chunks.
+        damaged: Newer checkpoints that were skipped, with their damage.
     """
     meter = assembly.meter
     read_bytes, received_bytes = meter.done_bytes, 0
@@ -522,6 +530,7 @@ def _report(
         slowest=own.slowest,
         slowest_seconds=own.slowest_seconds,
         slowest_process=slowest_process,
+        damaged=damaged,
     )
 
 

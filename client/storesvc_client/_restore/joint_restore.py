@@ -25,6 +25,7 @@ from typing import Final
 from storesvc_client._job.job import Job, Outcome, process_name
 from storesvc_client._job.rendezvous import JointCalls
 from storesvc_client._job.wait_log import WaitLogTimer
+from storesvc_client._restore.joint_damage import agreed_damage
 from storesvc_client._restore.joint_outcomes import (
     absent,
     failed,
@@ -234,6 +235,22 @@ class JointRestore:
         with suppress(StoreError):
             return self.job.read(self._failure_key) or ""
         return ""
+
+    def agreed_damage(self, error: StoreError, *, is_final: bool) -> str:
+        """Returns the damage that ended this restore in all processes; "" if another
+        error did.
+
+        Args:
+            error: Error that this process raised.
+            is_final: Whether no other checkpoint is left; process 0's counts.
+        """
+        return agreed_damage(
+            self.job,
+            self._place,
+            error,
+            seconds=self._deadline.left,
+            is_final=is_final,
+        )
 
     def fail(self, error: BaseException) -> str:
         """Publishes why this process failed; returns the known failures of others, or

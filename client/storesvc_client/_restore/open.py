@@ -1,6 +1,8 @@
 """Opens a checkpoint: reads its manifest in parts and verifies it."""
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
@@ -33,6 +35,7 @@ def open_checkpoint(
     job: Job | None = None,
     spread: bool | None = None,
     deadline: Deadline = NEVER,
+    damaged: Mapping[int, str] = MappingProxyType({}),
 ) -> OpenCheckpoint:
     """Reads the manifest of a checkpoint and returns the open checkpoint.
 
@@ -45,6 +48,7 @@ def open_checkpoint(
         job: Job whose processes read it together; None if this process reads alone.
         spread: As for ``Distributed``.
         deadline: Deadline for the manifest.
+        damaged: Newer checkpoints that were skipped because of damage, for reports.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -63,7 +67,14 @@ def open_checkpoint(
         ) from e
     info = Checkpoint.from_message(message)
     return OpenCheckpoint(
-        session, name.run, info, manifest, held_by=held_by, job=job, spread=spread
+        session,
+        name.run,
+        info,
+        manifest,
+        held_by=held_by,
+        job=job,
+        spread=spread,
+        damaged=damaged,
     )
 
 

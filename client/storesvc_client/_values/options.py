@@ -35,6 +35,7 @@ IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
 Rehearse: TypeAlias = Literal["warn", "strict", "off"]
 OnMismatch: TypeAlias = Literal["raise", "log"]
+OnDamaged: TypeAlias = Literal["raise", "older"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
 """Longest duration of a restore."""

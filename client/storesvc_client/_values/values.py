@@ -1,7 +1,7 @@
 """Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -266,6 +266,9 @@ class RestoreReport:
     """Seconds that this read took."""
     slowest_process: ProcessReading | None
     """Process of the job that read the longest; None if this process restored alone."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Newer checkpoints that were skipped because they are damaged: the damage by step.
+    Only with ``on_damage="older"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,546 @@
+"""The training loop: decides when to save, survives failed saves, ends on SIGTERM.
+
+The order within ``Loop.after``:
+
+1. Count the save before, if it has ended. Nothing waits for it.
+2. Ask whether SIGTERM was received. In a job, jax answers at the same step in all
+   processes.
+3. The last step, or the step at SIGTERM, is saved in any case.
+4. Else decide by the schedule. In a job, process 0 decides at the steps that the
+   schedule names, or at which it looks at its clock, and publishes the decision; at all
+   other steps nothing is exchanged.
+
+No step waits for a save that is running: a step whose save would have to wait is
+skipped, which is logged and counted.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, SupportsIndex
+
+from storesvc_client._api.loop_items import check_data, restore_data, save_options
+from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
+from storesvc_client._api.sigterm import NoTermination, Termination, termination
+from storesvc_client._job.decisions import Decision, Decisions
+from storesvc_client._save.handle import Save
+from storesvc_client._values.arguments import checked_choice, checked_flag
+from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
+    Distributed,
+    OnDamaged,
+    checked_distributed,
+)
+from storesvc_client._values.policies import RetentionPolicy, rule_of
+from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.save_schedule import Schedule
+from storesvc_client._values.triggers import (
+    OnFailure,
+    checked_on_failure,
+    schedule_of,
+    whole_number,
+)
+from storesvc_client.errors import (
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    PeerFailedError,
+    PreconditionError,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client._api.run import Run
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_SHOWN: Final = 200
+"""Maximum characters of an error in the outcome."""
+
+_log = logging.getLogger(__name__)
+
+
+class Loop:
+    """A training loop that saves to a run; returned by ``Run.loop``.
+
+    Use it in a ``with`` block, in one thread; in a job, in each process, with the same
+    arguments and steps.
+
+    >>> with run.loop(every=Steps(1000) | Minutes(15), create=True) as loop:
+    ...     state, start = loop.restore_or(init_state)
+    ...     for step in loop.steps(start, total):
+    ...         state, loss = train_step(state, next(batches))
+    ...         loop.after(step, state, metrics={"loss": loss})
+    >>> print(loop.outcome)
+    finished at step 99999; saved step 99999
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        *,
+        every: object,
+        keep: RetentionPolicy | None,
+        on_failure: OnFailure,
+        create: bool,
+        distributed: Distributed,
+        restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
+    ) -> None:
+        place = f"loop of {run.name}"
+        self._run = run
+        self._restore = restored
+        self._schedule: Schedule = schedule_of(every)
+        self._keep = None if keep is None else rule_of(keep)
+        self._has_policy = keep is None
+        self._creates = bool(checked_flag(f"{place}: create=", create))
+        self._distributed = checked_distributed(place, distributed)
+        self._saves = LoopSaves(run.name, checked_on_failure(place, on_failure))
+        self.skipped = 0
+        """Steps that were to be saved while an earlier save was running."""
+        self.outcome = ""
+        """How the loop ended, in words; "" before that."""
+        self.is_stopping = False
+        """True once SIGTERM was received and the state was saved; ``steps`` then ends.
+        A loop that does not use ``steps`` ends when it sees this."""
+        self.restored: OpenCheckpoint | None = None
+        """The checkpoint that ``restore_or`` restored, with its report; None if there
+        was none."""
+        self._decisions: Decisions | None = None
+        self._termination: Termination = NoTermination()
+        self._is_open = False
+        self._step: int | None = None
+        """Step of the last call of ``after``."""
+        self._last_step: int | None = None
+        """Last step of ``steps``."""
+        self._is_complete = False
+        """Whether ``steps`` had no step left."""
+        self._sigterm_step: int | None = None
+        self._is_owed = False
+        """Whether the next step is saved, because its predecessor could not be."""
+        self._saved_at = 0.0
+        """Time at which the last save began, or the loop."""
+        self._look_at: int | None = None if self._schedule.seconds is None else 0
+        """Step at which process 0 looks at its clock next."""
+        self._looked: tuple[int, float] | None = None
+        """Step and time of its last look."""
+
+    def __repr__(self) -> str:
+        how = self.outcome or f"at step {self._step}"
+        return f"<Loop of {self._run.name}, {how}>"
+
+    @property
+    def saved_step(self) -> int | None:
+        """Newest step that this loop saved and that is committed; None if there is
+        none."""
+        return self._saves.saved_step
+
+    @property
+    def failures(self) -> int:
+        """Saves that failed, in all."""
+        return self._saves.failures
+
+    def __enter__(self) -> Self:
+        """Begins the loop: sets the retention policy, and notes SIGTERM from now on.
+
+        Raises:
+            PreconditionError: The run has another retention policy.
+            UnavailableError: The store does not answer.
+        """
+        if self._is_open or self.outcome:
+            raise InvalidRequestError(
+                f"loop of {self._run.name}: expected one with block for each loop; "
+                "call run.loop again"
+            )
+        job = None
+        if self._distributed.processes == "all":
+            from storesvc_client._pytree.jax_job import job_of_process
+
+            job = job_of_process()
+        if job is not None:
+            self._decisions = Decisions(job, self._run.name)
+        self._set_policy(creates=self._creates)
+        self._termination = termination(is_shared=job is not None)
+        self._is_open = True
+        self._saved_at = time.monotonic()
+        return self
+
+    def restore_or(
+        self, init: Any, *, data: object = None, on_damage: OnDamaged = "raise"
+    ) -> tuple[Any, int]:
+        """Returns the newest state of the run, or the initial one, and the first step.
+
+        What it did is logged. If the run has no checkpoint, the result is the initial
+        state and 0; else it is the restored state, on the shardings of the initial one,
+        and the step after it.
+
+        Args:
+            init: The initial state, or a function that makes it. With a function there
+                is never more than one state in memory: if there is a checkpoint, a
+                function compiled with ``jax.jit(..., out_shardings=...)`` is not run,
+                and the result of another one is dropped before the first byte is read.
+                A state that is given is in memory until the caller drops it.
+            data: A data iterator, with ``set_state`` or ``load_state_dict``, that gets
+                the state that was saved as the item "data".
+            on_damage: As for ``Run.restore``: "raise" the error of a damaged newest
+                checkpoint, or restore an "older" one. A step whose damaged checkpoint
+                still exists is not saved again; the step after it is.
+
+        Raises:
+            NotFoundError: There is no such run, and ``create`` is not set; names
+                similar runs. Or the checkpoint has no item "data".
+            StoreError: As for ``Run.restore``.
+        """
+        self._check_open("restore_or")
+        checked_choice(f"loop of {self._run.name}: on_damage=", on_damage, OnDamaged)
+        check_data(self._run, data)
+        from storesvc_client._pytree.training_loop import is_function, target_of
+
+        name = self._run.name
+        try:
+            # Before the target is made, which takes time and memory.
+            self._run.open(distributed=self._distributed)
+        except (DataLossError, PeerFailedError):
+            if on_damage == "raise":
+                raise
+        except NotFoundError as e:
+            if e.reason == "RUN_NOT_FOUND" and not self._creates:
+                raise NotFoundError(
+                    f"{e}; or pass create=True to run.loop if it is a new run",
+                    reason=e.reason,
+                    metadata=e.metadata,
+                ) from None
+            _log.warning(
+                "%s has no checkpoint; training starts from the initial state at step "
+                "0",
+                name,
+            )
+            self._saved_at = time.monotonic()
+            return (init() if is_function(init) else init), 0
+        self.restored, state = self._restore(
+            "latest",
+            distributed=self._distributed,
+            deadline=DEFAULT_DEADLINE,
+            on_damage=on_damage,
+            like=target_of(init) if is_function(init) else init,
+        )
+        step = self.restored.info.step
+        restore_data(self._run, step, data)
+        _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
+        self._saved_at = time.monotonic()
+        return state, step + 1
+
+    def steps(self, start: SupportsIndex, total: SupportsIndex) -> Iterator[int]:
+        """Yields the steps from ``start`` to ``total - 1``; ends early on SIGTERM.
+
+        The last step is saved whatever the schedule says, unless the block is left
+        before it.
+
+        Args:
+            start: First step.
+            total: Number of steps of the whole training.
+
+        Raises:
+            InvalidRequestError: ``after`` was not called for the first step.
+        """
+        self._check_open("steps")
+        place = f"loop of {self._run.name}: steps"
+        first, end = whole_number(place, start), whole_number(place, total)
+        if first < end:
+            self._last_step = end - 1
+        else:
+            self._is_complete = True
+            _log.info("%s(%d, %d): no step is left", place, first, end)
+        return self._steps(range(first, end))
+
+    def after(
+        self,
+        step: SupportsIndex,
+        state: Any,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        items: Mapping[str, Any] | None = None,
+    ) -> Save | None:
+        """Saves the state after a step, if a save is due; call it at the end of each.
+
+        If it saves nothing it takes microseconds, and does not wait for the devices.
+
+        Args:
+            step: The step, higher than that of the call before.
+            state: The state after it; any pytree that ``Run.save`` takes.
+            metrics: Numbers to keep with the checkpoint. Arrays of jax are converted,
+                which waits for them, only if this step is saved.
+            items: Values to keep next to the tree, such as ``{"data": iterator}``.
+
+        Returns:
+            The save that was started, or None.
+
+        Raises:
+            InvalidRequestError: The step is not higher, or an argument of the save is
+                out of range.
+            UnsupportedLeafError: The state has leaves that cannot be stored.
+            StoreError: More saves failed in a row than are tolerated; the last error.
+                Or the save on SIGTERM failed.
+            PeerFailedError: Process 0 of the job has ended its loop.
+        """
+        self._check_open("after")
+        number = self._advance(step)
+        self._settle()  # 1.
+        if self._termination.is_due():  # 2.
+            self._note_sigterm(number)
+        is_damaged = self.restored is not None and number in self._damaged_steps
+        ends = self._sigterm_step is not None and not is_damaged
+        if ends or number == self._last_step:  # 3.
+            return self._save_last(number, state, metrics, items, ends=ends)
+        if not self._is_due(number):  # 4.
+            return None
+        if is_damaged:
+            self._is_owed = True
+            _log.warning(
+                "%s@%d is not saved: a damaged checkpoint has this step; the next step "
+                "is saved instead",
+                *(self._run.name, number),
+            )
+            return None
+        return self._save(number, state, metrics, items)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for the running save, and leaves nothing behind.
+
+        A block that raised an error saves nothing: its state may be broken.
+
+        Raises:
+            StoreError: The save of the last step failed, or more in a row than are
+                tolerated. An error that ended the block has precedence.
+        """
+        self._is_open = False
+        try:
+            if self._decisions is not None and self._decisions.is_leader:
+                self._decisions.end(_short(error) if error else "its steps have ended")
+            self._saves.wait()
+            self._settle()
+        finally:
+            is_late = self._termination.close() and self._sigterm_step is None
+            self.outcome = self._described(error)
+            if is_late:
+                self.outcome += "; received SIGTERM after it"
+        _log.info("loop of %s %s", self._run.name, self.outcome)
+        if self._saves.is_over or self._saves.is_hopeless:
+            assert self._saves.error is not None
+            if error is None:
+                raise self._saves.error
+            if self._saves.error is not error:
+                error.add_note(f"the last save failed too: {self._saves.error}")
+
+    def _steps(self, steps: range) -> Iterator[int]:
+        for step in steps:
+            yield step
+            if self._step != step:
+                if self._step is None:
+                    raise InvalidRequestError(
+                        f"loop of {self._run.name}: after was not called for step "
+                        f"{step}; call it at the end of each step, or nothing is saved"
+                    )
+                # In a job, all processes must ask equally often.
+                if self._termination.is_due():
+                    self._note_sigterm(step)
+            if self.is_stopping:
+                return
+
+    def _save_last(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        items: Mapping[str, Any] | None,
+        *,
+        ends: bool,
+    ) -> Save | None:
+        """Saves the last step of the loop, once the save before has ended."""
+        saves = self._saves
+        saves.wait()
+        saves.tolerate_none()
+        save = self._save(step, state, metrics, items)
+        if not ends:
+            return save
+        saves.wait()  # the process may be killed soon: return only when it is committed
+        if saves.error is not None:
+            raise saves.error
+        self.is_stopping = True
+        return save
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        items: Mapping[str, Any] | None,
+    ) -> Save | None:
+        self._is_owed = False
+        self._saved_at = time.monotonic()
+        options = save_options(self._run, items)
+        try:
+            save = self._run.save(
+                step,
+                state,
+                metrics=metrics,
+                if_busy="wait",
+                distributed=self._distributed,
+                **options,
+            )
+        except StoreError as e:
+            if is_of_arguments(e):
+                raise
+            self._saves.fail(step, e)
+            return None
+        self._saves.add(save)
+        return save
+
+    def _is_due(self, step: int) -> bool:
+        """Returns whether the schedule saves a step, in all processes alike."""
+        if self._saves.is_hopeless:
+            raise self._error()
+        decisions, schedule = self._decisions, self._schedule
+        if decisions is None:
+            if self._saves.is_over:
+                raise self._error()
+            waited = time.monotonic() - self._saved_at
+            is_asked = self._is_owed or schedule.decide(step=step, waited=waited)
+        else:
+            is_look = self._look_at is not None and step >= self._look_at
+            is_asked = self._is_owed or is_look or schedule.is_due_at(step)
+        if not is_asked:
+            return False
+        if decisions is None:
+            decision = self._decide(step)
+        elif decisions.is_leader:
+            if self._saves.is_over:
+                raise self._error()  # which __exit__ publishes
+            decision = self._decide(step)
+            decisions.publish(decision)
+        else:
+            decision = decisions.await_next(step)
+        self._look_at = decision.look_at
+        if not decision.saves and schedule.is_due_at(step):
+            self._skip(step)
+        return decision.saves
+
+    def _decide(self, step: int) -> Decision:
+        """Returns the decision of this process, by its clock and its running save."""
+        now, schedule = time.monotonic(), self._schedule
+        waited = now - self._saved_at
+        is_due = self._is_owed or schedule.decide(step=step, waited=waited)
+        saves = is_due and self._saves.running_step is None
+        pace = float("inf")
+        if self._looked is not None:
+            last_step, last_time = self._looked
+            pace = (now - last_time) / (step - last_step)
+        self._looked = step, now
+        ahead = schedule.steps_to_look(
+            waited=0.0 if saves else waited, seconds_per_step=pace
+        )
+        look_at = None if ahead is None else step + ahead
+        return Decision(step=step, saves=saves, look_at=look_at)
+
+    def _skip(self, step: int) -> None:
+        self.skipped += 1
+        _log.warning(
+            "save of %s@%d skipped: the save of step %s is still running",
+            *(self._run.name, step, self._saves.running_step),
+        )
+
+    def _note_sigterm(self, step: int) -> None:
+        if self._sigterm_step is None:
+            self._sigterm_step = step
+            _log.warning(
+                "loop of %s: received SIGTERM; saving and ending at step %d",
+                *(self._run.name, step),
+            )
+
+    def _advance(self, step: SupportsIndex) -> int:
+        place = f"loop of {self._run.name}: after"
+        least = 0 if self._step is None else self._step + 1
+        if type(step) is not int or step < least:
+            step = whole_number(place, step, least=least)
+        self._step = step
+        return step
+
+    @property
+    def _damaged_steps(self) -> Mapping[int, str]:
+        assert self.restored is not None
+        assert self.restored.report is not None
+        return self.restored.report.damaged
+
+    def _error(self) -> BaseException:
+        assert self._saves.error is not None
+        return self._saves.error
+
+    def _check_open(self, method: str) -> None:
+        if not self._is_open:
+            raise InvalidRequestError(
+                f"loop of {self._run.name}: expected {method} within its with block"
+            )
+
+    def _set_policy(self, *, creates: bool) -> None:
+        """Sets the retention policy of the run, if it has none.
+
+        Args:
+            creates: Whether a run that does not exist is created by that.
+        """
+        if self._keep is None or self._has_policy:
+            return
+        retention = self._run.retention
+        try:
+            found = retention.get()
+        except NotFoundError:
+            if not creates:
+                return
+            found = None
+        if found is None:
+            if self._decisions is None or self._decisions.is_leader:
+                retention.set(self._keep)
+        elif found != self._keep:
+            raise PreconditionError(
+                f"loop of {self._run.name}: keep=: expected the retention policy of "
+                f"the run, {format_policy(found)}, got {format_policy(self._keep)}; "
+                "change it with run.retention.set or storectl retain, or leave keep= "
+                "out"
+            )
+        self._has_policy = True
+
+    def _settle(self) -> None:
+        """Counts the save before, if it has ended; the first commit may have created
+        the run, which has no policy yet."""
+        self._saves.settle()
+        if not self._has_policy and self.saved_step is not None:
+            try:
+                self._set_policy(creates=False)
+            except StoreError as e:
+                _log.error("keep= of %s was not set: %s", self._run.name, e)
+                self._has_policy = isinstance(e, PreconditionError)
+
+    def _described(self, error: BaseException | None) -> str:
+        saves = self._saves
+        if self._step is None:
+            ended = "no step was left" if self._is_complete else "ended before a step"
+        elif self._sigterm_step is not None:
+            ended = f"received SIGTERM at step {self._sigterm_step}"
+        elif error is not None:
+            ended = f"failed at step {self._step}"
+        elif self._step == self._last_step:
+            ended = f"finished at step {self._step}"
+        else:
+            ended = f"ended at step {self._step}"
+        if error is not None:
+            ended += f" ({_short(error)})"
+        saved = "no step" if saves.saved_step is None else f"step {saves.saved_step}"
+        failed = "" if saves.error is None else f"; the last save failed: {saves.error}"
+        return f"{ended}; saved {saved}{failed}"
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_SHOWN]

@@ -1,0 +1,58 @@
+"""What a training loop asks jax: its preemption service, and the shapes of a state."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeGuard
+
+import jax
+from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+_calls = count()
+"""Number of each call of ``reached_sync_point``. Steps would not do: a loop may leave
+some out, and jax knows only one sequence for all loops of a process."""
+
+
+def has_preemption_service() -> bool:
+    """Returns whether jax catches SIGTERM for this process, and agrees with the other
+    processes of its job on the step to save."""
+    # jax has no public way to find out; with the option jax_enable_preemption_service
+    # off, reached_preemption_sync_point raises an error.
+    from jax._src.distributed import global_state
+
+    return global_state.preemption_sync_manager is not None
+
+
+def reached_sync_point() -> bool:
+    """Returns whether all processes stop now because one has received SIGTERM.
+
+    Every process calls it as often as the others: once a step. It answers True once.
+    """
+    return bool(reached_preemption_sync_point(next(_calls)))
+
+
+def is_function(init: object) -> TypeGuard[Callable[[], Any]]:
+    """Returns whether a value makes a state, rather than being one. Modules are
+    callable pytrees."""
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(init))
+    return is_leaf and callable(init)
+
+
+def target_of(init: Callable[[], Any]) -> Any:
+    """Returns a state as ``init`` makes it, without the values of its arrays.
+
+    A function compiled by ``jax.jit`` with ``out_shardings`` is not run. Another one is
+    run, because only its result shows where it places arrays; that result is dropped.
+    """
+    if hasattr(init, "eval_shape"):
+        target = init.eval_shape()
+        if all(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(target)):
+            return target
+    return jax.tree.map(_without_values, init())
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+    )

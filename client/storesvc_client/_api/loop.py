@@ -98,7 +98,7 @@ class Loop:
         self.skipped = 0
         """Steps that were to be saved while an earlier save was running."""
         self.outcome = ""
-        """How the loop ended, in words; "" before that."""
+        """Words on how the loop ended; "" before that."""
         self.is_stopping = False
         """True once SIGTERM was received and the state was saved; ``steps`` then ends.
         A loop that does not use ``steps`` ends when it sees this."""
@@ -113,10 +113,10 @@ class Loop:
         self._last_step: int | None = None
         """Last step of ``steps``."""
         self._is_complete = False
-        """Whether ``steps`` had no step left."""
+        """True if ``steps`` had no step left."""
         self._sigterm_step: int | None = None
         self._is_owed = False
-        """Whether the next step is saved, because its predecessor could not be."""
+        """True if the next step is saved because its predecessor could not be."""
         self._saved_at = 0.0
         """Time at which the last save began, or the loop."""
         self._look_at: int | None = None if self._schedule.seconds is None else 0

@@ -88,8 +88,10 @@ class NewestWhole:
         return name
 
     def mark(self) -> None:
-        """Labels the damaged checkpoints, which the journal of the store records; those
-        whose record is damaged, or a store that is read-only, are left out."""
+        """Labels the damaged checkpoints, so that lists show the damage. A damaged
+        record cannot be changed, nor can a store that is read-only.
+
+        A tag would be in the journal, too, but would keep the checkpoint."""
         for step, damage in self.damaged.items():
             try:
                 self._mark(step, damage)

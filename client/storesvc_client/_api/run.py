@@ -236,9 +236,9 @@ class Run:
                 not join are waited for until then, and for five minutes at most.
             on_damage: With "latest": "raise" the error if the newest checkpoint is
                 damaged, or restore the newest "older" one that is whole. The skipped
-                ones are logged, reported (``RestoreReport.damaged``) and labelled
-                "damage", which the journal records and watchers see. In a job all
-                processes restore the same one.
+                ones are logged, reported (``RestoreReport.damaged``) and get a label
+                "damage", which lists show. In a job all processes restore the same
+                checkpoint.
             **options: The options below.
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` leaves become device arrays on their sharding,

@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What all processes do at a step."""
+    """A decision on one step, the same for all processes."""
 
     step: int
     """The step."""
     saves: bool = False
-    """Whether they save it."""
+    """True if they save it."""
     look_at: int | None = None
     """Step of the next decision, unless they know of an earlier one."""
     failure: str = ""
-    """Why process 0 takes no more decisions."""
+    """Reason for which process 0 takes no more decisions; "" while it does."""
 
 
 class Decisions:

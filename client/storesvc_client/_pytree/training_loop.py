@@ -1,4 +1,4 @@
-"""What a training loop asks jax: its preemption service, and the shapes of a state."""
+"""Connects a training loop to jax: its preemption service, the shapes of a state."""
 
 from collections.abc import Callable
 from itertools import count

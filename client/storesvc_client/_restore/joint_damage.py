@@ -22,7 +22,7 @@ nearer."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What ended the part of one process."""
+    """The reason for which one process ended its part."""
 
     kind: Literal["damage", "peer", "other"]
     """Damage that it found, the failure of another process, or another error."""

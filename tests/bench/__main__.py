@@ -13,6 +13,7 @@ OTHERS: Final = {
     "device": "saves from an accelerator, restores to it, its link",
     "flips": "one flipped bit, and who notices",
     "inspections": "how long looking at a checkpoint takes",
+    "loop": "the time that a training loop adds to a step that is not saved",
     "memory": "the server's memory while a tree is saved and restored",
     "requests": "what a save and a restore ask of a bucket, as it is billed",
     "shapes": "this store and Orbax on states of any shape, drawn by a seed",

@@ -66,6 +66,27 @@ def test_a_save_is_due_at_multiples_and_after_the_interval(
     assert is_multiple == schedule.is_due_at(step)
 
 
+@given(
+    steps=st.lists(st.integers(1, 50), max_size=3),
+    ahead=st.none() | st.integers(1, 100),
+    step=st.integers(0, 10_000),
+)
+def test_no_step_is_missed_between_two_decisions(
+    steps: list[int], ahead: int | None, step: int
+) -> None:
+    schedule = Schedule(steps=tuple(steps))
+    look_at = None if ahead is None else step + ahead
+    if not steps and look_at is None:
+        return
+
+    found = schedule.asks_next(step, look_at)
+
+    assert step < found
+    assert found == look_at or schedule.is_due_at(found)
+    assert not any(schedule.is_due_at(between) for between in range(step + 1, found))
+    assert look_at is None or found <= look_at
+
+
 def looks_until_due(schedule: Schedule, paces: list[float]) -> tuple[int, float]:
     """Simulates process 0; returns how often it looked at its clock, and the seconds at
     which it found the save due. Step n takes ``paces[n]`` seconds, the last one all

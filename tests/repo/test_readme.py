@@ -138,13 +138,13 @@ def test_the_training_loop_resumes_where_it_was_killed(tmp_path: Path) -> None:
 
     executed(Block(README, loop.line, "python", killed), tmp_path)
     with store.connect(tmp_path.as_uri()) as client:
-        assert [50, 25] == _steps(client)
+        assert [60, 50, 25, 0] == _steps(client)
         client.run("demo/linear").update(50, labels={"kept": "yes"})
     executed(loop, tmp_path)
 
     assert len([line for line in loop.text.splitlines() if line]) <= 25
     with store.connect(tmp_path.as_uri()) as client:
-        assert [100, 75, 50, 25] == _steps(client)
+        assert [100, 75, 60, 50, 25, 0] == _steps(client)
         assert "yes" == client.run("demo/linear").checkpoint(50).labels["kept"]
 
 

@@ -109,7 +109,9 @@ class Loop:
         self._termination: Termination = NoTermination()
         self._is_open = False
         self._step: int | None = None
-        """Step of the last call of ``after``."""
+        """Step of the last call of ``after`` ..."""
+        self._least_step = 0
+        """... and the lowest step of the next one."""
         self._last_step: int | None = None
         """Last step of ``steps``."""
         self._is_complete = False
@@ -119,8 +121,8 @@ class Loop:
         """True if the next step is saved because its predecessor could not be."""
         self._saved_at = 0.0
         """Time at which the last save began, or the loop."""
-        self._look_at: int | None = None if self._schedule.seconds is None else 0
-        """Step at which process 0 looks at its clock next."""
+        self._asks_at = 0
+        """Step from which on there is something to decide."""
         self._looked: tuple[int, float] | None = None
         """Step and time of its last look."""
 
@@ -282,26 +284,20 @@ class Loop:
                 Or the save on SIGTERM failed.
             PeerFailedError: Process 0 of the job has ended its loop.
         """
-        self._check_open("after")
-        number = self._advance(step)
-        self._settle()  # 1.
+        if not self._is_open:
+            self._check_open("after")
+        if type(step) is not int or step < self._least_step:
+            step = self._checked(step)
+        self._step, self._least_step = step, step + 1
+        if self._saves.is_pending or not self._has_policy:  # 1.
+            self._settle()
         if self._termination.is_due():  # 2.
-            self._note_sigterm(number)
-        is_damaged = self.restored is not None and number in self._damaged_steps
-        ends = self._sigterm_step is not None and not is_damaged
-        if ends or number == self._last_step:  # 3.
-            return self._save_last(number, state, metrics, items, ends=ends)
-        if not self._is_due(number):  # 4.
+            self._note_sigterm(step)
+        if self._sigterm_step is not None or step == self._last_step:  # 3.
+            return self._save_last(step, state, metrics, items)
+        if step < self._asks_at or not self._is_due(step):  # 4.
             return None
-        if is_damaged:
-            self._is_owed = True
-            _log.warning(
-                "%s@%d is not saved: a damaged checkpoint has this step; the next step "
-                "is saved instead",
-                *(self._run.name, number),
-            )
-            return None
-        return self._save(number, state, metrics, items)
+        return self._save(step, state, metrics, items)
 
     def __exit__(
         self,
@@ -322,7 +318,7 @@ class Loop:
             if self._decisions is not None and self._decisions.is_leader:
                 self._decisions.end(_short(error) if error else "its steps have ended")
             self._saves.wait()
-            self._settle()
+            self._settle_policy()
         finally:
             is_late = self._termination.close() and self._sigterm_step is None
             self.outcome = self._described(error)
@@ -357,11 +353,11 @@ class Loop:
         state: Any,
         metrics: Mapping[str, SupportsFloat] | None,
         items: Mapping[str, Any] | None,
-        *,
-        ends: bool,
     ) -> Save | None:
         """Saves the last step of the loop, once the save before has ended."""
-        saves = self._saves
+        saves, ends = self._saves, self._sigterm_step is not None
+        if ends and self._is_damaged(step):
+            return None  # the next step is the last one
         saves.wait()
         saves.tolerate_none()
         save = self._save(step, state, metrics, items)
@@ -380,7 +376,6 @@ class Loop:
         metrics: Mapping[str, SupportsFloat] | None,
         items: Mapping[str, Any] | None,
     ) -> Save | None:
-        self._is_owed = False
         self._saved_at = time.monotonic()
         options = save_options(self._run, items)
         try:
@@ -402,32 +397,24 @@ class Loop:
 
     def _is_due(self, step: int) -> bool:
         """Returns whether the schedule saves a step, in all processes alike."""
-        if self._saves.is_hopeless:
-            raise self._error()
-        decisions, schedule = self._decisions, self._schedule
-        if decisions is None:
-            if self._saves.is_over:
-                raise self._error()
-            waited = time.monotonic() - self._saved_at
-            is_asked = self._is_owed or schedule.decide(step=step, waited=waited)
-        else:
-            is_look = self._look_at is not None and step >= self._look_at
-            is_asked = self._is_owed or is_look or schedule.is_due_at(step)
-        if not is_asked:
-            return False
-        if decisions is None:
-            decision = self._decide(step)
-        elif decisions.is_leader:
+        decisions = self._decisions
+        if decisions is None or decisions.is_leader:
             if self._saves.is_over:
                 raise self._error()  # which __exit__ publishes
             decision = self._decide(step)
-            decisions.publish(decision)
+            if decisions is not None:
+                decisions.publish(decision)
         else:
             decision = decisions.await_next(step)
-        self._look_at = decision.look_at
-        if not decision.saves and schedule.is_due_at(step):
-            self._skip(step)
-        return decision.saves
+        self._asks_at = self._schedule.asks_next(step, decision.look_at)
+        if not decision.saves:
+            if self._schedule.is_due_at(step):
+                self._skip(step)
+            return False
+        self._is_owed = self._is_damaged(step)
+        if self._is_owed:
+            self._asks_at = step + 1
+        return not self._is_owed
 
     def _decide(self, step: int) -> Decision:
         """Returns the decision of this process, by its clock and its running save."""
@@ -446,6 +433,18 @@ class Loop:
         look_at = None if ahead is None else step + ahead
         return Decision(step=step, saves=saves, look_at=look_at)
 
+    def _is_damaged(self, step: int) -> bool:
+        """Returns whether a damaged checkpoint has this step; logs it."""
+        report = self.restored.report if self.restored is not None else None
+        if report is None or step not in report.damaged:
+            return False
+        _log.warning(
+            "%s@%d is not saved: a damaged checkpoint has this step; the next step is "
+            "saved instead",
+            *(self._run.name, step),
+        )
+        return True
+
     def _skip(self, step: int) -> None:
         self.skipped += 1
         _log.warning(
@@ -461,19 +460,9 @@ class Loop:
                 *(self._run.name, step),
             )
 
-    def _advance(self, step: SupportsIndex) -> int:
+    def _checked(self, step: SupportsIndex) -> int:
         place = f"loop of {self._run.name}: after"
-        least = 0 if self._step is None else self._step + 1
-        if type(step) is not int or step < least:
-            step = whole_number(place, step, least=least)
-        self._step = step
-        return step
-
-    @property
-    def _damaged_steps(self) -> Mapping[int, str]:
-        assert self.restored is not None
-        assert self.restored.report is not None
-        return self.restored.report.damaged
+        return whole_number(place, step, least=self._least_step)
 
     def _error(self) -> BaseException:
         assert self._saves.error is not None
@@ -513,9 +502,20 @@ class Loop:
         self._has_policy = True
 
     def _settle(self) -> None:
-        """Counts the save before, if it has ended; the first commit may have created
-        the run, which has no policy yet."""
-        self._saves.settle()
+        """Counts the save before, if it has ended.
+
+        Raises:
+            StoreError: It failed, and is not tolerated.
+        """
+        saves = self._saves
+        saves.settle()
+        # In a job, process 0 decides that failures are too many: all raise at one step.
+        if saves.is_hopeless or (saves.is_over and self._decisions is None):
+            raise self._error()
+        self._settle_policy()
+
+    def _settle_policy(self) -> None:
+        """Sets the policy of a run that the first commit created."""
         if not self._has_policy and self.saved_step is not None:
             try:
                 self._set_policy(creates=False)

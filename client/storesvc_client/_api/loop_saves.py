@@ -35,6 +35,11 @@ class LoopSaves:
         self._running: Save | None = None
 
     @property
+    def is_pending(self) -> bool:
+        """True while a save is not counted."""
+        return self._running is not None
+
+    @property
     def running_step(self) -> int | None:
         """Step of the save that is running; None if none is."""
         is_running = self._running is not None and not self._running.done()

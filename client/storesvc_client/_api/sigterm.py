@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
@@ -34,11 +35,10 @@ class NoTermination:
 class JobTermination:
     """SIGTERM is caught by jax, which agrees on the step with the other processes."""
 
-    def is_due(self) -> bool:
+    def __init__(self, reached_sync_point: Callable[[], bool]) -> None:
+        """Prepares to ask jax, at each step."""
+        self.is_due = reached_sync_point
         """See ``Termination``."""
-        from storesvc_client._pytree.training_loop import reached_sync_point
-
-        return reached_sync_point()
 
     def close(self) -> bool:
         """See ``Termination``."""
@@ -100,10 +100,13 @@ def termination(*, is_shared: bool) -> Termination:
     Args:
         is_shared: Whether the processes of a job end their loops together.
     """
-    from storesvc_client._pytree.training_loop import has_preemption_service
+    from storesvc_client._pytree.training_loop import (
+        has_preemption_service,
+        reached_sync_point,
+    )
 
     if has_preemption_service():
-        return JobTermination()
+        return JobTermination(reached_sync_point)
     if is_shared:
         _log.warning(
             "SIGTERM will not save: jax_enable_preemption_service is off, which the "

@@ -50,6 +50,16 @@ class Schedule:
         """
         return self.is_due_at(step) or self.is_due_after(waited)
 
+    def asks_next(self, step: int, look_at: int | None) -> int:
+        """Returns the first step after a step at which there is anything to decide.
+
+        Args:
+            step: The step.
+            look_at: Step of the next look at the clock; None if there is none.
+        """
+        found = [step + each - step % each for each in self.steps]
+        return min(found if look_at is None else [*found, look_at])
+
     def steps_to_look(self, *, waited: float, seconds_per_step: float) -> int | None:
         """Returns the number of steps until the next look at the clock, at least 1;
         None if the clock does not matter.

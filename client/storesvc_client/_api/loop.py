@@ -10,15 +10,24 @@ The order within ``Loop.after``:
    schedule names, or at which it looks at its clock, and publishes the decision; at all
    other steps nothing is exchanged.
 
-No step waits for a save that is running: a step whose save would have to wait is
-skipped, which is logged and counted.
+A step whose save is due waits, as in ``Run.save``, until the save before is written, if
+that makes progress. If that one waits for a server that does not answer, the step is
+skipped, which is logged and counted; training is not delayed.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, SupportsIndex
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Self,
+    SupportsFloat,
+    SupportsIndex,
+    assert_never,
+)
 
 from storesvc_client._api.loop_items import check_data, restore_data, save_options
 from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
@@ -29,6 +38,7 @@ from storesvc_client._values.arguments import checked_choice, checked_flag
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
+    IfBusy,
     OnDamaged,
     checked_distributed,
 )
@@ -84,11 +94,15 @@ class Loop:
         on_failure: OnFailure,
         create: bool,
         distributed: Distributed,
+        if_busy: IfBusy,
         restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
+        trouble: Callable[[], str],
     ) -> None:
         place = f"loop of {run.name}"
         self._run = run
+        self._if_busy: IfBusy = if_busy
         self._restore = restored
+        self._trouble = trouble
         self._schedule: Schedule = schedule_of(every)
         self._keep = None if keep is None else rule_of(keep)
         self._has_policy = keep is None
@@ -96,7 +110,7 @@ class Loop:
         self._distributed = checked_distributed(place, distributed)
         self._saves = LoopSaves(run.name, checked_on_failure(place, on_failure))
         self.skipped = 0
-        """Steps that were to be saved while an earlier save was running."""
+        """Steps that were due and not saved, because of the save before."""
         self.outcome = ""
         """Words on how the loop ended; "" before that."""
         self.is_stopping = False
@@ -289,7 +303,7 @@ class Loop:
         if type(step) is not int or step < self._least_step:
             step = self._checked(step)
         self._step, self._least_step = step, step + 1
-        if self._saves.is_pending or not self._has_policy:  # 1.
+        if self._saves.pending or not self._has_policy:  # 1.
             self._settle()
         if self._termination.is_due():  # 2.
             self._note_sigterm(step)
@@ -383,7 +397,7 @@ class Loop:
                 step,
                 state,
                 metrics=metrics,
-                if_busy="wait",
+                if_busy="queue" if self._if_busy == "queue" else "wait",
                 distributed=self._distributed,
                 **options,
             )
@@ -392,7 +406,7 @@ class Loop:
                 raise
             self._saves.fail(step, e)
             return None
-        self._saves.add(save)
+        self._saves.pending.append(save)
         return save
 
     def _is_due(self, step: int) -> bool:
@@ -421,7 +435,7 @@ class Loop:
         now, schedule = time.monotonic(), self._schedule
         waited = now - self._saved_at
         is_due = self._is_owed or schedule.decide(step=step, waited=waited)
-        saves = is_due and self._saves.running_step is None
+        saves = is_due and self._makes_way(step)
         pace = float("inf")
         if self._looked is not None:
             last_step, last_time = self._looked
@@ -432,6 +446,23 @@ class Loop:
         )
         look_at = None if ahead is None else step + ahead
         return Decision(step=step, saves=saves, look_at=look_at)
+
+    def _makes_way(self, step: int) -> bool:
+        """Returns whether a save may begin, with regard to the saves before it."""
+        saves = self._saves
+        if saves.writing_step is None:
+            return True
+        match self._if_busy:
+            case "queue":
+                return not self._trouble()
+            case "refuse":
+                return False
+            case "wait":
+                # A save that is due by the clock comes after the one that is running.
+                is_multiple = self._schedule.is_due_at(step)
+                return is_multiple and saves.await_written(self._trouble)
+            case _:
+                assert_never(self._if_busy)
 
     def _is_damaged(self, step: int) -> bool:
         """Returns whether a damaged checkpoint has this step; logs it."""
@@ -447,9 +478,10 @@ class Loop:
 
     def _skip(self, step: int) -> None:
         self.skipped += 1
+        why = self._trouble() or "it is not written yet"
         _log.warning(
-            "save of %s@%d skipped: the save of step %s is still running",
-            *(self._run.name, step, self._saves.running_step),
+            "save of %s@%d skipped, because of the save of step %s before it: %s",
+            *(self._run.name, step, self._saves.writing_step, why),
         )
 
     def _note_sigterm(self, step: int) -> None:

@@ -1,8 +1,11 @@
-"""The saves of a training loop: at most one at a time, whose failure is counted."""
+"""The saves of a training loop that have not ended, and what became of the others."""
 
 import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
 
-from storesvc_client._save.handle import Save
+from storesvc_client._save.handle import Save, is_written
 from storesvc_client._values.triggers import OnFailure
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -10,11 +13,14 @@ from storesvc_client.errors import (
     UnsupportedLeafError,
 )
 
+POLL_SECONDS: Final = 0.1
+"""Interval at which a wait for a save checks whether its server answers."""
+
 _log = logging.getLogger(__name__)
 
 
 class LoopSaves:
-    """The save that is running, and what became of the saves before it."""
+    """The saves of one loop, in order."""
 
     def __init__(self, run: str, on_failure: OnFailure) -> None:
         """Begins to count.
@@ -32,18 +38,28 @@ class LoopSaves:
         self._run = run
         self._tolerated = on_failure.count
         self._in_a_row = 0
-        self._running: Save | None = None
+        self.pending: deque[Save] = deque()
+        """Saves that are not counted, oldest first."""
 
     @property
-    def is_pending(self) -> bool:
-        """True while a save is not counted."""
-        return self._running is not None
+    def writing_step(self) -> int | None:
+        """Step of the newest save whose part of this process is not written; None if
+        all are."""
+        if not self.pending or is_written(self.pending[-1]):
+            return None
+        return self.pending[-1].step
 
-    @property
-    def running_step(self) -> int | None:
-        """Step of the save that is running; None if none is."""
-        is_running = self._running is not None and not self._running.done()
-        return self._running.step if self._running and is_running else None
+    def await_written(self, trouble: Callable[[], str]) -> bool:
+        """Waits until this process has written its part of all saves; returns False
+        once a save waits for a server that does not answer.
+
+        Args:
+            trouble: Describes such a wait; "" if there is none.
+        """
+        while self.pending and not is_written(self.pending[-1], POLL_SECONDS):
+            if trouble():
+                return False
+        return True
 
     @property
     def is_over(self) -> bool:
@@ -59,26 +75,16 @@ class LoopSaves:
         """Tolerates no failure from now on, because no later save makes up for it."""
         self._tolerated = 0
 
-    def add(self, save: Save) -> None:
-        """Adds a save that was started; none is running."""
-        self._running = save
-
     def settle(self) -> None:
-        """Counts the save if it has ended, and logs its failure. Does not wait."""
-        if self._running is not None and self._running.done():
-            self.wait()
+        """Counts the saves that have ended, and logs failures. Does not wait."""
+        while self.pending and self.pending[0].done():
+            self._count(self.pending.popleft())
 
     def wait(self) -> None:
-        """Waits for the running save, and counts it."""
-        if self._running is None:
-            return
-        error = self._running.exception()
-        step, self._running = self._running.step, None
-        if error is None:
-            self.error, self._in_a_row, self.saved_step = None, 0, step
-            _log.info("saved %s@%d", self._run, step)
-        else:
-            self.fail(step, error)
+        """Waits for all saves, and counts them."""
+        while self.pending:
+            self.pending[0].exception()
+            self.settle()
 
     def fail(self, step: int, error: BaseException) -> None:
         """Counts a save that failed, or could not be started."""
@@ -90,6 +96,14 @@ class LoopSaves:
             goes_on = f"; training continues, failure {self._in_a_row} in a row of "
             goes_on += f"{self._tolerated} that are tolerated"
         _log.error("save of %s@%d failed%s: %s", self._run, step, goes_on, error)
+
+    def _count(self, save: Save) -> None:
+        error = save.exception()
+        if error is None:
+            self.error, self._in_a_row, self.saved_step = None, 0, save.step
+            _log.info("saved %s@%d", self._run, save.step)
+        else:
+            self.fail(save.step, error)
 
 
 def is_of_arguments(error: BaseException) -> bool:

@@ -363,7 +363,9 @@ class Run:
             on_failure=on_failure,
             create=create,
             distributed=distributed,
+            if_busy=self._defaults.if_busy,
             restored=partial(restored, self._session, self._stub),
+            trouble=lambda: self._session.connection.waits.trouble,
         )
 
     def items(

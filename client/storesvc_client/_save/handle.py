@@ -173,3 +173,9 @@ class Save:
 
     def _result(self, timeout: DurationLike | None) -> "SaveResult":
         return self._pending.result(seconds_or_none("timeout= of a save", timeout))
+
+
+def is_written(save: Save, seconds: float = 0.0) -> bool:
+    """Waits until this process has finished its part of a save, with or without an
+    error; returns False after `seconds`."""
+    return save._pending.wait_written(seconds)  # noqa: SLF001 - not public

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.policy_text import format_policy, parse_policy
     from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
+    from storesvc_client._values.telemetry import StepLogger
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
     from storesvc_client._values.values import (
         Checkpoint,
@@ -123,6 +124,7 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "ServerInfo",
+    "StepLogger",
     "Steps",
     "StoreError",
     "StructureError",
@@ -150,6 +152,7 @@ _HOMES: Final = {
     "PerProcess": "_values.item_values",
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
+    "StepLogger": "_values.telemetry",
     "progress_bar": "_values.progress_bar",
     "Run": "_api.run",
     "Save": "_save.handle",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from storesvc_client._chunks.host_memory import BlockPool
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, StagingPool
 from storesvc_client._rpc.connection import Connection
+from storesvc_client._values.telemetry import Telemetry
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Session:
     """Host memory of saves."""
     blocks: BlockPool
     """Host memory of restores."""
+    telemetry: Telemetry
+    """Receives the reports of saves and restores."""
     data_root: "Path | BucketRoot | None" = None
     """Root of the store if this process reads and writes data files itself; None if
     they go through the server."""

@@ -34,6 +34,7 @@ from storesvc_client._values.resource_names import (
     parent_resource,
     run_name,
 )
+from storesvc_client._values.telemetry import StepLogger, Telemetry
 from storesvc_client._values.values import Event, RunInfo, ServerInfo, UploadInfo
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -59,6 +60,8 @@ def connect(
     direct: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     restore_pool_bytes: int = DEFAULT_RESTORE_POOL_BYTES,
+    orbax_events: bool = False,
+    step_logger: StepLogger | None = None,
 ) -> "Client":
     """Connects to a store, and returns its client once the store has answered.
 
@@ -92,15 +95,23 @@ def connect(
         restore_pool_bytes: Maximum host memory, in bytes, that is kept for the next
             restore once the arrays of an earlier one are gone: for a minute, and unless
             the kernel needs it. 0 keeps none.
+        orbax_events: Whether saves and restores send ``jax.monitoring`` the events of
+            Orbax that dashboards use, in addition to ``/jax/storesvc/...``.
+        step_logger: Object whose ``log_entry`` receives a dict for each save and
+            restore, with the keys of Orbax's step statistics, as goodput tools read.
+            An exception of it is logged once and fails no save.
 
     Raises:
-        InvalidRequestError: The target, a certificate or the timeout is not usable, or
-            ``direct`` is not the root of this store.
+        InvalidRequestError: The target, a certificate or the timeout is not usable,
+            ``direct`` is not the root of this store, or another option is not valid.
         UnavailableError: The store does not answer, or one side rejects the certificate
             of the other.
         PreconditionError: The bucket denies access to the store, or to this process.
     """
     staging, blocks = new_staging(staging_bytes), new_blocks(restore_pool_bytes)
+    telemetry = Telemetry(
+        direct or target, orbax_events=orbax_events, step_logger=step_logger
+    )
     limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
     seconds = limit.total_seconds()
     connection = open_connection(
@@ -116,7 +127,7 @@ def connect(
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid, timeout=seconds)
-        return Client(Session(connection, staging, blocks, root))
+        return Client(Session(connection, staging, blocks, telemetry, root))
     except BaseException:
         connection.close()
         raise

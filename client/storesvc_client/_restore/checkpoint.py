@@ -196,6 +196,21 @@ class OpenCheckpoint:
         self,
         joint: JointRestore | None,
         deadline: Deadline,
+        **options: "Unpack[RestoreKeywords]",
+    ) -> Any:
+        """Restores the state, and sends its start and its error to monitoring."""
+        telemetry = self._session.telemetry
+        telemetry.began("restore")
+        try:
+            return self._read_state(joint, deadline, **options)
+        except BaseException as e:
+            telemetry.failed("restore", e)
+            raise
+
+    def _read_state(
+        self,
+        joint: JointRestore | None,
+        deadline: Deadline,
         *,
         like: Any = None,
         mesh: "Mesh | None" = None,
@@ -257,9 +272,17 @@ class OpenCheckpoint:
             with meter.phase("rebuild"):
                 result = target.result()
         # 5. Meet again: no process returns the state unless all of them have read it.
-        self.report = _report(
-            source, assembly, joint, reading_seconds, damaged=dict(self._damaged)
+        report = _report(
+            self.info,
+            source,
+            assembly,
+            joint,
+            reading_seconds,
+            damaged=dict(self._damaged),
         )
+        self.report = report
+        process = 0 if joint is None else joint.job.index
+        self._session.telemetry.restored(report, process=process)
         return result
 
     def _check_alone(self) -> None:
@@ -489,6 +512,7 @@ class OpenCheckpoint:
 
 
 def _report(
+    info: Checkpoint,
     source: ChunkSource,
     assembly: Assembly,
     joint: JointRestore | None,
@@ -499,6 +523,7 @@ def _report(
     """Returns the report of a restore, once all processes have ended it.
 
     Args:
+        info: The checkpoint.
         source: Source of the chunks.
         assembly: Assembly of the chunks.
         joint: The joint restore; None if this process restored alone.
@@ -522,6 +547,9 @@ def _report(
         with meter.phase("await others"):
             slowest_process = joint.end(own, seconds=assembly.seconds_left)
     return RestoreReport(
+        run=info.run,
+        step=info.step,
+        start_time=meter.start_time,
         read_bytes=own.read_bytes,
         received_bytes=received_bytes,
         returned_bytes=assembly.buffer_bytes,

@@ -133,7 +133,8 @@ class RunSaver:
                 exchange = ItemExchange(joint, f"save of {description}", own_items)
             meter = Meter("save", str(description), progress)
             with self._lock:
-                self._make_way(if_busy, must_end=snapshot == "none")
+                with meter.phase("await previous"):
+                    self._make_way(if_busy, must_end=snapshot == "none")
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
                     plan, values = planner.plan(tree, document)
@@ -168,6 +169,7 @@ class RunSaver:
                 slab_queue.fail(e)
                 save.drop()
                 raise
+        meter.release()
         return save
 
     def wait(self) -> None:
@@ -222,6 +224,8 @@ class RunSaver:
             "step, or use if_busy='queue', which keeps a copy in memory until then"
         )
         _log.warning("%s", error)
+        self._session.telemetry.began("save")
+        self._session.telemetry.failed("save", error)
         return PendingSave.failed(step, error)
 
     def _make_way(self, if_busy: IfBusy, *, must_end: bool) -> None:
@@ -319,11 +323,14 @@ class RunSaver:
             upload.write(base)
 
         step = writer.described.step
+        self._session.telemetry.began("save")
         if writer.writer_count == 1:
-            commit = partial(self._commit, write, upload, plan, meter)
+            commit = partial(self._commit, write, upload, plan, meter, writer.index)
             return PendingSave(step, self._threads.write(commit))
         written = self._threads.write(write)
-        commit = partial(self._commit, written.result, upload, plan, meter)
+        commit = partial(
+            self._commit, written.result, upload, plan, meter, writer.index
+        )
         return PendingSave(step, self._threads.wait(commit), written)
 
     def _commit(
@@ -332,12 +339,20 @@ class RunSaver:
         upload: "Upload",
         plan: "Plan",
         meter: Meter,
+        process: int,
     ) -> "SaveResult":
-        """Commits a save once it is written."""
-        with meter, upload.named():
-            await_written()
-            saved = upload.commit()
-            self._last_saved = plan, saved
+        """Commits a save once it is written, and sends its report or its error to
+        monitoring."""
+        telemetry = self._session.telemetry
+        try:
+            with meter, upload.named():
+                await_written()
+                saved = upload.commit()
+                self._last_saved = plan, saved
+        except BaseException as e:
+            telemetry.failed("save", e)
+            raise
+        telemetry.saved(saved.report, saved.checkpoint, process=process)
         return saved
 
     def _known(

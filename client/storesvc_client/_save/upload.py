@@ -303,11 +303,16 @@ class Upload:
         lengths = self._tree.stored_lengths
         total = int(lengths[self._own].sum())
         reused = int(lengths[self._reused].sum())
+        described, seconds = self._writer.described, self._meter.seconds
         return SaveReport(
+            run=str(described.run),
+            step=described.step,
+            start_time=self._meter.start_time,
             total_bytes=total,
             sent_bytes=total - reused,
             reused_bytes=reused,
-            seconds=self._meter.seconds,
+            seconds=seconds,
+            blocking_seconds=min(seconds, self._meter.blocking_seconds),
             timings=self._meter.timings,
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,

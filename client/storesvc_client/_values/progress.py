@@ -19,9 +19,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Protocol, Self
+
+from storesvc_client._values.trace_spans import trace_span
 
 INTERVAL_SECONDS: Final = 0.1
 """Minimum seconds between two calls of a callback."""
@@ -108,7 +112,11 @@ class Meter:
         self._name = name
         self._callback = callback
         self.clock = clock
+        self.start_time = datetime.now(UTC)
+        """Time of the start, in UTC."""
         self._since = clock()
+        self._blocking_seconds: float | None = None
+        self._trace = trace_span(f"storesvc.{what}", checkpoint=name)
         self._reported_at = self._since
         self._lock = threading.Lock()
         self._callback_lock = threading.Lock()
@@ -129,6 +137,15 @@ class Meter:
     def seconds(self) -> float:
         """Seconds since the start."""
         return self.clock() - self._since
+
+    @property
+    def blocking_seconds(self) -> float:
+        """Seconds for which the caller waited, or has waited so far."""
+        return self.seconds if (ended := self._blocking_seconds) is None else ended
+
+    def release(self) -> None:
+        """Records that the caller waits no longer, while the operation continues."""
+        self._blocking_seconds = self.seconds
 
     @property
     def timings(self) -> dict[str, float]:
@@ -161,6 +178,10 @@ class Meter:
         """Returns a context whose time is added to a phase; phases are not nested."""
         return _Phase(self, name)
 
+    def trace_span(self, phase: str) -> AbstractContextManager[object]:
+        """Returns a span of a phase for the profiler of jax."""
+        return trace_span(f"storesvc.{self._what}.{phase}")
+
     def part(self, name: str) -> "_Part":
         """Returns a context that measures a part, such as one data file."""
         return _Part(self, name)
@@ -183,6 +204,7 @@ class Meter:
         return ""
 
     def __enter__(self) -> Self:
+        self._trace.__enter__()
         return self
 
     def __exit__(
@@ -191,6 +213,7 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._trace.__exit__(kind, error, traceback)
         with self._callback_lock:  # waits for a call that is running
             if self._callback is not None and self._error is None:
                 self._call(self._callback, is_done=True)
@@ -283,10 +306,16 @@ class _Part(_Span):
 
 
 class _Phase(_Span):
-    """A phase of one thread."""
+    """A phase of one thread, which the profiler of jax shows, too."""
 
-    __slots__ = ()
+    __slots__ = ("_trace",)
+
+    def __enter__(self) -> None:
+        self._trace = self._meter.trace_span(self.name)
+        self._trace.__enter__()
+        super().__enter__()
 
     def __exit__(self, *_: object) -> None:
+        self._trace.__exit__(None, None, None)
         del self._meter.under_way[id(self)]
         self._meter.times[self.name] += self._meter.clock() - self.since

@@ -200,6 +200,12 @@ class Checkpoint:
 class SaveReport:
     """Bytes and timings of a save; from ``Save.report``. Bytes count stored chunks."""
 
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    start_time: datetime
+    """Time of the call of ``Run.save``, in UTC."""
     total_bytes: int
     """Bytes of all chunks of the checkpoint."""
     sent_bytes: int
@@ -208,11 +214,13 @@ class SaveReport:
     """Bytes of the chunks that the store had already."""
     seconds: float
     """Seconds from the call of ``Run.save`` to the commit."""
+    blocking_seconds: float
+    """Seconds of these for which ``Run.save`` blocked its caller."""
     timings: Mapping[str, float]
-    """Seconds by phase, summed over all threads: plan, snapshot, wait (for staging
-    memory), begin, digest, find (chunks that the store has), write and sync (data
-    files) or send (to the server), acknowledge (after the last send), finish, await
-    others (of the job), commit. Phases that did not occur are left out."""
+    """Seconds by phase, summed over all threads: await previous (save of the run),
+    plan, snapshot, wait (for staging memory), begin, digest, find (chunks that the
+    store has), write and sync (data files) or send (to the server), acknowledge (after
+    the last send), finish, await others (of the job), commit. Phases that did not occur are left out."""
     slowest: str
     """Data file, or "stream" for a stream to the server, that this process wrote for
     the longest time; "" if it wrote nothing."""
@@ -247,6 +255,12 @@ class ProcessReading:
 class RestoreReport:
     """Bytes and timings of a restore; ``OpenCheckpoint.report``."""
 
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    start_time: datetime
+    """Time of its start, in UTC."""
     read_bytes: int
     """Bytes of stored chunks that this process read."""
     received_bytes: int

@@ -1,0 +1,167 @@
+"""Sends the events of saves and restores to ``jax.monitoring`` and to a step logger.
+
+What is sent is decided in ``report_events``. Listeners and loggers are code of the
+caller: an exception of theirs is logged once and never fails a save or a restore. They
+run in the thread that ends the operation, before its result is returned.
+
+Example:
+    >>> telemetry = Telemetry("file:///tmp/ckpts", step_logger=logger)
+    >>> telemetry.began("save")
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, assert_never
+
+from storesvc_client._values.report_events import (
+    Event,
+    Operation,
+    failure_event,
+    orbax_restore_events,
+    orbax_save_events,
+    restore_events,
+    restore_statistics,
+    save_events,
+    save_statistics,
+    start_event,
+)
+from storesvc_client._values.values import Checkpoint, RestoreReport, SaveReport
+from storesvc_client.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+
+class StepLogger(Protocol):
+    """An object for ``connect(step_logger=)``, such as a logger of Orbax.
+
+    >>> class Lines:
+    ...     def log_entry(self, msg: dict[str, object]) -> None:
+    ...         print(json.dumps(msg))
+    """
+
+    def log_entry(self, msg: dict[str, object], /) -> object:
+        """Receives the statistics of one save or restore; the result is ignored."""
+
+
+class Telemetry:
+    """The monitoring of one client's saves and restores."""
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        orbax_events: bool = False,
+        step_logger: StepLogger | None = None,
+    ) -> None:
+        """Creates the monitoring; nothing is sent yet.
+
+        Args:
+            root: Root of the store or address of its server, for people.
+            orbax_events: Whether to send the events that dashboards of Orbax use, too.
+            step_logger: Receives the step statistics; None: nobody does.
+
+        Raises:
+            InvalidRequestError: ``orbax_events`` is no bool, or ``step_logger`` has no
+                ``log_entry``.
+        """
+        if not isinstance(orbax_events, bool):
+            raise InvalidRequestError(
+                f"connect: orbax_events=: expected True or False, got {orbax_events!r}"
+            )
+        if step_logger is not None and not callable(
+            getattr(step_logger, "log_entry", None)
+        ):
+            raise InvalidRequestError(
+                "connect: step_logger=: expected an object with log_entry(dict), got "
+                f"{step_logger!r}"
+            )
+        place = root.partition("?")[0]
+        self._root = place if place.endswith("/") else f"{place}/"
+        self._orbax_events = orbax_events
+        self._step_logger = step_logger
+        self._failed = set[str]()
+        """Receivers whose failure was logged."""
+
+    def began(self, what: Operation) -> None:
+        """Sends the start of an operation."""
+        self._send([start_event(what)])
+
+    def failed(self, what: Operation, error: BaseException) -> None:
+        """Sends the failure of an operation."""
+        self._send([failure_event(what, error)])
+
+    def saved(
+        self, report: SaveReport, checkpoint: Checkpoint, *, process: int
+    ) -> None:
+        """Sends the report of a committed save.
+
+        Args:
+            report: The report of this process.
+            checkpoint: The committed checkpoint.
+            process: Index of this process in its job; as in Orbax, only process 0 sends
+                Orbax's events.
+        """
+        directory = self._root + report.run
+        events = save_events(report)
+        if self._orbax_events and process == 0:
+            events += orbax_save_events(report, checkpoint, directory)
+        self._send(events)
+        self._log_step(save_statistics, report, directory)
+
+    def restored(self, report: RestoreReport, *, process: int) -> None:
+        """Sends the report of a restore that succeeded.
+
+        Args:
+            report: The report of this process.
+            process: As for ``saved``.
+        """
+        directory = self._root + report.run
+        events = restore_events(report)
+        if self._orbax_events and process == 0:
+            events += orbax_restore_events(report, directory)
+        self._send(events)
+        self._log_step(restore_statistics, report, directory)
+
+    def _log_step(
+        self, statistics: Callable[[Any, str], dict[str, object]], *of: object
+    ) -> None:
+        if self._step_logger is None:
+            return
+        try:
+            self._step_logger.log_entry(statistics(*of))  # type: ignore[arg-type]
+        except Exception as e:  # noqa: BLE001 - code of the caller
+            self._warn("the step logger", e)
+
+    def _send(self, events: Iterable[Event]) -> None:
+        """Passes events to the listeners of jax, if this process has imported it."""
+        monitoring = sys.modules.get("jax.monitoring")
+        if monitoring is None:
+            return
+        for event in events:
+            try:
+                _record(monitoring, event)
+            except Exception as e:  # noqa: BLE001 - listeners are code of the caller
+                self._warn("a listener of jax.monitoring", e)
+
+    def _warn(self, receiver: str, error: Exception) -> None:
+        if receiver not in self._failed:
+            self._failed.add(receiver)
+            _log.warning(
+                "%s failed, which affects no save or restore; later failures are not "
+                "logged: %r",
+                receiver,
+                error,
+            )
+
+
+def _record(monitoring: Any, event: Event) -> None:
+    match event.kind:
+        case "event":
+            monitoring.record_event(event.name, **event.tags)
+        case "duration":
+            monitoring.record_event_duration_secs(event.name, event.value, **event.tags)
+        case "scalar":
+            monitoring.record_scalar(event.name, event.value, **event.tags)
+        case _:
+            assert_never(event.kind)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from storesvc_client._values.item_values import PerProcess
     from storesvc_client._values.options import Distributed, SaveOptions
+    from storesvc_client._values.plots import Plot
     from storesvc_client._values.policies import (
         KeepBest,
         KeepEvery,
@@ -109,6 +110,7 @@ __all__ = [
     "OpenCheckpoint",
     "PeerFailedError",
     "PerProcess",
+    "Plot",
     "PreconditionError",
     "ProcessReading",
     "Progress",
@@ -152,6 +154,7 @@ _HOMES: Final = {
     "PerProcess": "_values.item_values",
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
+    "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
     "progress_bar": "_values.progress_bar",
     "Run": "_api.run",

@@ -250,7 +250,7 @@ def test_a_save_that_waits_for_the_one_before_says_for_how_long(run: store.Run) 
     waited = 0.0
     for step in range(0, 20, 2):  # a machine that pauses the process shortens a wait
         goes_on = threading.Event()
-        run.save(step, TREE, progress=lambda _, go=goes_on: go.wait(60))  # type: ignore[misc]
+        run.save(step, TREE, progress=lambda _, go=goes_on: go.wait(60))
         timer = threading.Timer(0.3, goes_on.set)
         timer.start()
         report = run.save(step + 1, TREE).report()

@@ -15,8 +15,8 @@ import storesvc_client as store
 TREE = {"x": np.arange(8.0)}
 RUN = {
     *("checkpoint", "checkpoints", "configure", "delete", "diff", "holds", "info"),
-    *("items", "latest", "latest_step", "loop", "name", "open", "purge", "restore"),
-    "retention",
+    *("items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
+    *("restore", "retention"),
     *("save", "steps", "tags", "undelete", "update", "uploads", "usage", "verify"),
     *("wait", "watch"),
 }

@@ -36,7 +36,7 @@ class Heard:
 def listening(*prefixes: str, also: Iterable[Any] = ()) -> Generator[Heard]:
     """Listens to the events below some prefixes; ``also`` are listeners of events."""
     heard = Heard(prefixes or ("/jax/storesvc/", "/jax/orbax/"))
-    monitoring = jax.monitoring
+    monitoring: Any = jax.monitoring  # its listeners have three types, ours has one
     for listener in also:
         monitoring.register_event_listener(listener)
     monitoring.register_event_listener(heard.receive)

@@ -28,6 +28,7 @@ from storesvc_client._session import (
 )
 from storesvc_client._storage.root import check_root, direct_root
 from storesvc_client._values.durations import DurationLike, checked_duration
+from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
 from storesvc_client._values.resource_names import (
     namespace_resource,
@@ -195,6 +196,7 @@ class Client:
         run = Run(self._session, parsed, saver, save)
         return self._runs.setdefault((parsed, save), run)
 
+    @listed("run")
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
     ) -> Iterator[RunInfo]:

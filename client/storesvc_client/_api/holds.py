@@ -11,6 +11,7 @@ from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.durations import DurationLike
+from storesvc_client._values.listing import listed
 from storesvc_client._values.values import HoldInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -78,6 +79,7 @@ class Holds:
         request = api.DeleteHoldRequest(name=name.resource)
         self._stub.ask(self._stub.service.DeleteHold, request)
 
+    @listed("hold")
     def list(self, *, on_damage: OnDamage = None) -> Iterator[HoldInfo]:
         """Yields the holds, including holds of restores and expired holds.
 

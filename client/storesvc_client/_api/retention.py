@@ -6,6 +6,7 @@ from typing import Final
 from storesvc_client._api.run_record import get_run, set_purge_delay, update_run
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._values.durations import DurationLike
+from storesvc_client._values.listing import Rows
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.policy_messages import policy_message, policy_of
 from storesvc_client._values.values import RetentionDecision, RunInfo
@@ -90,7 +91,7 @@ class Retention:
             request.policy.CopyFrom(policy_message(policy))
         for attempt in self._stub.connection.attempts("ApplyRetention"):
             with attempt:
-                decisions = list(self._decisions(request))
+                decisions = Rows(self._decisions(request))
         return decisions
 
     def apply(self) -> list[RetentionDecision]:
@@ -108,7 +109,7 @@ class Retention:
         # The deleting call is not retried, so a server that restarts is awaited here.
         get_run(self._stub)
         request = api.ApplyRetentionRequest(name=self._stub.name.resource)
-        return list(self._decisions(request))
+        return Rows(self._decisions(request))
 
     def _decisions(
         self, request: api.ApplyRetentionRequest

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
 
 from storesvc.format.names import RunName, Which
@@ -29,6 +30,7 @@ from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import Session
 from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.findings import Diff, Verification
+from storesvc_client._values.listing import listed
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
@@ -42,11 +44,12 @@ from storesvc_client._values.options import (
     SaveOptions,
     SnapshotMode,
 )
+from storesvc_client._values.plots import Plot, plot_of
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
 from storesvc_client._values.values import Checkpoint, Event, RunInfo
-from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.errors import InvalidRequestError, NotFoundError, StoreError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
@@ -85,6 +88,16 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.name} of {self._session.connection.address}>"
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import RUN_ROWS, run_html
+
+        newest, problem = list[Checkpoint](), ""
+        try:
+            newest = [*islice(self.checkpoints(), RUN_ROWS + 1)]
+        except StoreError as e:  # a display must not fail
+            problem = str(e)
+        return run_html(self.name, self._session.connection.address, newest, problem)
 
     def save(
         self,
@@ -438,6 +451,7 @@ class Run:
         except NotFoundError:
             return []
 
+    @listed("checkpoint")
     def checkpoints(
         self, *, deleted: bool = False, on_damage: OnDamage = None
     ) -> Iterator[Checkpoint]:
@@ -647,6 +661,21 @@ class Run:
             self._stub.checkpoint_name(base),
             other.checkpoint_name(which),
         )
+
+    def plot(self, metric: str) -> Plot:
+        """Returns a plot of a metric over the steps, which a notebook shows.
+
+        >>> run.plot("loss").save("loss.svg")
+
+        Args:
+            metric: Name of a metric that checkpoints of the run were saved with. Those
+                without it, or whose value is not finite, leave a gap.
+
+        Raises:
+            NotFoundError: There is no such run, or no checkpoint has the metric; names
+                the nearest.
+        """
+        return plot_of(self.name, metric, self.checkpoints())
 
     def watch(self, since: str = "now") -> Generator[Event]:
         """Returns an endless iterator over the changes of the run's checkpoints.

@@ -7,6 +7,7 @@ from storesvc.format.names import InvalidNameError, TagName, Which
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._values.arguments import checked_flag, checked_text
+from storesvc_client._values.listing import listed
 from storesvc_client._values.values import Tag
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -80,6 +81,7 @@ class Tags:
         )
         self._stub.ask(self._stub.service.DeleteTag, request)
 
+    @listed("tag")
     def list(self, *, on_damage: OnDamage = None) -> Iterator[Tag]:
         """Yields the tags, by name.
 

@@ -7,6 +7,7 @@ from storesvc.format.names import InvalidNameError, UploadName
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.paging import OnDamage, rows
 from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._values.listing import listed
 from storesvc_client._values.values import UploadInfo
 from storesvc_client.errors import (
     ConflictError,
@@ -93,6 +94,7 @@ class Uploads:
             raise InvalidRequestError(f"{self._stub.name}: {e}") from e
 
 
+@listed("upload")
 def list_uploads(
     connection: Connection, parent: str, *, on_damage: OnDamage
 ) -> Iterator[UploadInfo]:

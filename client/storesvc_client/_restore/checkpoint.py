@@ -51,6 +51,7 @@ from storesvc_client._values.key_patterns import (
     matching_keys,
     nearest_keys,
 )
+from storesvc_client._values.listing import Leaves
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.values import (
@@ -137,6 +138,11 @@ class OpenCheckpoint:
     def __repr__(self) -> str:
         return f"<OpenCheckpoint {self._name}>"
 
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import tree_html
+
+        return tree_html(self.name, self.leaves)
+
     @property
     def name(self) -> str:
         """Name of the checkpoint, ``namespace/run@step``."""
@@ -148,7 +154,9 @@ class OpenCheckpoint:
         tree = self._manifest.tree
         rows = zip(tree.leaves, tree.grids, strict=True)
         of_tree = islice(rows, tree.tree_count)
-        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in of_tree}
+        return Leaves(
+            (leaf.key, LeafInfo.from_row(leaf, grid)) for leaf, grid in of_tree
+        )
 
     @cached_property
     def items(self) -> Items:

@@ -7,6 +7,7 @@ from typing import Final
 
 from storesvc.format.items import item_of
 from storesvc_client._values.resource_names import received
+from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import Checkpoint
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -49,6 +50,9 @@ class Damage:
     message: str
     """Leaf, chunk and damage, for people."""
 
+    def __repr__(self) -> str:
+        return f"<Damage {self.kind}: {self.message}>"
+
     @classmethod
     def from_message(cls, message: maintenance_api.Damage) -> "Damage":
         """Returns the value of a protobuf message."""
@@ -72,6 +76,17 @@ class Verification:
     """Bytes that were read."""
     damages: tuple[Damage, ...]
     """All damage found, in the order of keys."""
+
+    def __repr__(self) -> str:
+        found, damages = self.checkpoint, len(self.damages)
+        damage = f"{count_text(damages, 'damage')}" if damages else "no damage"
+        chunks = count_text(self.chunk_count, "chunk")
+        return f"<Verification {found.run}@{found.step}, {chunks}, {damage}>"
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import verification_html
+
+        return verification_html(self)
 
     @property
     def ok(self) -> bool:
@@ -101,6 +116,9 @@ class LeafDifference:
     """Chunks whose bytes differ, for "content"."""
     chunk_count: int
     """Chunks in the later checkpoint; in the earlier one if the leaf was removed."""
+
+    def __repr__(self) -> str:
+        return f"<LeafDifference {self.kind} {self.key}>"
 
     @classmethod
     def from_message(cls, message: api.LeafDifference) -> "LeafDifference":
@@ -169,6 +187,19 @@ class Diff:
     """The other leaves, in the order of keys."""
     items: tuple[ItemDifference, ...]
     """The items that differ, in the order of their names."""
+
+    def __repr__(self) -> str:
+        before, after = self.base, self.checkpoint
+        differences = count_text(len(self.differences), "difference")
+        return (
+            f"<Diff {before.run}@{before.step} to {after.run}@{after.step}, "
+            f"{differences}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import diff_html
+
+        return diff_html(self)
 
     @property
     def is_same(self) -> bool:

@@ -1,9 +1,9 @@
 """Projects reports of saves and restores to events for monitoring.
 
-An event repeats what a report says and adds nothing, so the two cannot disagree. Names
-and units are those of ``jax.monitoring``: seconds for durations, plain numbers for
-scalars. The names ``/jax/orbax/...`` and the keys of the step statistics are those of
-Orbax, for dashboards and for ml-goodput-measurement.
+An event repeats what a report says and adds nothing, so the two cannot disagree.
+Durations are in seconds, and scalars are plain numbers. Orbax defines the names
+``/jax/orbax/...`` and the keys of the step statistics, which dashboards and
+ml-goodput-measurement read.
 
 Example:
     >>> events = restore_events(report)

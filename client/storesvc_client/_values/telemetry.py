@@ -59,7 +59,7 @@ class Telemetry:
         Args:
             root: Root of the store or address of its server, for people.
             orbax_events: Whether to send the events that dashboards of Orbax use, too.
-            step_logger: Receives the step statistics; None: nobody does.
+            step_logger: Receives the step statistics; None: they are not sent.
 
         Raises:
             InvalidRequestError: ``orbax_events`` is no bool, or ``step_logger`` has no

@@ -16,6 +16,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc_client._values.resource_names import received
+from storesvc_client._values.texts import size_text
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
@@ -111,6 +112,11 @@ class RetentionDecision:
     own_bytes: int
     """Bytes of the stored chunks that its save added; it shares the others."""
 
+    def __repr__(self) -> str:
+        decision = "kept" if self.kept else "deleted"
+        reasons = f": {', '.join(self.reasons)}" if self.reasons else ""
+        return f"<RetentionDecision step {self.step} {decision}{reasons}>"
+
     @classmethod
     def from_message(cls, message: api.RetentionDecision) -> "RetentionDecision":
         """Returns the value of a protobuf message."""
@@ -171,6 +177,11 @@ class Checkpoint:
         size = f"{self.leaf_count} leaves, {self.size_bytes} bytes"
         return f"<Checkpoint {self.run}@{self.step}, {size}>"
 
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import checkpoint_html
+
+        return checkpoint_html(self)
+
     @classmethod
     def from_message(cls, message: api.Checkpoint) -> "Checkpoint":
         """Returns the value of a protobuf message."""
@@ -220,7 +231,8 @@ class SaveReport:
     """Seconds by phase, summed over all threads: await previous (save of the run),
     plan, snapshot, wait (for staging memory), begin, digest, find (chunks that the
     store has), write and sync (data files) or send (to the server), acknowledge (after
-    the last send), finish, await others (of the job), commit. Phases that did not occur are left out."""
+    the last send), finish, await others (of the job), commit. Phases that did not occur
+    are left out."""
     slowest: str
     """Data file, or "stream" for a stream to the server, that this process wrote for
     the longest time; "" if it wrote nothing."""
@@ -232,6 +244,18 @@ class SaveReport:
     needs_like: tuple[str, ...]
     """``key: class`` of the containers, such as named tuples, that only a restore with
     ``like=`` rebuilds; without it they are returned as dicts or lists."""
+
+    def __repr__(self) -> str:
+        sent, reused = size_text(self.sent_bytes), size_text(self.reused_bytes)
+        return (
+            f"<SaveReport {self.run}@{self.step}, {sent} sent, {reused} reused, "
+            f"{self.seconds:.3g} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import save_report_html
+
+        return save_report_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +308,18 @@ class RestoreReport:
     """Newer checkpoints that were skipped because they are damaged: the damage by step.
     Only with ``on_damage="older"``."""
 
+    def __repr__(self) -> str:
+        read, returned = size_text(self.read_bytes), size_text(self.returned_bytes)
+        return (
+            f"<RestoreReport {self.run}@{self.step}, {read} read, {returned} returned, "
+            f"{self.seconds:.3g} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import restore_report_html
+
+        return restore_report_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
@@ -303,6 +339,10 @@ class Tag:
     """Time at which it was last set, in UTC."""
     etag: str
     """Version of the tag."""
+
+    def __repr__(self) -> str:
+        protected = ", protected" if self.protected else ""
+        return f"<Tag {self.name} at step {self.step}{protected}>"
 
     @classmethod
     def from_message(cls, message: api.Tag) -> "Tag":
@@ -336,6 +376,10 @@ class HoldInfo:
     """Time of its creation, in UTC."""
     expire_time: datetime
     """Time at which it expires unless it is renewed, in UTC."""
+
+    def __repr__(self) -> str:
+        expires = self.expire_time.isoformat(timespec="seconds")
+        return f"<HoldInfo {self.id} on step {self.step} until {expires}>"
 
     @classmethod
     def from_message(cls, message: api.Hold) -> "HoldInfo":
@@ -453,6 +497,10 @@ class Event:
     """Name of the tag, for "tagged" and "untagged"."""
     resume_token: str
     """Token for ``watch(since=)``, which continues after this event."""
+
+    def __repr__(self) -> str:
+        tag = f" {self.tag}" if self.tag else ""
+        return f"<Event {self.kind}{tag} {self.run}@{self.step}>"
 
     @classmethod
     def from_message(cls, message: api.CheckpointEvent, resume_token: str) -> "Event":

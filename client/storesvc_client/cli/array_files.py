@@ -20,9 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
+from storesvc_client._values.texts import ENCODED, count_text, printable
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.leaf_selection import ENCODED
-from storesvc_client.cli.output import count_text, printable
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo

@@ -1,20 +1,16 @@
 """Selects the leaves of a checkpoint that a command works on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
+from storesvc_client._values.texts import count_text, printable
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import count_text, printable
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, ItemInfo, LeafInfo
-
-
-ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
-"""Values of ``LeafInfo.kind`` of leaves that hold the bytes of an encoded value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +70,6 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
     if path.glob not in leaves:
         raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
     return Selection(checkpoint, (leaves[path.glob],))
-
-
-def key_text(leaf: "LeafInfo") -> str:
-    """Returns the key; '' for a tree that is a single leaf."""
-    return leaf.key or "''"
-
-
-def dtype_text(leaf: "LeafInfo") -> str:
-    """Returns the dtype; for PRNG keys, their implementation; for encoded values, their
-    kind."""
-    if leaf.kind in ENCODED:
-        return leaf.kind
-    return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
-
-
-def shape_text(leaf: "LeafInfo") -> str:
-    """Returns the shape; for PRNG keys, the shape of the array of keys."""
-    return sizes_text(leaf.shape[:-1] if leaf.prng_impl else leaf.shape)
-
-
-def item_text(item: "ItemInfo") -> str:
-    """Returns the kind of an item, such as "json", or "4 x json" of four processes."""
-    count = item.process_count
-    return item.kind if count is None else f"{count} x {item.kind}"
-
-
-def sizes_text(sizes: Iterable[int]) -> str:
-    """Returns dimensions as text, such as "[256,128]"; "[]" for a scalar."""
-    return f"[{','.join(map(str, sizes))}]"
 
 
 def _pin(client: "Client", path: CheckpointPath) -> CheckpointPath:

@@ -16,24 +16,21 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
-from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import click
+
+from storesvc_client._values.texts import plural, printable
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
 
 _Item = TypeVar("_Item")
 
-ABSENT: Final = "-"
-"""Text of an empty cell."""
-
 _LEAST_FOLDED: Final = 16
 """Minimum width in characters of a folded column; narrower is unreadable."""
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,67 +152,6 @@ def json_value(value: Any) -> Any:
             return value
         case _:
             return str(value)
-
-
-def size_text(size_bytes: int) -> str:
-    """Returns a size as text, such as "1.2 GiB"."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    exponent = min((size_bytes.bit_length() - 1) // 10, len(_UNITS))
-    return f"{size_bytes / 1024**exponent:.1f} {_UNITS[exponent - 1]}"
-
-
-def time_text(time: datetime) -> str:
-    """Returns a time in the time zone of this machine."""
-    return time.astimezone().isoformat(sep=" ", timespec="seconds")
-
-
-def count_text(count: int, noun: str) -> str:
-    """Returns "1 leaf", "2 leaves"."""
-    return f"{count:,} {noun if count == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    """Returns "leaves" for "leaf"."""
-    return {"leaf": "leaves"}.get(noun, f"{noun}s")
-
-
-def number_text(value: complex | None) -> str:
-    """Returns a number as short text; integers in full."""
-    match value:
-        case None:
-            return ABSENT
-        case bool() | int():
-            return str(value)
-        case float() | complex():
-            return f"{value:.6g}"
-        case _:
-            assert_never(value)
-
-
-def pairs_text(pairs: Mapping[str, str | float]) -> str:
-    """Returns labels or metrics in one line, sorted by name."""
-    texts = (
-        f"{name}={quote(value) if isinstance(value, str) else number_text(value)}"
-        for name, value in sorted(pairs.items())
-    )
-    return " ".join(texts) or ABSENT
-
-
-def printable(text: str) -> str:
-    """Returns the text with unprintable characters escaped."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
-def printable_lines(text: str) -> str:
-    """Returns the text as ``printable`` does, with its lines and tabs."""
-    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
-    return "\n".join(lines)
 
 
 def _needs_folding(columns: Sequence[Column], widths: Sequence[int]) -> bool:

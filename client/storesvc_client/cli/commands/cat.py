@@ -4,10 +4,10 @@ import sys
 
 import click
 
+from storesvc_client._values.texts import printable_lines, size_text
 from storesvc_client.cli.arguments import item_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import printable_lines, size_text
 from storesvc_client.cli.paths import LeafPath
 
 

@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._values.texts import ABSENT, count_text, size_text, sizes_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import sizes_text
-from storesvc_client.cli.output import (
-    ABSENT,
-    Column,
-    count_text,
-    print_json,
-    print_table,
-    size_text,
-)
+from storesvc_client.cli.output import Column, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from storesvc_client._values.texts import size_text
 from storesvc_client.cli.arguments import any_path, json_option
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
@@ -15,7 +16,6 @@ from storesvc_client.cli.output import (
     print_json,
     print_note,
     print_table,
-    size_text,
 )
 from storesvc_client.cli.paths import (
     CheckpointPath,

@@ -5,15 +5,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import duration, json_option, parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import (
-    ABSENT,
-    Column,
-    print_json,
-    print_note,
-    print_table,
-)
+from storesvc_client.cli.output import Column, print_json, print_note, print_table
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:

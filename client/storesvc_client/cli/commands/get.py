@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli.arguments import json_option, leaf_path
-from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import (
-    Selection,
+from storesvc_client._values.texts import (
+    ABSENT,
+    count_text,
     dtype_text,
     key_text,
-    select_leaves,
-    shape_text,
-)
-from storesvc_client.cli.output import (
-    ABSENT,
-    Column,
-    count_text,
-    json_value,
     number_text,
-    print_json,
-    print_table,
+    shape_text,
     size_text,
 )
+from storesvc_client.cli.arguments import json_option, leaf_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import Selection, select_leaves
+from storesvc_client.cli.output import Column, json_value, print_json, print_table
 from storesvc_client.cli.paths import LeafPath
 
 if TYPE_CHECKING:

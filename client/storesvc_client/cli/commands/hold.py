@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import (
-    ABSENT,
-    Column,
-    Listing,
-    print_json,
-    print_note,
-    time_text,
-)
+from storesvc_client.cli.output import Column, Listing, print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:

@@ -5,22 +5,19 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli.arguments import any_path, json_option
-from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import (
+from storesvc_client._values.texts import (
+    ABSENT,
     dtype_text,
     key_text,
-    select_leaves,
-    shape_text,
-)
-from storesvc_client.cli.output import (
-    ABSENT,
-    Column,
-    Listing,
     pairs_text,
+    shape_text,
     size_text,
     time_text,
 )
+from storesvc_client.cli.arguments import any_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import select_leaves
+from storesvc_client.cli.output import Column, Listing
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,

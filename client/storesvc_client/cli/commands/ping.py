@@ -2,9 +2,10 @@
 
 import click
 
+from storesvc_client._values.texts import printable
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import print_json, printable
+from storesvc_client.cli.output import print_json
 
 
 @click.command()

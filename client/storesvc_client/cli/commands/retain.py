@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._values.texts import ABSENT, plural, size_text, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
-    ABSENT,
     Column,
     json_value,
-    plural,
     print_json,
     print_note,
     print_table,
-    size_text,
-    time_text,
 )
 from storesvc_client.cli.paths import RunPath
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from storesvc_client._values.texts import time_text
 from storesvc_client.cli.arguments import duration, json_option, step_path
 from storesvc_client.cli.batch import change_each
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import json_value, time_text
+from storesvc_client.cli.output import json_value
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:

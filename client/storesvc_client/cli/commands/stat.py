@@ -6,26 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from storesvc_client.cli.arguments import checkpoint_path, json_option
-from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import (
-    Selection,
-    dtype_text,
-    select_leaf,
-    shape_text,
-    sizes_text,
-)
-from storesvc_client.cli.output import (
+from storesvc_client._values.texts import (
     ABSENT,
     count_text,
-    json_value,
+    dtype_text,
     pairs_text,
-    print_fields,
-    print_json,
     printable,
+    shape_text,
     size_text,
+    sizes_text,
     time_text,
 )
+from storesvc_client.cli.arguments import checkpoint_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import Selection, select_leaf
+from storesvc_client.cli.output import json_value, print_fields, print_json
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc.format.names import InvalidNameError, check_tag
+from storesvc_client._values.texts import time_text
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, print_json, time_text
+from storesvc_client.cli.output import Column, Listing, print_json
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:

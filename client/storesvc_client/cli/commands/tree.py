@@ -5,18 +5,12 @@ from typing import Any, Final
 
 import click
 
+from storesvc_client._values.leaf_tree import Line, Node, draw, grow
+from storesvc_client._values.texts import count_text, item_text, size_text
 from storesvc_client.cli.arguments import checkpoint_path, json_option
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import Selection, item_text, select_leaves
-from storesvc_client.cli.leaf_tree import Line, Node, draw, grow
-from storesvc_client.cli.output import (
-    Column,
-    count_text,
-    json_value,
-    print_json,
-    print_table,
-    size_text,
-)
+from storesvc_client.cli.leaf_selection import Selection, select_leaves
+from storesvc_client.cli.output import Column, json_value, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
+from storesvc_client._values.texts import pairs_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import pairs_text, print_fields, print_json
+from storesvc_client.cli.output import print_fields, print_json
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:

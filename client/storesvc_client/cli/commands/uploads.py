@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import click
 
+from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import json_option, parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import ABSENT, Column, Listing, print_json, time_text
+from storesvc_client.cli.output import Column, Listing, print_json
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:

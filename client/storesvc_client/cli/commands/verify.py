@@ -4,16 +4,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from storesvc_client._values.texts import count_text, printable, size_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import (
-    count_text,
-    json_value,
-    print_json,
-    printable,
-    size_text,
-)
+from storesvc_client.cli.output import json_value, print_json
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:

@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from storesvc_client._values.texts import pairs_text, printable, size_text
 from storesvc_client.cli.arguments import parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Interrupted, Refusal
-from storesvc_client.cli.output import (
-    json_value,
-    pairs_text,
-    print_note,
-    printable,
-    size_text,
-)
+from storesvc_client.cli.output import json_value, print_note
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
-from storesvc_client.cli.leaf_selection import dtype_text, shape_text
-from storesvc_client.cli.output import count_text, size_text
+from storesvc_client._values.texts import count_text, dtype_text, shape_text, size_text
 
 if TYPE_CHECKING:
-    from storesvc_client import LeafInfo
+    from storesvc_client._values.values import LeafInfo
 
 Line: TypeAlias = tuple[str, str, str]
 """The drawn name of a node, its content, and its size."""

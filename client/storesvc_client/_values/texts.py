@@ -1,0 +1,111 @@
+"""Texts for people: sizes, times, counts, labels and metrics, dtypes and shapes.
+
+The command line and notebooks show the same texts. Times are in the time zone of this
+machine.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from shlex import quote
+from typing import TYPE_CHECKING, Final, assert_never
+
+if TYPE_CHECKING:
+    from storesvc_client._values.values import ItemInfo, LeafInfo
+
+ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
+"""Values of ``LeafInfo.kind`` of leaves that hold the bytes of an encoded value."""
+
+ABSENT: Final = "-"
+"""Text of an empty cell."""
+
+_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def size_text(size_bytes: int) -> str:
+    """Returns a size as text, such as "1.2 GiB"."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    exponent = min((size_bytes.bit_length() - 1) // 10, len(_UNITS))
+    return f"{size_bytes / 1024**exponent:.1f} {_UNITS[exponent - 1]}"
+
+
+def time_text(time: datetime) -> str:
+    """Returns a time in the time zone of this machine."""
+    return time.astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def count_text(count: int, noun: str) -> str:
+    """Returns "1 leaf", "2 leaves"."""
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Returns "leaves" for "leaf"."""
+    return {"leaf": "leaves"}.get(noun, f"{noun}s")
+
+
+def number_text(value: complex | None) -> str:
+    """Returns a number as short text; integers in full."""
+    match value:
+        case None:
+            return ABSENT
+        case bool() | int():
+            return str(value)
+        case float() | complex():
+            return f"{value:.6g}"
+        case _:
+            assert_never(value)
+
+
+def pairs_text(pairs: Mapping[str, str | float]) -> str:
+    """Returns labels or metrics in one line, sorted by name."""
+    texts = (
+        f"{name}={quote(value) if isinstance(value, str) else number_text(value)}"
+        for name, value in sorted(pairs.items())
+    )
+    return " ".join(texts) or ABSENT
+
+
+def printable(text: str) -> str:
+    """Returns the text with unprintable characters escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Returns the text as ``printable`` does, with its lines and tabs."""
+    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    return "\n".join(lines)
+
+
+def key_text(leaf: "LeafInfo") -> str:
+    """Returns the key; '' for a tree that is a single leaf."""
+    return leaf.key or "''"
+
+
+def dtype_text(leaf: "LeafInfo") -> str:
+    """Returns the dtype; for PRNG keys, their implementation; for encoded values, their
+    kind."""
+    if leaf.kind in ENCODED:
+        return leaf.kind
+    return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
+
+
+def shape_text(leaf: "LeafInfo") -> str:
+    """Returns the shape; for PRNG keys, the shape of the array of keys."""
+    return sizes_text(leaf.shape[:-1] if leaf.prng_impl else leaf.shape)
+
+
+def item_text(item: "ItemInfo") -> str:
+    """Returns the kind of an item, such as "json", or "4 x json" of four processes."""
+    count = item.process_count
+    return item.kind if count is None else f"{count} x {item.kind}"
+
+
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Returns dimensions as text, such as "[256,128]"; "[]" for a scalar."""
+    return f"[{','.join(map(str, sizes))}]"

@@ -20,6 +20,9 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "jax")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# before anything imports Keras, which else reads and writes files of the user
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["KERAS_HOME"] = str(Path(__file__).parents[1] / "build" / "keras")
 if os.environ.get("STORESVC_SUITE") != "full":
     # what runs once is compiled soon rather than well
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

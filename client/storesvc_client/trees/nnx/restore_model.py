@@ -202,7 +202,7 @@ def _planned_state(
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
-        like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+        like["step"] = jax.ShapeDtypeStruct((), _step_dtype(stored))
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
         like = _placed_like_parameters(like, blueprint.graphstate, known)
@@ -423,8 +423,15 @@ def _placed_like_parameters(
     }
     sharding = replicated_sharding(graphstate)
     if "step" in like and sharding is not None:
-        placed["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+        dtype = like["step"].dtype
+        placed["step"] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
     return placed
+
+
+def _step_dtype(stored: Stored) -> Any:
+    """Returns the dtype of the step: ``nnx.Optimizer`` counts in uint32."""
+    saved = stored.leaves.get("step")
+    return jnp.uint32 if saved is not None and saved.dtype == "uint32" else jnp.int32
 
 
 def _compare(

@@ -1,0 +1,204 @@
+"""Saves a module with its ``nnx.Optimizer``, and restores both in place.
+
+The checkpoint is that of a state: it has the leaves of an ``EasyDeLState`` with the
+same parameters and optimizer, so ``restore_state`` and ``restore_model`` read it, too.
+The Variables that the optimizer updates, its ``wrt``, are the parameters.
+"""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, Unpack
+
+import jax
+from flax import nnx
+
+from storesvc.format.names import Which
+from storesvc_client._api.run import Run
+from storesvc_client._values.options import (
+    ALL_PROCESSES,
+    DEFAULT_DEADLINE,
+    ModelRestoreKeywords,
+    OnMismatch,
+    SaveKeywords,
+)
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.nnx.graphs import GraphState
+from storesvc_client.trees.nnx.model_parts import split_module
+from storesvc_client.trees.nnx.optimizers import abstract_opt_state
+from storesvc_client.trees.nnx.recipes import Recipe
+from storesvc_client.trees.nnx.restore_model import (
+    Options,
+    Request,
+    rebuild_module,
+    rebuild_state,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client._save.handle import Save
+    from storesvc_client._values.values import Checkpoint
+
+__all__ = ["restore_into", "save"]
+
+
+class _Parts(SimpleNamespace):
+    """Parts of a state: ``step``, ``graphdef``, ``graphstate``, ``graphother``, ``tx``
+    and ``opt_state``."""
+
+    @classmethod
+    def create(cls, **parts: Any) -> Self:
+        return cls(**parts)
+
+
+def save(
+    run: Run,
+    step: SupportsIndex,
+    model: nnx.Module,
+    optimizer: "nnx.Optimizer[Any] | None" = None,
+    **options: Unpack[SaveKeywords],
+) -> "Save":
+    """Starts to save a module and its optimizer; see ``Run.save``.
+
+    >>> save(run, 100, model, optimizer, metrics={"loss": 2.31}).result().step
+    100
+
+    Args:
+        run: Run that the checkpoint will belong to.
+        step: Training step, >= 0.
+        model: The module.
+        optimizer: Its optimizer; None saves the module alone.
+        **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
+            ``distributed`` and ``progress``, as for ``Run.save``.
+
+    Raises:
+        InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of
+            it.
+        StoreError: See for ``Run.save``.
+    """
+    _check(run, "save to")
+    parts = _parts_of(run, model, optimizer)
+    tree = {"graphstate": parts.graphstate, "graphother": parts.graphother}
+    if optimizer is not None:
+        tree |= {"step": parts.step, "opt_state": parts.opt_state}
+    recipe = Recipe.of(
+        parts.graphdef, parts.graphstate, parts.graphother, parts.opt_state
+    )
+    return run.save(step, tree, document=recipe.pack(), **options)
+
+
+def restore_into(
+    run: Run,
+    model: nnx.Module,
+    optimizer: "nnx.Optimizer[Any] | None" = None,
+    which: Which = "latest",
+    *,
+    on_mismatch: OnMismatch = "raise",
+    **options: Unpack[ModelRestoreKeywords],
+) -> "Checkpoint":
+    """Restores a checkpoint into a module and its optimizer, and returns it.
+
+    Each leaf is placed as the one that it replaces; until then, both are in memory,
+    unless the module is abstract. Nothing is changed unless everything is restored.
+
+    >>> start = restore_into(run, model, optimizer).step + 1
+
+    Args:
+        run: Run of the checkpoint.
+        model: The module; also an abstract one, of ``nnx.eval_shape``.
+        optimizer: Its optimizer; None restores the module alone.
+        which: A step, "latest", or a tag.
+        on_mismatch: What to do if the structure or the optimizer differs from the saved
+            one: "raise" a ``MismatchError``, or "log" a warning. The leaves must fit in
+            any case.
+        **options: ``distributed``, ``deadline`` and ``progress``, as for
+            ``Run.restore``.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        InvalidRequestError: An argument is out of range, or the checkpoint has no state
+            of an optimizer, but ``optimizer`` is given.
+        MismatchError: The checkpoint was saved from another module or optimizer.
+    """
+    _check(run, "restore of")
+    parts = _parts_of(run, model, optimizer)
+    reading: Any = dict(options)
+    distributed = reading.pop("distributed", ALL_PROCESSES)
+    deadline = reading.get("deadline", DEFAULT_DEADLINE)
+    opened = run.open(which, distributed=distributed, deadline=deadline)
+    if optimizer is None:
+        wanted = Options(opt_state="skip", on_mismatch=on_mismatch, reading=reading)
+        request = Request(model=parts, options=wanted)
+        nnx.update(model, nnx.state(rebuild_module(opened, request)))
+        return opened.info
+    wanted = Options(on_mismatch=on_mismatch, reading=reading)
+    request = Request(model=parts, tx=optimizer.tx, options=wanted)
+    state = rebuild_state(opened, request, _Parts)
+    nnx.update(model, state.graphstate, state.graphother)
+    nnx.update(optimizer.opt_state, nnx.state(_as_in(optimizer, state.opt_state)))
+    optimizer.step.set_value(state.step)
+    return opened.info
+
+
+def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
+    """Returns the parts of a module and its optimizer, as those of a state.
+
+    Raises:
+        InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of
+            it.
+    """
+    if optimizer is None:
+        try:
+            graphdef, graphstate, graphother = split_module(model)
+        except TypeError as e:
+            raise InvalidRequestError(f"{run.name}: {e}") from e
+        return _Parts(
+            graphdef=graphdef,
+            graphstate=graphstate,
+            graphother=graphother,
+            opt_state=None,
+        )
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise InvalidRequestError(
+            f"{run.name}: expected an nnx.Optimizer, got {type(optimizer).__name__}; "
+            "save the state of another optimizer with run.save"
+        )
+    if not isinstance(model, nnx.Module):
+        raise InvalidRequestError(
+            f"{run.name}: expected an nnx.Module, got {type(model).__name__}"
+        )
+    graphdef, *states = nnx.split(model, optimizer.wrt, ...)
+    graphstate, graphother = states
+    return _Parts(
+        step=jax.tree.leaves(optimizer.step)[0],
+        graphdef=graphdef,
+        graphstate=graphstate,
+        graphother=graphother,
+        opt_state=_opt_state_of(run, optimizer, graphstate),
+    )
+
+
+def _opt_state_of(run: Run, optimizer: Any, graphstate: GraphState) -> Any:
+    """Returns the state of an optimizer as ``tx.init`` returns it, without the
+    Variables around its leaves."""
+    expected = abstract_opt_state(optimizer.tx, graphstate)
+    leaves = jax.tree.leaves(optimizer.opt_state)
+    shapes = [leaf.shape for leaf in leaves]
+    if shapes != [leaf.shape for leaf in jax.tree.leaves(expected)]:
+        raise InvalidRequestError(
+            f"{run.name}: expected the optimizer of this module, got one whose state "
+            "has other leaves; create it from the module that is given"
+        )
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+
+
+def _as_in(optimizer: Any, opt_state: Any) -> Any:
+    """Returns the leaves of a state in the containers of an ``nnx.Optimizer``."""
+    structure = jax.tree.structure(
+        optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return jax.tree.unflatten(structure, jax.tree.leaves(opt_state))
+
+
+def _check(run: Any, what: str) -> None:
+    if not isinstance(run, Run):
+        raise InvalidRequestError(
+            f"{what}: expected a Run, such as client.run('prod/llama'), got {run!r}"
+        )

@@ -11,7 +11,7 @@ import pytest
 
 import storesvc_client as store
 
-keras = pytest.importorskip("keras")
+keras: Any = pytest.importorskip("keras")
 
 from storesvc_client.keras import EPOCH_LABEL, StoreCheckpoint, restore_into  # noqa: E402
 
@@ -64,6 +64,7 @@ def values(model: Any) -> dict[str, bytes]:
     return {found.path: np.asarray(found.value).tobytes() for found in variables}
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_it_had_not_ended(run: store.Run) -> None:
     expected = fitted(compiled(), epochs=4)
 
@@ -101,7 +102,9 @@ def test_every_variable_comes_back_bit_for_bit(run: store.Run) -> None:
 def test_a_model_is_saved_every_few_batches(run: store.Run) -> None:
     seen: dict[int, dict[str, bytes]] = {}
 
-    class Look(keras.callbacks.Callback):  # type: ignore[misc]
+    callback_class: Any = keras.callbacks.Callback
+
+    class Look(callback_class):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.model.jax_state_sync()
             seen[int(self.model.optimizer.iterations.value)] = values(self.model)
@@ -118,6 +121,7 @@ def test_a_model_is_saved_every_few_batches(run: store.Run) -> None:
         assert seen[step] == values(model)
 
 
+@pytest.mark.slow
 def test_only_improvements_of_a_metric_are_saved(run: store.Run) -> None:
     callback = StoreCheckpoint(run, monitor="val_loss")
     history = fitted(compiled(), callback, epochs=6)

@@ -111,7 +111,7 @@ def connect(
     """
     staging, blocks = new_staging(staging_bytes), new_blocks(restore_pool_bytes)
     telemetry = Telemetry(
-        direct or target, orbax_events=orbax_events, step_logger=step_logger
+        str(direct or target), orbax_events=orbax_events, step_logger=step_logger
     )
     limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
     seconds = limit.total_seconds()

@@ -34,8 +34,8 @@ _OPTIMIZER: Final = "optimizer_variables"
 class StoreCheckpoint(Callback):  # type: ignore[misc]  # Keras has no annotations
     """A callback that saves the model at the end of each epoch, or every N batches.
 
-    The step of a checkpoint is the number of batches that the optimizer has seen, and
-    its metrics are those of the epoch or the batch. Saves continue in the background
+    The step of a checkpoint is the number of batches that the optimizer has seen; it
+    keeps the metrics of the epoch or the batch. Saves continue in the background
     while training goes on; the end of ``fit`` waits for them. Retention policies of the
     run, such as ``KeepBest``, decide what stays.
 

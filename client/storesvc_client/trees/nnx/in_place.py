@@ -138,7 +138,7 @@ def restore_into(
 
 
 def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
-    """Returns the parts of a module and its optimizer, as those of a state.
+    """Returns a module and its optimizer in the parts of a state.
 
     Raises:
         InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of

@@ -185,14 +185,17 @@ def test_a_model_that_is_not_built_is_rejected(run: store.Run) -> None:
         restore_into(run, model)
 
 
-def test_two_variables_with_one_path_are_rejected(run: store.Run) -> None:
+@pytest.mark.parametrize("paths", [("same/x", "same/x"), ("same", "same/x")])
+def test_two_variables_in_one_place_are_rejected(
+    run: store.Run, paths: tuple[str, str]
+) -> None:
     layers = [keras.Input((4,)), keras.layers.Dense(4, name="same")]
     model = keras.Sequential(layers, name="twice")
     model.compile(optimizer="sgd", loss="mse")
-    for variable in model.trainable_variables:
-        variable._path = "same/kernel"
+    for variable, path in zip(model.trainable_variables, paths, strict=True):
+        variable._path = path
 
-    with pytest.raises(store.InvalidRequestError, match="two at 'same/kernel'"):
+    with pytest.raises(store.InvalidRequestError, match="two at 'same/x'"):
         restore_into(run, model)
 
 

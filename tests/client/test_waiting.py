@@ -12,6 +12,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._rpc import retry, server_wait
 from storesvc_client._rpc.server_wait import Wait
+from tests.support.monitored import listening
 from tests.support.server_process import ServerProcess
 
 TREE = {"x": np.arange(1000)}
@@ -52,10 +53,14 @@ def test_a_save_does_not_wait_for_a_save_whose_server_is_away(
     run.save(1, TREE).result()
     os.kill(server.pid, how)
 
-    stalled = run.save(2, TREE)
-    after = run.save(3, TREE)
+    with listening() as heard:
+        stalled = run.save(2, TREE)
+        after = run.save(3, TREE)
 
     assert [False, True] == [stalled.done(), after.done()]
+    names = [name.rpartition("/")[2] for name in heard.names]
+    assert ["start", "start", "failure"] == names
+    assert {"error": "UnavailableError"} in heard.tags.values()
     waits = f"waiting for store {server.address} to answer BeginUpload until"
     not_begun = (
         "save of tests/gone@3 was not started: the save of step 2 before it waits"

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
-from storesvc_client._values.trace_spans import trace_span
+from storesvc_client._values.trace_spans import trace_annotation
 
 INTERVAL_SECONDS: Final = 0.1
 """Minimum seconds between two calls of a callback."""
@@ -116,7 +116,8 @@ class Meter:
         """Time of the start, in UTC."""
         self._since = clock()
         self._blocking_seconds: float | None = None
-        self._trace = trace_span(f"storesvc.{what}", checkpoint=name)
+        self._annotation = trace_annotation()
+        self._trace: AbstractContextManager[object] | None = None
         self._reported_at = self._since
         self._lock = threading.Lock()
         self._callback_lock = threading.Lock()
@@ -178,9 +179,11 @@ class Meter:
         """Returns a context whose time is added to a phase; phases are not nested."""
         return _Phase(self, name)
 
-    def trace_span(self, phase: str) -> AbstractContextManager[object]:
-        """Returns a span of a phase for the profiler of jax."""
-        return trace_span(f"storesvc.{self._what}.{phase}")
+    def trace_span(self, phase: str) -> AbstractContextManager[object] | None:
+        """Returns a span of a phase for the profiler of jax; None without jax."""
+        if self._annotation is None:
+            return None
+        return self._annotation(f"storesvc.{self._what}.{phase}")
 
     def part(self, name: str) -> "_Part":
         """Returns a context that measures a part, such as one data file."""
@@ -204,7 +207,10 @@ class Meter:
         return ""
 
     def __enter__(self) -> Self:
-        self._trace.__enter__()
+        if self._annotation is not None:
+            name = f"storesvc.{self._what}"
+            self._trace = self._annotation(name, checkpoint=self._name)
+            self._trace.__enter__()
         return self
 
     def __exit__(
@@ -213,7 +219,8 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._trace.__exit__(kind, error, traceback)
+        if self._trace is not None:
+            self._trace.__exit__(kind, error, traceback)
         with self._callback_lock:  # waits for a call that is running
             if self._callback is not None and self._error is None:
                 self._call(self._callback, is_done=True)
@@ -312,10 +319,12 @@ class _Phase(_Span):
 
     def __enter__(self) -> None:
         self._trace = self._meter.trace_span(self.name)
-        self._trace.__enter__()
+        if self._trace is not None:
+            self._trace.__enter__()
         super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._trace.__exit__(None, None, None)
+        if self._trace is not None:
+            self._trace.__exit__(None, None, None)
         del self._meter.under_way[id(self)]
         self._meter.times[self.name] += self._meter.clock() - self.since

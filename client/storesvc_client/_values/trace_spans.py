@@ -4,27 +4,27 @@ jax is used only where the process has imported it already: no other process can
 with it, and importing it takes longer than a list of checkpoints.
 
 Example:
-    >>> with trace_span("storesvc.save.plan"):
-    ...     pass
+    >>> if (annotation := trace_annotation()) is not None:
+    ...     with annotation("storesvc.save.plan"):
+    ...         pass
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
-
-_NOTHING: Final = nullcontext()
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 
-def trace_span(name: str, **metadata: str) -> AbstractContextManager[Any]:
-    """Returns a context that the profiler of jax shows under a name while it records.
+class TraceAnnotation(Protocol):
+    """The class of jax that creates a span."""
 
-    Args:
-        name: Name of the span.
-        **metadata: Texts that are shown with it.
-    """
+    def __call__(self, name: str, /, **metadata: str) -> AbstractContextManager[object]:
+        """Returns a context that the profiler shows under a name while it records."""
+
+
+def trace_annotation() -> TraceAnnotation | None:
+    """Returns the class of spans; None in a process without jax."""
     # the attribute is missing while another thread is still importing jax
-    annotation = getattr(sys.modules.get("jax.profiler"), "TraceAnnotation", None)
-    if annotation is None:
-        return _NOTHING
-    span: AbstractContextManager[Any] = annotation(name, **metadata)
-    return span
+    found: TraceAnnotation | None = getattr(
+        sys.modules.get("jax.profiler"), "TraceAnnotation", None
+    )
+    return found

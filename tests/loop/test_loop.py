@@ -17,6 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import RunName
 from storesvc_client._rpc import retry
 from tests.support.in_process_server import InProcessServer
 from tests.support.server_process import ServerProcess
@@ -314,6 +316,28 @@ def test_a_policy_set_by_others_before_the_first_commit_stays(
     assert 1 == caplog.text.count("keep= of")
 
 
+def test_the_policy_is_compared_later_if_the_newest_record_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = store.KeepLatest(3)
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/damaged")
+        for step in (1, 2):
+            run.save(step, initial()).result()
+        place = RunPaths(RunName.parse(run.name)).checkpoint(2)
+        data = bytearray((tmp_path / place).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / place).write_bytes(data)
+
+        with run.loop(every=store.Steps(5), keep=keep) as loop:
+            state, start = loop.restore_or(initial, on_damage="older")
+            for step in loop.steps(start, 7):
+                loop.after(step, state)
+
+        assert (2, keep) == (start, run.retention.get())
+    assert "keep= of tests/damaged is compared later" in caplog.text
+
+
 # Failures.
 
 
@@ -464,7 +488,10 @@ def test_a_server_that_is_away_costs_one_save_and_delays_no_step(
 
         assert 1 == loop.failures
         assert loop.skipped > 0  # saves that would have waited for the failing one
-        assert [0, loop.saved_step] == run.steps()
+        steps = run.steps()
+    assert 0 == steps[0]
+    assert loop.saved_step == steps[-1]
+    assert {20, 40}.isdisjoint(steps)
     assert longest < 5, "a step waited for the server"
     assert "save of tests/away@20 failed; training continues" in caplog.text
     assert (
@@ -736,6 +763,19 @@ def test_steps_must_rise_and_the_block_must_be_open(run: store.Run) -> None:
             call()
     with pytest.raises(store.InvalidRequestError, match="one with block"), loop:
         pass
+
+
+@pytest.mark.skipif(hasattr(store.Run, "items"), reason="this release has items")
+def test_items_and_data_are_rejected_before_anything_is_done(run: store.Run) -> None:
+    with run.loop(every=store.Steps(1)) as loop:
+        with pytest.raises(
+            store.InvalidRequestError, match="data=: this release saves"
+        ):
+            loop.restore_or(initial, data=iter(()))
+        with pytest.raises(
+            store.InvalidRequestError, match="items=: this release saves"
+        ):
+            loop.after(0, initial(), items={"data": 1})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.support import loop_parts
 from tests.support.jax_job import JaxJob, run_job
 from tests.support.thread_job import ThreadJob
 
+PLACES = RunPaths(RunName.parse(loop_parts.RUN))
 PART = "tests.support.loop_parts:trains"
 
 
@@ -117,36 +118,85 @@ def test_processes_that_wait_for_a_decision_raise_the_failure_of_process_0(
 
 
 @pytest.mark.slow
-def test_all_processes_step_back_from_damage_that_one_of_them_reads(
+def test_failures_that_are_too_many_end_all_processes_at_one_step(
     tmp_path: Path,
+) -> None:
+    found = run_job(
+        PART,
+        2,
+        devices=1,
+        target=tmp_path.as_uri(),
+        total=100,
+        every=5,
+        breaks_at=12,
+        tolerated=1,
+    )
+
+    assert [[0, 5, 10, 15, 20]] * 2 == [each["saved"] for each in found]
+    assert [25, 25] == [each["last"] for each in found]
+    assert [2, 2] == [each["failures"] for each in found]
+    assert [0, 5, 10] == found[0]["steps"]
+    kind = found[0]["error"].partition(":")[0]
+    assert kind in ("UnavailableError", "PeerFailedError"), found
+    assert f"ended its loop before step 25: {kind}" in found[1]["error"]
+
+
+def damage_data(root: Path, step: int) -> None:
+    """Flips a bit of the last shard of a checkpoint, which process 1 reads."""
+    with store.connect(root.as_uri()) as client:
+        places = client.run(loop_parts.RUN).open(step)._manifest.places
+        assert client.run(loop_parts.RUN).verify(step).ok
+    pool = root / PLACES.pool
+    row = len(places.file) - 1
+    file = pool / places.files[places.file[row]]
+    flip(file, int(places.offset[row]) + 99)
+
+
+def damage_manifest(root: Path, step: int) -> None:
+    """Removes the manifest of a checkpoint."""
+    with store.connect(root.as_uri()) as client:
+        uid = client.run(loop_parts.RUN).checkpoint(step).uid
+    (found,) = (root / PLACES.root / "manifests").glob(f"{uid}*")
+    found.unlink()
+
+
+def damage_record(root: Path, step: int) -> None:
+    """Flips a bit of the record of a checkpoint."""
+    flip(root / PLACES.checkpoint(step), -1)
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (damage_data, "leaf 'w' chunk"),
+        (damage_manifest, "manifest"),
+        (damage_record, "the record of tests/loop@30"),
+    ],
+)
+def test_all_processes_step_back_from_damage_that_one_of_them_finds(
+    tmp_path: Path, damage: Callable[[Path, int], None], text: str
 ) -> None:
     target = (tmp_path / "store").as_uri()
     run_job(PART, 2, devices=1, target=target, total=31, every=10)
-    flip_last_chunk(tmp_path / "store", 30)
+    damage(tmp_path / "store", 30)
 
     found = run_job(PART, 2, devices=1, target=target, total=33, every=10)
 
     assert [""] * 2 == [each["error"] for each in found]
     assert [21] * 2 == [each["start"] for each in found]
     assert [["30"]] * 2 == [list(each["damaged"]) for each in found]
-    assert "leaf 'w' chunk" in found[0]["damaged"]["30"]
+    assert text in found[0]["damaged"]["30"]
     assert found[0]["damaged"] == found[1]["damaged"]
     # step 30 is not saved a second time; step 31 is, instead
     assert [[31, 32]] * 2 == [each["saved"] for each in found]
     assert [33.0] * 2 == [each["value"] for each in found]
-
-
-def flip_last_chunk(root: Path, step: int) -> None:
-    """Flips a bit of the last shard of a checkpoint, which process 1 reads."""
-    with store.connect(root.as_uri()) as client:
-        places = client.run(loop_parts.RUN).open(step)._manifest.places
-        assert client.run(loop_parts.RUN).verify(step).ok
-    pool = root / RunPaths(RunName.parse(loop_parts.RUN)).pool
-    row = len(places.file) - 1
-    file = pool / places.files[places.file[row]]
-    data = bytearray(file.read_bytes())
-    data[int(places.offset[row]) + 99] ^= 1
-    file.write_bytes(data)
 
 
 # Decisions, in a job of threads.

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc_client._rpc import retry
 
 RUN = "tests/loop"
 FIRST_STEPS = 5
@@ -30,6 +31,11 @@ def trained(state: Any) -> Any:
     return {"w": state["w"] + 1 + 0 * state["w"].sum()}
 
 
+def of(state: Any) -> Any:
+    """Returns the shards of a state that this process has; none if there is none."""
+    return [] if state is None else state["w"].addressable_shards
+
+
 def trains(
     target: str,
     total: int,
@@ -38,6 +44,8 @@ def trains(
     seconds_per_step: float = 0.02,
     marker: str = "",
     fails_at: int = -1,
+    breaks_at: int = -1,
+    tolerated: int = 0,
 ) -> dict[str, Any]:
     """Trains in a loop, from the newest checkpoint; returns what it did.
 
@@ -49,15 +57,24 @@ def trains(
         seconds_per_step: Duration of a step; process 1 takes twice as long.
         marker: File that says that some steps are done; its text is the first step.
         fails_at: Step at which process 0 fails.
+        breaks_at: Step from which on the directory of the store takes no data.
+        tolerated: Failures in a row that are tolerated.
     """
+    retry.PATIENCE_SECONDS = 0.3  # type: ignore[misc]
     index, saved, idle = jax.process_index(), [], []
     pause = seconds_per_step * (2 if index == 1 else 1)
     error = ""
     trigger = store.Steps(every) | store.Minutes(minutes)
-    start = 0
+    start, state = 0, None
     with store.connect(target) as client:
         run = client.run(RUN)
-        loop = run.loop(every=trigger, create=True, keep=store.KeepLatest(50))
+        on_failure = store.Tolerate(tolerated) if tolerated else store.Raise()
+        loop = run.loop(
+            every=trigger,
+            create=True,
+            keep=store.KeepLatest(50),
+            on_failure=on_failure,
+        )
         try:
             with loop:
                 state, start = loop.restore_or(init, on_damage="older")
@@ -66,6 +83,11 @@ def trains(
                     time.sleep(pause)
                     if index == 0 and step == fails_at:
                         raise ZeroDivisionError
+                    if index == 0 and step == breaks_at:
+                        run.wait()
+                        pool = Path(target.removeprefix("file://"), "data", RUN, "pool")
+                        pool.rename(pool.with_name("kept"))
+                        pool.write_bytes(b"")
                     began = time.perf_counter()
                     if loop.after(step, state) is not None:
                         saved.append(step)
@@ -80,10 +102,12 @@ def trains(
             "start": start,
             "saved": saved,
             "outcome": loop.outcome,
-            "steps": run.steps(),
-            "value": float(state["w"].addressable_shards[0].data[0, 0]),
+            "steps": sorted(c.step for c in run.checkpoints(on_damage=id)),
+            "value": float(shards[0].data[0, 0]) if (shards := of(state)) else None,
             "idle_us": sorted(round(1e6 * each, 1) for each in idle),
             "error": error,
+            "failures": loop.failures,
+            "last": loop._step,
             "damaged": {} if report is None else dict(report.damaged),
         }
 

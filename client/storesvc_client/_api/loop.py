@@ -413,7 +413,7 @@ class Loop:
         """Returns whether the schedule saves a step, in all processes alike."""
         decisions = self._decisions
         if decisions is None or decisions.is_leader:
-            if self._saves.is_over:
+            if self._is_lost:
                 raise self._error()  # which __exit__ publishes
             decision = self._decide(step)
             if decisions is not None:
@@ -496,6 +496,15 @@ class Loop:
         place = f"loop of {self._run.name}: after"
         return whole_number(place, step, least=self._least_step)
 
+    @property
+    def _is_lost(self) -> bool:
+        """True if a failed save ends the loop. In a job, process 0 counts the failures,
+        and raises when the others wait for its decision, so that all end at one
+        step."""
+        saves = self._saves
+        counts = self._decisions is None or self._decisions.is_leader
+        return saves.is_hopeless or (counts and saves.is_over)
+
     def _error(self) -> BaseException:
         assert self._saves.error is not None
         return self._saves.error
@@ -521,6 +530,9 @@ class Loop:
             if not creates:
                 return
             found = None
+        except DataLossError as e:  # of the newest checkpoint, which restore_or reports
+            _log.warning("keep= of %s is compared later: %s", self._run.name, e)
+            return
         if found is None:
             if self._decisions is None or self._decisions.is_leader:
                 retention.set(self._keep)
@@ -541,8 +553,7 @@ class Loop:
         """
         saves = self._saves
         saves.settle()
-        # In a job, process 0 decides that failures are too many: all raise at one step.
-        if saves.is_hopeless or (saves.is_over and self._decisions is None):
+        if self._is_lost and (self._decisions is None or not self._decisions.is_leader):
             raise self._error()
         self._settle_policy()
 

@@ -16,6 +16,9 @@ from storesvc_client.errors import (
 POLL_SECONDS: Final = 0.1
 """Interval at which a wait for a save checks whether its server answers."""
 
+_NOT_OF_ARGUMENTS: Final = frozenset({"INVALID_CHUNK", "REQUEST_ID_REUSED"})
+"""Reasons of invalid requests that a later save of the same tree need not have."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -110,4 +113,5 @@ def is_of_arguments(error: BaseException) -> bool:
     """Returns whether an error is one of arguments, or of no store at all."""
     if not isinstance(error, StoreError):
         return True
-    return isinstance(error, InvalidRequestError | UnsupportedLeafError)
+    is_invalid = isinstance(error, InvalidRequestError | UnsupportedLeafError)
+    return is_invalid and error.reason not in _NOT_OF_ARGUMENTS

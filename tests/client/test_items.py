@@ -200,7 +200,7 @@ def test_an_unknown_item_is_not_found_and_the_nearest_are_named(run: store.Run) 
 
     assert "config" in items
     assert "confg" not in items
-    assert 7 == items.get("confg", 7)
+    assert (1, 7) == (items.get("config", 7), items.get("confg", 7))
     for read in (items.__getitem__, items.info, items.per_process, items.encoded):
         with pytest.raises(
             store.NotFoundError, match="@1 has no item 'confg'; nearest: config"

@@ -65,6 +65,7 @@ def test_each_process_saves_its_own_values_and_gets_them_back(
         assert {"from": 0, "padding": ""} == outcome["config"]
 
 
+@pytest.mark.slow
 def test_items_that_do_not_go_together_are_rejected_in_all_processes(
     tmp_path: Path,
 ) -> None:
@@ -141,6 +142,64 @@ def test_all_processes_agree_on_rows_and_write_their_own_values() -> None:
         )
         written = {row.name.process for row in own if row.data is not None}
         assert ({None, 0} if index == 0 else {index}) == written
+
+
+OWN = store.PerProcess
+DIFFERING: dict[str, tuple[list[Any], int, str]] = {
+    "other names": (
+        [{"a": OWN(1)}, {"a": OWN(1), "b": 1}],
+        0,
+        "process 0 passes a, process 1 a, b; pass the same names",
+    ),
+    "no items in process 0": (
+        [None, {"a": 1}],
+        1,
+        "process 0 passes none, process 1 a",
+    ),
+    "no items in process 1": (
+        [{"a": OWN(1)}, None],
+        0,
+        "process 1 none; pass the same",
+    ),
+    "per process in one": (
+        [{"a": 1}, {"a": OWN(1)}],
+        1,
+        "item 'a' is a PerProcess in process 1 alone",
+    ),
+    "per process in the other": (
+        [{"a": OWN(1)}, {"a": 1}],
+        0,
+        "item 'a' is a PerProcess in process 0 alone",
+    ),
+    "of another kind": (
+        [{"a": OWN("x")}, {"a": OWN(b"x")}],
+        0,
+        "item 'a': process 0 passes text, process 1 bytes; pass values of one kind",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "finder", "match"), DIFFERING.values(), ids=DIFFERING
+)
+def test_items_that_differ_in_more_than_their_values_are_rejected(
+    items: list[Any], finder: int, match: str
+) -> None:
+    errors = agreed(2, items.__getitem__)
+
+    assert isinstance(errors[finder], store.InvalidRequestError)
+    assert match in str(errors[finder])
+    if finder == 0 and items[1]:  # process 0 may have ended its wait, or had none
+        assert isinstance(errors[1], store.PeerFailedError)
+        assert match in str(errors[1])
+
+
+def test_values_of_process_0_may_be_of_another_kind_than_those_of_others() -> None:
+    (one, other) = agreed(2, lambda i: {"a": "x" * 3 if i == 0 else b"y"})
+
+    assert ("%item/a", 3, b"xxx") == (one[0].name.key, one[0].size, one[0].data)
+    assert ("%item/a", 3, None) == (other[0].name.key, other[0].size, other[0].data)
+    assert one[0].kind == other[0].kind
 
 
 def test_a_process_without_items_waits_for_none() -> None:

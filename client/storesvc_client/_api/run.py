@@ -125,10 +125,11 @@ class Run:
         In a ``jax.distributed`` job every process calls this with the same tree. Each
         writes a part of what its devices hold, every byte once, and the checkpoint is
         committed when the last process has finished. Labels, metrics and base are taken
-        from process 0. NumPy arrays, Python numbers and replicated arrays must be equal
-        in all processes: a difference from process 0 is rejected with the leaf and the
-        processes. Replicated arrays of more than 1 MiB are not compared, nor are arrays
-        that are replicated over some axes of a mesh and sharded over others.
+        from process 0. NumPy arrays, Python numbers, texts, bytes and replicated arrays
+        must be equal in all processes: a difference from process 0 is rejected with the
+        leaf and the processes. Replicated arrays of more than 1 MiB are not compared,
+        nor are arrays that are replicated over some axes of a mesh and sharded over
+        others.
 
         Args:
             step: Training step, >= 0; each step is written once.
@@ -143,7 +144,9 @@ class Run:
                 finite ``float``, lists, and dicts with texts as keys). Names are lower-
                 case letters, digits and hyphens. ``Run.items`` returns them. In a job
                 all processes pass the same names; the values are taken from process 0,
-                and a ``PerProcess`` value from each.
+                and a ``PerProcess`` value from each. Before the snapshot, this then
+                waits until process 0 has made this call, or for a ``PerProcess`` value
+                all have.
             document: Bytes about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps the structure of a model in it.
             base: A checkpoint of this run, by step, "latest" or tag: chunks that are

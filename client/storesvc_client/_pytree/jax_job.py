@@ -108,3 +108,11 @@ def _unreachable(e: JaxRuntimeError) -> UnavailableError:
         f"the coordination service of this jax.distributed job failed: {cause}; start "
         "the job again"
     )
+
+
+def decided_by_first(decision: bool) -> bool:  # noqa: FBT001 - the value itself
+    """Returns the decision of process 0; every process of the job calls this at the
+    same step, and waits for the others."""
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(decision))

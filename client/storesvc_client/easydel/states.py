@@ -1,16 +1,4 @@
-"""Saves and restores models: an ``EasyDeLState``, or a module alone.
-
-A restore needs code that a checkpoint does not contain: the model as a class or a
-factory, and the optimizer. Both run abstractly, so arrays are created only from their
-shards, on the devices where they stay. The saved structure of the model is compared
-with that code, and a difference is rejected by name.
-
-Example:
-    with store.connect("ckpt.example:7070") as client:
-        run = client.run("prod/llama-8b")
-        save_state(run, state, metrics={"loss": 2.31})
-        state = restore_state(run, model=make_model, tx=tx, mesh=mesh, rules=rules)
-"""
+"""Restores a state as EasyDeL's class, or as this library's own."""
 
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -19,11 +7,6 @@ from storesvc_client._api.run import Run
 from storesvc_client._values.options import ModelRestoreKeywords, OnMismatch
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx import saved_models
-from storesvc_client.trees.nnx.saved_models import (
-    restore_model,
-    save_model,
-    save_state,
-)
 
 if TYPE_CHECKING:
     import optax
@@ -32,7 +15,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._values.options import Rules
 
-__all__ = ["restore_model", "restore_state", "save_model", "save_state"]
+__all__ = ["restore_state"]
 
 
 def restore_state(

@@ -1,0 +1,343 @@
+"""EasyDeL's trainer with its checkpoints in a store."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import easydel as ed
+import numpy as np
+import optax
+import pytest
+
+import storesvc_client as store
+from storesvc_client.easydel import StoreCheckpoints
+from tests.easydel.digests import digests
+from tests.easydel.training import (
+    SCENARIO,
+    STEPS,
+    Recorded,
+    TrainedStep,
+    Trainer,
+    model,
+    records,
+    trainer,
+)
+from tests.support.server_process import ServerProcess
+
+
+@pytest.fixture
+def run(client: store.Client, request: pytest.FixtureRequest) -> store.Run:
+    """A run of its own for each test."""
+    return client.run(f"tests/{request.node.name.replace('_', '-')[:60]}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """EasyDeL's own trainer, after a training that nothing interrupts."""
+    made = trainer(
+        Recorded,
+        tmp_path_factory.mktemp("whole"),
+        changes={"resume_if_possible": False, "do_last_save": False, "save_steps": None},
+    )
+    made.output = made.train()
+    return made
+
+
+def kill(server: ServerProcess, run: str, folder: Path, *, at: int) -> list[TrainedStep]:
+    """Trains in a process that is killed after a step; returns its steps."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.easydel.training"]
+    ended = subprocess.run(
+        [*command, server.address, run, str(folder), str(at)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == -9, ended.stdout[-4000:]
+    return records(folder / "steps")
+
+
+def test_a_killed_training_resumes_and_ends_as_an_uninterrupted_one(
+    server: ServerProcess, client: store.Client, whole: Any, tmp_path: Path
+) -> None:
+    run = client.run("tests/killed")
+    before = kill(server, run.name, tmp_path, at=8)
+    saved = run.latest_step()
+    assert saved in (3, 6)  # the save of step 6 may not have ended
+
+    resumed = trainer(Trainer, tmp_path, store_run=run)
+    output = resumed.train()
+
+    # no step is skipped, and only those after the checkpoint are trained again
+    assert whole.trained == [*before[:saved], *resumed.trained]
+    assert digests(whole.output.state) == digests(output.state)
+    assert STEPS == run.latest_step()
+    assert f"tests/killed@{STEPS}" == output.checkpoint_path
+
+
+def test_a_damaged_newest_checkpoint_is_raised_and_nothing_is_trained(
+    run: store.Run, server: ServerProcess, tmp_path: Path
+) -> None:
+    trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 2}).train()
+    for file in (server.root / "data" / run.name / "pool").glob("*/*"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    with pytest.raises(store.DataLossError, match=f"{run.name}@2 leaf") as caught:
+        trainer(Trainer, tmp_path, store_run=run)
+
+    assert "EasyDeL's trainer cannot resume" in caught.value.__notes__[0]
+    assert [2] == run.steps()
+
+
+def test_another_model_is_raised_at_the_resume(run: store.Run, tmp_path: Path) -> None:
+    trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 1}).train()
+
+    with pytest.raises(store.MismatchError, match="num_hidden_layers: expected 2"):
+        trainer(Trainer, tmp_path, given=model(num_hidden_layers=1), store_run=run)
+
+
+def test_a_run_without_checkpoints_is_trained_from_the_model_which_is_logged(
+    run: store.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(
+        Trainer,
+        tmp_path,
+        store_run=run,
+        changes={"max_training_steps": 5, "save_steps": 2},
+    )
+    made.train()
+
+    assert f"{run.name} has no checkpoint" in caplog.text
+    assert [2, 4, 5] == run.steps()
+    losses = {step.step: step.loss for step in made.trained}
+    assert {step: pytest.approx(losses[step]) for step in (2, 4, 5)} == {
+        found.step: found.metrics["loss"] for found in run.checkpoints()
+    }
+    # EasyDeL wrote no checkpoint of its own
+    assert [] == list(tmp_path.rglob("run-*"))
+
+
+def test_a_finished_training_is_resumed_without_another_step_or_save(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"max_training_steps": 3}
+    trainer(Trainer, tmp_path, store_run=run, changes=changes).train()
+    uid = run.latest().uid
+
+    again = trainer(Trainer, tmp_path, store_run=run, changes=changes)
+    output = again.train()
+
+    assert [] == again.trained
+    assert uid == run.latest().uid
+    assert f"{run.name}@3" == output.checkpoint_path
+
+
+def test_the_total_limit_becomes_the_retention_policy_of_the_run(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"max_training_steps": 5, "save_steps": 1, "save_total_limit": 2}
+
+    trainer(Trainer, tmp_path, store_run=run, changes=changes).train()
+
+    assert store.KeepLatest(2) == run.retention.get()
+    run.retention.apply()  # the server does so at intervals
+    assert [4, 5] == run.steps()
+
+
+def test_a_policy_of_the_run_is_kept_which_is_logged(
+    run: store.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = store.KeepLatest(5) | store.KeepEvery(steps=10)
+    run.retention.set(policy)
+    changes = {"max_training_steps": 1, "save_total_limit": 2}
+
+    trainer(Trainer, tmp_path, store_run=run, changes=changes).train()
+
+    assert policy == run.retention.get()
+    assert "latest(5) | every(10 steps): save_total_limit=2 is not" in caplog.text
+
+
+def test_time_triggers_saves_between_those_of_the_steps(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"max_training_steps": 4, "save_interval_minutes": 1e-9}
+
+    trainer(Trainer, tmp_path, store_run=run, changes=changes).train()
+
+    assert [1, 2, 3, 4] == run.steps()
+
+
+def test_without_a_last_save_the_background_saves_are_committed_at_the_end(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"max_training_steps": 3, "do_last_save": False}
+
+    output = trainer(Trainer, tmp_path, store_run=run, changes=changes).train()
+
+    assert [3] == run.steps()
+    assert "SAVING_SKIPPED" == output.checkpoint_path
+
+
+class Intruding(Trainer):
+    """Another client commits a step of the run before the trainer reaches it."""
+
+    def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:
+        if step == 1:
+            self.store_run.save(3, {"x": np.zeros(1)}).result()
+        return super().on_step_end(state, metrics, step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "trained"), [(9, 6), (4, 4)], ids=["at-the-next-save", "at-the-end"]
+)
+def test_a_save_that_fails_is_raised(
+    run: store.Run, tmp_path: Path, steps: int, trained: int
+) -> None:
+    made = trainer(
+        Intruding, tmp_path, store_run=run, changes={"max_training_steps": steps}
+    )
+
+    with pytest.raises(store.AlreadyExistsError, match=f"{run.name}@3"):
+        made.train()
+
+    assert trained == len(made.trained)
+
+
+def test_a_save_that_fails_is_raised_at_the_end_without_a_last_save(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"max_training_steps": 4, "do_last_save": False}
+    made = trainer(Intruding, tmp_path, store_run=run, changes=changes)
+
+    with pytest.raises(store.AlreadyExistsError, match=f"{run.name}@3"):
+        made.train()
+
+
+class Texts(Trainer):
+    """Puts a leaf into its state that no checkpoint can have."""
+
+    def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:
+        state, metrics = super().on_step_end(state, metrics, step)
+        if step == 3:
+            state = state.replace(opt_state=(state.opt_state, object()))
+        return state, metrics
+
+
+def test_an_unsupported_leaf_is_raised_and_does_not_end_an_epoch(
+    run: store.Run, tmp_path: Path
+) -> None:
+    # EasyDeL's loop takes a TypeError for the end of an epoch
+    with pytest.raises(store.StoreError, match=f"{run.name}@3.*object") as caught:
+        trainer(Texts, tmp_path, store_run=run).train()
+
+    assert not isinstance(caught.value, TypeError)
+
+
+def test_without_the_optimizers_state_a_resume_initialises_it_which_is_logged(
+    run: store.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = {"max_training_steps": 3, "save_optimizer_state": False}
+    trainer(Trainer, tmp_path, store_run=run, changes=first).train()
+    keys = run.open().leaves
+    assert not [key for key in keys if key.startswith("opt_state")]
+
+    made = trainer(Trainer, tmp_path, store_run=run, changes=first)
+    assert "so the optimizer starts anew" in caplog.text
+    assert made.model_state.opt_state is not None
+    assert 3 == int(made.model_state.step)
+
+    # who wants the state of the optimizer does not get another one in silence
+    with pytest.raises(store.InvalidRequestError, match="no state of an optimizer"):
+        trainer(Trainer, tmp_path, store_run=run)
+
+
+def own_state() -> Any:
+    """Returns a state with an optimizer that EasyDeL's arguments do not name."""
+    return SCENARIO.state(SCENARIO.dims).replace(tx=optax.sgd(1e-2, momentum=0.9))
+
+
+def test_a_state_with_its_own_optimizer_resumes_with_it(
+    run: store.Run, tmp_path: Path
+) -> None:
+    def made(steps: int) -> Any:
+        state = own_state()
+        state = state.init_tx(state.tx)
+        return trainer(
+            Trainer,
+            tmp_path,
+            given=state,
+            store_run=run,
+            changes={"max_training_steps": steps},
+        )
+
+    made(3).train()
+    resumed = made(4)
+    output = resumed.train()
+
+    assert [4] == [step.step for step in resumed.trained]
+    assert "TraceState" in str(type(output.state.opt_state[0]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"resume_if_possible": False},
+        {"step_start_point": 1, "force_step_start_point": True},
+    ],
+    ids=["no-resume", "forced-step"],
+)
+def test_a_trainer_behind_the_newest_checkpoint_is_rejected_before_a_step(
+    run: store.Run, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 2}).train()
+    made = trainer(Trainer, tmp_path, store_run=run, changes=changes)
+
+    with pytest.raises(
+        store.InvalidRequestError, match=r"expected a state of step 2, .* got step [01]"
+    ):
+        made.train()
+    assert [] == made.trained
+
+
+def test_the_first_step_of_a_run_applies_to_its_start_and_not_to_a_resume(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"step_start_point": 2, "max_training_steps": 4}
+    first = trainer(Trainer, tmp_path, store_run=run, changes=changes)
+    first.train()
+    changes["max_training_steps"] = 6
+
+    second = trainer(Trainer, tmp_path, store_run=run, changes=changes)
+    second.train()
+
+    assert [3, 4, 5, 6] == [step.step for step in first.trained + second.trained]
+
+
+def test_the_arguments_come_back_as_they_were(run: store.Run, tmp_path: Path) -> None:
+    made = trainer(Trainer, tmp_path, store_run=run)
+
+    assert made.arguments.resume_if_possible is True
+
+
+def test_a_trainer_rejects_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(store.InvalidRequestError, match="store_run: expected a Run"):
+        trainer(Trainer, tmp_path, store_run="prod/llama")
+
+
+def test_a_checkpoint_is_not_removed_after_its_load(
+    run: store.Run, tmp_path: Path
+) -> None:
+    changes = {"remove_ckpt_after_load": True}
+
+    with pytest.raises(store.InvalidRequestError, match="remove_ckpt_after_load=False"):
+        trainer(Trainer, tmp_path, store_run=run, changes=changes)
+
+
+def test_the_mixin_comes_before_the_trainer() -> None:
+    with pytest.raises(store.InvalidRequestError, match="StoreCheckpoints before Base"):
+        type("Late", (ed.Trainer, StoreCheckpoints), {})

@@ -35,6 +35,7 @@ def main() -> None:
         save_steps=options.save_every,
         save_total_limit=3,  # the retention policy of the run
         do_eval=False,
+        use_wandb=False,
     )
     with store.connect(options.store) as client:
         trainer = Trainer(

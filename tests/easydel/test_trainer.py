@@ -1,9 +1,8 @@
 """EasyDeL's trainer with its checkpoints in a store."""
 
-import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +27,25 @@ from tests.easydel.training import (
 from tests.support.server_process import ServerProcess
 
 
-@pytest.fixture
-def run(client: store.Client, request: pytest.FixtureRequest) -> store.Run:
-    """A run of its own for each test."""
-    return client.run(f"tests/{request.node.name.replace('_', '-')[:60]}")
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """EasyDeL's own trainer, after a training that nothing interrupts."""
     made = trainer(
         Recorded,
         tmp_path_factory.mktemp("whole"),
-        changes={"resume_if_possible": False, "do_last_save": False, "save_steps": None},
+        changes={
+            "resume_if_possible": False,
+            "do_last_save": False,
+            "save_steps": None,
+        },
     )
     made.output = made.train()
     return made
 
 
-def kill(server: ServerProcess, run: str, folder: Path, *, at: int) -> list[TrainedStep]:
+def kill(
+    server: ServerProcess, run: str, folder: Path, *, at: int
+) -> list[TrainedStep]:
     """Trains in a process that is killed after a step; returns its steps."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.easydel.training"]
     ended = subprocess.run(
@@ -208,6 +207,19 @@ def test_a_save_that_fails_is_raised(
     assert trained == len(made.trained)
 
 
+def test_a_last_save_that_fails_is_tried_once_more_and_raised(
+    run: store.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(
+        Intruding, tmp_path, store_run=run, changes={"max_training_steps": 3}
+    )
+
+    with pytest.raises(store.AlreadyExistsError, match=f"{run.name}@3"):
+        made.train()
+
+    assert f"the checkpoint is saved again: {run.name}@3" in caplog.text
+
+
 def test_a_save_that_fails_is_raised_at_the_end_without_a_last_save(
     run: store.Run, tmp_path: Path
 ) -> None:
@@ -216,6 +228,38 @@ def test_a_save_that_fails_is_raised_at_the_end_without_a_last_save(
 
     with pytest.raises(store.AlreadyExistsError, match=f"{run.name}@3"):
         made.train()
+
+
+class Outage(Trainer):
+    """Its server is down from the second step to the last one."""
+
+    server: ServerProcess
+
+    def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:
+        if step == 2:
+            self.server.kill()
+        return super().on_step_end(state, metrics, step)
+
+    def _prepare_training_output(self, *args: Any, **kwargs: Any) -> Any:
+        self.server.start()
+        return super()._prepare_training_output(*args, **kwargs)
+
+
+def test_training_goes_on_without_a_server_and_the_last_step_is_saved(
+    start_server: Callable[..., ServerProcess],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Outage.server = start_server()
+    with store.connect(Outage.server.address) as client:
+        run = client.run("tests/outage")
+        changes = {"max_training_steps": 6}
+
+        trainer(Outage, tmp_path, store_run=run, changes=changes).train()
+
+        # the save of step 6 did not begin in the background; it would have waited
+        assert "saved again: save of tests/outage@6 was not started" in caplog.text
+        assert [3, 6] == run.steps()
 
 
 class Texts(Trainer):

@@ -40,7 +40,7 @@ class TrainedStep:
     loss: float
 
 
-class Recorded(ed.Trainer):
+class Recorded(ed.Trainer):  # type: ignore[misc]  # mypy does not see easydel
     """EasyDeL's trainer; records each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class Recorded(ed.Trainer):
         self._rows: list[int] = []
         super().__init__(*args, **kwargs)
 
-    def _preprocess_batch_input(self, state: Any, batch: Any, is_train: bool) -> Any:  # noqa: FBT001 - EasyDeL's
+    def _preprocess_batch_input(self, state: Any, batch: Any, is_train: bool) -> Any:
         prepared, informations = super()._preprocess_batch_input(state, batch, is_train)
         self._rows = [int(row) for row in prepared["input_ids"][:, 0]]
         return prepared, informations
@@ -127,14 +127,15 @@ def trainer(
     Args:
         kind: The class.
         folder: Directory that EasyDeL may write to.
-        given: The model; None: a new one.
+        given: The model, or a state; None: a new model.
         changes: Arguments that differ from ``arguments``.
         more: More arguments of the class.
     """
+    given = model() if given is None else given
     return kind(
         arguments=arguments(folder, **(changes or {})),
-        model=model() if given is None else given,
         dataset_train=dataset(),
+        **{"model_state" if hasattr(given, "opt_state") else "model": given},
         **more,
     )
 

@@ -3,9 +3,10 @@
 The mixin replaces the three places where EasyDeL's ``BaseTrainer`` handles checkpoints;
 the trainer's arguments keep their meaning:
 
-1. *Save*: ``save_steps``, ``save_interval_minutes``, ``do_last_save`` and the preemption
-   arguments decide when; the state is saved in the background as it is trained. A save
-   that fails raises at the next save, or at the end of ``train``.
+1. *Save*: ``save_steps``, ``save_interval_minutes``, ``do_last_save`` and
+   ``save_tpu_preemption_checkpoints`` decide when; the state is saved in the background
+   as it is trained. A save that fails raises at the next save, or at the end of
+   ``train``.
 2. *Cleanup*: the trainer deletes nothing. ``save_total_limit`` becomes the retention
    policy ``KeepLatest`` of the run, unless the run has a policy.
 3. *Resume*: with ``resume_if_possible``, the trainer continues from the newest
@@ -173,7 +174,7 @@ class StoreCheckpoints(_Trainer):
                 "scratch, use another run"
             )
             raise
-        # The trainer sets its optimizer, which knows the number of steps, if tx is None.
+        # Without tx, the trainer sets the one that knows the number of steps.
         self.model_state = restored.replace(tx=own_tx)
         self._store_step = int(restored.step)
         _log.info("training resumes from %s@%d", run.name, self._store_step)

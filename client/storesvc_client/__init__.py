@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         LeafDifference,
         Verification,
     )
-    from storesvc_client._values.item_values import PerProcess
+    from storesvc_client._values.item_values import PerProcess, Replicated
     from storesvc_client._values.options import Distributed, SaveOptions
     from storesvc_client._values.plots import Plot
     from storesvc_client._values.policies import (
@@ -117,6 +117,7 @@ __all__ = [
     "ProgressCallback",
     "Raise",
     "Rehearsal",
+    "Replicated",
     "RestoreReport",
     "RetentionDecision",
     "RetentionPolicy",
@@ -151,7 +152,7 @@ _HOMES: Final = {
     "Loop": "_api.loop",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
-    "PerProcess": "_values.item_values",
+    **dict.fromkeys(("PerProcess", "Replicated"), "_values.item_values"),
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Plot": "_values.plots",

@@ -87,7 +87,10 @@ def test_items_that_do_not_go_together_are_rejected_in_all_processes(
             1,
             rf"Invalid.* process 0 \(.* passes none, process 1 .* a; {names}",
         ),
-        (1, r"InvalidRequestError.* item 'a' is a PerProcess in process 1 \(.* alone"),
+        (
+            1,
+            r"Invalid.* 'a' is one value for all in process 0 \(.*, but a PerProcess ",
+        ),
         (
             0,
             r"Invalid.* 'a': process 0 \(.* text, process 1 \(.* bytes; pass",
@@ -215,7 +218,9 @@ def test_items_of_process_0_alone_do_not_make_it_wait() -> None:
     (row,) = exchange.agreed(seconds=0)
     assert ("%item/a", b"[1]") == (row.name.key, row.data)
     (text,) = (text for key, text in board.board.items() if key.endswith("all-items"))
-    assert [[["a", False, 7, 3]]] == [json.loads(each) for each in json.loads(text)]
+    assert [[["a", "first", 7, 3, ""]]] == [
+        json.loads(each) for each in json.loads(text)
+    ]
 
 
 def test_a_process_that_does_not_save_the_step_is_named() -> None:

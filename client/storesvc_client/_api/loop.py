@@ -29,12 +29,11 @@ from typing import (
     assert_never,
 )
 
-from storesvc_client._api.loop_items import check_data, restore_data, save_options
 from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
 from storesvc_client._api.sigterm import NoTermination, Termination, termination
 from storesvc_client._job.decisions import Decision, Decisions
 from storesvc_client._save.handle import Save
-from storesvc_client._values.arguments import checked_choice, checked_flag
+from storesvc_client._values.arguments import checked_choice, checked_flag, shown
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
@@ -45,6 +44,7 @@ from storesvc_client._values.options import (
 from storesvc_client._values.policies import RetentionPolicy, rule_of
 from storesvc_client._values.policy_text import format_policy
 from storesvc_client._values.save_schedule import Schedule
+from storesvc_client._values.stateful import has_state
 from storesvc_client._values.triggers import (
     OnFailure,
     checked_on_failure,
@@ -63,6 +63,9 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_DATA: Final = "data"
+"""Name of the item with the state of the data iterator."""
 
 _SHOWN: Final = 200
 """Maximum characters of an error in the outcome."""
@@ -131,6 +134,8 @@ class Loop:
         self._is_complete = False
         """True if ``steps`` had no step left."""
         self._sigterm_step: int | None = None
+        self._has_data = False
+        """True if ``restore_or`` got a data iterator."""
         self._is_owed = False
         """True if the next step is saved because its predecessor could not be."""
         self._saved_at = 0.0
@@ -195,8 +200,9 @@ class Loop:
                 function compiled with ``jax.jit(..., out_shardings=...)`` is not run,
                 and the result of another one is dropped before the first byte is read.
                 A state that is given is in memory until the caller drops it.
-            data: A data iterator, with ``set_state`` or ``load_state_dict``, that gets
-                the state that was saved as the item "data".
+            data: The data iterator, as ``Items.restore_into`` takes it. If there is a
+                checkpoint, it gets the state that was saved as the item "data"; each
+                save of this loop must then have ``items={"data": ...}``.
             on_damage: As for ``Run.restore``: "raise" the error of a damaged newest
                 checkpoint, or restore an "older" one. A step whose damaged checkpoint
                 still exists is not saved again; the step after it is.
@@ -204,11 +210,18 @@ class Loop:
         Raises:
             NotFoundError: There is no such run, and ``create`` is not set; names
                 similar runs. Or the checkpoint has no item "data".
+            MismatchError: As for ``Run.restore`` and ``Items.restore_into``.
             StoreError: As for ``Run.restore``.
         """
         self._check_open("restore_or")
         checked_choice(f"loop of {self._run.name}: on_damage=", on_damage, OnDamaged)
-        check_data(self._run, data)
+        if data is not None and not has_state(data):
+            raise InvalidRequestError(
+                f"loop of {self._run.name}: data=: expected an iterator with get_state "
+                "and set_state, or with state_dict and load_state_dict, got "
+                f"{shown(data)}"
+            )
+        self._has_data = data is not None
         from storesvc_client._pytree.training_loop import is_function, target_of
 
         name = self._run.name
@@ -240,7 +253,8 @@ class Loop:
             like=target_of(init) if is_function(init) else init,
         )
         step = self.restored.info.step
-        restore_data(self._run, step, data)
+        if data is not None:
+            self.restored.items.restore_into(_DATA, data)
         _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
         self._saved_at = time.monotonic()
         return state, step + 1
@@ -285,7 +299,9 @@ class Loop:
             state: The state after it; any pytree that ``Run.save`` takes.
             metrics: Numbers to keep with the checkpoint. Arrays of jax are converted,
                 which waits for them, only if this step is saved.
-            items: Values to keep next to the tree, such as ``{"data": iterator}``.
+            items: Values to keep next to the tree, such as ``{"data": iterator}``, as
+                for ``Run.save``. The state of an iterator is taken only if this step is
+                saved, and within this call.
 
         Returns:
             The save that was started, or None.
@@ -391,15 +407,20 @@ class Loop:
         items: Mapping[str, Any] | None,
     ) -> Save | None:
         self._saved_at = time.monotonic()
-        options = save_options(self._run, items)
+        if self._has_data and (items is None or _DATA not in items):
+            raise InvalidRequestError(
+                f"loop of {self._run.name}: after: expected the data iterator of "
+                "restore_or in items=, or no checkpoint could restore it; pass "
+                f'items={{"{_DATA}": ...}}'
+            )
         try:
             save = self._run.save(
                 step,
                 state,
                 metrics=metrics,
+                items=items,
                 if_busy="queue" if self._if_busy == "queue" else "wait",
                 distributed=self._distributed,
-                **options,
             )
         except StoreError as e:
             if is_of_arguments(e):

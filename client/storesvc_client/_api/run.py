@@ -141,12 +141,14 @@ class Run:
             labels: Texts to keep with the checkpoint, at most 64.
             items: Values to keep with the checkpoint, at most 64, each of at most 1
                 GiB: ``str``, ``bytes``, or what JSON has (None, ``bool``, ``int``,
-                finite ``float``, lists, and dicts with texts as keys). Names are lower-
-                case letters, digits and hyphens. ``Run.items`` returns them. In a job
-                all processes pass the same names; the values are taken from process 0,
-                and a ``PerProcess`` value from each. Before the snapshot, this then
-                waits until process 0 has made this call, or for a ``PerProcess`` value
-                all have.
+                finite ``float``, lists, and dicts with texts as keys); or a data
+                iterator or random generator, whose state is taken within this call.
+                Names are lower-case letters, digits and hyphens. ``Run.items`` returns
+                them. In a job all processes pass the same names; the values are taken
+                from process 0, and a ``PerProcess`` value, or a state, from each. A
+                ``Replicated`` value must be equal in all. Before the snapshot, this
+                then waits until process 0 has made this call, or for a ``PerProcess``
+                or ``Replicated`` value or a state all have.
             document: Bytes about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps the structure of a model in it.
             base: A checkpoint of this run, by step, "latest" or tag: chunks that are

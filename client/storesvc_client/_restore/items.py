@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from storesvc.format.items import item_of
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._values.arguments import shown
 from storesvc_client._values.item_values import decoded
+from storesvc_client._values.stateful import (
+    UnfitStateError,
+    give_shards,
+    give_state,
+    has_state,
+    is_of_shards,
+)
 from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
 from storesvc_client.errors import InvalidRequestError, MismatchError, NotFoundError
 
@@ -99,6 +107,50 @@ class Items(Mapping[str, Any]):
         if name not in self:
             return default
         return self[name]
+
+    def restore_into(self, name: str, target: Any) -> None:
+        """Gives a data iterator, or a random generator, the state that was saved.
+
+        An iterator of Grain also begins to read ahead.
+
+        >>> items.restore_into("data", iterator)
+
+        Args:
+            name: Name of the item that was saved from such an object.
+            target: Object with ``set_state`` and ``get_state``, or with
+                ``load_state_dict`` and ``state_dict``; or a ``numpy.random.Generator``.
+
+        Raises:
+            NotFoundError: The checkpoint has no such item; names the nearest.
+            InvalidRequestError: The target takes no state.
+            MismatchError: The state is that of an object of another class, or the
+                target rejects it; or it was saved by another number of processes, and
+                is neither shared nor in shards.
+            DataLossError: Stored bytes are damaged.
+        """
+        place = f"{self._name} item {name!r}"
+        count = self._item(name).process_count
+        if not has_state(target):
+            raise InvalidRequestError(
+                f"{place}: expected an object with get_state and set_state, or with "
+                "state_dict and load_state_dict, or a numpy.random.Generator, got "
+                f"{shown(target)}"
+            )
+        values = self.per_process(name) if count else [self[name]]
+        try:
+            if all(map(is_of_shards, values)):
+                give_shards(target, values)
+                return
+            if count is not None and count != self._count:
+                raise UnfitStateError(
+                    f"expected a job of the {count} processes that saved a state each, "
+                    f"got one of {self._count}; an iterator that is to go on with "
+                    "another number must be saved as Replicated, or be an "
+                    "ElasticIterator of Grain"
+                )
+            give_state(target, values[0 if count is None else self._index])
+        except UnfitStateError as e:
+            raise MismatchError(f"{place}: {e}") from e
 
     def per_process(self, name: str) -> list[Any]:
         """Returns the values that all processes saved, in the order of the processes.

@@ -8,22 +8,23 @@ the arrays of a step are computed by all processes, and none copies them before 
 come this far.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from storesvc.format.items import MAX_ITEMS, ItemName, kind_text
 from storesvc.format.names import InvalidNameError, check_item
 from storesvc_client._job.job import JointSave, process_name
 from storesvc_client._values.arguments import shown
 from storesvc_client._values.item_values import (
-    Encoded,
-    PerProcess,
+    OwnItem,
     PlannedItem,
-    encode_item,
+    Sharing,
+    own_item,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -36,22 +37,31 @@ from storesvc_proto.v1 import tree_pb2 as pb
 _POLL_SECONDS: Final = 1.0
 """Interval at which a process that waits for others checks whether one has failed."""
 
-
-@dataclass(frozen=True, slots=True)
-class OwnItem:
-    """An item as this process passes it."""
-
-    encoded: Encoded
-    is_per_process: bool
+_SHARINGS: Final[dict[Sharing, str]] = {
+    "first": "one value for all",
+    "same": "Replicated",
+    "own": "a PerProcess",
+}
+"""Words on which processes' values are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
     """An item as a process publishes it: without its value."""
 
-    is_per_process: bool
+    sharing: Sharing
     kind: "pb.LeafKind.ValueType"
     size: int
+    digest: str
+    """Digest of a value that is equal in all processes; "" of others."""
+
+    @classmethod
+    def of(cls, item: OwnItem) -> Self:
+        """Returns what the other processes must know of an item."""
+        data, digest = item.encoded.data, ""
+        if item.sharing == "same":
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        return cls(item.sharing, item.encoded.kind, len(data), digest)
 
 
 def checked_items(place: str, items: object) -> dict[str, OwnItem]:
@@ -82,15 +92,13 @@ def checked_items(place: str, items: object) -> dict[str, OwnItem]:
                     f"{place}: items=: expected texts as names, got {shown(name)}"
                 )
             check_item(name)
-            is_per_process = isinstance(value, PerProcess)
-            encoded = encode_item(value.value if is_per_process else value)
+            found[name] = own_item(value)
         except InvalidNameError as e:
             raise InvalidRequestError(f"{place}: items=: {e}") from e
         except InvalidRequestError:
             raise
         except ValueError as e:
             raise InvalidRequestError(f"{place}: items=: item {name!r}: {e}") from e
-        found[name] = OwnItem(encoded, is_per_process)
     return dict(sorted(found.items()))
 
 
@@ -98,7 +106,7 @@ def items_alone(own: Mapping[str, OwnItem]) -> list[PlannedItem]:
     """Returns the rows of the items of a process that saves alone."""
     return _ordered(
         PlannedItem(
-            name=ItemName(name, 0 if item.is_per_process else None),
+            name=ItemName(name, 0 if item.sharing == "own" else None),
             kind=item.encoded.kind,
             size=len(item.encoded.data),
             data=item.encoded.data,
@@ -123,13 +131,8 @@ class ItemExchange:
         self._joint = joint
         self._place = place
         self._own = own
-        self._declared = {
-            name: _Declared(
-                item.is_per_process, item.encoded.kind, len(item.encoded.data)
-            )
-            for name, item in own.items()
-        }
-        self._waits = any(item.is_per_process for item in own.values())
+        self._declared = {name: _Declared.of(item) for name, item in own.items()}
+        self._waits = any(item.sharing == "own" for item in own.values())
         # Also if there are none: another process may have some, and would wait. But a
         # board that is gone must fail no save without items.
         with suppress(*(() if own else (StoreError,))):
@@ -216,13 +219,21 @@ class ItemExchange:
             )
         for name, item in expected.items():
             there = got[name]
-            if item.is_per_process != there.is_per_process:
+            if item.sharing != there.sharing:
                 raise InvalidRequestError(
-                    f"{self._place}: items=: item {name!r} is a PerProcess in "
-                    f"{self._named(index if item.is_per_process else other)} alone; "
-                    "make it one in all processes of the job, or in none"
+                    f"{self._place}: items=: item {name!r} is "
+                    f"{_SHARINGS[item.sharing]} in {self._named(index)}, but "
+                    f"{_SHARINGS[there.sharing]} in {self._named(other)}; pass it in "
+                    "the same way in all processes of the job"
                 )
-            if item.is_per_process and item.kind != there.kind:
+            if item.digest != there.digest:
+                raise InvalidRequestError(
+                    f"{self._place}: items=: item {name!r}: expected an equal value in "
+                    f"all processes of the job, got another one in "
+                    f"{self._named(other)} than in {self._named(index)}; a data "
+                    "iterator must have gone through as many batches in each"
+                )
+            if item.sharing == "own" and item.kind != there.kind:
                 kinds = [kind_text(item.kind), kind_text(there.kind)]
                 raise InvalidRequestError(
                     f"{self._place}: items=: item {name!r}: {self._named(index)} "
@@ -235,11 +246,11 @@ class ItemExchange:
         me, rows = self._joint.job.index, list[PlannedItem]()
         for process, table in enumerate(tables):
             for name, item in table.items():
-                if process and not item.is_per_process:
+                if process and item.sharing != "own":
                     continue  # process 0's value is saved
                 rows.append(
                     PlannedItem(
-                        name=ItemName(name, process if item.is_per_process else None),
+                        name=ItemName(name, process if item.sharing == "own" else None),
                         kind=item.kind,
                         size=item.size,
                         data=self._own[name].encoded.data if process == me else None,
@@ -257,7 +268,7 @@ def _ordered(rows: "Any") -> list[PlannedItem]:
 
 def _to_text(table: Mapping[str, _Declared]) -> str:
     rows = [
-        [name, item.is_per_process, item.kind, item.size]
+        [name, item.sharing, item.kind, item.size, item.digest]
         for name, item in table.items()
     ]
     return json.dumps(rows)

@@ -4,7 +4,8 @@ tree.
 Each kind of value has one encoding, so that equal values have equal bytes and are
 stored once. A value is kept if decoding returns an equal value of the same type; all
 others are rejected, with the place in the value and its type. Nothing is converted: a
-tuple would come back as a list, and a NumPy number as a Python number.
+tuple would come back as a list, and a NumPy number as a Python number. Of an object
+that has a state, such as a data iterator, the state is kept.
 
 >>> encode_item({"b": [1, 2.5], "a": None}).data
 b'{"a":null,"b":[1,2.5]}'
@@ -17,9 +18,11 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from storesvc.format.items import MAX_ENCODED_BYTES, ItemName, describe
+from storesvc_client._values.state_values import at, type_name
+from storesvc_client._values.stateful import take_state
 from storesvc_client.errors import DataLossError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -36,6 +39,7 @@ _INSTEAD: Final = {
     "memoryview": "use bytes",
     "ndarray": "keep it in the tree",
     "ArrayImpl": "keep it in the tree",
+    "Tensor": "keep it in the tree",
 }
 """Advice about some types, by name."""
 
@@ -52,6 +56,33 @@ class PerProcess:
 
     value: Any
     """The value of this process, as any item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A value that all processes of a job hold alike; for ``Run.save(items=)``.
+
+    >>> run.save(step, state, items={"data": Replicated(global_batches)})
+
+    It is stored once, and any number of processes can read it. A save in which a
+    process has another value than process 0 fails: their iterators have not gone
+    through the same batches.
+    """
+
+    value: Any
+    """The value, as any item."""
+
+
+Sharing: TypeAlias = Literal["first", "same", "own"]
+"""Which processes' values are kept: process 0's; process 0's, equal in all; each."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnItem:
+    """An item as this process passes it."""
+
+    encoded: "Encoded"
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +103,29 @@ class PlannedItem:
     """Bytes of its encoding."""
     data: bytes | None
     """Its encoding; None if another process writes it."""
+
+
+def own_item(value: Any) -> OwnItem:
+    """Returns an item of ``Run.save(items=)`` in stored form.
+
+    Args:
+        value: As for ``encode_item``, or an object that has a state, which is taken
+            now; or one of these as ``PerProcess`` or ``Replicated``.
+
+    Raises:
+        ValueError: It is another value, or too large; the message says where.
+    """
+    sharing: Sharing = "first"
+    is_marked = isinstance(value, PerProcess | Replicated)
+    if is_marked:
+        sharing = "own" if isinstance(value, PerProcess) else "same"
+        value = value.value
+    state = take_state(value)
+    if state is not None:
+        value = state.value
+        if not is_marked:
+            sharing = "same" if state.is_shared else "own"
+    return OwnItem(encode_item(value), sharing)
 
 
 def encode_item(value: Any) -> Encoded:
@@ -176,10 +230,10 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         return
     if kind is float:
         if not math.isfinite(value):
-            yield f"{_at(where)}expected a finite number, got {value}; use a text"
+            yield f"{at(where)}expected a finite number, got {value}; use a text"
         return
     if kind not in (list, dict):
-        yield f"{_at(where)}expected {_expected(where)}, got {_named(kind)}"
+        yield f"{at(where)}expected {_expected(where)}, got {_named(kind)}"
         return
     if depth == MAX_JSON_DEPTH:
         yield (
@@ -193,7 +247,7 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         return
     for key, each in value.items():
         if type(key) is not str:
-            yield f"{_at(where)}expected texts as keys, got {key!r}; use str(key)"
+            yield f"{at(where)}expected texts as keys, got {key!r}; use str(key)"
             return
         yield from _problems(each, f"{where}[{key!r}]", depth + 1)
 
@@ -208,12 +262,16 @@ def _expected(where: str) -> str:
 
 def _named(kind: type) -> str:
     """Returns the name of a type, with what to use instead."""
-    module = kind.__module__
-    name = kind.__qualname__
-    named = name if module == "builtins" else f"{module}.{name}"
-    if hasattr(kind, "item") and name not in _INSTEAD:  # a number of NumPy or jax
+    named, name = type_name(kind), kind.__qualname__
+    if name in _INSTEAD:
+        return f"{named}; {_INSTEAD[name]}"
+    if hasattr(kind, "item"):  # a number of NumPy or jax
         return f"{named}; use its item()"
-    return f"{named}; {_INSTEAD.get(name, 'convert it')}"
+    if hasattr(kind, "__next__"):
+        return f"{named}; it has neither get_state nor state_dict"
+    if hasattr(kind, "__iter__") and not hasattr(kind, "__len__"):
+        return f"{named}; pass the iterator that iter() made of it"
+    return f"{named}; convert it"
 
 
 def _decode_json(data: bytes) -> Any:

@@ -1,5 +1,6 @@
 """EasyDeL's trainer with its checkpoints in a store."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,12 @@ import easydel as ed
 import numpy as np
 import optax
 import pytest
+from datasets import Dataset
+from flax import nnx
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 import storesvc_client as store
 from storesvc_client.easydel import StoreCheckpoints
@@ -20,6 +27,7 @@ from tests.easydel.training import (
     Recorded,
     TrainedStep,
     Trainer,
+    arguments,
     model,
     records,
     trainer,
@@ -291,7 +299,7 @@ def test_without_the_optimizers_state_a_resume_initialises_it_which_is_logged(
     assert not [key for key in keys if key.startswith("opt_state")]
 
     made = trainer(Trainer, tmp_path, store_run=run, changes=first)
-    assert "so the optimizer starts anew" in caplog.text
+    assert "the optimizer state is initialised" in caplog.text
     assert made.model_state.opt_state is not None
     assert 3 == int(made.model_state.step)
 
@@ -325,6 +333,66 @@ def test_a_state_with_its_own_optimizer_resumes_with_it(
 
     assert [4] == [step.step for step in resumed.trained]
     assert "TraceState" in str(type(output.state.opt_state[0]))
+
+
+def test_adapters_are_saved_as_they_are_trained_and_resumed(
+    run: store.Run, tmp_path: Path
+) -> None:
+    def made(steps: int) -> Any:
+        adapted = model().apply_lora_to_layers(4, ".*q_proj.*", rngs=nnx.Rngs(1))
+        return trainer(
+            Trainer,
+            tmp_path,
+            given=adapted.shard_model(),
+            store_run=run,
+            changes={"max_training_steps": steps},
+        )
+
+    trained = made(2).train().state
+    resumed = made(3)
+
+    assert digests(trained) == digests(resumed.model_state)
+    resumed.train()
+    assert [3] == [step.step for step in resumed.trained]
+    assert [key for key in run.open().leaves if re.match(r"graphstate/.*lora_a", key)]
+
+
+class FineTuning(StoreCheckpoints, ed.SFTTrainer):  # type: ignore[misc]  # as above
+    """Another trainer of EasyDeL, whose constructor has other arguments."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of 256 words."""
+    words = [*(f"w{number}" for number in range(253)), "[PAD]", "[UNK]", "[EOS]"]
+    numbers = {word: number for number, word in enumerate(words)}
+    made = Tokenizer(WordLevel(numbers, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+    )
+
+
+def test_the_other_trainers_of_easydel_save_and_resume_too(
+    run: store.Run, tmp_path: Path
+) -> None:
+    texts = [" ".join(f"w{n}" for n in range(row, row + 14)) for row in range(40)]
+
+    def made(steps: int) -> Any:
+        changes = {"max_training_steps": steps, "dataset_text_field": "text"}
+        return FineTuning(
+            store_run=run,
+            arguments=arguments(tmp_path, ed.SFTConfig, packing=False, **changes),
+            processing_class=tokenizer(),
+            model=model(),
+            train_dataset=Dataset.from_dict({"text": texts}),
+        )
+
+    trained = made(2).train().state
+    resumed = made(3)
+
+    assert digests(trained) == digests(resumed.model_state)
+    assert f"{run.name}@3" == resumed.train().checkpoint_path
+    assert [2, 3] == run.steps()
 
 
 @pytest.mark.parametrize(
@@ -385,3 +453,17 @@ def test_a_checkpoint_is_not_removed_after_its_load(
 def test_the_mixin_comes_before_the_trainer() -> None:
     with pytest.raises(store.InvalidRequestError, match="StoreCheckpoints before Base"):
         type("Late", (ed.Trainer, StoreCheckpoints), {})
+
+
+class Deaf(Trainer):
+    """A trainer whose constructor does not reach the mixin's resume."""
+
+    def _apply_step_start_point(self) -> None:
+        pass
+
+
+def test_a_trainer_that_would_not_resume_from_the_run_is_rejected(
+    run: store.Run, tmp_path: Path
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match="got Deaf, whose does not"):
+        trainer(Deaf, tmp_path, store_run=run)

@@ -86,7 +86,7 @@ def records(file: Path) -> list[TrainedStep]:
     return [TrainedStep(step=step, rows=rows, loss=loss) for step, rows, loss in rows]
 
 
-def arguments(folder: Path, **changes: Any) -> Any:
+def arguments(folder: Path, kind: Any = ed.TrainingArguments, **changes: Any) -> Any:
     """Returns the arguments of a training that saves every third step."""
     chosen: dict[str, Any] = {
         "model_name": "tiny",
@@ -103,7 +103,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
         "progress_bar_type": "json",
         "track_memory": False,
     }
-    return ed.TrainingArguments(**(chosen | changes))
+    return kind(**(chosen | changes))
 
 
 def dataset() -> Dataset:

@@ -1,7 +1,7 @@
 """When a trainer saves: at the steps of its policies, and after an interval of time.
 
-The rules are those of EasyDeL's own checkpointer: of its step policies the first that
-reaches a step decides, and only if no checkpoint is due by its step, time does.
+The rules equal EasyDeL's own checkpointer: the first step policy that reaches a step
+decides about it. An interval of time adds saves between these steps.
 
 >>> schedule = SaveSchedule(policies=[Every(every=100, until=None)], interval=None)
 >>> [step for step in range(301) if schedule.is_due_at(step)]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from storesvc_client._save.handle import Save
 
     class _Trainer:
-        """What the mixin uses of EasyDeL's ``BaseTrainer``."""
+        """Members of EasyDeL's ``BaseTrainer`` that the mixin uses."""
 
         arguments: Any
         model_state: Any
@@ -134,9 +134,9 @@ class StoreCheckpoints(_Trainer):
             super().__init__(*args, **kwargs)
         if not self._store_is_prepared:
             raise InvalidRequestError(
-                f"trainer of {store_run.name}: expected a trainer of EasyDeL that "
-                f"calls _apply_step_start_point, got {type(self).__name__}; this "
-                "version of EasyDeL is not supported"
+                f"trainer of {store_run.name}: expected a trainer whose constructor "
+                "calls _apply_step_start_point of StoreCheckpoints, as EasyDeL 0.3 "
+                f"does, got {type(self).__name__}, whose does not; it would not resume"
             )
         self._store_schedule = SaveSchedule.of(self.arguments)
         self._store_saved_at = time.monotonic()
@@ -180,7 +180,8 @@ class StoreCheckpoints(_Trainer):
         _log.info("training resumes from %s@%d", run.name, self._store_step)
         if skips:
             _log.warning(
-                "%s@%d: save_optimizer_state is False, so the optimizer starts anew",
+                "%s@%d: the optimizer state is initialised, as save_optimizer_state "
+                "is False",
                 run.name,
                 self._store_step,
             )
@@ -237,8 +238,8 @@ class StoreCheckpoints(_Trainer):
     def log_metrics(
         self, metrics: Any, pbar: Any, step: int, mode: str = "train", **options: Any
     ) -> None:
-        """Logs metrics as EasyDeL does, and keeps those of a training step for the
-        checkpoint of that step."""
+        """Logs metrics as EasyDeL does, and keeps the metrics of a training step for
+        its checkpoint."""
         if mode == "train":
             self._store_metrics = step, metrics
         super().log_metrics(metrics, pbar, step, mode, **options)

@@ -223,6 +223,62 @@ def test_items_of_process_0_alone_do_not_make_it_wait() -> None:
     ]
 
 
+class Iterator:
+    """A data iterator of a process."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_an_iterator_is_saved_by_each_process_and_a_replicated_one_once() -> None:
+    rows = agreed(3, lambda i: {"a": Iterator(i), "b": store.Replicated(Iterator(7))})
+
+    for index, own in enumerate(rows):
+        assert {
+            **{f"%item/a/{i}": None for i in range(3)},
+            "%item/b": None,
+            f"%item/a/{index}": b'{"at":%d}' % index,
+            **({"%item/b": b'{"at":7}'} if index == 0 else {}),
+        } == {row.name.key: row.data for row in own}
+
+
+@pytest.mark.parametrize("others", [{}, {"own": store.PerProcess(1)}], ids=str)
+def test_a_replicated_value_must_be_equal_in_all_processes(
+    others: dict[str, Any],
+) -> None:
+    def items(index: int) -> dict[str, Any]:
+        return {"data": store.Replicated(Iterator(7 + (index == 1)))} | others
+
+    first, second = agreed(2, items)
+
+    finder, other = (first, second) if others else (second, first)
+    assert isinstance(finder, store.InvalidRequestError)
+    assert re.search(
+        r"items=: item 'data': expected an equal value in all processes of the job, "
+        r"got another one in process 1 than in process 0; a data iterator must have "
+        r"gone through as many batches in each$",
+        str(finder),
+    )
+    if others:
+        assert isinstance(other, store.PeerFailedError)
+
+
+def test_a_replicated_value_must_be_one_in_all_processes() -> None:
+    _, second = agreed(2, lambda i: {"a": store.Replicated(1) if i else 1})
+
+    assert isinstance(second, store.InvalidRequestError)
+    assert (
+        "item 'a' is one value for all in process 0, but Replicated in process 1; "
+        "pass it in the same way in all processes of the job" in str(second)
+    )
+
+
 def test_a_process_that_does_not_save_the_step_is_named() -> None:
     process = ThreadJob(2).process(0)
     own = checked_items("save", {"a": store.PerProcess(1)})

@@ -74,7 +74,7 @@ class Replicated:
 
 
 Sharing: TypeAlias = Literal["first", "same", "own"]
-"""Which processes' values are kept: process 0's; process 0's, equal in all; each."""
+"""Processes whose values are kept: process 0; process 0, all being equal; each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class State:
     value: Any
     """A text, bytes, or a value of JSON."""
     is_shared: bool
-    """Whether it is equal in all processes of a job."""
+    """True if it is equal in all processes of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Methods:
     get: Callable[[], Any]
     set: Callable[[Any], object]
     is_dict: bool = False
-    """Whether the state is a dict in any case; else ``get`` shows its type."""
+    """True if the state is a dict in any case; else ``get`` shows its type."""
 
 
 def has_state(owner: object) -> bool:

@@ -28,6 +28,7 @@ from tests.easydel.training import (
     TrainedStep,
     Trainer,
     arguments,
+    dataset,
     model,
     records,
     trainer,
@@ -115,7 +116,15 @@ def test_a_run_without_checkpoints_is_trained_from_the_model_which_is_logged(
         Trainer,
         tmp_path,
         store_run=run,
-        changes={"max_training_steps": 5, "save_steps": 2},
+        dataset_eval=dataset(),
+        # evaluates before the last save, which keeps the metrics of the training
+        changes={
+            "max_training_steps": 5,
+            "save_steps": 2,
+            "do_eval": True,
+            "evaluation_steps": 5,
+            "max_evaluation_steps": 1,
+        },
     )
     made.train()
 
@@ -169,7 +178,7 @@ def test_a_policy_of_the_run_is_kept_which_is_logged(
     assert "latest(5) | every(10 steps): save_total_limit=2 is not" in caplog.text
 
 
-def test_time_triggers_saves_between_those_of_the_steps(
+def test_time_triggers_saves_between_the_saves_of_the_policy(
     run: store.Run, tmp_path: Path
 ) -> None:
     changes = {"max_training_steps": 4, "save_interval_minutes": 1e-9}
@@ -303,7 +312,7 @@ def test_without_the_optimizers_state_a_resume_initialises_it_which_is_logged(
     assert made.model_state.opt_state is not None
     assert 3 == int(made.model_state.step)
 
-    # who wants the state of the optimizer does not get another one in silence
+    # with the argument, a checkpoint without the optimizer is rejected
     with pytest.raises(store.InvalidRequestError, match="no state of an optimizer"):
         trainer(Trainer, tmp_path, store_run=run)
 

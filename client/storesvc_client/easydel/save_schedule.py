@@ -3,7 +3,7 @@
 The rules equal EasyDeL's own checkpointer: the first step policy that reaches a step
 decides about it. An interval of time adds saves between these steps.
 
->>> schedule = SaveSchedule(policies=[Every(every=100, until=None)], interval=None)
+>>> schedule = SaveSchedule(policies=[CheckpointInterval(every=100)], interval=None)
 >>> [step for step in range(301) if schedule.is_due_at(step)]
 [100, 200, 300]
 """

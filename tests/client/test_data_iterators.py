@@ -10,6 +10,7 @@ import pytest
 from grain import experimental
 
 import storesvc_client as store
+from storesvc_client._values.stateful import UnfitStateError, give_shards
 
 TREE = {"x": 1.0}
 SIZE = 60
@@ -207,15 +208,8 @@ def test_what_has_no_state_that_can_be_kept_is_rejected_at_the_save(
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=message):
         run.save(1, TREE, items={"data": value})
-    assert [] == run.steps() if run_exists(run) else True
-
-
-def run_exists(run: store.Run) -> bool:
-    try:
+    with pytest.raises(store.NotFoundError):
         run.info()
-    except store.NotFoundError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -265,6 +259,13 @@ def test_a_state_that_does_not_fit_is_rejected(
 
     with pytest.raises(store.MismatchError, match=f"(?s){message}"):
         run.items(1).restore_into("data", target)
+
+
+def test_a_value_of_json_that_is_no_state_does_not_fit(run: store.Run) -> None:
+    for step, value in enumerate(({"%tuple": 1}, {"%shards": 1}, {"%new": {}})):
+        run.save(step, TREE, items={"data": value}).result()
+        with pytest.raises(store.MismatchError, match=r"expected what '%[a-z]+' holds"):
+            run.items(step).restore_into("data", Taker())
 
 
 def test_a_target_without_a_state_is_rejected(run: store.Run) -> None:
@@ -395,6 +396,34 @@ def test_shard_states_that_do_not_fit_are_rejected(
 
     with pytest.raises(store.MismatchError, match=message):
         run.items(1).restore_into("data", target)
+
+
+def test_the_shards_of_all_processes_are_divided_anew() -> None:
+    saved = [{"%shards": {"0": 0, "2": 20}}, {"%shards": {"1": 10, "3": 30, "2": 20}}]
+
+    for count in (1, 2, 3, 4):
+        found: dict[int, int] = {}
+        for index in range(count):
+            target = Sharded(None, grain.sharding.ShardOptions(index, count))
+            give_shards(target, saved)
+            assert {index} == {shard % count for shard in target.states}
+            found |= target.states
+        assert {0: 0, 1: 10, 2: 20, 3: 30} == found
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ([{"0": 1}, {"0": 2}], "expected one state of shard 0, got different ones"),
+        ([{"0": 1}, {"a": 2}], "expected shard states of all processes, got others"),
+        ([{"0": 1}, 7], "expected shard states of all processes, got others"),
+    ],
+)
+def test_shard_states_of_processes_that_do_not_go_together_are_rejected(
+    saved: list[Any], message: str
+) -> None:
+    with pytest.raises(UnfitStateError, match=message):
+        give_shards(Sharded(), [{"%shards": each} for each in saved])
 
 
 @pytest.mark.parametrize(

@@ -129,26 +129,29 @@ class Items(Mapping[str, Any]):
             DataLossError: Stored bytes are damaged.
         """
         place = f"{self._name} item {name!r}"
-        count = self._item(name).process_count
+        item = self._item(name)
+        count = item.process_count
         if not has_state(target):
             raise InvalidRequestError(
                 f"{place}: expected an object with get_state and set_state, or with "
                 "state_dict and load_state_dict, or a numpy.random.Generator, got "
                 f"{shown(target)}"
             )
-        values = self.per_process(name) if count else [self[name]]
+        fits = count in (None, self._count)
+        value = self[name] if fits else self._values([item.rows[0]])[0]
         try:
-            if all(map(is_of_shards, values)):
-                give_shards(target, values)
-                return
-            if count is not None and count != self._count:
+            if is_of_shards(value):
+                all_values = [value] if count is None else self.per_process(name)
+                give_shards(target, all_values)
+            elif fits:
+                give_state(target, value)
+            else:
                 raise UnfitStateError(
                     f"expected a job of the {count} processes that saved a state each, "
                     f"got one of {self._count}; an iterator that is to go on with "
                     "another number must be saved as Replicated, or be an "
                     "ElasticIterator of Grain"
                 )
-            give_state(target, values[0 if count is None else self._index])
         except UnfitStateError as e:
             raise MismatchError(f"{place}: {e}") from e
 

@@ -252,10 +252,6 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         yield from _problems(each, f"{where}[{key!r}]", depth + 1)
 
 
-def _at(where: str) -> str:
-    return f"at {where}: " if where else ""
-
-
 def _expected(where: str) -> str:
     return "a value of JSON" if where else "a text, bytes, or a value of JSON"
 

@@ -85,7 +85,10 @@ def take_state(owner: Any) -> State | None:
 
 def is_of_shards(value: Any) -> bool:
     """Returns whether a stored value holds shard states."""
-    return type(value) is dict and value.keys() == {_SHARDS}
+    if type(value) is not dict or value.keys() != {_SHARDS}:
+        return False
+    shards = value[_SHARDS]
+    return type(shards) is dict and all(map(str.isdecimal, shards))
 
 
 def give_state(owner: Any, value: Any) -> None:
@@ -124,12 +127,11 @@ def give_shards(owner: Any, values: Iterable[Any]) -> None:
         UnfitStateError: The object takes no shards, shards are missing or differ, or
             it would have none.
     """
-    name = type_name(type(owner))
     methods = _shard_methods(owner)
     if methods is None:
         raise UnfitStateError(
-            f"expected an object with set_shard_states, because shard states were "
-            f"saved, got {name}"
+            "expected an object with set_shard_states, because shard states were "
+            f"saved, got {type_name(type(owner))}"
         )
     shards = _joined(values)
     options = owner.shard_options
@@ -200,6 +202,8 @@ def _joined(values: Iterable[Any]) -> list[Any]:
     """Returns the states of all shards, by their numbers."""
     found: dict[int, Any] = {}
     for value in values:
+        if not is_of_shards(value):
+            raise UnfitStateError("expected shard states of all processes, got others")
         for text, state in value[_SHARDS].items():
             if found.setdefault(int(text), state) != state:
                 raise UnfitStateError(

@@ -424,6 +424,26 @@ def test_one_failure_too_many_is_raised(
 
 
 @pytest.mark.slow
+def test_a_failure_costs_its_own_step_only(
+    run: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, taken = initial(), [step for step in range(18) if step % 3]
+    for step in taken:
+        run.save(step, state).result()
+
+    with run.loop(every=store.Steps(1), on_failure=store.Tolerate(2)) as loop:
+        for step in range(19):  # without a pause: each waits for the one before
+            loop.after(step, state)
+
+    assert list(range(19)) == run.steps()
+    assert (18, len(taken)) == (loop.saved_step, loop.failures)
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(taken) == len(messages)
+    for step, message in zip(taken, messages, strict=True):
+        assert message.startswith(f"save of {run.name}@{step} failed; training")
+        assert f"{run.name}@{step} exists already" in message
+
+
 def test_a_failure_of_the_last_step_is_not_tolerated(served: InProcessServer) -> None:
     with store.connect(served.address) as client:
         run = client.run("tests/last")

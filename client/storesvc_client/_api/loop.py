@@ -32,7 +32,7 @@ from typing import (
 from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
 from storesvc_client._api.sigterm import NoTermination, Termination, termination
 from storesvc_client._job.decisions import Decision, Decisions
-from storesvc_client._save.handle import Save
+from storesvc_client._save.handle import Save, take_error
 from storesvc_client._values.arguments import checked_choice, checked_flag, shown
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
@@ -427,6 +427,7 @@ class Loop:
                 raise
             self._saves.fail(step, e)
             return None
+        take_error(save)  # or the next save raises it in its own place
         self._saves.pending.append(save)
         return save
 
@@ -434,9 +435,10 @@ class Loop:
         """Returns whether the schedule saves a step, in all processes alike."""
         decisions = self._decisions
         if decisions is None or decisions.is_leader:
+            decision = self._decide(step)
+            self._saves.settle()  # those that it has waited for
             if self._is_lost:
                 raise self._error()  # which __exit__ publishes
-            decision = self._decide(step)
             if decisions is not None:
                 decisions.publish(decision)
         else:

@@ -57,10 +57,12 @@ def test_cat_writes_an_item_byte_for_byte(address: str, path: str, data: bytes) 
     ("path", "match"),
     [
         ("prod/items@1:confg", "prod/items@1 has no item 'confg'; nearest: config"),
-        ("prod/items@1:w", "prod/items@1 has no item 'w'; it has: config, data,"),
+        ("prod/items@1:w", "'w' is a leaf of prod/items@1, no item; 'storectl stat"),
+        ("prod/items@1:v", "prod/items@1 has no item 'v'; it has: config, data,"),
         ("prod/none@1:config", "prod/none@1 has no items"),
-        ("prod/items@1:data", "expected the number of the process, 0 to 0, got none"),
-        ("prod/items@1:data/1", "has no value of process 1, but values of 0 to 0"),
+        ("prod/items@1:data", "a value of each of 1 process; use prod/items@1:data/0"),
+        ("prod/items@1:data/1", "has no value of process 1, but of 1 process from 0"),
+        ("prod/items@1:notes/0", "has no value of process 0, but one value for all"),
         ("prod/items@9:config", "prod/items@9 does not exist; the nearest"),
     ],
 )
@@ -161,9 +163,10 @@ def test_get_reads_leaves_and_refers_to_cat_for_items(address: str) -> None:
     text = printed(address, "get", "prod/items@1:**")
 
     assert ["large", "name", "w"] == [x.split()[0] for x in text.splitlines()[1:]]
-    assert "'config' is an item of prod/items@1, no leaf; 'storectl cat" in refusal(
-        address, "get", "prod/items@1:config"
-    )
+    for command in ("get", "stat", "tree", "ls"):
+        assert "'config' is an item of prod/items@1, no leaf; 'storectl cat" in refusal(
+            address, command, "prod/items@1:config"
+        )
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])

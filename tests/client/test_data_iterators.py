@@ -80,7 +80,14 @@ def leaves(batches: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
-@pytest.mark.parametrize("steps", [0, 3, 7])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        3,
+        pytest.param(7, marks=pytest.mark.slow),
+    ],
+)
 def test_an_iterator_of_grain_goes_on_where_it_was_when_save_was_called(
     run: store.Run, make: Callable[[], Any], steps: int
 ) -> None:

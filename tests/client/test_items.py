@@ -60,7 +60,15 @@ def values(items: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=["embedded", "streamed", "served", "direct", "bucket"])
+@pytest.fixture(
+    params=[
+        "embedded",
+        "streamed",
+        pytest.param("served", marks=pytest.mark.slow),
+        pytest.param("direct", marks=pytest.mark.slow),
+        "bucket",
+    ]
+)
 def anywhere(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[], store.Client]]:
@@ -220,7 +228,9 @@ def test_an_item_of_processes_is_read_by_as_many(run: store.Run) -> None:
     assert [[7]] == items.per_process("data")
     assert b"[7]" == items.encoded("data", 0)
     assert 1 == items.info("data").process_count
-    with pytest.raises(store.InvalidRequestError, match="the number of the process"):
+    with pytest.raises(
+        store.InvalidRequestError, match="the number of a process, below 1"
+    ):
         items.encoded("data")
     with pytest.raises(store.NotFoundError, match="no value of process 1"):
         items.encoded("data", 1)
@@ -376,7 +386,9 @@ def saved_manifest(root: Path) -> Manifest:
         return manifest
 
 
-@pytest.mark.parametrize("plane", ["direct", "streamed"])
+@pytest.mark.parametrize(
+    "plane", ["direct", pytest.param("streamed", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["tokenizer", "config", "long", "data"])
 def test_a_flipped_bit_of_an_item_is_caught_by_verify_and_by_reading(
     tmp_path: Path, name: str, plane: str

@@ -26,6 +26,7 @@ from storesvc_client._values.notebook import (
     save_report_html,
     verification_html,
 )
+from storesvc_client._values.texts import printable
 from tests.support.in_process_server import InProcessServer
 
 HOSTILE = "<script>alert('1')</script>\u202e&\"\x07"
@@ -153,6 +154,52 @@ def test_a_diff_shows_the_leaves_that_differ(run: store.Run) -> None:
     same = run.diff(2, 2)
     assert [] == rows(same)
     assert "4 leaves the same" in words(same)
+
+
+def test_items_show_next_to_the_tree_and_in_a_diff(run: store.Run) -> None:
+    items = {"config": {"layers": 2}, "notes": HOSTILE, "gone": b""}
+    run.save(1, TREE, items=items).result()
+    own = store.PerProcess({"at": 7})
+    later = run.save(2, TREE, items={"config": {"layers": 3}, "data": own}).result()
+    found, diff = run.items(1), run.diff(1, 2)
+
+    assert "2" == dict(rows(later))["items"]
+    expected = [
+        ["ITEM", "KIND", "SIZE"],
+        ["config", "json", "12 B"],
+        ["gone", "bytes", "0 B"],
+        ["notes", "text", f"{len(HOSTILE.encode())} B"],
+    ]
+    assert expected == rows(found)
+    assert expected == rows(run.open(1))[-len(expected) :]
+    assert ["data", "1 x json", "8 B"] in rows(run.items(2))
+    assert f"items of {run.name}@1 3 items" in words(found)
+
+    assert f"<Diff {run.name}@1 to {run.name}@2, 0 differences, 4 items changed>" == (
+        repr(diff)
+    )
+    assert "<ItemDifference added data/0>" == repr(diff.items[1])
+    assert "3 leaves the same items: 1 added, 1 content, 2 removed" in words(diff)
+    assert [
+        ["ITEM", "CHANGE", "BEFORE", "AFTER"],
+        ["config", "content", "json, 12 B", "json, 12 B"],
+        ["data/0", "added", "-", "json, 8 B"],
+        ["gone", "removed", "bytes, 0 B", "-"],
+        ["notes", "removed", expected[3][1] + ", " + expected[3][2], "-"],
+    ] == rows(diff)
+
+    run.save(3, TREE).result()
+    assert "no items" in words(run.items(3))
+
+
+def test_a_restore_that_stepped_back_shows_the_damage(run: store.Run) -> None:
+    run.save(1, TREE).result()
+    opened = run.open()
+    opened.restore()
+    assert opened.report is not None
+    report = dataclasses.replace(opened.report, damaged={2: HOSTILE})
+
+    assert ["damaged step 2", printable(HOSTILE)] in rows(report)
 
 
 def test_reports_show_bytes_and_phases(run: store.Run) -> None:

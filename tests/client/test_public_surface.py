@@ -78,7 +78,7 @@ def test_the_values_of_a_run_have_short_texts(run: store.Run) -> None:
     ]
 
     assert all(len(repr(value)) < 320 for value in shown)
-    assert f"<Checkpoint {run.name}@1, 1 leaves, 64 bytes>" == repr(checkpoint)
+    assert f"<Checkpoint {run.name}@1, 1 leaf, 64 bytes>" == repr(checkpoint)
     assert "<LeafInfo x float64[8]>" == repr(opened.leaves["x"])
 
 

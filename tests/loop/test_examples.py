@@ -74,7 +74,9 @@ NNX = Example("nnx_loop", _nnx_state)
 KERAS = Example("keras_fit", _keras_state, option="--epochs", steps_each=20)
 
 each_example = pytest.mark.parametrize(
-    "example", [LINEN, NNX, KERAS], ids=lambda found: found.name
+    "example",
+    [NNX, *(pytest.param(slow, marks=pytest.mark.slow) for slow in (LINEN, KERAS))],
+    ids=lambda found: found.name,
 )
 
 

@@ -96,6 +96,7 @@ def test_a_loop_that_is_complete_trains_no_step(run: store.Run) -> None:
     assert [0, 10, 20, 24] == run.steps()
 
 
+@pytest.mark.slow
 def test_a_loop_saves_by_the_clock(run: store.Run) -> None:
     every = store.Steps(1000) | store.Minutes(0.2 / 60)
 

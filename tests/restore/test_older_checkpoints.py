@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=["direct", "streamed"])
+@pytest.fixture(params=["direct", pytest.param("streamed", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, root: Path) -> Iterator[store.Run]:
     with store.connect(root.as_uri()) as client:
         if request.param == "streamed":

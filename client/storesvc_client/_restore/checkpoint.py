@@ -141,7 +141,8 @@ class OpenCheckpoint:
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import tree_html
 
-        return tree_html(self.name, self.leaves)
+        items = self.items
+        return tree_html(self.name, self.leaves, [*map(items.info, items)])
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from storesvc_client._values.stateful import (
     has_state,
     is_of_shards,
 )
+from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
 from storesvc_client.errors import InvalidRequestError, MismatchError, NotFoundError
 
@@ -66,6 +67,11 @@ class Items(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<Items of {self._name}: {', '.join(self._items) or 'none'}>"
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import items_html
+
+        return items_html(f"items of {self._name}", [*map(self.info, self)])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -207,10 +213,12 @@ class Items(Mapping[str, Any]):
             return self._bytes([item.rows[process]])[0]
         if process is None:
             raise InvalidRequestError(
-                f"{self._name} item {name!r}: expected the number of the process, 0 to "
-                f"{len(item.rows) - 1}, got none; each has saved a value of its own"
+                f"{self._name} item {name!r}: expected the number of a process, below "
+                f"{len(item.rows)}, got none; each has saved a value of its own"
             )
-        there = "one value for all" if count is None else f"values of 0 to {count - 1}"
+        there = "one value for all"
+        if count is not None:
+            there = f"of {count_text(count, 'process')} from 0"
         raise NotFoundError(
             f"{self._name} item {name!r} has no value of process {process}, but {there}"
         )

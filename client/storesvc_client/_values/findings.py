@@ -156,6 +156,15 @@ class ItemDifference:
     size_bytes: int | None
     """Bytes of the encoded value in the later checkpoint; None if it was removed."""
 
+    def __repr__(self) -> str:
+        return f"<ItemDifference {self.kind} {self.place}>"
+
+    @property
+    def place(self) -> str:
+        """Name of the item; with the number of the process, ``data/3``, for its own
+        value."""
+        return self.name if self.process is None else f"{self.name}/{self.process}"
+
     @classmethod
     def from_message(cls, message: api.LeafDifference) -> "ItemDifference":
         """Returns the value of a protobuf message."""
@@ -191,6 +200,8 @@ class Diff:
     def __repr__(self) -> str:
         before, after = self.base, self.checkpoint
         differences = count_text(len(self.differences), "difference")
+        if self.items:
+            differences += f", {count_text(len(self.items), 'item')} changed"
         return (
             f"<Diff {before.run}@{before.step} to {after.run}@{after.step}, "
             f"{differences}>"

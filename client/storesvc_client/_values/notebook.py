@@ -11,13 +11,20 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from storesvc_client._values.durations import duration_text
-from storesvc_client._values.findings import Damage, Diff, LeafDifference, Verification
+from storesvc_client._values.findings import (
+    Damage,
+    Diff,
+    ItemDifference,
+    LeafDifference,
+    Verification,
+)
 from storesvc_client._values.html import Column, heading, note, table
 from storesvc_client._values.leaf_tree import draw, grow
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
     dtype_text,
+    item_text,
     key_text,
     pairs_text,
     plural,
@@ -25,10 +32,12 @@ from storesvc_client._values.texts import (
     size_text,
     sizes_text,
     time_text,
+    value_text,
 )
 from storesvc_client._values.values import (
     Checkpoint,
     HoldInfo,
+    ItemInfo,
     LeafInfo,
     RestoreReport,
     RetentionDecision,
@@ -104,6 +113,7 @@ def checkpoint_html(found: Checkpoint) -> str:
         "size": size_text(found.size_bytes),
         "added": f"{size_text(found.own_bytes)} of stored chunks",
         "leaves": f"{found.leaf_count:,}",
+        "items": f"{found.item_count:,}",
         "chunks": f"{found.chunk_count:,}",
         "metrics": pairs_text(found.metrics),
         "labels": pairs_text(found.labels),
@@ -116,14 +126,23 @@ def checkpoint_html(found: Checkpoint) -> str:
     return _fields(f"{found.run}@{found.step}", fields)
 
 
-def tree_html(title: str, leaves: Mapping[str, LeafInfo]) -> str:
-    """Returns the drawing of a tree of leaves, as ``storectl tree`` draws it."""
+def tree_html(
+    title: str, leaves: Mapping[str, LeafInfo], items: Sequence[ItemInfo]
+) -> str:
+    """Returns the drawing of a tree of leaves, as ``storectl tree`` draws it, and the
+    table of the items next to it."""
     size = size_text(sum(leaf.size_bytes for leaf in leaves.values()))
     lines = list(draw(grow(leaves.values())))
     drawing = table(
         _DRAWING, lines[:MAX_ROWS], omitted=_omitted(len(lines), "line", MAX_ROWS)
     )
-    return heading(f"{title}  {count_text(len(leaves), 'leaf')}, {size}") + drawing
+    top = heading(f"{title}  {count_text(len(leaves), 'leaf')}, {size}")
+    return top + drawing + (list_html(items) if items else "")
+
+
+def items_html(title: str, items: Sequence[ItemInfo]) -> str:
+    """Returns the table of the items of a checkpoint."""
+    return heading(title) + list_html(items, noun="item")
 
 
 def leaves_html(leaves: Mapping[str, LeafInfo]) -> str:
@@ -134,16 +153,24 @@ def leaves_html(leaves: Mapping[str, LeafInfo]) -> str:
 def diff_html(found: Diff) -> str:
     """Returns the differences between two checkpoints."""
     before, after = found.base, found.checkpoint
-    kinds = Counter(one.kind for one in found.differences)
-    counts = [f"{count:,} {kind}" for kind, count in sorted(kinds.items())]
+    counts = _counts(found.differences)
     counts.append(f"{count_text(found.same_leaf_count, 'leaf')} the same")
-    title = f"{before.run}@{before.step} to {after.run}@{after.step}"
-    differences = _table(_LAYOUTS[LeafDifference], found.differences)
-    return (
-        heading(title)
-        + note(", ".join(counts))
-        + (differences if found.differences else "")
-    )
+    parts = [
+        heading(f"{before.run}@{before.step} to {after.run}@{after.step}"),
+        note(", ".join(counts)),
+    ]
+    if found.differences:
+        parts.append(_table(_LAYOUTS[LeafDifference], found.differences))
+    if found.items:
+        parts.append(note(f"items: {', '.join(_counts(found.items))}"))
+        parts.append(_table(_LAYOUTS[ItemDifference], found.items))
+    return "".join(parts)
+
+
+def _counts(differences: Iterable[LeafDifference | ItemDifference]) -> list[str]:
+    """Returns texts such as "2 added", in the order of the kinds."""
+    kinds = Counter(one.kind for one in differences)
+    return [f"{count:,} {kind}" for kind, count in sorted(kinds.items())]
 
 
 def verification_html(found: Verification) -> str:
@@ -193,6 +220,8 @@ def restore_report_html(report: RestoreReport) -> str:
     if report.slowest_process is not None:
         slowest = report.slowest_process
         fields["slowest process"] = f"{slowest.process}, {_seconds(slowest.seconds)} s"
+    for step, damage in report.damaged.items():
+        fields[f"damaged step {step}"] = damage
     title = f"restore of {report.run}@{report.step}"
     return _fields(title, fields) + _phases(report.timings)
 
@@ -269,6 +298,19 @@ def _difference_row(one: LeafDifference) -> tuple[str, ...]:
         _array(one.base_dtype, one.base_shape),
         _array(one.dtype, one.shape),
         chunks,
+    )
+
+
+def _item_row(one: ItemInfo) -> tuple[str, ...]:
+    return one.name, item_text(one), size_text(one.size_bytes)
+
+
+def _item_difference_row(one: ItemDifference) -> tuple[str, ...]:
+    return (
+        one.place,
+        one.kind,
+        value_text(one.base_value_kind, one.base_size_bytes),
+        value_text(one.value_kind, one.size_bytes),
     )
 
 
@@ -356,6 +398,12 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             Column("CHUNKS", right=True),
         ),
         _difference_row,
+    ),
+    ItemInfo: _Layout("item", (Column("ITEM"), Column("KIND"), _SIZE), _item_row),
+    ItemDifference: _Layout(
+        "difference",
+        (Column("ITEM"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
+        _item_difference_row,
     ),
     Damage: _Layout(
         "damage",

@@ -41,7 +41,7 @@ def count_text(count: int, noun: str) -> str:
 
 def plural(noun: str) -> str:
     """Returns "leaves" for "leaf"."""
-    return {"leaf": "leaves"}.get(noun, f"{noun}s")
+    return {"leaf": "leaves", "process": "processes"}.get(noun, f"{noun}s")
 
 
 def number_text(value: complex | None) -> str:
@@ -104,6 +104,13 @@ def item_text(item: "ItemInfo") -> str:
     """Returns the kind of an item, such as "json", or "4 x json" of four processes."""
     count = item.process_count
     return item.kind if count is None else f"{count} x {item.kind}"
+
+
+def value_text(kind: str | None, size_bytes: int | None) -> str:
+    """Returns kind and size of an item's value, such as "json, 25 B"."""
+    if kind is None or size_bytes is None:
+        return ABSENT
+    return f"{kind}, {size_text(size_bytes)}"
 
 
 def sizes_text(sizes: Iterable[int]) -> str:

@@ -174,7 +174,8 @@ class Checkpoint:
     """Name of its key space (zarr view), below ``trees/`` of its run."""
 
     def __repr__(self) -> str:
-        size = f"{self.leaf_count} leaves, {self.size_bytes} bytes"
+        leaves = f"{self.leaf_count} {'leaf' if self.leaf_count == 1 else 'leaves'}"
+        size = f"{leaves}, {self.size_bytes} bytes"
         return f"<Checkpoint {self.run}@{self.step}, {size}>"
 
     def _repr_html_(self) -> str:

@@ -1,6 +1,5 @@
 """Selects the leaves of a checkpoint that a command works on."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, ItemInfo, LeafInfo
+    from storesvc_client import Client, ItemInfo, LeafInfo, OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,8 @@ def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selectio
         items = tuple(map(opened.items.info, opened.items))
         return Selection(checkpoint, tuple(leaves.values()), items)
     found = matching_keys(path.glob, leaves)
-    if not found and path.glob in opened.items:
-        raise Refusal(
-            f"{path.glob!r} is an item of {checkpoint}, no leaf; 'storectl cat "
-            f"{checkpoint}:{path.glob}' writes it"
-        )
     if not found:
-        raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
+        raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
     return Selection(checkpoint, tuple(leaves[key] for key in found))
 
 
@@ -61,14 +55,15 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
         Refusal: There is no such leaf.
     """
     checkpoint = _pin(client, path.checkpoint)
-    leaves = client.run(checkpoint.run).open(checkpoint.which).leaves
+    opened = client.run(checkpoint.run).open(checkpoint.which)
+    leaves = opened.leaves
     if path.glob not in leaves and set("*?[") & set(path.glob):
         raise Refusal(
             f"{path.glob!r}: expected the key of one leaf, got a glob; 'storectl ls' "
             "accepts globs"
         )
     if path.glob not in leaves:
-        raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
+        raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
     return Selection(checkpoint, (leaves[path.glob],))
 
 
@@ -78,9 +73,13 @@ def _pin(client: "Client", path: CheckpointPath) -> CheckpointPath:
     return CheckpointPath(path.run, client.run(path.run).checkpoint(path.which).step)
 
 
-def _absence(
-    glob: str, leaves: "Mapping[str, LeafInfo]", *, checkpoint: CheckpointPath
-) -> str:
+def _absence(glob: str, opened: "OpenCheckpoint", *, checkpoint: CheckpointPath) -> str:
+    leaves = opened.leaves
+    if glob in opened.items:
+        return (
+            f"{glob!r} is an item of {checkpoint}, no leaf; 'storectl cat "
+            f"{checkpoint}:{glob}' writes it"
+        )
     wanted = f"no leaf of {checkpoint} matches {glob!r}"
     if below := keys_below(glob, leaves):
         subtree = glob.rstrip("/")

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from storesvc_client._values.texts import printable_lines, size_text
+from storesvc_client._values.texts import count_text, printable_lines, size_text
 from storesvc_client.cli.arguments import item_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
@@ -35,8 +35,19 @@ def cat(connection: Connection, *, path: LeafPath) -> None:
         )
     checkpoint = path.checkpoint
     with connection.open() as client:
-        items = client.run(checkpoint.run).items(checkpoint.which)
-        kind = items.info(name).kind
+        opened = client.run(checkpoint.run).open(checkpoint.which)
+        items = opened.items
+        if name not in items and path.glob in opened.leaves:
+            raise Refusal(
+                f"{path.glob!r} is a leaf of {opened.name}, no item; 'storectl stat "
+                f"{opened.name}:{path.glob}' shows it"
+            )
+        kind, count = items.info(name).kind, items.info(name).process_count
+        if count is not None and not slash:
+            raise Refusal(
+                f"{path} has a value of each of {count_text(count, 'process')}; use "
+                f"{path}/0 for that of process 0"
+            )
         data = items.encoded(name, int(process) if slash else None)
     if not sys.stdout.isatty():
         click.echo(data, nl=False)

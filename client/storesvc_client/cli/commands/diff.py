@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import ABSENT, count_text, size_text, sizes_text
+from storesvc_client._values.texts import ABSENT, count_text, sizes_text, value_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import Column, print_json, print_table
@@ -82,19 +82,12 @@ def _row(leaf: "LeafDifference") -> tuple[str, ...]:
 
 
 def _item_row(item: "ItemDifference") -> tuple[str, ...]:
-    own = "" if item.process is None else f"/{item.process}"
     return (
-        f"{item.name}{own}",
+        item.place,
         item.kind,
-        _value_text(item.base_value_kind, item.base_size_bytes),
-        _value_text(item.value_kind, item.size_bytes),
+        value_text(item.base_value_kind, item.base_size_bytes),
+        value_text(item.value_kind, item.size_bytes),
     )
-
-
-def _value_text(kind: str | None, size_bytes: int | None) -> str:
-    if kind is None or size_bytes is None:
-        return ABSENT
-    return f"{kind}, {size_text(size_bytes)}"
 
 
 def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:

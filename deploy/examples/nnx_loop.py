@@ -1,8 +1,8 @@
 """Trains an NNX model, saves to a store, and resumes from it.
 
-Kill it at any moment and run it again: it continues at the newest checkpoint. On
-SIGTERM it saves the step and ends. `without_checkpoints/` has the same job without
-the lines for checkpoints.
+Kill it at any moment and run it again: it continues at the newest checkpoint, with the
+batches that it had not trained on. On SIGTERM it saves the step and ends.
+`without_checkpoints/` has the same job without the lines for checkpoints.
 
     python nnx_loop.py --store file:///tmp/ckpts
 """
@@ -11,6 +11,7 @@ import argparse
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -34,13 +35,8 @@ class Mlp(nnx.Module):
         return self.out(self.dropout(nnx.tanh(self.hidden(x))))
 
 
-def batch_of(step: int) -> jax.Array:
-    """Returns the batch of a step; the same one after a resume."""
-    return jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (32, 8))
-
-
 @nnx.jit
-def train_step(model: Mlp, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
+def train_step(model: Mlp, optimizer: nnx.Optimizer, batch: np.ndarray) -> jax.Array:
     """Trains the model in place, and returns the loss of the step."""
 
     def loss_of(model: Mlp) -> jax.Array:
@@ -53,14 +49,15 @@ def train_step(model: Mlp, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Ar
 
 model = Mlp(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+data = np.random.default_rng(1)
 with store.connect(options.store) as client:
     run = client.run("examples/nnx")
     every, keep = store.Steps(20) | store.Minutes(15), store.KeepLatest(3)
     with run.loop(every=every, keep=keep, create=True) as loop:
-        state, start = loop.restore_or(nnx.state((model, optimizer)))
+        state, start = loop.restore_or(nnx.state((model, optimizer)), data=data)
         nnx.update((model, optimizer), state)
         for step in loop.steps(start, options.steps):
-            loss = train_step(model, optimizer, batch_of(step))
+            loss = train_step(model, optimizer, data.normal(size=(32, 8)))
             state = nnx.state((model, optimizer))
-            loop.after(step, state, metrics={"loss": loss})
+            loop.after(step, state, metrics={"loss": loss}, items={"data": data})
 print(loop.outcome)

@@ -211,6 +211,67 @@ def test_a_compiled_init_with_shardings_is_not_run_for_a_restore(
     assert 7 == state["n"]
 
 
+def test_a_state_that_a_resume_would_reject_is_rejected_at_the_first_step(
+    run: store.Run,
+) -> None:
+    """Flax creates a TrainState whose step is a Python number until the first step."""
+    init = {"step": 0, "w": jnp.zeros(4), "old": 1.0}
+    state = {"step": jnp.int32(1), "w": jnp.zeros(3), "new": 1.0}
+
+    with run.loop(every=store.Steps(1000), create=True) as loop:
+        loop.restore_or(init)
+        with pytest.raises(store.MismatchError) as e:
+            loop.after(1, state)
+
+    for part in (
+        f"{run.name}@1 could not be restored like the initial state of this loop: ",
+        "leaf 'step': expected a Python scalar (int64), got () int32",
+        "leaf 'w': expected (4,) float32, got (3,) float32",
+        "leaf 'old': expected a Python scalar (float64), got none",
+        "leaf 'new': expected none, got a Python scalar (float64)",
+        "; make both alike, for example with a jax.jit function for restore_or",
+    ):
+        assert part in str(e.value)
+    assert [] == run.steps()
+
+
+def test_values_may_change_their_form_where_a_resume_accepts_it(run: store.Run) -> None:
+    with run.loop(every=store.Steps(1), create=True) as loop:
+        loop.restore_or({"n": 1, "text": "a", "w": np.zeros(2)})
+        loop.after(0, {"n": 2**70, "text": "longer", "w": np.ones(2)})
+        loop.after(1, {"n": jnp.int32(1)})  # only the first step is compared
+
+    like = {"n": 1, "text": "a", "w": np.zeros(2)}
+    state = run.restore(0, like=like)
+    assert (2**70, "longer") == (state["n"], state["text"])
+
+
+def test_a_state_that_cannot_be_stored_is_rejected_by_its_save(run: store.Run) -> None:
+    with run.loop(every=store.Steps(1), create=True) as loop:
+        loop.restore_or({"x": 1})
+        with pytest.raises(store.UnsupportedLeafError, match="leaf 'x'"):
+            loop.after(0, {"x": object()})
+
+
+def test_a_function_may_make_typed_prng_keys(run: store.Run) -> None:
+    def init() -> Any:
+        return {"key": jax.random.key(3), "w": jnp.zeros(4)}
+
+    for start in (0, 1):
+        with run.loop(every=store.Steps(1), create=True) as loop:
+            state, found = loop.restore_or(init)
+            loop.after(
+                found,
+                {"key": jax.random.fold_in(state["key"], found)}
+                | {"w": state["w"] + 1},
+            )
+        assert start == found
+
+    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 0), 1)
+    key = run.restore(1, like=init())["key"]
+    assert jnp.array_equal(jax.random.key_data(expected), jax.random.key_data(key))
+
+
 def test_a_compiled_init_that_places_a_leaf_anywhere_is_run(run: store.Run) -> None:
     init = Counted(w=sharded(), n=None)
     run_steps(run, 5, init=init)

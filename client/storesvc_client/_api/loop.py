@@ -134,6 +134,8 @@ class Loop:
         self._is_complete = False
         """True if ``steps`` had no step left."""
         self._sigterm_step: int | None = None
+        self._initial: Any = None
+        """The initial state without its arrays, until ``after`` was called."""
         self._has_data = False
         """True if ``restore_or`` got a data iterator."""
         self._is_owed = False
@@ -222,7 +224,11 @@ class Loop:
                 f"{shown(data)}"
             )
         self._has_data = data is not None
-        from storesvc_client._pytree.training_loop import is_function, target_of
+        from storesvc_client._pytree.training_loop import (
+            is_function,
+            target_of,
+            without_values,
+        )
 
         name = self._run.name
         try:
@@ -244,7 +250,9 @@ class Loop:
                 name,
             )
             self._saved_at = time.monotonic()
-            return (init() if is_function(init) else init), 0
+            state = init() if is_function(init) else init
+            self._initial = without_values(state)
+            return state, 0
         self.restored, state = self._restore(
             "latest",
             distributed=self._distributed,
@@ -310,6 +318,8 @@ class Loop:
             InvalidRequestError: The step is not higher, or an argument of the save is
                 out of range.
             UnsupportedLeafError: The state has leaves that cannot be stored.
+            MismatchError: At the first step of a run: a checkpoint of the state could
+                not be restored like the initial state.
             StoreError: More saves failed in a row than are tolerated; the last error.
                 Or the save on SIGTERM failed.
             PeerFailedError: Process 0 of the job has ended its loop.
@@ -319,6 +329,11 @@ class Loop:
         if type(step) is not int or step < self._least_step:
             step = self._checked(step)
         self._step, self._least_step = step, step + 1
+        if self._initial is not None:
+            from storesvc_client._pytree.training_loop import check_restorable
+
+            check_restorable(f"{self._run.name}@{step}", state, self._initial)
+            self._initial = None
         if self._saves.pending or not self._has_policy:  # 1.
             self._settle()
         if self._termination.is_due():  # 2.

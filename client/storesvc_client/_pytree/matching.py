@@ -166,6 +166,22 @@ def match_like(
     return Match(wanted, build, problems, kept, tuple(hints))
 
 
+def problems_of(state: Any, like: Any) -> Sequence[str]:
+    """Returns why a checkpoint of a state could not be restored like another one.
+
+    Leaves that a checkpoint cannot hold are not compared: a save rejects them.
+
+    Raises:
+        UnsupportedLeafError: A state has two leaves with one key.
+    """
+    pairs = [(leaf, signature(leaf.value)) for leaf in named_leaves(state)[0]]
+    if any(found is None for _, found in pairs):
+        return []
+    tree = Tree(tuple(_as_saved(leaf, found) for leaf, found in pairs if found))
+    rows = range(len(tree.leaves))
+    return match_like(tree, like, rows, cast=None, keeping=False).problems
+
+
 def cast_name(cast: Any) -> str | None:
     """Returns the name of the dtype to cast to.
 
@@ -201,20 +217,24 @@ def _kept(
         if found is None or problem:
             problems.append("; ".join(filter(None, (_absence(leaf), problem))))
             continue
-        as_saved = Leaf(
-            key=leaf.key,
-            path_kinds=leaf.path_kinds,
-            kind=found.kind,
-            dtype=found.dtype,
-            shape=found.shape,
-            chunk_shape=found.shape,
-            prng_impl=found.prng_impl,
-        )
         wanted = Wanted(
             row=-number, kind=found.kind, dtype=found.dtype, value=leaf.value
         )
-        kept.append((as_saved, wanted))
+        kept.append((_as_saved(leaf, found), wanted))
     return kept, problems
+
+
+def _as_saved(leaf: NamedLeaf, found: Signature) -> Leaf:
+    """Returns the row that a leaf would have in a checkpoint, but for its chunks."""
+    return Leaf(
+        key=leaf.key,
+        path_kinds=leaf.path_kinds,
+        kind=found.kind,
+        dtype=found.dtype,
+        shape=found.shape,
+        chunk_shape=found.shape,
+        prng_impl=found.prng_impl,
+    )
 
 
 def _no_value(tree: Tree, leaf: NamedLeaf) -> str | None:

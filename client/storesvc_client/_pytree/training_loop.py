@@ -7,6 +7,10 @@ from typing import Any, TypeGuard
 import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
+from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._pytree.matching import problems_of
+from storesvc_client.errors import MismatchError
+
 _calls = count()
 """Number of each call of ``reached_sync_point``. Steps would not do: a loop may leave
 some out, and jax knows only one sequence for all loops of a process."""
@@ -47,12 +51,38 @@ def target_of(init: Callable[[], Any]) -> Any:
         target = init.eval_shape()
         if all(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(target)):
             return target
-    return jax.tree.map(_without_values, init())
+    return without_values(init())
+
+
+def without_values(state: Any) -> Any:
+    """Returns a state with the shapes and placements of its arrays, not the arrays."""
+    return jax.tree.map(_without_values, state)
+
+
+def check_restorable(name: str, state: Any, initial: Any) -> None:
+    """Checks that the next process can restore what this one is about to save.
+
+    Args:
+        name: Name of the checkpoint.
+        state: The state after the first step.
+        initial: The initial state, which may lack the values of its arrays.
+
+    Raises:
+        MismatchError: It could not; lists all differences.
+    """
+    problems = problems_of(state, like=initial)
+    if problems:
+        raise MismatchError(
+            f"{name} could not be restored like the initial state of this loop: "
+            f"{list_problems(problems)}; make both alike, for example with a jax.jit "
+            "function for restore_or, which turns Python numbers into arrays"
+        )
 
 
 def _without_values(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
+    weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak
     )

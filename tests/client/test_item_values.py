@@ -105,6 +105,11 @@ class Level(IntEnum):
 
 BAD: dict[str, tuple[Any, str]] = {
     "a tuple": ((1, 2), "got tuple; use a list"),
+    "bytes inside": ({"a": b""}, r"at \['a'\]: .* got bytes; make it an item of its"),
+    "a value of a process inside": (
+        [store.PerProcess(1)],
+        "got PerProcess; make it the whole value of an item",
+    ),
     "a tuple inside": ({"a": [(1,)]}, r"at \['a'\]\[0\]: .* got tuple; use a list"),
     "a set": ({1}, "got set; use a sorted list"),
     "an integer as key": ({"a": {1: 2}}, r"at \['a'\]: expected texts as keys, got 1"),
@@ -112,7 +117,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "infinity": (float("-inf"), "expected a finite number, got -inf"),
     "a number of NumPy": ({"lr": np.float64(0.1)}, r"got numpy.float64; use its item"),
     "an array": (np.zeros(3), "got numpy.ndarray; keep it in the tree"),
-    "bytes inside": ({"a": b"x"}, "expected a value of JSON, got bytes; convert it"),
     "a bytearray": (bytearray(b"x"), "got bytearray; use bytes"),
     "an enumeration": (Level.LOW, "got .*Level; convert it"),
     "a dict of another class": (OrderedDict(a=1), "OrderedDict; convert it"),

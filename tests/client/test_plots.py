@@ -126,6 +126,12 @@ def test_an_unknown_metric_is_rejected_with_the_nearest(run: store.Run) -> None:
     run.save(2, TREE, metrics={"loss": 1.0, "accuracy": 0.5}).result()
     with pytest.raises(store.NotFoundError, match="'lsos'; nearest: loss"):
         run.plot("lsos")
+    run.save(3, TREE, metrics={"\x1b[2Jloss": 1.0}).result()
+    with pytest.raises(store.NotFoundError, match=r"nearest: \\x1b\[2Jloss, loss"):
+        run.plot("[2Jloss")  # an error must not control the terminal
+    assert f"<Plot of \\x1b[2Jloss of {run.name}, 1 point>" == repr(
+        run.plot("\x1b[2Jloss")
+    )
     with pytest.raises(store.InvalidRequestError, match="name of a metric, got 7"):
         run.plot(7)  # type: ignore[arg-type]
 

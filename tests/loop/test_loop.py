@@ -297,6 +297,38 @@ def test_an_init_keeps_types_that_jax_does_not_have(run: store.Run) -> None:
     assert 0 == state["i"]
 
 
+@pytest.mark.parametrize(
+    ("init", "got"),
+    [(None, "None"), (lambda: None, "a function that returns None")],
+    ids=["none", "function"],
+)
+def test_an_initial_state_that_is_none_is_rejected(
+    run: store.Run, init: Any, got: str
+) -> None:
+    def restores() -> None:
+        with (
+            pytest.raises(store.InvalidRequestError, match=f"returns it, got {got}"),
+            run.loop(every=store.Steps(1), create=True) as loop,
+        ):
+            loop.restore_or(init)
+
+    restores()
+    run.save(1, initial()).result()
+    restores()
+
+
+def test_an_interrupted_loop_says_so(run: store.Run) -> None:
+    with (  # noqa: PT012 - what is raised within the loop is the test
+        pytest.raises(KeyboardInterrupt),
+        run.loop(every=store.Steps(10), create=True) as loop,
+    ):
+        assert f"<Loop of {run.name}, not at a step yet>" == repr(loop)
+        loop.after(5, initial())
+        raise KeyboardInterrupt
+
+    assert "failed at step 5 (KeyboardInterrupt); saved no step" == loop.outcome
+
+
 def test_a_module_that_is_callable_is_a_state(run: store.Run) -> None:
     @jax.tree_util.register_pytree_node_class
     class Module:
@@ -875,5 +907,6 @@ def test_items_and_data_are_rejected_before_anything_is_done(run: store.Run) -> 
 def test_options_of_another_type_are_rejected(
     run: store.Run, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(store.InvalidRequestError, match=r"expected .*, got "):
+    place = rf"^(loop of {run.name}: )?{next(iter(options))}=: expected .*, got "
+    with pytest.raises(store.InvalidRequestError, match=place):
         run.loop(**({"every": store.Steps(1)} | options))

@@ -41,7 +41,11 @@ def test_a_timedelta_is_a_trigger() -> None:
         (lambda: store.Minutes("15"), "Minutes: .* got '15'"),  # type: ignore[arg-type]
         (lambda: store.Steps(1) | 5, r"every=: expected Steps\(1000\), .* got 5"),  # type: ignore[operator]
         (lambda: store.Steps(1) | timedelta(0), "Minutes: .* above 0, got 0"),
-        (lambda: store.Tolerate(0), "Tolerate: expected .* at least 1, got 0"),
+        (
+            lambda: store.Tolerate(0),
+            "Tolerate: .* at least 1, got 0; Raise.. tolerates",
+        ),
+        (lambda: store.Tolerate(-1), "Tolerate: expected .* at least 1, got -1"),
     ],
 )
 def test_what_is_no_trigger_is_rejected(make: Any, message: str) -> None:

@@ -107,7 +107,7 @@ class Loop:
         self._restore = restored
         self._trouble = trouble
         self._schedule: Schedule = schedule_of(every)
-        self._keep = None if keep is None else rule_of(keep)
+        self._keep = None if keep is None else rule_of(keep, place=f"{place}: keep=")
         self._has_policy = keep is None
         self._creates = bool(checked_flag(f"{place}: create=", create))
         self._distributed = checked_distributed(place, distributed)
@@ -148,7 +148,8 @@ class Loop:
         """Step and time of its last look."""
 
     def __repr__(self) -> str:
-        how = self.outcome or f"at step {self._step}"
+        begun = "not at a step yet" if self._step is None else f"at step {self._step}"
+        how = self.outcome or begun
         return f"<Loop of {self._run.name}, {how}>"
 
     @property
@@ -210,6 +211,7 @@ class Loop:
                 still exists is not saved again; the step after it is.
 
         Raises:
+            InvalidRequestError: ``init`` is None, or returns it.
             NotFoundError: There is no such run, and ``create`` is not set; names
                 similar runs. Or the checkpoint has no item "data".
             MismatchError: As for ``Run.restore`` and ``Items.restore_into``.
@@ -231,6 +233,8 @@ class Loop:
         )
 
         name = self._run.name
+        if init is None:
+            raise self._no_state("None")
         try:
             # Before the target is made, which takes time and memory.
             self._run.open(distributed=self._distributed)
@@ -251,14 +255,19 @@ class Loop:
             )
             self._saved_at = time.monotonic()
             state = init() if is_function(init) else init
+            if state is None:
+                raise self._no_state("a function that returns None") from None
             self._initial = without_values(state)
             return state, 0
+        like = target_of(init) if is_function(init) else init
+        if like is None:  # which would restore any tree
+            raise self._no_state("a function that returns None")
         self.restored, state = self._restore(
             "latest",
             distributed=self._distributed,
             deadline=DEFAULT_DEADLINE,
             on_damage=on_damage,
-            like=target_of(init) if is_function(init) else init,
+            like=like,
         )
         step = self.restored.info.step
         if data is not None:
@@ -369,7 +378,7 @@ class Loop:
             self.outcome = self._described(error)
             if is_late:
                 self.outcome += "; received SIGTERM after it"
-        _log.info("loop of %s %s", self._run.name, self.outcome)
+        _log.info("loop of %s: %s", self._run.name, self.outcome)
         if self._saves.is_over or self._saves.is_hopeless:
             assert self._saves.error is not None
             if error is None:
@@ -534,6 +543,12 @@ class Loop:
         place = f"loop of {self._run.name}: after"
         return whole_number(place, step, least=self._least_step)
 
+    def _no_state(self, got: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"loop of {self._run.name}: restore_or: expected the initial state, or a "
+            f"function that returns it, got {got}"
+        )
+
     @property
     def _is_lost(self) -> bool:
         """True if a failed save ends the loop. In a job, process 0 counts the failures,
@@ -624,4 +639,6 @@ class Loop:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_SHOWN]
+    text = str(error)  # "" of Ctrl-C
+    name = type(error).__name__
+    return f"{name}: {text}"[:_SHOWN] if text else name

@@ -37,6 +37,8 @@ _INSTEAD: Final = {
     "frozenset": "use a sorted list",
     "bytearray": "use bytes",
     "memoryview": "use bytes",
+    "bytes": "make it an item of its own, or a text",
+    "PerProcess": "make it the whole value of an item",
     "ndarray": "keep it in the tree",
     "ArrayImpl": "keep it in the tree",
     "Tensor": "keep it in the tree",
@@ -258,7 +260,8 @@ def _expected(where: str) -> str:
 
 def _named(kind: type) -> str:
     """Returns the name of a type, with what to use instead."""
-    named, name = type_name(kind), kind.__qualname__
+    name = kind.__qualname__
+    named = name if kind is PerProcess else type_name(kind)
     if name in _INSTEAD:
         return f"{named}; {_INSTEAD[name]}"
     if hasattr(kind, "item"):  # a number of NumPy or jax

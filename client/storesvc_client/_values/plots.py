@@ -64,7 +64,8 @@ class Plot:
 
     def __repr__(self) -> str:
         drawn = sum(value is not None for _, value in self.points)
-        return f"<Plot of {self.metric} of {self.run}, {drawn} points>"
+        points = f"{drawn} {'point' if drawn == 1 else 'points'}"
+        return f"<Plot of {printable(self.metric)} of {self.run}, {points}>"
 
     @property
     def svg(self) -> str:
@@ -116,7 +117,8 @@ def plot_of(run: str, metric: str, checkpoints: Iterable[Checkpoint]) -> Plot:
         is_drawn = value is not None and math.isfinite(value)
         points.append((found.step, value if is_drawn else None))
     if metric not in known:
-        nearest = get_close_matches(metric, known, cutoff=0.0)
+        # names come from the store, and may have characters that control a terminal
+        nearest = [*map(printable, get_close_matches(metric, known, cutoff=0.0))]
         raise NotFoundError(
             f"no checkpoint of {run} has the metric {metric!r}; "
             + (f"nearest: {', '.join(nearest)}" if nearest else "none has a metric")

@@ -196,15 +196,19 @@ Rule: TypeAlias = (
 """Union of all kinds of policies."""
 
 
-def rule_of(policy: RetentionPolicy) -> Rule:
+def rule_of(policy: RetentionPolicy, *, place: str = "retention policy") -> Rule:
     """Returns a policy as a member of the union of all kinds.
+
+    Args:
+        policy: The policy.
+        place: Call and option, for the message.
 
     Raises:
         InvalidRequestError: It is of another type.
     """
     if not isinstance(policy, Rule):
         raise InvalidRequestError(
-            f"retention policy: expected rules such as KeepLatest(3), got {policy!r}"
+            f"{place}: expected rules such as KeepLatest(3), got {policy!r}"
         )
     return policy
 

@@ -133,6 +133,11 @@ class Tolerate:
     count: int
 
     def __post_init__(self) -> None:
+        if self.count == 0:
+            raise InvalidRequestError(
+                "Tolerate: expected a whole number of at least 1, got 0; Raise() "
+                "tolerates no failure"
+            )
         object.__setattr__(self, "count", whole_number("Tolerate", self.count, least=1))
 
 

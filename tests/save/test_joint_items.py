@@ -168,7 +168,7 @@ DIFFERING: dict[str, tuple[list[Any], int, str]] = {
     "per process in one": (
         [{"a": 1}, {"a": OWN(1)}],
         1,
-        "'a' is a PerProcess in process 1, but one value for all in process 0",
+        "'a' is one value for all in process 0, but a PerProcess in process 1",
     ),
     "per process in the other": (
         [{"a": OWN(1)}, {"a": 1}],

@@ -32,6 +32,17 @@ CALLS: dict[str, Callable[[store.Client], object]] = {
 }
 
 
+def ends_loop(client: store.Client) -> None:
+    with client.run("a/b").loop(every=store.Steps(1)) as loop:
+        for step in (0, 1):
+            save = loop.after(step, TREE)
+            assert save is not None
+            save.exception()
+
+
+CALLS["loop"] = ends_loop
+
+
 def shown(client: store.Client, name: str) -> str:
     with pytest.raises(store.StoreError) as caught:
         CALLS[name](client)

@@ -110,7 +110,7 @@ def test_the_newest_whole_checkpoint_is_restored_and_the_damage_is_logged(
     assert 1 == found["step"]
     assert np.array_equal(tree(1)["w"], found["w"])
     for step in (2, 3):
-        line = f"tests/older@{step} is damaged; an older checkpoint is restored instead"
+        line = f"tests/older@{step} is damaged; the next older checkpoint is tried"
         assert 1 == caplog.text.count(line)
 
 
@@ -175,6 +175,22 @@ def test_without_a_whole_checkpoint_the_error_lists_the_damage(
         match=r"tests/older has no whole checkpoint: step 3: .*; step 2: .*; step 1: ",
     ):
         run.restore("latest", on_damage="older")
+
+
+def test_an_error_of_much_damage_describes_three_checkpoints(
+    root: Path, run: store.Run
+) -> None:
+    run.save(4, tree(4)).result()
+    run.save(5, tree(5)).result()
+    for step in (*STEPS, 4, 5):
+        damage_manifest(root, step)
+
+    with pytest.raises(store.DataLossError, match="no whole checkpoint") as caught:
+        run.restore("latest", on_damage="older")
+    message = str(caught.value)
+    assert "step 3: " in message
+    assert "step 2: " not in message
+    assert message.endswith("; and 2 more, which the log names")
 
 
 def test_an_open_checkpoint_is_one_whose_manifest_is_whole(

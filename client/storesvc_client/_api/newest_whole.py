@@ -9,6 +9,7 @@ agree after a failed attempt whether damage was the cause, and then all step bac
 import json
 import logging
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from storesvc.format.names import CheckpointName
@@ -23,6 +24,9 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 DAMAGE_LABEL: Final = "damage"
 """Label that a damaged checkpoint gets, with the damage as its text."""
+
+_SHOWN: Final = 3
+"""Damaged checkpoints that an error describes."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +63,13 @@ class NewestWhole:
                 return CheckpointName(self.stub.name, step)
         if not self.damaged:
             return self.stub.step_name("latest", deadline)  # raises the exact error
-        found = "; ".join(f"step {step}: {why}" for step, why in self.damaged.items())
+        shown = islice(self.damaged.items(), _SHOWN)
+        found = "; ".join(f"step {step}: {why}" for step, why in shown)
+        rest = len(self.damaged) - _SHOWN
+        more = f"; and {rest:,} more, which the log names" if rest > 0 else ""
         raise DataLossError(
-            f"{self.stub.name} has no whole checkpoint: {found}", reason="CORRUPT_DATA"
+            f"{self.stub.name} has no whole checkpoint: {found}{more}",
+            reason="CORRUPT_DATA",
         )
 
     def note(self, step: int, damage: str) -> None:
@@ -69,7 +77,7 @@ class NewestWhole:
         if step not in self.damaged:
             self.damaged[step] = damage
             _log.warning(
-                "%s@%d is damaged; an older checkpoint is restored instead: %s",
+                "%s@%d is damaged; the next older checkpoint is tried: %s",
                 *(self.stub.name, step, damage),
             )
 

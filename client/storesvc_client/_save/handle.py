@@ -79,6 +79,8 @@ class PendingSave:
         """
         found = self._future.exception(seconds)
         self._observed = True
+        if found is not None:
+            trim(found)  # the caller may raise it
         return found
 
     def wait(self) -> None:

@@ -297,6 +297,44 @@ def test_an_init_keeps_types_that_jax_does_not_have(run: store.Run) -> None:
     assert 0 == state["i"]
 
 
+def test_a_run_that_was_rewound_saves_next_to_its_deleted_steps(
+    run: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_steps(run, 31)
+    run.delete(20)
+    run.delete(30)
+
+    loop, state = run_steps(run, 42)
+
+    assert [0, 10, 21, 31, 40, 41] == run.steps()
+    assert (42, 0, 0) == (int(state["n"]), loop.failures, loop.skipped)
+    assert 22 == int(run.restore(21)["n"])
+    assert f"{run.name} has deleted checkpoints from step 20 to 30" in caplog.text
+    assert f"{run.name}@20 is not saved: a deleted checkpoint has" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_deleted_starts_next_to_them(
+    run: store.Run,
+) -> None:
+    run.save(0, initial()).result()
+    run.delete(0)
+
+    run_steps(run, 12)
+
+    assert [1, 10, 11] == run.steps()
+
+
+def test_sigterm_at_a_deleted_step_saves_the_next_one(run: store.Run) -> None:
+    run_steps(run, 11)
+    run.save(13, initial()).result()
+    run.delete(13)
+
+    loop, _ = run_steps(run, 100, act=terminate_at(13))
+
+    assert [0, 10, 14] == run.steps()
+    assert "received SIGTERM at step 13; saved step 14" == loop.outcome
+
+
 @pytest.mark.parametrize(
     ("init", "got"),
     [(None, "None"), (lambda: None, "a function that returns None")],

@@ -141,6 +141,22 @@ def test_failures_that_are_too_many_end_all_processes_at_one_step(
     assert f"ended its loop before step 25: {kind}" in found[1]["error"]
 
 
+@pytest.mark.slow
+def test_all_processes_save_next_to_deleted_steps(tmp_path: Path) -> None:
+    target = tmp_path.as_uri()
+    run_job(PART, 2, devices=1, target=target, total=31, every=10)
+    with store.connect(target) as client:
+        for step in (20, 30):
+            client.run(loop_parts.RUN).delete(step)
+
+    found = run_job(PART, 2, devices=1, target=target, total=33, every=10)
+
+    assert [""] * 2 == [each["error"] for each in found]
+    assert [11] * 2 == [each["start"] for each in found]
+    assert [[21, 31, 32]] * 2 == [each["saved"] for each in found]
+    assert [0, 10, 21, 31, 32] == found[0]["steps"]
+
+
 def damage_data(root: Path, step: int) -> None:
     """Flips a bit of the last shard of a checkpoint, which process 1 reads."""
     with store.connect(root.as_uri()) as client:

@@ -29,8 +29,10 @@ from typing import (
     assert_never,
 )
 
+from storesvc_client._api.loop_policy import LoopPolicy
 from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
 from storesvc_client._api.sigterm import NoTermination, Termination, termination
+from storesvc_client._api.taken_steps import TakenSteps
 from storesvc_client._job.decisions import Decision, Decisions
 from storesvc_client._save.handle import Save, take_error
 from storesvc_client._values.arguments import checked_choice, checked_flag, shown
@@ -42,7 +44,6 @@ from storesvc_client._values.options import (
     checked_distributed,
 )
 from storesvc_client._values.policies import RetentionPolicy, rule_of
-from storesvc_client._values.policy_text import format_policy
 from storesvc_client._values.save_schedule import Schedule
 from storesvc_client._values.stateful import has_state
 from storesvc_client._values.triggers import (
@@ -56,7 +57,6 @@ from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
     PeerFailedError,
-    PreconditionError,
     StoreError,
 )
 
@@ -100,6 +100,7 @@ class Loop:
         if_busy: IfBusy,
         restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
         trouble: Callable[[], str],
+        deleted_steps: Callable[[int], tuple[int, ...]],
     ) -> None:
         place = f"loop of {run.name}"
         self._run = run
@@ -107,8 +108,8 @@ class Loop:
         self._restore = restored
         self._trouble = trouble
         self._schedule: Schedule = schedule_of(every)
-        self._keep = None if keep is None else rule_of(keep, place=f"{place}: keep=")
-        self._has_policy = keep is None
+        rule = None if keep is None else rule_of(keep, place=f"{place}: keep=")
+        self._policy = LoopPolicy(run, rule)
         self._creates = bool(checked_flag(f"{place}: create=", create))
         self._distributed = checked_distributed(place, distributed)
         self._saves = LoopSaves(run.name, checked_on_failure(place, on_failure))
@@ -138,6 +139,7 @@ class Loop:
         """The initial state without its arrays, until ``after`` was called."""
         self._has_data = False
         """True if ``restore_or`` got a data iterator."""
+        self._taken = TakenSteps(run.name, deleted_steps)
         self._is_owed = False
         """True if the next step is saved because its predecessor could not be."""
         self._saved_at = 0.0
@@ -182,7 +184,7 @@ class Loop:
             job = job_of_process()
         if job is not None:
             self._decisions = Decisions(job, self._run.name)
-        self._set_policy(creates=self._creates)
+        self._policy.set(creates=self._creates, writes=self._is_leader)
         self._termination = termination(is_shared=job is not None)
         self._is_open = True
         self._saved_at = time.monotonic()
@@ -207,8 +209,9 @@ class Loop:
                 checkpoint, it gets the state that was saved as the item "data"; each
                 save of this loop must then have ``items={"data": ...}``.
             on_damage: As for ``Run.restore``: "raise" the error of a damaged newest
-                checkpoint, or restore an "older" one. A step whose damaged checkpoint
-                still exists is not saved again; the step after it is.
+                checkpoint, or restore an "older" one. A step is not saved again while
+                its damaged checkpoint exists, or a deleted one that is not purged; the
+                step after it is.
 
         Raises:
             InvalidRequestError: ``init`` is None, or returns it.
@@ -254,6 +257,7 @@ class Loop:
                 name,
             )
             self._saved_at = time.monotonic()
+            self._taken.note(0, self._decisions)
             state = init() if is_function(init) else init
             if state is None:
                 raise self._no_state("a function that returns None") from None
@@ -270,6 +274,9 @@ class Loop:
             like=like,
         )
         step = self.restored.info.step
+        report = self.restored.report
+        damaged = () if report is None else report.damaged
+        self._taken.note(step + 1, self._decisions, damaged)
         if data is not None:
             self.restored.items.restore_into(_DATA, data)
         _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
@@ -343,7 +350,7 @@ class Loop:
 
             check_restorable(f"{self._run.name}@{step}", state, self._initial)
             self._initial = None
-        if self._saves.pending or not self._has_policy:  # 1.
+        if self._saves.pending or not self._policy.is_settled:  # 1.
             self._settle()
         if self._termination.is_due():  # 2.
             self._note_sigterm(step)
@@ -372,7 +379,7 @@ class Loop:
             if self._decisions is not None and self._decisions.is_leader:
                 self._decisions.end(_short(error) if error else "its steps have ended")
             self._saves.wait()
-            self._settle_policy()
+            self._policy.set_late(self.saved_step, writes=self._is_leader)
         finally:
             is_late = self._termination.close() and self._sigterm_step is None
             self.outcome = self._described(error)
@@ -410,7 +417,7 @@ class Loop:
     ) -> Save | None:
         """Saves the last step of the loop, once the save before has ended."""
         saves, ends = self._saves, self._sigterm_step is not None
-        if ends and self._is_damaged(step):
+        if ends and self._taken.has(step):
             return None  # the next step is the last one
         saves.wait()
         saves.tolerate_none()
@@ -472,7 +479,7 @@ class Loop:
             if self._schedule.is_due_at(step):
                 self._skip(step)
             return False
-        self._is_owed = self._is_damaged(step)
+        self._is_owed = self._taken.has(step)
         if self._is_owed:
             self._asks_at = step + 1
         return not self._is_owed
@@ -511,18 +518,6 @@ class Loop:
             case _:
                 assert_never(self._if_busy)
 
-    def _is_damaged(self, step: int) -> bool:
-        """Returns whether a damaged checkpoint has this step; logs it."""
-        report = self.restored.report if self.restored is not None else None
-        if report is None or step not in report.damaged:
-            return False
-        _log.warning(
-            "%s@%d is not saved: a damaged checkpoint has this step; the next step is "
-            "saved instead",
-            *(self._run.name, step),
-        )
-        return True
-
     def _skip(self, step: int) -> None:
         self.skipped += 1
         why = self._trouble() or "it is not written yet"
@@ -551,12 +546,10 @@ class Loop:
 
     @property
     def _is_lost(self) -> bool:
-        """True if a failed save ends the loop. In a job, process 0 counts the failures,
-        and raises when the others wait for its decision, so that all end at one
-        step."""
+        """True if a failed save ends the loop. In a job, process 0 counts them, and
+        raises when the others wait for its decision, so that all end at one step."""
         saves = self._saves
-        counts = self._decisions is None or self._decisions.is_leader
-        return saves.is_hopeless or (counts and saves.is_over)
+        return saves.is_hopeless or (self._is_leader and saves.is_over)
 
     def _error(self) -> BaseException:
         assert self._saves.error is not None
@@ -568,56 +561,21 @@ class Loop:
                 f"loop of {self._run.name}: expected {method} within its with block"
             )
 
-    def _set_policy(self, *, creates: bool) -> None:
-        """Sets the retention policy of the run, if it has none.
-
-        Args:
-            creates: Whether a run that does not exist is created by that.
-        """
-        if self._keep is None or self._has_policy:
-            return
-        retention = self._run.retention
-        try:
-            found = retention.get()
-        except NotFoundError:
-            if not creates:
-                return
-            found = None
-        except DataLossError as e:  # of the newest checkpoint, which restore_or reports
-            _log.warning("keep= of %s is compared later: %s", self._run.name, e)
-            return
-        if found is None:
-            if self._decisions is None or self._decisions.is_leader:
-                retention.set(self._keep)
-        elif found != self._keep:
-            raise PreconditionError(
-                f"loop of {self._run.name}: keep=: expected the retention policy of "
-                f"the run, {format_policy(found)}, got {format_policy(self._keep)}; "
-                "change it with run.retention.set or storectl retain, or leave keep= "
-                "out"
-            )
-        self._has_policy = True
-
     def _settle(self) -> None:
         """Counts the save before, if it has ended.
 
         Raises:
             StoreError: It failed, and is not tolerated.
         """
-        saves = self._saves
-        saves.settle()
-        if self._is_lost and (self._decisions is None or not self._decisions.is_leader):
+        self._saves.settle()
+        if self._is_lost and (self._decisions is None or not self._is_leader):
             raise self._error()
-        self._settle_policy()
+        self._policy.set_late(self.saved_step, writes=self._is_leader)
 
-    def _settle_policy(self) -> None:
-        """Sets the policy of a run that the first commit created."""
-        if not self._has_policy and self.saved_step is not None:
-            try:
-                self._set_policy(creates=False)
-            except StoreError as e:
-                _log.error("keep= of %s was not set: %s", self._run.name, e)
-                self._has_policy = isinstance(e, PreconditionError)
+    @property
+    def _is_leader(self) -> bool:
+        """True in process 0 of a job, and in a process alone."""
+        return self._decisions is None or self._decisions.is_leader
 
     def _described(self, error: BaseException | None) -> str:
         saves = self._saves

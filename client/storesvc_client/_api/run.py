@@ -21,6 +21,7 @@ from storesvc_client._api.opening import open_checked, restored
 from storesvc_client._api.retention import Retention
 from storesvc_client._api.run_record import configure_run, get_run
 from storesvc_client._api.tags import Tags
+from storesvc_client._api.taken_steps import deleted_steps
 from storesvc_client._api.uploads import Uploads
 from storesvc_client._api.watch import watch
 from storesvc_client._rpc.paging import OnDamage
@@ -384,6 +385,7 @@ class Run:
             if_busy=self._defaults.if_busy,
             restored=partial(restored, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
+            deleted_steps=partial(deleted_steps, self._stub),
         )
 
     def items(

@@ -32,6 +32,9 @@ class Decision:
     """True if they save it."""
     look_at: int | None = None
     """Step of the next decision, unless they know of an earlier one."""
+    taken: tuple[int, ...] = ()
+    """Steps of deleted checkpoints, which cannot be saved; published once, before the
+    first step."""
     failure: str = ""
     """Reason for which process 0 takes no more decisions; "" while it does."""
 
@@ -84,7 +87,8 @@ class Decisions:
                     "loop of %s waits for %s at step %d, for %.0f s now",
                     *(self._run, self._leader, step, timer.waited),
                 )
-        decision = Decision(**json.loads(text))
+        fields = json.loads(text)
+        decision = Decision(**fields | {"taken": tuple(fields["taken"])})
         if decision.failure:
             raise PeerFailedError(
                 f"loop of {self._run}: {self._leader} ended its loop before step "

@@ -31,12 +31,12 @@ class TakenSteps:
         self._run = run
         self._deleted_steps = deleted_steps
         self._why = dict[int, str]()
-        """What the checkpoint of a step is: "deleted" or "damaged"."""
+        """State of the checkpoint that has a step: "deleted" or "damaged"."""
 
     def note(
         self, start: int, decisions: Decisions | None, damaged: Iterable[int] = ()
     ) -> None:
-        """Notes the steps from ``start`` on; those of deleted checkpoints are logged.
+        """Notes the steps from ``start`` on; logs which ones deleted checkpoints have.
 
         Args:
             start: First step of the loop.

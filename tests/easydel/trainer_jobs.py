@@ -1,4 +1,4 @@
-"""What the processes of a job do in ``test_trainer_jobs.py``."""
+"""Functions that the processes of the jobs of ``test_trainer_jobs.py`` run."""
 
 import os
 import signal

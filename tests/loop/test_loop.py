@@ -917,19 +917,6 @@ def test_steps_must_rise_and_the_block_must_be_open(run: store.Run) -> None:
         pass
 
 
-@pytest.mark.skipif(hasattr(store.Run, "items"), reason="this release has items")
-def test_items_and_data_are_rejected_before_anything_is_done(run: store.Run) -> None:
-    with run.loop(every=store.Steps(1)) as loop:
-        with pytest.raises(
-            store.InvalidRequestError, match="data=: this release saves"
-        ):
-            loop.restore_or(initial, data=iter(()))
-        with pytest.raises(
-            store.InvalidRequestError, match="items=: this release saves"
-        ):
-            loop.after(0, initial(), items={"data": 1})
-
-
 @pytest.mark.parametrize(
     "options",
     [

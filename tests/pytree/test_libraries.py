@@ -1,4 +1,4 @@
-"""What other libraries keep as state is saved and restored in one line each."""
+"""States of other libraries are saved and restored in one line each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

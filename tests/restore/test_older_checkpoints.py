@@ -257,6 +257,47 @@ def test_a_loop_does_not_save_over_a_damaged_checkpoint(
     )
 
 
+class Batches:
+    """A data iterator."""
+
+    at = 0
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_damaged_data_iterator_leads_to_an_older_checkpoint(
+    run: store.Run, root: Path
+) -> None:
+    batches = Batches()
+    for step in (4, 5):
+        batches.at = 1000 + step
+        run.save(step, tree(step), items={"data": batches}).result()
+    (file,) = (
+        file
+        for file in (root / PLACES.pool).rglob("*")
+        if file.is_file() and b'{"at":1005}' in file.read_bytes()
+    )
+    flip(file, file.read_bytes().index(b'{"at":1005}'))
+    batches.at = 0
+
+    with (
+        pytest.raises(store.DataLossError, match="item 'data'"),
+        run.loop(every=store.Steps(10)) as loop,
+    ):
+        loop.restore_or(tree(0), data=batches)
+    assert 0 == batches.at
+
+    with run.loop(every=store.Steps(10)) as loop:
+        state, start = loop.restore_or(tree(0), data=batches, on_damage="older")
+    assert 5 == start
+    assert tree(4)["w"].tobytes() == state["w"].tobytes()
+    assert 1004 == batches.at
+
+
 # In a job: how processes agree.
 
 DAMAGED = store.DataLossError("leaf 'w' chunk 0: damaged")

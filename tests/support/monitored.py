@@ -13,7 +13,7 @@ import storesvc_client as store
 
 @dataclass(slots=True)
 class Heard:
-    """What the listeners of ``jax.monitoring`` received below some prefixes."""
+    """Records the events of ``jax.monitoring`` below some prefixes."""
 
     prefixes: tuple[str, ...]
     names: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Heard:
     """The last keyword arguments of each event that has some."""
 
     def receive(self, name: str, *value: float, **tags: Any) -> None:
-        """Is the listener."""
+        """Records an event, if it has one of the prefixes."""
         if name.startswith(self.prefixes):
             self.names.append(name)
             self.values.update((name, one) for one in value)

@@ -272,13 +272,12 @@ class Loop:
             deadline=DEFAULT_DEADLINE,
             on_damage=on_damage,
             like=like,
+            data=None if data is None else (_DATA, data),
         )
         step = self.restored.info.step
         report = self.restored.report
         damaged = () if report is None else report.damaged
         self._taken.note(step + 1, self._decisions, damaged)
-        if data is not None:
-            self.restored.items.restore_into(_DATA, data)
         _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
         self._saved_at = time.monotonic()
         return state, step + 1

@@ -62,17 +62,33 @@ def restored(
     distributed: Distributed,
     deadline: DurationLike,
     on_damage: OnDamaged,
+    data: "tuple[str, Any] | None" = None,
     **options: Unpack[RestoreKeywords],
 ) -> "tuple[OpenCheckpoint, Any]":
     """Restores as ``Run.restore``; returns the checkpoint, which has the report, and
-    the state."""
+    the state.
+
+    Args:
+        session: Connection to the store.
+        stub: The run.
+        which: A step, "latest", or a tag.
+        distributed: As for ``Run.restore``.
+        deadline: As for ``Run.restore``.
+        on_damage: As for ``Run.restore``; damage of the item counts, too.
+        data: Name of an item, and the object that gets it; see ``Items.restore_into``.
+        **options: As for ``Run.restore``.
+    """
 
     def restore(
         opened: "OpenCheckpoint", joint: "JointRestore | None", ends: Deadline
     ) -> "tuple[OpenCheckpoint, Any]":
+        # The item is read first, so that its damage, or another number of processes, is
+        # known before the tree is read, and in a job by all processes.
+        give = opened.items.prepare_restore(*data) if data else lambda: None
         state = opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
             joint, ends, **options
         )
+        give()
         return opened, state
 
     opening = Opening(

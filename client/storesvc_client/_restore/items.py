@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from storesvc.format.items import item_of
@@ -134,6 +135,11 @@ class Items(Mapping[str, Any]):
                 is neither shared nor in shards.
             DataLossError: Stored bytes are damaged.
         """
+        self.prepare_restore(name, target)()
+
+    def prepare_restore(self, name: str, target: Any) -> Callable[[], None]:
+        """Reads and checks what ``restore_into`` needs, and returns a function that
+        gives it to the target; raises as ``restore_into`` does."""
         place = f"{self._name} item {name!r}"
         item = self._item(name)
         count = item.process_count
@@ -145,21 +151,26 @@ class Items(Mapping[str, Any]):
             )
         fits = count in (None, self._count)
         value = self[name] if fits else self._values([item.rows[0]])[0]
-        try:
-            if is_of_shards(value):
-                all_values = [value] if count is None else self.per_process(name)
-                give_shards(target, all_values)
-            elif fits:
-                give_state(target, value)
-            else:
-                raise UnfitStateError(
-                    f"expected a job of the {count} processes that saved a state each, "
-                    f"got one of {self._count}; an iterator that is to go on with "
-                    "another number must be saved as Replicated, or be an "
-                    "ElasticIterator of Grain"
-                )
-        except UnfitStateError as e:
-            raise MismatchError(f"{place}: {e}") from e
+        if is_of_shards(value):
+            all_values = [value] if count is None else self.per_process(name)
+            give = partial(give_shards, target, all_values)
+        elif fits:
+            give = partial(give_state, target, value)
+        else:
+            raise MismatchError(
+                f"{place}: expected a job of the {count} processes that saved a state "
+                f"each, got one of {self._count}; an iterator that is to go on with "
+                "another number must be saved as Replicated, or be an ElasticIterator "
+                "of Grain"
+            )
+
+        def restore() -> None:
+            try:
+                give()
+            except UnfitStateError as e:
+                raise MismatchError(f"{place}: {e}") from e
+
+        return restore
 
     def per_process(self, name: str) -> list[Any]:
         """Returns the values that all processes saved, in the order of the processes.

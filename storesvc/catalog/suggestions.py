@@ -1,7 +1,6 @@
 """Composes the errors of runs, checkpoints and tags that do not exist, with the nearest
 existing ones."""
 
-import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
@@ -13,7 +12,7 @@ from storesvc.errors import (
     TagNotFoundError,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.storage.bounded_gather import AT_ONCE
+from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -73,7 +72,7 @@ async def checkpoint_not_found(
     found: list[int] = []
     while rest and len(found) < _NEAREST:
         batch, rest = rest[:_NEAREST], rest[_NEAREST:]
-        slots = await asyncio.gather(*(or_damage(committed(s)) for s in batch))
+        slots = await each(lambda step: or_damage(committed(step)), batch)
         found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
     near = sorted(found[:_NEAREST])
     return CheckpointNotFoundError(

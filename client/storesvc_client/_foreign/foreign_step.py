@@ -1,0 +1,98 @@
+"""What a format describes: the steps below a location, and the arrays of one step.
+
+A reader of a format returns values of these classes; ``mount.py`` and ``importing.py``
+take them. The rows of ``ForeignStep.tree`` follow every rule of ``tree.proto``, except
+the maximum size of a chunk: the chunks of a row are the pieces that its format reads as
+a whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from storesvc.format.grids import Region
+from storesvc.format.trees import Tree
+
+
+class Reading(Protocol):
+    """A read in progress; futures of ``concurrent.futures`` and of TensorStore are."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the read.
+
+        Raises:
+            StoreError: It failed.
+            TimeoutError: It has not ended within `timeout` seconds.
+        """
+
+
+class ForeignArray(Protocol):
+    """The elements of one row. Threads may share it."""
+
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:
+        """Starts to read a region.
+
+        Reads no more than the chunks that the region touches, or the ranges themselves
+        where the format stores plain bytes.
+
+        Args:
+            region: Start and stop of each dimension.
+            into: Receives the elements: an array of the shape of the region and the
+                dtype of the row, which need not be contiguous.
+
+        Returns:
+            The read. Its result raises a DataLossError that names the row if the stored
+            bytes are damaged, and an UnavailableError if the storage does not answer.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForeignStep:
+    """One checkpoint that another project wrote."""
+
+    step: int
+    url: str
+    """Location of the step, for messages and provenance."""
+    format: str
+    """Name of the format, such as "orbax"; the scheme of its URLs."""
+    tree: Tree
+    """Leaves and items. ``Tree.structure`` is empty, or the containers that the leaves
+    do not show (``_values/containers.py``)."""
+    arrays: Sequence[ForeignArray]
+    """The elements of each row of ``tree``."""
+    create_time: datetime | None = None
+    """When it was written, as its files state."""
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Provenance, such as custom metadata as JSON; without the labels that every import
+    adds."""
+    digest: str = ""
+    """Digest of the files that describe the step, in hexadecimal: equal if and only if
+    a second read of the step would describe the same bytes."""
+    is_verified: bool = False
+    """Whether the format stores checksums of all elements, which reading compares."""
+
+
+class ForeignRoot(Protocol):
+    """A location below which a project writes its steps."""
+
+    @property
+    def url(self) -> str:
+        """The location with the scheme of its format, as a user would give it."""
+
+    def steps(self) -> Sequence[int]:
+        """Returns the finished steps, ascending; lists the location each time."""
+
+    def open(self, step: int) -> ForeignStep:
+        """Reads what describes a step; no elements are read.
+
+        Raises:
+            NotFoundError: There is no such step, or it is unfinished.
+            DataLossError: Its files are damaged; the message names file and field.
+            PreconditionError: The step holds something that a checkpoint cannot hold,
+                such as two arrays of one name.
+        """

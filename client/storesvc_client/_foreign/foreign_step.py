@@ -1,4 +1,4 @@
-"""What a format describes: the steps below a location, and the arrays of one step.
+"""Foreign checkpoints: the steps below a location, and the arrays of one step.
 
 A reader of a format returns values of these classes; ``mount.py`` and ``importing.py``
 take them. The rows of ``ForeignStep.tree`` follow every rule of ``tree.proto``, except

@@ -65,7 +65,7 @@ class ForeignStep:
     arrays: Sequence[ForeignArray]
     """The elements of each row of ``tree``."""
     create_time: datetime | None = None
-    """When it was written, as its files state."""
+    """Time of its writing, as its files state."""
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Provenance, such as custom metadata as JSON; without the labels that every import

@@ -74,7 +74,7 @@ class ForeignStep:
     """Digest of the files that describe the step, in hexadecimal: equal if and only if
     a second read of the step would describe the same bytes."""
     is_verified: bool = False
-    """Whether the format stores checksums of all elements, which reading compares."""
+    """True if the format stores checksums of all elements, which reading compares."""
 
 
 class ForeignRoot(Protocol):

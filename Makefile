@@ -20,8 +20,9 @@ PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
   'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 pip = $(PYTHON) -m pip --python $(1)/bin/python
 
-# A caller's settings must not affect the virtual environments.
-unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
+# A caller's settings must not affect the virtual environments. Without bytecode, each
+# process of the tests would compile all that it imports.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE PIP_USER PIP_TARGET PIP_PREFIX
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(INSTALLED)
@@ -126,20 +127,22 @@ bench: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
-# With the real easydel and the jax and flax that it pins: first tests of its states and
-# helpers, then the other quick tests that use jax. Importing easydel changes a process (flags
-# of jax, the recursion limit), so each half runs in its own process.
+# With the real easydel and the jax and flax that it pins: first the quick tests of its
+# states and helpers, then the other quick tests that use jax. Importing easydel changes a
+# process (flags of jax, the recursion limit), so each half runs in its own process.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: $(EASYDEL_VENV)/.installed
-	$(EASYDEL_PYTEST) tests/easydel
-	$(EASYDEL_PYTEST) -m "not slow" $$(grep -rlE --include='test_*.py' \
+	$(EASYDEL_PYTEST) --numprocesses=3 -m "not slow" tests/easydel
+	$(EASYDEL_PYTEST) --numprocesses=3 -m "not slow" $$(grep -rlE --include='test_*.py' \
 	  --exclude-dir=easydel --exclude-dir=deploy '^ *$(USES_JAX)' tests)
 
-# Every class of EasyDeL's registry, saved by one process and restored by its class in
-# another, on another mesh: half an hour. CI takes one class of each task.
+# The slow tests of EasyDeL's states, then every class of its registry, saved by one process
+# and restored by its class in another, on another mesh: half an hour. CI takes a class of
+# each third task.
 #   make sweep-easydel CLASSES=Llama
 sweep-easydel: $(EASYDEL_VENV)/.installed
+	$(if $(CLASSES),,$(EASYDEL_VENV)/bin/python -m pytest -m slow tests/easydel)
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
 	  $(EASYDEL_VENV)/bin/python -W ignore -m tests.easydel.sweep '$(CLASSES)'
 

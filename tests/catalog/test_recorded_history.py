@@ -25,6 +25,7 @@ def state(data: bytes | None, place: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_what_an_earlier_version_of_a_record_costs() -> None:
     """A removed slot is abandoned if no tag and no hold names it; one that
     says that it was deleted is purged; and a policy is applied. All else costs nothing

@@ -94,6 +94,7 @@ def in_a_terminal(address: str, path: str) -> str:
     return shown
 
 
+@pytest.mark.slow
 def test_cat_cannot_control_a_terminal(address: str) -> None:
     shown = in_a_terminal(address, "prod/items@1:notes")
     assert "two\r\nlines \\x1b[2J\r\n" == shown

@@ -99,6 +99,7 @@ def test_every_variable_comes_back_bit_for_bit(run: store.Run) -> None:
     assert any("seed_generator_state" in key for key in keys)
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_every_few_batches(run: store.Run) -> None:
     seen: dict[int, dict[str, bytes]] = {}
 
@@ -153,6 +154,7 @@ def test_an_unknown_metric_is_rejected_with_those_there_are(run: store.Run) -> N
     assert [] == run.steps()
 
 
+@pytest.mark.slow
 def test_a_model_without_an_optimizer_gets_its_own_variables(run: store.Run) -> None:
     model = compiled()
     fitted(model, StoreCheckpoint(run), epochs=1)

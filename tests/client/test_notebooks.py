@@ -124,6 +124,7 @@ def test_a_run_shows_its_newest_checkpoints(run: store.Run) -> None:
     assert words(run).endswith("no checkpoints")
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_is_away_shows_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

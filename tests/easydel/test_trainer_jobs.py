@@ -20,6 +20,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_job, "SECONDS", 500)
 
 
+@pytest.mark.slow
 def test_the_first_process_decides_when_time_is_due_and_all_resume(
     server: ServerProcess, client: store.Client, tmp_path: Path
 ) -> None:

@@ -386,6 +386,7 @@ def test_a_preview_tells_what_is_done_then_and_changes_nothing() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_no_list_shows_goes_with_the_last_of_its_upload(tmp_path: Path) -> None:
     async def main() -> None:
         clock = Hands()

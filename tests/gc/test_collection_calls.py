@@ -79,6 +79,7 @@ def test_a_run_or_a_grace_that_there_is_not_is_rejected(client: store.Client) ->
         client.collect("No Namespace")
 
 
+@pytest.mark.slow
 def test_retention_is_applied_soon_after_a_commit(
     start_server: Callable[[], ServerProcess],
 ) -> None:

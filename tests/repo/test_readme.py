@@ -76,8 +76,16 @@ SAMPLE = next(b for b in blocks_of(DOCS / "storectl.md") if b.language == "pytho
 """Makes the store of the examples."""
 
 
-def each_block(language: str) -> pytest.MarkDecorator:
-    found = [block for block in BLOCKS if block.language == language]
+def each_block(language: str, *, slow_in: Path | None = None) -> pytest.MarkDecorator:
+    """Returns the mark of a test of each block in a language; those in a folder are
+    slow."""
+    found = [
+        pytest.param(
+            block, marks=pytest.mark.slow if block.document.parent == slow_in else ()
+        )
+        for block in BLOCKS
+        if block.language == language
+    ]
     return pytest.mark.parametrize("block", found, ids=str)
 
 
@@ -148,7 +156,7 @@ def test_the_training_loop_resumes_where_it_was_killed(tmp_path: Path) -> None:
         assert "yes" == client.run("demo/linear").checkpoint(50).labels["kept"]
 
 
-@each_block("console")
+@each_block("console", slow_in=DOCS)
 def test_the_command_line_prints_what_a_document_shows(
     block: Block, sample: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
     assert ["idle"] == asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_fast_enough_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -397,6 +397,7 @@ def test_an_invalid_server_address_is_rejected(target: str) -> None:
         store.connect(target)
 
 
+@pytest.mark.slow
 def test_an_unresolved_name_in_a_list_is_reported() -> None:
     with pytest.raises(
         store.UnavailableError, match=r"cannot resolve nowhere\.invalid"

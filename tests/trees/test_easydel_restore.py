@@ -495,6 +495,7 @@ def test_an_unknown_step_is_not_found(run: store.Run, state: EasyDeLState) -> No
         restore_state(run, 5, model=make_model, tx=TX)
 
 
+@pytest.mark.slow
 def test_a_state_is_placed_and_trained_like_a_given_one(
     run: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:

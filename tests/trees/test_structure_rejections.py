@@ -157,6 +157,7 @@ def test_invalid_values_are_rejected(what: str) -> None:
         decode_graphdef(with_static(VALUES[what]))
 
 
+@pytest.mark.slow
 def test_tuples_nested_a_million_deep_are_rejected() -> None:
     deep = nested(1_000_000, "tuple")
 
@@ -283,6 +284,7 @@ def test_an_attribute_may_hide_a_method_of_its_own_module_only() -> None:
     assert 0 == decode_graphdef(document).num_leaves
 
 
+@pytest.mark.slow
 def test_a_million_levels_are_rejected_by_all_that_read_documents() -> None:
     deep: Any = None
     for _ in range(1_000_000):

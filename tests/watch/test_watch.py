@@ -274,6 +274,7 @@ def test_a_watch_that_meets_damage_says_how_to_go_on_after_it(
     assert [2] == steps(run.watch(caught.value.metadata["resume_token"]), 1)
 
 
+@pytest.mark.slow
 def test_storectl_watch_says_how_to_go_on_after_damage(
     damaged: tuple[ServerProcess, store.Client, str],
 ) -> None:

@@ -10,6 +10,7 @@ from tests.bench.speed.works import WORKS
 
 OTHERS: Final = {
     "catalogue": "lists of many checkpoints and runs",
+    "chain": "the requests of a save to a bucket that wait for one another",
     "device": "saves from an accelerator, restores to it, its link",
     "flips": "one flipped bit, and who notices",
     "inspections": "how long looking at a checkpoint takes",

@@ -18,6 +18,8 @@ class Logged:
     """Bytes of the response's body."""
     stored_bytes: int
     """Size of the object that it uploaded."""
+    began_seconds: float
+    """``time.monotonic`` at the end of the request."""
     seconds: float
     """Time from the end of the request to the end of the response."""
 

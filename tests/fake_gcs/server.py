@@ -100,7 +100,7 @@ class Server:
             await connection.send(piece)
         # before the last piece, so that a client with the whole response finds it in
         # the log
-        self._log.add(pending, _entry(request, outcome, time.monotonic() - began))
+        self._log.add(pending, _entry(request, outcome, began))
         await connection.send(last)
         if outcome.breaks:
             if outcome.answer is None:
@@ -133,7 +133,7 @@ def _to_send(outcome: Outcome, request: Request) -> list[bytes | memoryview]:
     return pieces_of(outcome.answer, request.method, outcome.sent_bytes)
 
 
-def _entry(request: Request, outcome: Outcome, seconds: float) -> Logged:
+def _entry(request: Request, outcome: Outcome, began: float) -> Logged:
     return Logged(
         method=request.method,
         target=request.target,
@@ -141,5 +141,6 @@ def _entry(request: Request, outcome: Outcome, seconds: float) -> Logged:
         received_bytes=len(request.body),
         sent_bytes=outcome.sent_bytes,
         stored_bytes=outcome.stored_bytes,
-        seconds=seconds,
+        began_seconds=began,
+        seconds=time.monotonic() - began,
     )

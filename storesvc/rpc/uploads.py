@@ -27,6 +27,7 @@ from storesvc.rpc.upload_requests import (
 )
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import OpenUpload
+from storesvc.storage.bounded_gather import beside
 from storesvc.store import Store
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
@@ -200,14 +201,16 @@ class UploadService:
         context: Context,
     ) -> upload_api.FinishWriterResponse:
         opening = await first(request_iterator, "open")
-        upload = await self._open(opening.open)
-        parts = SumParts(upload.tree, opening.chunk_count)
-        async with self._receipt(parts, request_iterator, context):
-            sums = await offload(opening.chunk_count, parts.joined)
-            places = await self._store.receipts.finish(
-                upload, opening.open.writer, sums
-            )
-            left = await self._unfinished_count(upload)
+        receipts, writer = self._store.receipts, opening.open.writer
+        name = UploadName.from_resource(opening.open.upload)
+        # The list takes as long as the read of the slot, and needs nothing of it.
+        async with beside(receipts.staged(name, writer)) as tables:
+            upload = await self._open(opening.open)
+            parts = SumParts(upload.tree, opening.chunk_count)
+            async with self._receipt(parts, request_iterator, context):
+                sums = await offload(opening.chunk_count, parts.joined)
+                places = await receipts.finish(upload, writer, sums, tables)
+                left = await self._unfinished_count(upload)
         return upload_api.FinishWriterResponse(
             chunk_count=len(sums),
             stored_bytes=int(places.length.sum()),

@@ -13,7 +13,7 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
@@ -50,9 +50,10 @@ from storesvc.save.reuse import (
     claimed_places,
     find_claims,
 )
+from storesvc.save.staging_tables import Table
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.save.zarr_view import View, key_space_of
-from storesvc.storage.bounded_gather import together
+from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -74,6 +75,15 @@ class _Prepared:
     manifest_digest: bytes
     files_digest: bytes
     own_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """What the commit of an upload is decided from."""
+
+    upload: OpenUpload
+    receipts: dict[int, Table]
+    """The chunks of each finished writer."""
 
 
 class Commits:
@@ -111,18 +121,31 @@ class Commits:
         """
         # 1. If an earlier try of this call has committed, and only its reply was lost,
         #    return its record.
-        record = await self._uploads.record(name)
+        record = await self._uploads.known_record(name)
         slots.check_epoch(name, record, epoch)
-        found = await self._catalog.slot(name.run, record.step)
-        slot = slots.check_owner(name, record, found and found[0])
-        if found is None or slot.state != slots.UPLOADING:
-            return await self._settled(name, slot)
+        # The receipts are read meanwhile, and used only if the upload owns its slot. It
+        # has owned it since it began then, because a slot that was lost never comes
+        # back; so they are the receipts of a live upload.
+        async with beside(self._received(name, record)) as received:
+            slot, seen = await self._uploads.slot(name, record)
+            if slot.state != slots.UPLOADING:
+                return await self._settled(name, slot)
+            return await self._commit(name, record, slot, seen, received)
+
+    async def _commit(
+        self,
+        name: UploadName,
+        record: pb.UploadRecord,
+        slot: pb.CheckpointRecord,
+        seen: Generation,
+        received: Awaitable[_Received],
+    ) -> pb.CheckpointRecord:
         # 2. Objects before the slot: after a crash in the other order, a committed slot
         #    would name a manifest that is missing. Another call may commit in the
         #    meantime and delete the parts of the upload: then an object is missing
         #    here, and the slot says so.
         try:
-            made = await self._prepare(name, record)
+            made = await self._prepare(await received)
         except StoreError as e:
             return await self._after_conflict(name, record, e)
         # 3. Journal before slot: after a crash here, a watch reads the slot and finds
@@ -134,7 +157,7 @@ class Commits:
         committed = self._committed(slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await self._write_slot(name, record, committed, found[1])
+            await self._write_slot(name, record, committed, seen)
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         # A watcher reads the slot when it is notified, so never before this write.
@@ -146,27 +169,31 @@ class Commits:
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
 
-    async def _prepare(self, name: UploadName, record: pb.UploadRecord) -> _Prepared:
+    async def _received(self, name: UploadName, record: pb.UploadRecord) -> _Received:
+        """Reads the leaf table and the receipts of an upload."""
+        upload = OpenUpload(name, record, await self._uploads.tree(name, record))
+        return _Received(upload, await self._receipts.read(upload))
+
+    async def _prepare(self, received: _Received) -> _Prepared:
         """Writes the objects that the record will name.
 
         A repeated call writes new objects. It never overwrites objects of an earlier
         call, because a record may name them.
         """
-        tree = await self._uploads.tree(name, record)
-        upload = OpenUpload(name, record, tree)
+        upload, tree = received.upload, received.upload.tree
+        run, name = upload.places, upload.name
         # 1. Decide, from the receipts alone, whether the upload is complete. In threads
         #    (as below), so that health checks are answered in the meantime. The commit
         #    renews the lease itself, because the client only waits.
         await self._uploads.renew(upload)
-        receipts = await self._receipts.read(upload)
         rows = tree.chunk_count + len(tree.leaves)  # a leaf may have no chunk
         stored = await offload(
             rows,
             slots.check_complete,
             name,
             tree,
-            receipts,
-            writer_count=record.writer_count,
+            received.receipts,
+            writer_count=upload.record.writer_count,
         )
         sums, places = await offload(rows, merge, stored)
         # 2. Check claimed chunks again: the base may have been purged since the writer
@@ -176,7 +203,7 @@ class Commits:
         #    late commit of the same upload by another server changes no object that a
         #    record names; manifest and file table are named by their own digests.
         manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
-        node_file = upload.places.data_prefix(name.upload) + unique.hex
+        node_file = run.data_prefix(name.upload) + unique.hex
         made, data, table = await offload(
             rows, _packed, upload, manifest, node_file, unique.hex[:8]
         )
@@ -191,7 +218,6 @@ class Commits:
         await self._uploads.renew(upload)
         # 4. Write them. At the same time, because nothing refers to them before the
         #    record does, and a bucket takes long for each.
-        run = upload.places
         manifest_place = run.manifest(name.upload, made.manifest_digest)
         table_place = run.file_table(name.upload, made.files_digest)
         await together(

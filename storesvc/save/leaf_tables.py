@@ -91,7 +91,9 @@ class LeafTables:
         )
 
     async def write_values(self, name: UploadName, digests: bytes) -> None:
-        """Writes the leaf digests of writer 0."""
+        """Writes the leaf digests of writer 0, unless there are none."""
+        if not digests:
+            return
         await self._bucket.write(
             RunPaths(name.run).values(name.upload, digest(digests)), digests
         )

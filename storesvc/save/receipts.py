@@ -5,7 +5,8 @@ written only if every chunk is stored, by the writer itself or by a source that 
 upload may claim from; the commit is decided from the receipts alone.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,11 +26,14 @@ from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.offload import offload
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
-from storesvc.save.staging_tables import Table, pack_table, staged, unpack_table
+from storesvc.save.staging_tables import Table, pack_table, tables_at, unpack_table
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+_FEW: Final = 8
+"""Writers whose receipts are read without a list, which takes as long as they do."""
 
 _SHOWN: Final = 5
 """Missing chunks that an error names."""
@@ -46,7 +50,7 @@ class Receipts:
         self._reuse = reuse
 
     async def finish(
-        self, upload: OpenUpload, writer: int, sums: Sums
+        self, upload: OpenUpload, writer: int, sums: Sums, tables: Awaitable[list[str]]
     ) -> ChunkLocations:
         """Writes the receipt of a writer, and returns the locations of its chunks.
 
@@ -54,6 +58,7 @@ class Receipts:
             upload: The upload.
             writer: Index of the writer.
             sums: Checksums of all chunks of the writer, ascending by ordinal.
+            tables: Returns the paths of its staging tables.
 
         Raises:
             InvalidChunkError: The receipt names a chunk that is not in the leaf
@@ -63,21 +68,21 @@ class Receipts:
             UploadSupersededError: The upload lost its step in the meantime.
         """
         try:
-            return await self._finish(upload, writer, sums)
+            return await self._finish(upload, writer, sums, tables)
         except (CorruptDataError, StorageUnavailableError):
             # An object may be missing because the upload has ended: report that then.
             await self._uploads.open(upload.name, upload.record.epoch)
             raise
 
     async def _finish(
-        self, upload: OpenUpload, writer: int, sums: Sums
+        self, upload: OpenUpload, writer: int, sums: Sums, tables: Awaitable[list[str]]
     ) -> ChunkLocations:
         # Threads: 100,000 chunks take longer than a health check may wait.
         # 1. Claim what the writer stored itself, as its staging tables list it: they
         #    name durable chunks only.
         _check_ordinals(upload, sums)
         count = upload.tree.chunk_count
-        own = await staged(self._bucket, upload.name, writer, chunk_count=count)
+        own = await tables_at(self._bucket, await tables, chunk_count=count)
         sources = await self._reuse.sources_of(upload, own)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
@@ -101,12 +106,18 @@ class Receipts:
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
+    async def staged(self, name: UploadName, writer: int) -> list[str]:
+        """Returns the paths of the staging tables of a writer, for ``finish``."""
+        return await self._bucket.list(RunPaths(name.run).staging(name.upload, writer))
+
     async def find(
         self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]
     ) -> AsyncGenerator[I64]:
         """Yields, for each part, the ordinals of the chunks that need not be sent."""
-        own = await self._reuse.sources_of_writer(upload, writer)
-        sources = [*own, *await self._reuse.sources(upload)]
+        own, others = await asyncio.gather(
+            self._reuse.sources_of_writer(upload, writer), self._reuse.sources(upload)
+        )
+        sources = [*own, *others]
         async for sums in parts:
             _check_ordinals(upload, sums)
             claims = await offload(
@@ -135,9 +146,11 @@ class Receipts:
                 return None
             return unpack_table(place, found[0], upload.tree.chunk_count)
 
-        # One list first: an upload may expect many writers that have not finished.
-        finished = sorted(await self.finished_writers(upload.name))
-        read = zip(finished, await each(receipt, finished), strict=True)
+        # Of many writers, few may have finished: a list first finds them.
+        writers: Sequence[int] = range(upload.record.writer_count)
+        if len(writers) > _FEW:
+            writers = sorted(await self.finished_writers(upload.name))
+        read = zip(writers, await each(receipt, writers), strict=True)
         return {writer: stored for writer, stored in read if stored is not None}
 
 

@@ -55,7 +55,16 @@ from storesvc_proto.v1 import tree_pb2
 MAX_BATCHES: Final = 4
 """Maximum batches in memory, over all streams of a process. It is also the maximum of
 batches that are being made durable at once, of threads that write frames, and of the
-batches and tables of one stream in flight."""
+batches of one stream in flight."""
+
+MAX_TABLES: Final = 32
+"""Maximum tables of one stream in flight on a bucket, where each takes two round trips.
+A direct writer completes an object of 8 MiB in much less; four at once would be slower
+than its data. On files, each may take one of the threads that short calls need, so
+there are as many as batches."""
+
+MAX_TABLE_BYTES: Final = 4 << 20
+"""Size of the largest table; one that is as large counts as much as a batch."""
 
 MAX_FILES: Final = 64
 """Maximum batches that are written to files, over all streams of a process."""
@@ -73,6 +82,8 @@ class Receiver:
         self.admission = BatchAdmission(MAX_FILES if bucket.has_files else MAX_BATCHES)
         """Permits for batches."""
         self._stores = asyncio.Semaphore(MAX_BATCHES)
+        self.max_tables = MAX_BATCHES if bucket.has_files else MAX_TABLES
+        """Maximum tables of one stream in flight."""
         # A slow disk must not occupy the threads that short calls need.
         self._adds = asyncio.Semaphore(MAX_BATCHES)
         self._discarding: set[asyncio.Future[None]] = set()
@@ -236,6 +247,8 @@ class _Stream:
         self._batch_file: _BatchFile | None = None
         self._writing: deque[asyncio.Task[int]] = deque()
         """Batches and tables that are being made durable, in the order of arrival."""
+        self._weights: deque[float] = deque()
+        """Memory that each of them takes, in batches."""
 
     async def store(
         self,
@@ -254,7 +267,7 @@ class _Stream:
                 # its oldest chunks, which must be the durable ones. Renew the lease
                 # first, because the client may take long to read the number.
                 if self._writing and self._writing[0].done():
-                    durable += self._writing.popleft().result()
+                    durable += self._written().result()
                     await self._receiver.uploads.renew(self._upload)
                     with self._awaiting_client():
                         yield durable
@@ -269,7 +282,7 @@ class _Stream:
             self._end()
             while self._writing:
                 durable += await asyncio.shield(self._writing[0])
-                self._writing.popleft()
+                self._written()
                 await self._receiver.uploads.renew(self._upload)
                 yield durable
         finally:
@@ -286,7 +299,16 @@ class _Stream:
     def _is_full(self) -> bool:
         """True if the stream must wait for a write to end before it takes the next
         part; tables count too, because they take memory."""
-        return len(self._writing) >= MAX_BATCHES
+        return sum(self._weights) >= MAX_BATCHES
+
+    def _add(self, writing: asyncio.Task[int], weight: float) -> None:
+        self._writing.append(writing)
+        self._weights.append(weight)
+
+    def _written(self) -> asyncio.Task[int]:
+        """Removes and returns the oldest write."""
+        self._weights.popleft()
+        return self._writing.popleft()
 
     async def _wait(self, coming: asyncio.Future[Any]) -> None:
         """Waits until the next part has arrived or the oldest write has ended.
@@ -318,7 +340,9 @@ class _Stream:
         """Starts to store a table, or writes a frame to the open batch."""
         if isinstance(part, tree_pb2.ChunkTable):
             self._end()
-            self._writing.append(asyncio.create_task(self._adopt(part)))
+            least = MAX_BATCHES / self._receiver.max_tables
+            weight = max(least, part.ByteSize() / MAX_TABLE_BYTES)
+            self._add(asyncio.create_task(self._adopt(part)), weight)
             return
         if self._batch_file is None:
             permit = await self._receiver.admission.acquire(
@@ -404,7 +428,7 @@ class _Stream:
         # its first step runs none of its code, and the permit would never come back.
         task.add_done_callback(_retrieve)
         task.add_done_callback(lambda _: self._receiver.drop(batch_file))
-        self._writing.append(task)
+        self._add(task, 1)
 
 
 def _retrieve(ended: "asyncio.Future[Any]") -> None:

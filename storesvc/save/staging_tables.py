@@ -51,20 +51,6 @@ async def stage(
     await bucket.write(place, seal(pack_table(sums, places), place=place))
 
 
-async def staged(
-    bucket: TensorStoreBucket, name: UploadName, writer: int, *, chunk_count: int
-) -> Table:
-    """Returns the chunks that a writer has stored, ascending by ordinal.
-
-    A chunk that was stored several times has several rows.
-
-    Raises:
-        CorruptDataError: A staging table is damaged.
-    """
-    places = await bucket.list(RunPaths(name.run).staging(name.upload, writer))
-    return await tables_at(bucket, places, chunk_count=chunk_count)
-
-
 async def staged_places(
     bucket: TensorStoreBucket, name: UploadName
 ) -> Mapping[int, list[str]]:
@@ -82,7 +68,9 @@ async def staged_places(
 async def tables_at(
     bucket: TensorStoreBucket, places: Sequence[str], *, chunk_count: int
 ) -> Table:
-    """Returns the chunks in some staging tables, as ``staged`` does.
+    """Returns the chunks in some staging tables, ascending by ordinal.
+
+    A chunk that was stored several times has several rows.
 
     Raises:
         CorruptDataError: A staging table is damaged.

@@ -39,6 +39,7 @@ from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.plan_mismatch import differing_rows, first_difference
+from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -108,7 +109,8 @@ class Uploads:
         self._records: LRUCache[UploadName, pb.UploadRecord] = LRUCache(
             _KEPT_RECORD_BYTES, getsizeof=pb.UploadRecord.ByteSize
         )
-        """Records of uploads that were opened; a record is never changed."""
+        """Records of uploads that began or were opened here; a record is never
+        changed."""
 
     async def begin(
         self, name: UploadName, new: NewUpload, table: bytes, digests: bytes = b""
@@ -135,15 +137,46 @@ class Uploads:
         """
         tree_digest = await self._leaf_tables.check(name, table)
         values_digest = digest(digests) if digests else b""
+        identity = digest(new.body + tree_digest + values_digest)
+        described = self._described(new, tree_digest, values_digest, identity)
+        # Resolves the base meanwhile: its chunks are claimed only after the upload has
+        # reserved its slot, so any time before will do.
+        async with beside(described) as describing:
+            record = await self._reserved(
+                name, new.step, identity, describing, table=table, digests=digests
+            )
+        self._keep(name, record)
+        return record
+
+    async def _reserved(
+        self,
+        name: UploadName,
+        step: int,
+        identity: bytes,
+        describing: "asyncio.Task[pb.UploadRecord]",
+        *,
+        table: bytes,
+        digests: bytes,
+    ) -> pb.UploadRecord:
+        """Reserves a step for an upload; see ``begin``.
+
+        Args:
+            name: The upload.
+            step: The step.
+            identity: Digest of the request.
+            describing: Returns the record, without the fields that depend on the slot.
+            table: Serialised leaf table.
+            digests: Digests of the leaves that other writers hold too; empty: none.
+        """
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, then the run: a collection raises the epoch floor before it
         #    deletes a FREE slot. In the other order an epoch could be used again.
         slot, record = await asyncio.gather(
-            self._catalog.slot(name.run, new.step),
-            self._own_record(name, new.body + tree_digest + values_digest),
+            self._catalog.slot(name.run, step),
+            self._own_record(name, identity),
         )
         if record and slot and slots.holds(name, record, slot[0]):
-            await self._bucket.settle(RunPaths(name.run).checkpoint(new.step))
+            await self._bucket.settle(RunPaths(name.run).checkpoint(step))
             return record
         run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
@@ -154,19 +187,20 @@ class Uploads:
         #    the upload in the slot finds the other two, and a collection that sees the
         #    leaf table without a record may take the upload for one that has ended.
         if record is None:
-            described = await self._described(new, tree_digest, values_digest)
+            described = await describing
             described.epoch, described.predecessor = epoch, predecessor
             await reach(Failpoint.BEGIN_BEFORE_RECORD)
-            record = await self._create_record(name, new, described)
+            record = await self._create_record(name, described)
         # A record is never changed: garbage collection derives from it which uploads
         # may still reserve the slot. If the slot has changed since, the client must
         # begin with another request id.
         if (record.epoch, record.predecessor) != (epoch, predecessor):
             raise slots.lost(name, record, slot and slot[0])
         await reach(Failpoint.BEGIN_BEFORE_TREE)
-        await self._leaf_tables.write(name, tree_digest, table)
-        if digests:
-            await self._leaf_tables.write_values(name, digests)
+        await together(
+            self._leaf_tables.write(name, record.tree_digest, table),
+            self._leaf_tables.write_values(name, digests),
+        )
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
         await self._reserve(name, record, slot and slot[1])
@@ -276,24 +310,51 @@ class Uploads:
             UploadSupersededError: The upload has another epoch, or lost its slot.
             CheckpointExistsError: The step is committed.
         """
-        # The slot is read each time, because only it says whether the upload still owns
-        # its step. The record and the leaf table are not: they are never changed, and a
-        # read of a bucket takes long.
+        record = await self.known_record(name)
+        slots.check_epoch(name, record, epoch)
+        slot, _ = await self.slot(name, record)
+        if slot.state != slots.UPLOADING:
+            raise slots.exists(name.run, slot)
+        return OpenUpload(name, record, await self.tree(name, record))
+
+    async def known_record(self, name: UploadName) -> pb.UploadRecord:
+        """Returns the record of an upload, which is read once by each process: it is
+        never changed, and a read of a bucket takes long.
+
+        Whether the upload exists any more, only its slot says; see ``slot``.
+
+        Raises:
+            UploadNotFoundError: The upload does not exist.
+        """
         record = self._records.get(name)
         if record is None:
             record = await self.record(name)
-            with suppress(ValueError):  # larger than the cache
-                self._records[name] = record
-        slots.check_epoch(name, record, epoch)
+            self._keep(name, record)
+        return record
+
+    async def slot(
+        self, name: UploadName, record: pb.UploadRecord
+    ) -> tuple[pb.CheckpointRecord, Generation]:
+        """Returns the slot of an upload that owns it, committed or not, and its
+        generation.
+
+        Raises:
+            UploadNotFoundError: The upload does not exist, or was aborted.
+            UploadSupersededError: The upload lost its slot.
+            CheckpointExistsError: Another upload committed the step.
+        """
         found = await self._catalog.slot(name.run, record.step)
         try:
             slot = slots.check_owner(name, record, found and found[0])
         except StoreError:
-            await self.record(name)  # raises UploadNotFoundError if it was aborted
+            await self.record(name)  # raises UploadNotFoundError if it was collected
             raise
-        if slot.state != slots.UPLOADING:
-            raise slots.exists(name.run, slot)
-        return OpenUpload(name, record, await self.tree(name, record))
+        assert found is not None, f"{name}: it owns its slot"
+        return slot, found[1]
+
+    def _keep(self, name: UploadName, record: pb.UploadRecord) -> None:
+        with suppress(ValueError):  # larger than the cache
+            self._records[name] = record
 
     async def renew(self, upload: OpenUpload) -> datetime:
         """Renews the lease of an upload, and returns when it expires.
@@ -385,11 +446,11 @@ class Uploads:
         return await self._leaf_tables.tree(name, record.tree_digest)
 
     async def _own_record(
-        self, name: UploadName, body: bytes
+        self, name: UploadName, identity: bytes
     ) -> pb.UploadRecord | None:
         """Returns the record that an earlier try of the same request wrote."""
         found = await self._found(name)
-        if found is not None and found.request_digest != digest(body):
+        if found is not None and found.request_digest != identity:
             raise RequestIdReusedError(
                 f"{name}: its request id was used with another body; use a new id",
                 upload=name.upload,
@@ -397,7 +458,7 @@ class Uploads:
         return found
 
     async def _described(
-        self, new: NewUpload, tree_digest: bytes, values_digest: bytes
+        self, new: NewUpload, tree_digest: bytes, values_digest: bytes, identity: bytes
     ) -> pb.UploadRecord:
         """Returns a new record, without the fields that depend on the slot."""
         record = pb.UploadRecord(
@@ -409,7 +470,7 @@ class Uploads:
             create_time=timestamp(self._clock.now()),
             lease_duration=duration(new.lease),
             owner=new.owner,
-            request_digest=digest(new.body + tree_digest + values_digest),
+            request_digest=identity,
             values_digest=values_digest,
         )
         base = await self._base(new)
@@ -430,7 +491,7 @@ class Uploads:
             raise
 
     async def _create_record(
-        self, name: UploadName, new: NewUpload, record: pb.UploadRecord
+        self, name: UploadName, record: pb.UploadRecord
     ) -> pb.UploadRecord:
         """Writes and returns a record; if another try of the same request was faster,
         returns the record of that one."""
@@ -442,8 +503,7 @@ class Uploads:
                 condition=IF_ABSENT,
             )
         except PreconditionError:
-            identity = new.body + record.tree_digest + record.values_digest
-            found = await self._own_record(name, identity)
+            found = await self._own_record(name, record.request_digest)
             if found is None:
                 raise slots.absent(name) from None
             return found

@@ -1,7 +1,8 @@
 """Runs calls of the bucket at the same time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 AT_ONCE: Final = 128
@@ -28,6 +29,20 @@ async def each(
             return await look(thing)
 
     return await asyncio.gather(*map(bounded, things))
+
+
+@asynccontextmanager
+async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Runs a call while the context lasts; yields its task, whose result the caller
+    awaits if it needs it. Cancels the call at the end, and waits until it has ended."""
+    task = asyncio.create_task(call)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # asyncio would log one that no caller retrieves
 
 
 async def together(*calls: Coroutine[Any, Any, None]) -> None:

@@ -70,7 +70,8 @@ class Caller:
         return [n async for n in self.store.receiver.write(upload, 0, frames)]
 
     async def finish(self) -> None:
-        await self.store.receipts.finish(await self.open(), 0, sums(0, 1, 2))
+        upload, receipts = await self.open(), self.store.receipts
+        await receipts.finish(upload, 0, sums(0, 1, 2), receipts.staged(self.name, 0))
 
     async def commit(self) -> Any:
         return await self.store.commits.commit(self.name, self.epoch)

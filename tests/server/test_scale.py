@@ -200,7 +200,8 @@ def save(run: RunName, step: int) -> Task:
 
         async for _ in opened.receiver.write(upload, 0, frames()):
             pass
-        await opened.receipts.finish(upload, 0, sums(0, 1, 2))
+        staged = opened.receipts.staged(name, 0)
+        await opened.receipts.finish(upload, 0, sums(0, 1, 2), staged)
         await opened.commits.commit(name, record.epoch)
 
     return task

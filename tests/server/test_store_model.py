@@ -387,7 +387,8 @@ class StoreMachine(RuleBasedStateMachine):
         async def call() -> None:
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
             sums = mixed_sums(dict(sorted(receipt.items())))
-            await self._store.receipts.finish(opened, 0, sums)
+            receipts = self._store.receipts
+            await receipts.finish(opened, 0, sums, receipts.staged(opened.name, 0))
 
         answer = self._answer(call, trouble)
         if self._ended(upload, answer):

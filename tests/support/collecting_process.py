@@ -94,7 +94,8 @@ class Process:
     async def finish(self, name: UploadName, content: Sequence[int]) -> None:
         opened = await self._open(name)
         sums = mixed_sums(dict(enumerate(content)))
-        await self.store.receipts.finish(opened, 0, sums)
+        receipts = self.store.receipts
+        await receipts.finish(opened, 0, sums, receipts.staged(name, 0))
 
     async def commit(self, name: UploadName, content: Sequence[int]) -> None:
         record = await self.store.uploads.record(name)

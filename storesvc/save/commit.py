@@ -79,7 +79,7 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """What the commit of an upload is decided from."""
+    """An upload and its receipts, from which its commit is decided."""
 
     upload: OpenUpload
     receipts: dict[int, Table]
@@ -123,9 +123,9 @@ class Commits:
         #    return its record.
         record = await self._uploads.known_record(name)
         slots.check_epoch(name, record, epoch)
-        # The receipts are read meanwhile, and used only if the upload owns its slot. It
-        # has owned it since it began then, because a slot that was lost never comes
-        # back; so they are the receipts of a live upload.
+        #    The receipts are read at the same time, and used only if the upload owns
+        #    its slot: then it has owned it since it began, because a slot that was lost
+        #    never comes back, so they are the receipts of a live upload.
         async with beside(self._received(name, record)) as received:
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:

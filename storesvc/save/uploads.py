@@ -139,8 +139,8 @@ class Uploads:
         values_digest = digest(digests) if digests else b""
         identity = digest(new.body + tree_digest + values_digest)
         described = self._described(new, tree_digest, values_digest, identity)
-        # Resolves the base meanwhile: its chunks are claimed only after the upload has
-        # reserved its slot, so any time before will do.
+        # Resolves the base at the same time: its chunks are claimed only after the
+        # upload has reserved its slot, so any time before is early enough.
         async with beside(described) as describing:
             record = await self._reserved(
                 name, new.step, identity, describing, table=table, digests=digests

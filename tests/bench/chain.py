@@ -70,8 +70,8 @@ def described(request: Logged) -> str:
 
 
 def trace(requests: Sequence[Logged]) -> str:
-    """Returns a line for each request, in the order in which they began; those of the
-    longest chain are numbered."""
+    """Returns a line for each request, in the order in which they began; the longest
+    chain is numbered."""
     ordered = sorted(requests, key=lambda request: request.began_seconds)
     chain = longest_chain(ordered)
     lines = [f"{'':4}{'ms':>6}{'took':>6}  request"]

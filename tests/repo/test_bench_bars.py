@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.bench.speed.bars import BARS, Results, verdicts
+from tests.bench.speed.links import BOUNDS, LATENCY_SECONDS, bound
 from tests.bench.speed.tables import bars_table, table
 from tests.bench.speed.works import CONTENDERS, WORKS
 
@@ -54,6 +55,23 @@ def test_contenders_that_are_not_installed_are_not_measured() -> None:
 
     what = "lora: direct-async, bytes / first save"
     assert (None, "not measured") == judged(results, what)
+
+
+def test_a_save_to_a_bucket_is_judged_by_the_bound_of_its_link() -> None:
+    half = 10**9 / BOUNDS["save"] * 2  # seconds at half the bound
+    results = figures(
+        "gcs", "bucket", bytes=10**9, save={"seconds": half, "extra_mib": 256}
+    )
+
+    assert (0.5, "missed by 38%") == judged(
+        results, "gcs: bucket save, speed / bound of the link"
+    )
+    assert (256, "met") == judged(results, "gcs: bucket save, MiB above the state")
+
+
+def test_latency_bounds_small_requests_and_the_rate_large_ones() -> None:
+    assert 10 / LATENCY_SECONDS == pytest.approx(bound(10, 1), rel=1e-6)
+    assert 10 * 50e6 == pytest.approx(bound(10, 10**12), rel=1e-4)
 
 
 def test_a_figure_is_the_median_of_the_rounds() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Literal, TypeAlias
 
+from tests.bench.speed.links import BOUNDS
+
 Rounds: TypeAlias = Sequence[Mapping[str, Any]]
 Found: TypeAlias = Mapping[str, Rounds]
 """Results of the rounds, by contender."""
@@ -140,6 +142,11 @@ def _server_cpu(results: Results) -> float:
     return seconds / (middle(results, "lm", "streamed", "bytes") / _GB)
 
 
+def _save_per_link(results: Results) -> float:
+    seconds = middle(results, "gcs", "bucket", "save", "seconds")
+    return middle(results, "gcs", "bucket", "bytes") / seconds / BOUNDS["save"]
+
+
 def _bars() -> Iterator[Bar]:
     for phase, ours, limits in (
         ("restore", "direct", {"orbax": 5, "orbax-raw": 3, "files": 0.6}),
@@ -163,6 +170,18 @@ def _bars() -> Iterator[Bar]:
         yield _speed("many", phase, "direct", "orbax", 3)
     for other in ("orbax-bucket", "orbax-raw-bucket"):
         yield _speed("gcs", "restore", "bucket", other, 2)
+    yield Bar(
+        what="gcs: bucket save, speed / bound of the link",
+        value=_save_per_link,
+        limit=0.8,
+        sense=">=",
+    )
+    yield Bar(
+        what="gcs: bucket save, MiB above the state",
+        value=lambda results: middle(results, "gcs", "bucket", "save", "extra_mib"),
+        limit=256,
+        sense="<=",
+    )
     yield _figure("seconds", "lists", "bucket", "seconds", 1)
     for ours in _SIDES:
         yield _figure(

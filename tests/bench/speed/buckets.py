@@ -25,14 +25,11 @@ from storesvc.storage.location import CONCURRENCY
 from tests.bench.catalogue import LARGE, records
 from tests.bench.speed.bucket_files import BucketFiles
 from tests.bench.speed.contenders import Maker
+from tests.bench.speed.links import LATENCY_SECONDS, STREAM_MBPS
 from tests.bench.speed.ours import Ours
 from tests.bench.speed.peers import Orbax, OrbaxUncompressed
 from tests.bench.speed.states import States
 from tests.support.server_process import ServerProcess
-
-LATENCY_SECONDS: Final = 0.03
-STREAM_MBPS: Final = 400
-"""Megabits a second."""
 
 CHECKPOINTS: Final = 1000
 LISTS: Final = 5

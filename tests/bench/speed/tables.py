@@ -5,6 +5,7 @@ from statistics import median
 from typing import Final
 
 from tests.bench.speed.bars import Found, Rounds, Verdict
+from tests.bench.speed.links import BOUNDS
 from tests.bench.speed.works import OURS
 
 GB: Final = 1e9
@@ -30,7 +31,10 @@ def table(work: str, place: str, found: Found) -> str:
     title = f"{work} on {place}: {size:.2f} GB, medians of {count}{_READ[place]}"
     if not all("restore" in rounds[0] for rounds in measured.values()):
         return "\n".join([title, *_figures(measured), *_absent(found)])
-    lines = [title, *_phases(size, measured), *_absent(found), "", *_ratios(measured)]
+    lines = [title, *_phases(size, measured)]
+    if work == "gcs":
+        lines.append(_bounds())
+    lines += [*_absent(found), "", *_ratios(measured)]
     return "\n".join(lines)
 
 
@@ -76,6 +80,11 @@ def _phases(size: float, found: Found) -> Iterator[str]:
             took = _seconds(rounds, phase) if is_small else speed(rounds, phase)
             line += f"{took:8.2f}{cpu / (1 if is_small else size):10.2f}{extra:8.0f}  "
         yield line.rstrip()
+
+
+def _bounds() -> str:
+    speeds = (f"{BOUNDS[phase] / GB:8.2f}" for phase in PHASES)
+    return f"{'link, bound':12}" + (" " * 20).join(speeds)
 
 
 def _ratios(found: Found) -> Iterator[str]:

@@ -1,0 +1,194 @@
+"""A call waits for several requests of a storage at the same time, where none needs the
+response to another.
+
+The storage here answers two of them only once both are sent: a call that sends them one
+after another never ends.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from storesvc.catalog import slots
+from storesvc.errors import (
+    StorageUnavailableError,
+    UploadSupersededError,
+    WriterUnfinishedError,
+)
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
+from storesvc.format.trees import pack_leaves
+from storesvc.format.wire import Frame
+from storesvc.save.uploads import NewUpload
+from storesvc.storage.bounded_gather import beside
+from storesvc.storage.bucket import Stored
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.store import Store
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.support.contract import frame, received, sums, tree_of
+
+RUN = RunName("tests", "trips")
+PLACES = RunPaths(RUN)
+TABLE = b"".join(pack_leaves(tree_of()))
+SECONDS = 20.0
+
+
+class MeetingBucket(TensorStoreBucket):
+    """A bucket in which the first reads of two places wait for each other."""
+
+    places: frozenset[str] = frozenset()
+
+    def meet(self, *places: str) -> None:
+        """Lets the next reads of these places wait for each other."""
+        self.places = frozenset(places)
+        self._left = set(places)
+        self._all_asked = asyncio.Event()
+
+    async def _meeting(self, place: str) -> None:
+        if place in self.places:
+            self._left.discard(place)
+            if not self._left:
+                self._all_asked.set()
+            await self._all_asked.wait()
+
+    async def read(self, path: str) -> Stored | None:
+        await self._meeting(path)
+        return await super().read(path)
+
+    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+        await self._meeting(prefix)
+        return await super().list(prefix, after=after)
+
+
+def name_of(step: int) -> UploadName:
+    """Returns the name of the upload of a step."""
+    return UploadName(RUN, f"{step:032x}")
+
+
+async def begin(
+    store: Store, step: int, base: CheckpointName | None = None, writer_count: int = 1
+) -> pb.UploadRecord:
+    """Begins an upload of a step."""
+    new = NewUpload(
+        step=step,
+        writer_count=writer_count,
+        labels={},
+        metrics={},
+        lease=timedelta(minutes=1),
+        base=base,
+        body=b"",
+    )
+    return await store.uploads.begin(name_of(step), new, TABLE)
+
+
+async def finished(store: Store, step: int) -> int:
+    """Does all but the commit of an upload of a step; returns its epoch."""
+    record = await begin(store, step)
+    upload = await store.uploads.open(name_of(step), record.epoch)
+
+    async def frames() -> AsyncIterator[Frame]:
+        yield received(frame(0, 1, 2))
+
+    async for _ in store.receiver.write(upload, 0, frames()):
+        pass
+    staged = store.receipts.staged(upload.name, 0)
+    await store.receipts.finish(upload, 0, sums(0, 1, 2), staged)
+    return record.epoch
+
+
+Test = Callable[[Store, MeetingBucket], Coroutine[Any, Any, None]]
+
+
+def within(test: Test) -> None:
+    """Runs a test on a fresh store in memory."""
+
+    async def main() -> None:
+        bucket = await MeetingBucket.open("memory://")
+        assert isinstance(bucket, MeetingBucket)
+        async with asyncio.timeout(SECONDS):
+            await test(await Store.open(bucket), bucket)
+
+    asyncio.run(main())
+
+
+def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        epoch = await finished(store, 1)
+        bucket.meet(PLACES.checkpoint(1), PLACES.receipt(name_of(1).upload, 0))
+
+        committed = await store.commits.commit(name_of(1), epoch)
+
+        assert slots.COMMITTED == committed.state
+
+    within(test)
+
+
+def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        record = await begin(store, 1, writer_count=9)
+        bucket.meet(PLACES.checkpoint(1), PLACES.receipts(name_of(1).upload))
+
+        with pytest.raises(WriterUnfinishedError, match="9 have not finished"):
+            await store.commits.commit(name_of(1), record.epoch)
+
+    within(test)
+
+
+def test_an_upload_finds_its_base_beside_the_slot() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        await store.commits.commit(name_of(1), await finished(store, 1))
+        bucket.meet(PLACES.checkpoint(2), PLACES.checkpoints)
+
+        record = await begin(store, 2, base=CheckpointName(RUN, LATEST))
+
+        assert (1, name_of(1).upload) == (record.base_step, record.base)
+
+    within(test)
+
+
+def test_a_repeated_commit_returns_the_record_though_the_receipts_are_gone() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        del bucket
+        epoch = await finished(store, 1)
+        first = await store.commits.commit(name_of(1), epoch)
+
+        assert first == await store.commits.commit(name_of(1), epoch)
+
+    within(test)
+
+
+def test_a_commit_with_another_epoch_is_rejected_from_the_kept_record() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        del bucket
+        epoch = await finished(store, 1)
+
+        with pytest.raises(UploadSupersededError, match=f"expected epoch {epoch}"):
+            await store.commits.commit(name_of(1), epoch + 1)
+
+    within(test)
+
+
+def test_a_call_beside_another_ends_with_the_context_and_its_error_is_no_warning() -> (
+    None
+):
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    async def fails() -> None:
+        raise StorageUnavailableError("no answer")
+
+    async def main() -> None:
+        async with beside(waits()), beside(fails()):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+    assert ["cancelled"] == ended

@@ -32,6 +32,7 @@ _ONLY_COMMITTED: Final = {
     pb.Announcement.KIND_UNDELETE: "undeletion",
     pb.Announcement.KIND_TAG: "tag",
     pb.Announcement.KIND_UNTAG: "removed tag",
+    pb.Announcement.KIND_UPDATE: "update",
 }
 """Changes that are announced only for committed checkpoints. A commit is announced
 before it is made, so its announcement alone does not prove it."""

@@ -84,7 +84,7 @@ class CheckpointLifecycle:
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return transitions.updated(run, slot, change, etag=etag, write_id=write_id)
 
-        return await self._change(run, step, decide)
+        return await self._change(run, step, decide, pb.Announcement.KIND_UPDATE)
 
     async def delete(
         self,
@@ -261,12 +261,12 @@ class CheckpointLifecycle:
         run: RunName,
         step: int,
         decide: _Decide,
-        kind: "pb.Announcement.Kind.ValueType" = pb.Announcement.KIND_UNSPECIFIED,
+        kind: "pb.Announcement.Kind.ValueType",
         *,
         uid: str = "",
     ) -> pb.CheckpointRecord:
-        """Updates a slot with a conditional write, and returns the record; appends the
-        change to the journal if ``kind`` is set."""
+        """Announces a change of a slot in the journal, makes it with a conditional
+        write, and returns the record."""
 
         async def attempt() -> pb.CheckpointRecord:
             slot, generation = await self._slot(run, step, uid)
@@ -279,24 +279,26 @@ class CheckpointLifecycle:
             #    that was. The slot was read before: by ``replaces`` a watch finds out
             #    when the change can no longer be made.
             await reach(Failpoint.DELETE_BEFORE_ANNOUNCEMENT)
-            if kind:
-                changed.sequence = await self._journal.announce(
-                    run.namespace,
-                    pb.Announcement(
-                        kind=kind,
-                        run=run.run,
-                        step=step,
-                        upload=slot.upload,
-                        replaces=etag_of(slot),
-                    ),
-                )
+            number = await self._journal.announce(
+                run.namespace,
+                pb.Announcement(
+                    kind=kind,
+                    run=run.run,
+                    step=step,
+                    upload=slot.upload,
+                    replaces=etag_of(slot),
+                ),
+            )
+            if kind == pb.Announcement.KIND_UPDATE:
+                changed.update_sequence = number
+            else:
+                changed.sequence = number
             # 2. The slot, on the condition that it is unchanged since it was read:
             #    otherwise a decision on an old state could undo another call's.
             await reach(Failpoint.DELETE_BEFORE_RECORD)
             await self._write(run, changed, generation)
             # 3. Only now: a watcher reads the slot when it is notified.
-            if kind:
-                self._journal.landed(run.namespace)
+            self._journal.landed(run.namespace)
             await reach(Failpoint.DELETE_BEFORE_REPLY)
             return changed
 

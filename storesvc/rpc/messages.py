@@ -32,6 +32,7 @@ _EVENT_KINDS: Final = {
     pb.Announcement.KIND_UNDELETE: checkpoint_api.CheckpointEvent.KIND_UNDELETED,
     pb.Announcement.KIND_TAG: checkpoint_api.CheckpointEvent.KIND_TAGGED,
     pb.Announcement.KIND_UNTAG: checkpoint_api.CheckpointEvent.KIND_UNTAGGED,
+    pb.Announcement.KIND_UPDATE: checkpoint_api.CheckpointEvent.KIND_UPDATED,
 }
 
 

@@ -7,8 +7,8 @@ reports the changes that have landed, drops those that never will, and keeps the
 in its ``Position`` to resolve them again. Therefore:
 
 1. A change is reported at most once along a position, and exactly once if it landed;
-   ``advance`` is the only step along a position. Successive deletes or retags may be
-   coalesced into one event.
+   ``advance`` is the only step along a position. Successive deletes, updates or retags
+   may be coalesced into one event.
 2. Events are ordered by number. The exception is a change that landed after later ones
    were reported: it is reported when it is seen.
 3. A position is small. While ``MAX_PENDING`` changes are pending, it does not advance:
@@ -40,7 +40,11 @@ MAX_PENDING: Final = 256
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """The object that an announcement names: a slot, a tag, or None."""
 
-_DELETIONS: Final = (pb.Announcement.KIND_DELETE, pb.Announcement.KIND_UNDELETE)
+_OF_CHECKPOINTS: Final = (
+    pb.Announcement.KIND_DELETE,
+    pb.Announcement.KIND_UNDELETE,
+    pb.Announcement.KIND_UPDATE,
+)
 
 _VERSION: Final = b"\1"
 _CHECK_BYTES: Final = 8
@@ -85,8 +89,8 @@ def resolve(
         found = _absent_tag_outcome(announcement)
     elif announcement.kind == pb.Announcement.KIND_COMMIT:
         return _commit_outcome(number, announcement, held)
-    elif announcement.kind in _DELETIONS:
-        found = _deletion_outcome(number, announcement, held)
+    elif announcement.kind in _OF_CHECKPOINTS:
+        found = _checkpoint_outcome(number, announcement, held)
     else:
         raise FormatUnsupportedError(
             f"announcement {number}: expected a kind that this release knows, got "
@@ -174,10 +178,10 @@ def _commit_outcome(number: int, announcement: pb.Announcement, held: Held) -> O
     return Outcome.LANDED if is_this else Outcome.SUPERSEDED
 
 
-def _deletion_outcome(
+def _checkpoint_outcome(
     number: int, announcement: pb.Announcement, held: Held
 ) -> Outcome:
-    """Returns the outcome of a deletion or an undeletion."""
+    """Returns the outcome of a deletion, an undeletion or an update."""
     deletes = announcement.kind == pb.Announcement.KIND_DELETE
     if (
         not isinstance(held, pb.CheckpointRecord)
@@ -186,8 +190,10 @@ def _deletion_outcome(
     ):
         # It was purged, so a deletion has landed: this one, or another one.
         return Outcome.LANDED if deletes else Outcome.SUPERSEDED
-    if held.sequence >= number:
-        return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
+    is_update = announcement.kind == pb.Announcement.KIND_UPDATE
+    last = held.update_sequence if is_update else held.sequence
+    if last >= number:
+        return Outcome.LANDED if last == number else Outcome.SUPERSEDED
     return _unchanged_outcome(announcement, held)
 
 

@@ -153,6 +153,21 @@ def test_a_damaged_checkpoint_is_labelled_once(root: Path, run: store.Run) -> No
     assert found.etag == run.checkpoint(3).etag
 
 
+def test_a_watch_reports_the_label_of_a_damaged_checkpoint(
+    root: Path, run: store.Run
+) -> None:
+    damage_data(root, 3)
+    events = run.watch()
+
+    run.restore("latest", on_damage="older")
+
+    event = next(events)
+    assert ("updated", 3) == (event.kind, event.step)
+    assert event.checkpoint is not None
+    assert event.checkpoint.labels["damage"].startswith("tests/older@3 leaf 'w' chunk")
+    events.close()
+
+
 def test_a_label_that_cannot_be_set_does_not_fail_the_restore(
     root: Path, run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,17 +44,24 @@ DELETE = pb.Announcement.KIND_DELETE
 UNDELETE = pb.Announcement.KIND_UNDELETE
 TAG = pb.Announcement.KIND_TAG
 UNTAG = pb.Announcement.KIND_UNTAG
+UPDATE = pb.Announcement.KIND_UPDATE
 LANDED, SUPERSEDED, PENDING = Outcome.LANDED, Outcome.SUPERSEDED, Outcome.PENDING
 
 
 def slot(
-    state: int, *, upload: str = "u", commit_sequence: int = 0, sequence: int = 0
+    state: int,
+    *,
+    upload: str = "u",
+    commit_sequence: int = 0,
+    sequence: int = 0,
+    update_sequence: int = 0,
 ) -> pb.CheckpointRecord:
     return pb.CheckpointRecord(
         state=pb.CheckpointRecord.State.ValueType(state),
         upload=upload,
         commit_sequence=commit_sequence,
         sequence=sequence,
+        update_sequence=update_sequence,
     )
 
 
@@ -67,6 +74,8 @@ HELD: dict[str, pb.CheckpointRecord | pb.TagRecord] = {
     "committed": slot(slots.COMMITTED, commit_sequence=5, sequence=5),
     "deleted": slot(slots.DELETED, commit_sequence=2, sequence=5),
     "undeleted": slot(slots.COMMITTED, commit_sequence=2, sequence=5),
+    "updated": slot(slots.COMMITTED, commit_sequence=2, update_sequence=5),
+    "updated, then deleted": slot(slots.DELETED, sequence=9, update_sequence=5),
     "purging": slot(slots.PURGING, commit_sequence=2, sequence=5),
     "free": slot(slots.FREE),
     "another's": slot(slots.COMMITTED, upload="v", commit_sequence=9, sequence=9),
@@ -81,6 +90,7 @@ REPLACED = {
     "UNDELETE": etag_of(HELD["deleted"]),
     "TAG": NOTHING,
     "UNTAG": etag_of(HELD["a tag"]),
+    "UPDATE": etag_of(HELD["updated"]),
 }
 """The record that the announced change of each kind replaces."""
 
@@ -105,6 +115,11 @@ REPLACED = {
         ("UNDELETE", "purging", (SUPERSEDED, LANDED, SUPERSEDED)),
         ("UNDELETE", "free", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
         ("UNDELETE", "absent", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("UPDATE", "updated", (SUPERSEDED, LANDED, PENDING)),
+        ("UPDATE", "updated, then deleted", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("UPDATE", "free", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("UPDATE", "another's", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("UPDATE", "absent", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
         ("TAG", "absent", (PENDING, PENDING, PENDING)),
         ("TAG", "a tag", (SUPERSEDED, LANDED, SUPERSEDED)),
         ("TAG", "a deleted tag", (SUPERSEDED, LANDED, SUPERSEDED)),
@@ -133,7 +148,7 @@ def test_the_object_shows_the_outcome_of_announcements_4_5_and_6(
     assert expected == outcomes(NOW + PATIENCE * 2)
 
 
-@pytest.mark.parametrize("kind", [DELETE, UNDELETE, TAG, UNTAG])
+@pytest.mark.parametrize("kind", [DELETE, UNDELETE, TAG, UNTAG, UPDATE])
 def test_a_change_is_never_made_once_another_has_replaced_what_it_was_to_replace(
     kind: "pb.Announcement.Kind.ValueType",
 ) -> None:
@@ -141,7 +156,7 @@ def test_a_change_is_never_made_once_another_has_replaced_what_it_was_to_replace
     before: pb.TagRecord | pb.CheckpointRecord = (
         tag(5)
         if is_tag
-        else slot(slots.COMMITTED if kind == DELETE else slots.DELETED, sequence=5)
+        else slot(slots.DELETED if kind == UNDELETE else slots.COMMITTED, sequence=5)
     )
     announced = pb.Announcement(
         kind=kind, upload="u", create_time=timestamp(NOW), replaces=etag_of(before)
@@ -313,7 +328,10 @@ class WatchMachine(RuleBasedStateMachine):
         number = len(self.journal)
         made = type(changed)()
         made.MergeFrom(changed)  # type: ignore[arg-type]  # of the same type
-        made.sequence = number
+        if kind == UPDATE and isinstance(made, pb.CheckpointRecord):
+            made.update_sequence = number
+        else:
+            made.sequence = number
         if kind == COMMIT and isinstance(made, pb.CheckpointRecord):
             made.commit_sequence = number
         self.underway.append(
@@ -352,12 +370,19 @@ class WatchMachine(RuleBasedStateMachine):
             slots.DELETED if deletes else slots.COMMITTED,
             upload=found.upload,
             commit_sequence=found.commit_sequence,
+            update_sequence=found.update_sequence,
         )
         self._announce(DELETE if deletes else UNDELETE, step, changed, found.upload)
 
     @rule(step=steps)
+    def update(self, step: int) -> None:
+        found = self._slot(step)
+        if found.state == slots.COMMITTED:
+            self._announce(UPDATE, step, found, found.upload)
+
+    @rule(step=steps)
     def touch(self, step: int) -> None:
-        """A change that is not announced, such as an update of labels, or an abort."""
+        """A change that is not announced, such as a repeated write, or an abort."""
         found = self._slot(step)
         if found.state in slots.CHECKPOINTS:
             self._write(step, found)
@@ -470,12 +495,14 @@ class WatchMachine(RuleBasedStateMachine):
         assert set(self.committed) - self.purged <= set(commits) <= set(self.committed)
         last: dict[str, pb.Announcement] = {}
         for _, announced in watch.reported:
-            last[announced.tag or announced.upload] = announced
+            if announced.kind != UPDATE:  # which hides no deletion or undeletion
+                last[announced.tag or announced.upload] = announced
         for upload in self.purged:
             assert DELETE == last[upload].kind
         for step in (0, 1):
             found = self._slot(step)
             if found.state in slots.CHECKPOINTS:
+                assert found.update_sequence in (0, *numbers)
                 deleted = found.state != slots.COMMITTED
                 assert deleted == (last[found.upload].kind == DELETE)
         for name in ("best", "prod"):

@@ -45,13 +45,15 @@ def test_a_watch_reports_the_changes_of_a_run(
     run.tags.delete("best")
     run.delete(1)
     run.undelete(1)
-    seen = [(e.kind, e.step, e.tag) for e in islice(events, 5)]
+    run.update(1, pinned=True)
+    seen = [(e.kind, e.step, e.tag) for e in islice(events, 6)]
     assert seen == [
         ("tagged", 2, "best"),
         ("tagged", 1, "best"),
         ("untagged", 1, "best"),
         ("deleted", 1, None),
         ("undeleted", 1, None),
+        ("updated", 1, None),
     ]
     events.close()
     with pytest.raises(StopIteration):
@@ -322,14 +324,20 @@ def test_storectl_prints_a_line_an_event_as_they_come(
     run: store.Run, server_address: str
 ) -> None:
     save(run, 1)
-    process = storectl(server_address, run.name, "--since", "latest", "--count", "3")
+    process = storectl(server_address, run.name, "--since", "latest", "--count", "5")
     assert process.stdout is not None
     assert f"committed  {run.name}@1  " in process.stdout.readline()
     save(run, 2)
     run.tags.set("best", 2)
+    run.update(2, labels={"stage": "sft"})
+    run.update(1, metrics={})
     out, err = ended(process)
 
-    committed, tagged = out.splitlines()
+    committed, tagged, *updated = out.splitlines()
+    assert [
+        f"updated    {run.name}@2  stage=sft",
+        f"updated    {run.name}@1",
+    ] == updated
     assert f"committed  {run.name}@2  24 B  loss=0.5" == committed
     assert f"tagged     {run.name}@2  best" == tagged
     assert (0, "") == (process.returncode, err)

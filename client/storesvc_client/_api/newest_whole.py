@@ -96,10 +96,9 @@ class NewestWhole:
         return name
 
     def mark(self) -> None:
-        """Labels the damaged checkpoints, so that lists show the damage. A damaged
-        record cannot be changed, nor can a store that is read-only.
-
-        A tag would be in the journal, too, but would keep the checkpoint."""
+        """Labels the damaged checkpoints, so that lists show the damage, and watches
+        report it: an update of labels is in the journal. A damaged record cannot be
+        changed, nor can a store that is read-only; this is logged."""
         for step, damage in self.damaged.items():
             try:
                 self._mark(step, damage)

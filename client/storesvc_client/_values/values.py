@@ -466,7 +466,7 @@ class UploadInfo:
 
 
 EventKind: TypeAlias = Literal[
-    "committed", "deleted", "undeleted", "tagged", "untagged", "unknown"
+    "committed", "deleted", "undeleted", "tagged", "untagged", "updated", "unknown"
 ]
 
 _EVENT_KINDS: Final[Mapping[int, EventKind]] = {
@@ -475,6 +475,7 @@ _EVENT_KINDS: Final[Mapping[int, EventKind]] = {
     api.CheckpointEvent.KIND_UNDELETED: "undeleted",
     api.CheckpointEvent.KIND_TAGGED: "tagged",
     api.CheckpointEvent.KIND_UNTAGGED: "untagged",
+    api.CheckpointEvent.KIND_UPDATED: "updated",
 }
 
 
@@ -483,8 +484,8 @@ class Event:
     """A change of a checkpoint; from ``Run.watch`` and ``Client.watch``."""
 
     kind: EventKind
-    """"committed", "deleted", "undeleted", "tagged" or "untagged"; "unknown": a kind of
-    a newer server."""
+    """"committed", "deleted", "undeleted", "tagged" or "untagged"; "updated": labels,
+    metrics or the pin were set; "unknown": a kind of a newer server."""
     run: str
     """Name of the run, ``namespace/run``."""
     step: int

@@ -90,7 +90,7 @@ has an epoch below the upload's, and one of these holds:
 * a tag or a hold names the upload;
 * the upload has a manifest, and the slot is not its own, or its leaf table is
   missing;
-* the journal has a deletion, an undeletion or a tag of the upload.
+* the journal has a deletion, an undeletion, an update or a tag of the upload.
 
 A collector MUST then neither abort the upload nor delete anything of the run, a
 writer MUST NOT take over the step, and both SHOULD report the slot. Deleting a slot
@@ -107,7 +107,8 @@ MUST
 1. read the object,
 2. create the next announcement of the namespace,
 3. change the object on the condition that it is unchanged since step 1, with the
-   number of the announcement in it.
+   number of the announcement in it. A slot has three of them: of its commit, of its
+   last deletion or undeletion, and of its last update.
 
 A reader of announcement n compares n with the number in the object: equal, the
 change was made; the object's is higher, the change was superseded; lower, the change
@@ -332,6 +333,8 @@ class Announcement(google.protobuf.message.Message):
         """A tag is pointed to a checkpoint."""
         KIND_UNTAG: Announcement._Kind.ValueType  # 5
         """A tag is deleted."""
+        KIND_UPDATE: Announcement._Kind.ValueType  # 6
+        """Labels, metrics or the pin of a checkpoint are set."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """Kinds of changes."""
@@ -348,6 +351,8 @@ class Announcement(google.protobuf.message.Message):
     """A tag is pointed to a checkpoint."""
     KIND_UNTAG: Announcement.Kind.ValueType  # 5
     """A tag is deleted."""
+    KIND_UPDATE: Announcement.Kind.ValueType  # 6
+    """Labels, metrics or the pin of a checkpoint are set."""
 
     KIND_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
@@ -677,6 +682,7 @@ class CheckpointRecord(google.protobuf.message.Message):
     WRITE_ID_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     ITEM_COUNT_FIELD_NUMBER: builtins.int
+    UPDATE_SEQUENCE_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """The state of the slot."""
     step: builtins.int
@@ -711,7 +717,7 @@ class CheckpointRecord(google.protobuf.message.Message):
     commit_sequence: builtins.int
     """The number of the announcement of its commit."""
     sequence: builtins.int
-    """The number of the last announced change."""
+    """The number of the last announced deletion or undeletion."""
     write_id: builtins.str
     """Of the last change after the commit, like `RunRecord.write_id`; a UUID if the
     service made the change itself.
@@ -720,6 +726,10 @@ class CheckpointRecord(google.protobuf.message.Message):
     """`Upload.owner` of the upload. Empty in records of earlier releases."""
     item_count: builtins.int
     """Number of items: names, whatever the number of processes that wrote a value."""
+    update_sequence: builtins.int
+    """The number of the last announced update. A number of its own, so that an update
+    does not hide the deletion or undeletion before it from a watch.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the owner began."""
@@ -772,9 +782,10 @@ class CheckpointRecord(google.protobuf.message.Message):
         write_id: builtins.str = ...,
         owner: builtins.str = ...,
         item_count: builtins.int = ...,
+        update_sequence: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "update_sequence", b"update_sequence", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 

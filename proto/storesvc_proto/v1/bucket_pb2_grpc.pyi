@@ -90,7 +90,7 @@ has an epoch below the upload's, and one of these holds:
 * a tag or a hold names the upload;
 * the upload has a manifest, and the slot is not its own, or its leaf table is
   missing;
-* the journal has a deletion, an undeletion or a tag of the upload.
+* the journal has a deletion, an undeletion, an update or a tag of the upload.
 
 A collector MUST then neither abort the upload nor delete anything of the run, a
 writer MUST NOT take over the step, and both SHOULD report the slot. Deleting a slot
@@ -107,7 +107,8 @@ MUST
 1. read the object,
 2. create the next announcement of the namespace,
 3. change the object on the condition that it is unchanged since step 1, with the
-   number of the announcement in it.
+   number of the announcement in it. A slot has three of them: of its commit, of its
+   last deletion or undeletion, and of its last update.
 
 A reader of announcement n compares n with the number in the object: equal, the
 change was made; the object's is higher, the change was superseded; lower, the change

@@ -1210,6 +1210,8 @@ class CheckpointEvent(google.protobuf.message.Message):
         """A tag was pointed to it."""
         KIND_UNTAGGED: CheckpointEvent._Kind.ValueType  # 5
         """A tag that pointed to it was deleted."""
+        KIND_UPDATED: CheckpointEvent._Kind.ValueType  # 6
+        """Its labels, its metrics or its pin were set."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """Kinds of changes."""
@@ -1226,6 +1228,8 @@ class CheckpointEvent(google.protobuf.message.Message):
     """A tag was pointed to it."""
     KIND_UNTAGGED: CheckpointEvent.Kind.ValueType  # 5
     """A tag that pointed to it was deleted."""
+    KIND_UPDATED: CheckpointEvent.Kind.ValueType  # 6
+    """Its labels, its metrics or its pin were set."""
 
     KIND_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int

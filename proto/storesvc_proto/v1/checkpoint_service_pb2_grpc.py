@@ -327,8 +327,8 @@ class CheckpointServiceServicer(object):
         cancels the call: each event once, in a total order. The first message is sent at
         once and has only a token; so has at least one message every 30 s. A watch that
         resumes from a token, on any server, misses no checkpoint and repeats none.
-        Successive deletes or retags MAY be coalesced into one event; a deletion that
-        several concurrent calls made MAY be reported once for each.
+        Successive deletes, updates or retags MAY be coalesced into one event; a deletion
+        that several concurrent calls made MAY be reported once for each.
 
         Idempotent: changes nothing; a client SHOULD resume from its last token.
 

@@ -95,6 +95,8 @@ def _line(event: "Event") -> str:
         cells.append(size_text(event.checkpoint.size_bytes))
         if event.checkpoint.metrics:
             cells.append(pairs_text(event.checkpoint.metrics))
+    elif event.kind == "updated" and event.checkpoint and event.checkpoint.labels:
+        cells.append(pairs_text(event.checkpoint.labels))
     return printable("  ".join(cells))
 
 

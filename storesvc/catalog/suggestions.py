@@ -24,20 +24,28 @@ _SIMILARITY: Final = 0.5
 
 
 def run_not_found(name: RunName, existing: Iterable[RunName]) -> RunNotFoundError:
-    """Returns the error of a run that does not exist.
+    """Returns the error of a run that has no record, or has nothing but its record.
 
     Args:
         name: The run.
-        existing: Runs of its namespace. Runs of others must not be named to a caller
-            that may not know them.
+        existing: Runs of its namespace that have a record. Runs of others must not be
+            named to a caller that may not know them.
     """
-    names = [str(n) for n in existing if n != name]
+    others = [*existing]
+    if name in others:  # a save has begun once
+        return RunNotFoundError(
+            f"run {name} has no checkpoint: none was committed yet, or all were "
+            "purged; save one",
+            run=str(name),
+            nearest="",
+        )
+    names = [*map(str, others)]
     nearest = difflib.get_close_matches(
         str(name), names, n=_NEAREST, cutoff=_SIMILARITY
     )
     known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
     return RunNotFoundError(
-        f"run {name} has no checkpoint ({known}); list the runs to see all",
+        f"run {name} does not exist ({known}); list the runs to see all",
         run=str(name),
         nearest=",".join(nearest),
     )

@@ -246,7 +246,7 @@ def test_a_checkpoint_that_is_named_is_never_replaced(run: store.Run) -> None:
 def test_a_run_without_checkpoints_is_an_error(run: store.Run, root: Path) -> None:
     with store.connect(root.as_uri()) as client:
         absent = client.run("tests/absent")
-        with pytest.raises(store.NotFoundError, match="no checkpoint"):
+        with pytest.raises(store.NotFoundError, match="tests/absent does not exist"):
             absent.restore("latest", on_damage="older")
         absent.configure(labels={"a": "b"})
         with pytest.raises(store.NotFoundError, match="no committed checkpoint"):

@@ -236,7 +236,9 @@ def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) ->
             await latest
         with pytest.raises(RunNotFoundError, match="begun has no checkpoint: none was"):
             await opened.catalog.run(begun)
-        with pytest.raises(RunNotFoundError, match="begin does not exist.*tests/begun"):
+        with pytest.raises(
+            RunNotFoundError, match=r"begin does not exist.*tests/begun"
+        ):
             await opened.catalog.run(RunName("tests", "begin"))
 
     asyncio.run(main())

@@ -4,10 +4,13 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 
 import storesvc_client as store
 from storesvc_client._values.item_values import encode_item
@@ -20,6 +23,14 @@ ITEMS: dict[str, Any] = {
     "tokenizer": bytes(range(256)),
     "empty": b"",
     "data": store.PerProcess({"at": 7}),
+}
+TEXTS = {
+    "half": jnp.ones(2, jnp.bfloat16),
+    "large": 2**80,
+    "name": "a text",
+    "notes": "two\nlines \x1b[2J",
+    "odd": {"..": bytes(range(256))},
+    "w": np.ones(1, np.float32),
 }
 TREE = {"w": np.ones((2, 3), np.float32), "name": "a text", "large": 2**80}
 
@@ -34,6 +45,7 @@ def address(server_address: str) -> str:
         del other["empty"]
         run.save(2, TREE, items=other).result()
         client.run("prod/none").save(1, {"x": 1}).result()
+        client.run("prod/texts").save(1, TEXTS).result()
     return server_address
 
 
@@ -57,7 +69,7 @@ def test_cat_writes_an_item_byte_for_byte(address: str, path: str, data: bytes) 
     ("path", "match"),
     [
         ("prod/items@1:confg", "prod/items@1 has no item 'confg'; nearest: config"),
-        ("prod/items@1:w", "'w' is a leaf of prod/items@1, no item; 'storectl stat"),
+        ("prod/items@1:w", "'w' is a leaf of prod/items@1, no item; 'storectl get"),
         ("prod/items@1:v", "prod/items@1 has no item 'v'; it has: config, data,"),
         ("prod/none@1:config", "prod/none@1 has no items"),
         ("prod/items@1:data", "a value of each of 1 process; use prod/items@1:data/0"),
@@ -82,11 +94,13 @@ def test_cat_of_another_path_is_wrong_usage(address: str, path: str) -> None:
     assert "such as" in result.stderr
 
 
-def in_a_terminal(address: str, path: str) -> str:
-    """Returns the output of cat, which sees a terminal."""
+def in_a_terminal(address: str, path: str, command: str = "cat") -> str:
+    """Returns the output of cat, or another command, which sees a terminal."""
     ours, its = pty.openpty()
-    command = [sys.executable, "-m", "storesvc_client.cli", "-s", address, "cat", path]
-    done = subprocess.run(command, stdout=its, stderr=its, check=False)
+    program = [sys.executable, "-m", "storesvc_client.cli", "-s", address]
+    done = subprocess.run(
+        [*program, command, path], stdout=its, stderr=its, check=False
+    )
     os.close(its)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
@@ -176,7 +190,73 @@ def test_a_text_is_written_to_no_file_of_arrays(
 ) -> None:
     file = tmp_path / f"x.{suffix}"
 
-    assert "leaf name: expected an array, got the kind text" in refusal(
-        address, "get", "prod/items@1:name", "-o", str(file)
-    )
+    assert (
+        "leaf name: expected an array, got the kind text; leave it out of the path, or "
+        "write to a directory, such as -o leaves/"
+    ) == refusal(address, "get", "prod/items@1:name", "-o", str(file))
     assert not file.exists()
+
+
+def test_get_prints_a_text_as_cat_does(address: str) -> None:
+    def get(path: str) -> bytes:
+        return storectl(address, "get", path).stdout_bytes
+
+    assert b"a text" == get("prod/texts@1:name")
+    assert str(2**80).encode() == get("prod/texts@1:large")
+    assert bytes(range(256)) == get("prod/texts@1:odd/%2E%2E")
+    assert "two\r\nlines \\x1b[2J\r\n" == in_a_terminal(
+        address, "prod/texts@1:notes", "get"
+    )
+    assert "text" == document(address, "get", "prod/texts@1:name")[0]["kind"]
+    assert 6 == len(table(printed(address, "get", "prod/texts@1:*")))
+
+
+def test_get_writes_each_leaf_to_a_file_of_a_directory(
+    address: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "leaves"
+
+    text = printed(address, "get", "prod/texts@1:**", "-o", f"{out}/")
+
+    assert f"{out}/: 6 leaves, 295 B\n" == text
+    assert {
+        "half.safetensors",
+        "large.txt",
+        "name.txt",
+        "notes.txt",
+        "odd/%2E%2E.bin",
+        "w.npy",
+    } == {str(x.relative_to(out)) for x in out.rglob("*") if x.is_file()}
+    assert np.array_equal(np.ones(1, np.float32), np.load(out / "w.npy"))
+    assert str(2**80) == (out / "large.txt").read_text()
+    assert "a text" == (out / "name.txt").read_text()
+    assert bytes(range(256)) == (out / "odd/%2E%2E.bin").read_bytes()
+    half = safetensors.deserialize((out / "half.safetensors").read_bytes())  # type: ignore[no-untyped-call]
+    assert ["half"] == [name for name, _ in half]
+    assert [out] == list(tmp_path.iterdir())
+    for again in (f"{out}/", str(out)):
+        assert f"{out} exists; expected the name of a new directory" == refusal(
+            address, "get", "prod/texts@1:**", "-o", again
+        )
+
+
+def test_what_a_directory_cannot_hold_is_rejected_with_its_leaf(
+    address: str, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "leaves")
+    with store.connect(address) as client:
+        run = client.run("prod/unfit")
+        run.save(1, {"x": "t", "x.txt": {"y": 1}}).result()
+        run.save(2, {"z": 10**5000}).result()
+        run.save(3, "only").result()
+
+    assert "leaf x: its file x.txt would be the directory of other leaves" in refusal(
+        address, "get", "prod/unfit@1:**", "-o", out
+    )
+    assert "leaf z: expected an integer of at most 4,300 digits, got" in refusal(
+        address, "get", "prod/unfit@2:**", "-o", out
+    )
+    assert [] == list(tmp_path.iterdir())
+    assert 2 == storectl(address, "get", "a/b@1:**", "-o", out, "--force").exit_code
+    printed(address, "get", "prod/unfit@3:**", "-o", out)
+    assert "only" == (tmp_path / "leaves" / "leaf.txt").read_text()

@@ -258,7 +258,7 @@ def test_reads_and_restores_leave_no_hold_behind(run: store.Run) -> None:
     dict(run.open(2).read(["x"]))
     broken = run.open(2).read(["x", "y"])
     next(broken)
-    broken.close()  # type: ignore[attr-defined]  # it is a generator
+    broken.close()
     with pytest.raises(store.NotFoundError):
         run.restore(2, select="nothing/**")
 

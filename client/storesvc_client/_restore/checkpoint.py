@@ -307,7 +307,7 @@ class OpenCheckpoint:
                 "leave spread= out"
             )
 
-    def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
+    def read(self, keys: Iterable[str]) -> "Generator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays, in the order of the keys. Needs no jax.
 
         One leaf at a time is in memory, or as many small ones as 64 MiB hold.

@@ -101,21 +101,29 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
             part.unlink()
 
 
+def is_of_numpy(leaf: "LeafInfo") -> bool:
+    """Returns whether the file format of NumPy has a name for the dtype of a leaf."""
+    from storesvc.format.dtypes import DTYPES
+
+    # 1: a dtype of NumPy itself; 2: one that another package has registered
+    is_builtin: int = DTYPES[leaf.dtype].isbuiltin
+    return is_builtin == 1
+
+
 def _check_arrays(leaves: "Sequence[LeafInfo]") -> None:
     for leaf in leaves:
         if leaf.kind in ENCODED:
             raise Refusal(
                 f"leaf {printable(leaf.key)}: expected an array, got the kind "
-                f"{leaf.kind}; leave it out of the path"
+                f"{leaf.kind}; leave it out of the path, or write to a directory, "
+                "such as -o leaves/"
             )
 
 
 def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
-    from storesvc.format.dtypes import DTYPES
-
     _check_arrays(leaves)
     for leaf in leaves:
-        if DTYPES[leaf.dtype].isbuiltin != 1:
+        if not is_of_numpy(leaf):
             hint = (
                 "; a .safetensors file holds it" if leaf.dtype in _SAFETENSORS else ""
             )

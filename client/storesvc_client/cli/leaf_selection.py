@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
-from storesvc_client._values.texts import count_text, printable
+from storesvc_client._values.texts import ENCODED, count_text, printable
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
@@ -27,6 +27,11 @@ class Selection:
     def size_bytes(self) -> int:
         """Total bytes of the elements."""
         return sum(leaf.size_bytes for leaf in self.leaves)
+
+    def names_encoded(self, key: str) -> bool:
+        """Returns whether it is one leaf, with this key, that holds an encoded value:
+        a text, JSON, bytes, or a large integer."""
+        return [key] == [leaf.key for leaf in self.leaves if leaf.kind in ENCODED]
 
 
 def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selection:

@@ -1,12 +1,11 @@
 """``storectl cat``: writes an item to stdout."""
 
-import sys
-
 import click
 
-from storesvc_client._values.texts import count_text, printable_lines, size_text
+from storesvc_client._values.texts import count_text
 from storesvc_client.cli.arguments import item_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.encoded_text import echo_data
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import LeafPath
 
@@ -39,8 +38,8 @@ def cat(connection: Connection, *, path: LeafPath) -> None:
         items = opened.items
         if name not in items and path.glob in opened.leaves:
             raise Refusal(
-                f"{path.glob!r} is a leaf of {opened.name}, no item; 'storectl stat "
-                f"{opened.name}:{path.glob}' shows it"
+                f"{path.glob!r} is a leaf of {opened.name}, no item; 'storectl get "
+                f"{opened.name}:{path.glob}' reads it"
             )
         kind, count = items.info(name).kind, items.info(name).process_count
         if count is not None and not slash:
@@ -49,12 +48,4 @@ def cat(connection: Connection, *, path: LeafPath) -> None:
                 f"{path}/0 for that of process 0"
             )
         data = items.encoded(name, int(process) if slash else None)
-    if not sys.stdout.isatty():
-        click.echo(data, nl=False)
-    elif kind == "bytes":
-        raise Refusal(
-            f"{path} is {size_text(len(data))} of bytes, which may control a terminal; "
-            "redirect it to a file"
-        )
-    else:
-        click.echo(printable_lines(data.decode(errors="replace")))
+    echo_data(str(path), kind, data)

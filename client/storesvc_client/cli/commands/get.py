@@ -1,7 +1,8 @@
-"""``storectl get``: summarizes leaves, or writes them to a file."""
+"""``storectl get``: summarizes leaves, or writes them to files."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,14 +19,15 @@ from storesvc_client._values.texts import (
 )
 from storesvc_client.cli.arguments import json_option, leaf_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.encoded_text import data_of, echo_data
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import Column, json_value, print_json, print_table
 from storesvc_client.cli.paths import LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, LeafInfo
-    from storesvc_client.cli.array_files import Arrays
-    from storesvc_client.cli.leaf_summary import Summary
+    from storesvc_client.cli.array_files import ArrayFormat, Arrays
+    from storesvc_client.cli.leaf_summary import Array, Summary
 
 _COLUMNS: Final = (
     Column("KEY", folds=True),
@@ -43,9 +45,9 @@ _COLUMNS: Final = (
 @click.option(
     "--output",
     "-o",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the leaves to FILE.npy, FILE.npz or FILE.safetensors.",
+    metavar="FILE|DIR",
+    help="Write the leaves to FILE.npy, FILE.npz or FILE.safetensors, or each to a "
+    "file of its own in a new directory.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @json_option
@@ -54,35 +56,56 @@ def get(
     connection: Connection,
     *,
     path: LeafPath,
-    output: Path | None,
+    output: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Summarize leaves, or write them to a file.
+    """Summarize leaves, or write them to files.
 
     PATH ends in a key or a glob. Within a part of a key "*" matches any text, "?" one
     character, "[..]" one of several; "**" matches any number of parts. Without -o it
-    prints minimum, maximum and mean of each leaf without NaN, and the count of NaN.
+    prints minimum, maximum and mean of each leaf without NaN, and the count of NaN; of
+    one leaf that is a text, a large integer or bytes, the value, as cat does.
+
+    In a directory, arrays become KEY.npy, or KEY.safetensors if NumPy lacks their
+    dtype, and others KEY.txt, KEY.json or KEY.bin.
 
     \b
     Examples:
       storectl get prod/llama-8b@latest:params/embed/embedding
       storectl get 'prod/llama-8b@latest:params/**/kernel' --json
       storectl get 'prod/llama-8b@500:params/**' -o params.safetensors
+      storectl get 'prod/llama-8b@500:**' -o leaves/
     """
     if output is None:
         if force:
             raise click.UsageError("--force goes with --output")
-        _print_summaries(connection, path, as_json=as_json)
+        _print(connection, path, as_json=as_json)
+        return
+    file_format = _format_of(output, force=force)
+    with connection.open() as client:
+        selection = select_leaves(client, path)
+        if file_format is None:
+            _write_directory(client, selection, Path(output))
+        else:
+            _write_file(client, selection, Path(output), file_format, force=force)
+    count, size_bytes = len(selection.leaves), selection.size_bytes
+    if as_json:
+        print_json({"file": output, "leaf_count": count, "size_bytes": size_bytes})
     else:
-        _write(connection, path, output=output, force=force, as_json=as_json)
+        click.echo(f"{output}: {count_text(count, 'leaf')}, {size_text(size_bytes)}")
 
 
-def _print_summaries(connection: Connection, path: LeafPath, *, as_json: bool) -> None:
+def _print(connection: Connection, path: LeafPath, *, as_json: bool) -> None:
     from storesvc_client.cli.leaf_summary import summarize
 
     with connection.open() as client:
         selection = select_leaves(client, path)
+        if not as_json and selection.names_encoded(path.glob):
+            with _reading(client, selection) as arrays:
+                ((leaf, array),) = arrays
+            echo_data(str(path), leaf.kind, data_of(leaf, array))
+            return
         with _reading(client, selection) as arrays:
             summaries = [(leaf, summarize(leaf, array)) for leaf, array in arrays]
     if as_json:
@@ -93,34 +116,52 @@ def _print_summaries(connection: Connection, path: LeafPath, *, as_json: bool) -
         print_table(_COLUMNS, (_row(leaf, summary) for leaf, summary in summaries))
 
 
-def _write(
-    connection: Connection,
-    path: LeafPath,
-    *,
-    output: Path,
-    force: bool,
-    as_json: bool,
-) -> None:
-    from storesvc_client.cli.array_files import FORMATS, replacing
+def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
+    """Returns the format of a file by its name; None: it names a directory."""
+    from storesvc_client.cli.array_files import FORMATS
 
-    if (file_format := FORMATS.get(output.suffix)) is None:
+    suffix = Path(output).suffix
+    if output.endswith(os.sep) or not suffix:
+        if force:
+            raise click.UsageError("--force goes with a file; a directory must be new")
+        return None
+    if suffix not in FORMATS:
         raise click.BadParameter(
-            f"{output}: expected a name that ends in {', '.join(FORMATS)}",
+            f"{output}: expected a name that ends in {', '.join(FORMATS)}, or in / for "
+            "a directory",
             param_hint="'--output'",
         )
-    with connection.open() as client:
-        selection = select_leaves(client, path)
-        file_format.check(selection.leaves)
-        with (
-            replacing(output, force=force) as file,
-            _reading(client, selection) as arrays,
-        ):
-            file_format.write(file, selection.leaves, arrays)
-    count, size_bytes = len(selection.leaves), selection.size_bytes
-    if as_json:
-        print_json({"file": str(output), "leaf_count": count, "size_bytes": size_bytes})
-    else:
-        click.echo(f"{output}: {count_text(count, 'leaf')}, {size_text(size_bytes)}")
+    return FORMATS[suffix]
+
+
+def _write_file(
+    client: "Client",
+    selection: Selection,
+    output: Path,
+    file_format: "ArrayFormat",
+    *,
+    force: bool,
+) -> None:
+    from storesvc_client.cli.array_files import replacing
+
+    file_format.check(selection.leaves)
+    with (
+        replacing(output, force=force) as file,
+        _reading(client, selection) as arrays,
+    ):
+        file_format.write(file, selection.leaves, arrays)
+
+
+def _write_directory(client: "Client", selection: Selection, output: Path) -> None:
+    from storesvc_client.cli.leaf_directory import (
+        file_names,
+        new_directory,
+        write_leaves,
+    )
+
+    names = file_names(selection.leaves)
+    with new_directory(output) as directory, _reading(client, selection) as arrays:
+        write_leaves(directory, names, arrays)
 
 
 @contextmanager
@@ -130,15 +171,19 @@ def _reading(client: "Client", selection: Selection) -> "Iterator[Arrays]":
 
     checkpoint = selection.checkpoint
 
-    def arrays() -> "Arrays":
-        run = client.run(checkpoint.run)
-        keys = [leaf.key for leaf in selection.leaves]
-        for leaf, array in run.open(checkpoint.which).read(keys):
+    def arrays() -> "Generator[tuple[LeafInfo, Array]]":
+        for leaf, array in read:
             yield leaf, array
             advance(leaf.size_bytes)
 
-    with progress(str(checkpoint), total_bytes=selection.size_bytes) as advance:
-        yield arrays()
+    opened = client.run(checkpoint.run).open(checkpoint.which)
+    with (
+        progress(str(checkpoint), total_bytes=selection.size_bytes) as advance,
+        # closed here, with its hold, also if a file cannot be written
+        closing(opened.read([leaf.key for leaf in selection.leaves])) as read,
+        closing(arrays()) as found,
+    ):
+        yield found
 
 
 def _row(leaf: "LeafInfo", summary: "Summary") -> tuple[str, ...]:

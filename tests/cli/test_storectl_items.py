@@ -138,17 +138,33 @@ def test_tree_lists_items_below_the_leaves(address: str) -> None:
     assert "item" not in printed(address, "tree", "prod/items@1:**").split("\n", 1)[1]
 
 
-def test_stat_lists_items(address: str) -> None:
-    (line,) = (
-        line
-        for line in printed(address, "stat", "prod/items@2").splitlines()
-        if line.strip().startswith("items ")
-    )
+def items_lines(address: str, path: str) -> list[str]:
+    """Returns the lines of ``stat`` about items."""
+    lines = printed(address, "stat", path).splitlines()
+    names = [line.split()[0] for line in lines]
+    return lines[names.index("items") : names.index("tags")]
 
-    assert line.split(None, 1)[1] == (
-        f"config (json, {len(encode_item(CONFIG).data)} B), data (1 x json, 8 B), "
-        "notes (text, 5 B), tokenizer (bytes, 256 B)"
-    )
+
+def test_stat_lists_at_most_twenty_items(address: str) -> None:
+    with store.connect(address) as client:
+        items = {f"item-{number:02}": number for number in range(64)}
+        client.run("prod/many").save(1, TREE, items=items).result()
+
+    lines = items_lines(address, "prod/many@1")
+
+    assert 21 == len(lines)
+    assert ["item-19 (json, 2 B)", "and 44 more"] == [x.strip() for x in lines[-2:]]
+    assert 64 == len(document(address, "stat", "prod/many@1")["items"])
+
+
+def test_stat_lists_items(address: str) -> None:
+    assert [
+        f"  items      config (json, {len(encode_item(CONFIG).data)} B)",
+        "             data (1 x json, 8 B)",
+        "             notes (text, 5 B)",
+        "             tokenizer (bytes, 256 B)",
+    ] == items_lines(address, "prod/items@2")
+    assert ["  items      -"] == items_lines(address, "prod/none@1")
     found = document(address, "stat", "prod/items@1")
     assert {
         "name": "data",

@@ -58,13 +58,16 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
         click.secho("  ".join(padded).rstrip(), bold=line is titles or None)
 
 
-def print_fields(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Prints names and values below a title."""
+def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -> None:
+    """Prints names and values below a title; of a sequence, a value on each line."""
     known = list(pairs)
     width = max(len(name) for name, _ in known)
     click.secho(printable(title), bold=True)
     for name, value in known:
-        click.echo(f"  {name:<{width}}  {printable(value)}".rstrip())
+        first, *others = [value] if isinstance(value, str) else value
+        click.echo(f"  {name:<{width}}  {printable(first)}".rstrip())
+        for other in others:
+            click.echo(f"  {'':<{width}}  {printable(other)}")
 
 
 def print_json(value: object) -> None:

@@ -1,8 +1,8 @@
 """``storectl stat``: shows the details of a checkpoint or of one leaf."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from storesvc.format.names import Which
     from storesvc.format.trees import SavedSharding
     from storesvc_client import Checkpoint, LeafInfo, OpenCheckpoint, Run
+
+_SHOWN_ITEMS: Final = 20
+"""Maximum items that are listed; with --json, all are."""
 
 
 @click.command()
@@ -61,7 +64,7 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         uses = {"tags": tags, "base_step": base_step, "shared_bytes": shared_bytes}
         print_json(json_value(checkpoint) | uses | contents)
         return
-    fields = {
+    fields: dict[str, str | Sequence[str]] = {
         "uid": checkpoint.uid,
         "begun": time_text(checkpoint.create_time),
         "committed": time_text(checkpoint.commit_time),
@@ -127,7 +130,7 @@ def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
     }
 
 
-def _contents_fields(contents: Mapping[str, Any]) -> dict[str, str]:
+def _contents_fields(contents: Mapping[str, Any]) -> "dict[str, str | Sequence[str]]":
     if not contents:
         return {}
     return {
@@ -135,8 +138,15 @@ def _contents_fields(contents: Mapping[str, Any]) -> dict[str, str]:
         "dtypes": _counts_text(contents["dtypes"]),
         "saved on": "; ".join(contents["meshes"]) or ABSENT,
         "model": _model_text(contents["model"]),
-        "items": ", ".join(map(_item_text, contents["items"])) or ABSENT,
+        "items": _item_lines(contents["items"]),
     }
+
+
+def _item_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [*map(_item_text, items[:_SHOWN_ITEMS])]
+    if len(items) > _SHOWN_ITEMS:
+        lines.append(f"and {len(items) - _SHOWN_ITEMS} more")
+    return lines or [ABSENT]
 
 
 def _item_text(item: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.decisions import Decision, Decisions
-from storesvc_client._job.job import Job
+from storesvc_client._job.departures import Departures
+from storesvc_client._job.job import Job, JointSave
 from tests.support import loop_parts
 from tests.support.jax_job import JaxJob, run_job
 from tests.support.thread_job import ThreadJob
@@ -118,6 +119,32 @@ def test_processes_that_wait_for_a_decision_raise_the_failure_of_process_0(
 
 
 @pytest.mark.slow
+def test_saves_fail_at_once_when_another_process_has_left_its_loop(
+    tmp_path: Path,
+) -> None:
+    found = run_job(
+        PART,
+        3,
+        devices=1,
+        target=tmp_path.as_uri(),
+        total=100,
+        every=10,
+        fails_at=10,
+        fails_in=1,
+        tolerated=1,
+        is_local=True,  # or the steps of the others would wait for it, in jax
+    )
+
+    assert [0] == found[1]["saved"] == found[0]["steps"]
+    assert found[0]["failures"] > 1
+    error = found[0]["error"]  # long before the lease of 600 s is over
+    assert "PeerFailedError: save of tests/loop@" in error
+    assert "process 1 (" in error
+    assert error.endswith(") has left the loop: ZeroDivisionError")
+    assert "PeerFailedError: loop of tests/loop: process 0 (" in found[2]["error"]
+
+
+@pytest.mark.slow
 def test_failures_that_are_too_many_end_all_processes_at_one_step(
     tmp_path: Path,
 ) -> None:
@@ -215,7 +242,26 @@ def test_all_processes_step_back_from_damage_that_one_of_them_finds(
     assert [33.0] * 2 == [each["value"] for each in found]
 
 
-# Decisions, in a job of threads.
+# Departures and decisions, in a job of threads.
+
+
+def test_a_process_that_leaves_fails_the_saves_that_it_has_not_begun() -> None:
+    job = ThreadJob(2)
+    first, second = job.process(0), job.process(1)
+    stays, leaves = Departures(first, "loop/0"), Departures(second, "loop/0")
+    saves = [JointSave(first, "a/b", step, stays) for step in range(3)]
+    JointSave(second, "a/b", 0, leaves)
+
+    leaves.leave("ValueError: no data")
+
+    expected = "process 1 has left the loop: ValueError: no data"
+    assert saves[0].ended() is None
+    for save in saves[1:]:
+        for outcome in (save.ended(seconds=600), save.begun(seconds=600)):
+            assert outcome is not None
+            assert expected == outcome.failure
+    other = Departures(first, "loop/1")
+    assert JointSave(first, "a/b", 3, other).ended() is None
 
 
 def test_decisions_are_read_in_order() -> None:

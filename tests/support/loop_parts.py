@@ -46,6 +46,8 @@ def trains(
     fails_at: int = -1,
     breaks_at: int = -1,
     tolerated: int = 0,
+    fails_in: int = 0,
+    is_local: bool = False,
 ) -> dict[str, Any]:
     """Trains in a loop, from the newest checkpoint; returns what it did.
 
@@ -56,9 +58,11 @@ def trains(
         minutes: ... and steps after this time.
         seconds_per_step: Duration of a step; process 1 takes twice as long.
         marker: File that says that some steps are done; its text is the first step.
-        fails_at: Step at which process 0 fails.
+        fails_at: Step at which a process fails ...
         breaks_at: Step from which on the directory of the store takes no data.
         tolerated: Failures in a row that are tolerated.
+        fails_in: ... which is this one.
+        is_local: Whether a step waits for no other process.
     """
     retry.PATIENCE_SECONDS = 0.3  # type: ignore[misc]
     index, saved, idle = jax.process_index(), [], []
@@ -79,9 +83,9 @@ def trains(
             with loop:
                 state, start = loop.restore_or(init, on_damage="older")
                 for step in loop.steps(start, total):
-                    state = trained(state)
+                    state = state if is_local else trained(state)
                     time.sleep(pause)
-                    if index == 0 and step == fails_at:
+                    if index == fails_in and step == fails_at:
                         raise ZeroDivisionError
                     if index == 0 and step == breaks_at:
                         run.wait()

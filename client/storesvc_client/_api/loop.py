@@ -98,6 +98,7 @@ class Loop:
         create: bool,
         distributed: Distributed,
         if_busy: IfBusy,
+        save: Callable[..., Save],
         restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
         trouble: Callable[[], str],
         deleted_steps: Callable[[int], tuple[int, ...]],
@@ -105,6 +106,7 @@ class Loop:
         place = f"loop of {run.name}"
         self._run = run
         self._if_busy: IfBusy = if_busy
+        self._begin_save = save
         self._restore = restored
         self._trouble = trouble
         self._schedule: Schedule = schedule_of(every)
@@ -375,7 +377,7 @@ class Loop:
         """
         self._is_open = False
         try:
-            if self._decisions is not None and self._decisions.is_leader:
+            if self._decisions is not None:
                 self._decisions.end(_short(error) if error else "its steps have ended")
             self._saves.wait()
             self._policy.set_late(self.saved_step, writes=self._is_leader)
@@ -444,13 +446,14 @@ class Loop:
                 f'items={{"{_DATA}": ...}}'
             )
         try:
-            save = self._run.save(
+            save = self._begin_save(
                 step,
                 state,
                 metrics=metrics,
                 items=items,
                 if_busy="queue" if self._if_busy == "queue" else "wait",
                 distributed=self._distributed,
+                loop=self._decisions and self._decisions.departures,
             )
         except StoreError as e:
             if is_of_arguments(e):

@@ -54,6 +54,7 @@ from storesvc_client.errors import InvalidRequestError, NotFoundError, StoreErro
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
+    from storesvc_client._job.departures import Departures
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
@@ -214,6 +215,7 @@ class Run:
         document: bytes,
         snapshot: SnapshotMode | None = None,
         if_busy: IfBusy | None = None,
+        loop: "Departures | None" = None,
         **options: Unpack[OneSaveKeywords],
     ) -> Save:
         """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
@@ -224,6 +226,7 @@ class Run:
             document=document,
             snapshot=self._defaults.snapshot if snapshot is None else snapshot,
             if_busy=self._defaults.if_busy if if_busy is None else if_busy,
+            loop=loop,
             **options,
         )
         return Save(pending)
@@ -383,6 +386,7 @@ class Run:
             create=create,
             distributed=distributed,
             if_busy=self._defaults.if_busy,
+            save=partial(self._begin, check=None, document=b""),
             restored=partial(restored, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from storesvc_client._job.departures import Departures
 from storesvc_client._job.job import Job, ordinal, process_name
 from storesvc_client._job.wait_log import WaitLogTimer
 from storesvc_client.errors import InvalidRequestError, PeerFailedError, StoreError
@@ -54,6 +55,8 @@ class Decisions:
         kind = f"storesvc/loop/{run}"
         self._place = f"{kind}/{ordinal(job, kind)}"
         self._number = 0
+        self.departures = Departures(job, self._place)
+        """Processes that have left the loop."""
 
     @property
     def is_leader(self) -> bool:
@@ -64,10 +67,13 @@ class Decisions:
         """Publishes the next decision; for process 0."""
         self._job.post(self._next_key(), json.dumps(asdict(decision)))
 
-    def end(self, failure: str) -> None:
-        """Publishes that process 0 has left; for process 0."""
-        with suppress(StoreError):  # the caller may have another error to raise
-            self.publish(Decision(step=-1, failure=failure))
+    def end(self, why: str) -> None:
+        """Publishes that this process has left, so that no other waits for it: neither
+        for its part of a save, nor for a decision of process 0."""
+        self.departures.leave(why)
+        if self.is_leader:
+            with suppress(StoreError):  # the caller may have another error to raise
+                self.publish(Decision(step=-1, failure=why))
 
     def await_next(self, step: int) -> Decision:
         """Waits for the next decision, and returns it.

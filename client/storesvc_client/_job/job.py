@@ -10,11 +10,17 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from storesvc_client.errors import PeerFailedError, StoreError
 
+if TYPE_CHECKING:
+    from storesvc_client._job.departures import Departures
+
 _HOST: Final = "storesvc/host/{}"
+
+_TURN_SECONDS: Final = 1.0
+"""Interval at which a save that waits looks for processes that have left its loop."""
 
 _KINDS: Final[Mapping[str, type[StoreError]]] = {
     kind.__name__: kind for kind in StoreError.__subclasses__()
@@ -79,16 +85,21 @@ class Outcome:
 class JointSave:
     """One save of a job: what its processes publish about it."""
 
-    def __init__(self, job: Job, run: str, step: int) -> None:
+    def __init__(
+        self, job: Job, run: str, step: int, loop: "Departures | None" = None
+    ) -> None:
         """Counts the save and publishes its step.
 
         Args:
             job: The processes.
             run: Name of the run.
             step: Step of the checkpoint; saving it twice makes two joint saves.
+            loop: Departures from the training loop that saves; None: there is no loop.
         """
         name = f"{run}@{step}"
         self.job = job
+        self._loop = loop
+        self._number = 0 if loop is None else loop.count_save()
         self._step = str(step)
         self._steps = f"storesvc/steps/{run}"
         self._board = f"storesvc/save/{name}/{ordinal(job, name)}"
@@ -163,8 +174,19 @@ class JointSave:
         return self._read("ended", seconds)
 
     def _read(self, key: str, seconds: float) -> Outcome | None:
-        text = self.job.read(f"{self._board}/{key}", seconds=seconds)
-        return None if text is None else Outcome.of_text(text)
+        """Waits for an outcome; that of a save in a loop is a failure once another
+        process has left the loop before it."""
+        place, left = f"{self._board}/{key}", seconds
+        while True:
+            turn = left if self._loop is None else min(left, _TURN_SECONDS)
+            text = self.job.read(place, seconds=turn)
+            if text is not None:
+                return Outcome.of_text(text)
+            if self._loop is not None and (why := self._loop.before(self._number)):
+                return Outcome(failure=why)
+            left -= turn
+            if left <= 0:
+                return None
 
 
 def ordinal(job: Job, what: str) -> int:

@@ -35,6 +35,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
+    from storesvc_client._job.departures import Departures
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
@@ -88,12 +89,14 @@ class RunSaver:
         if_busy: IfBusy = "wait",
         distributed: Distributed = ALL_PROCESSES,
         progress: ProgressCallback | None = None,
+        loop: "Departures | None" = None,
     ) -> PendingSave:
         """Starts a save, with the options of ``Run.save``, and returns once the caller
         may change the tree again.
 
         Errors of ``check``, which is called with the plan of the save before anything
-        is sent, are raised here, and nothing is saved.
+        is sent, are raised here, and nothing is saved. Once another process has left
+        the training loop of ``loop`` before it, the save fails.
         """
         from storesvc_client._pytree.save_plan import with_items
         from storesvc_client._save.description import (
@@ -109,7 +112,7 @@ class RunSaver:
         checked_distributed(f"save to {self.name}", distributed)
         number = checked_step(self.name, step)
         takes_all = distributed.processes == "all"
-        joint = _joint_save(self.name, number) if takes_all else None
+        joint = _joint_save(self.name, number, loop) if takes_all else None
         try:
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
@@ -416,13 +419,13 @@ def _agreed(
         raise _OthersError(e) from e
 
 
-def _joint_save(run: str, step: int) -> "JointSave | None":
+def _joint_save(run: str, step: int, loop: "Departures | None") -> "JointSave | None":
     """Returns the joint save of a job's processes; None outside a job."""
     from storesvc_client._job.job import JointSave
     from storesvc_client._pytree.jax_job import job_of_process
 
     job = job_of_process()
-    return None if job is None else JointSave(job, run, step)
+    return None if job is None else JointSave(job, run, step, loop)
 
 
 def _new_writer(

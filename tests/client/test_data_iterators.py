@@ -1,6 +1,6 @@
 """States of data iterators and random generators in checkpoints, given back exactly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -10,7 +10,7 @@ import pytest
 from grain import experimental
 
 import storesvc_client as store
-from storesvc_client._values.stateful import UnfitStateError, give_shards
+from storesvc_client._values.shard_states import UnfitStateError, read_shards
 
 TREE = {"x": 1.0}
 SIZE = 60
@@ -405,17 +405,67 @@ def test_shard_states_that_do_not_fit_are_rejected(
         run.items(1).restore_into("data", target)
 
 
-def test_the_shards_of_all_processes_are_divided_anew() -> None:
-    saved = [{"%shards": {"0": 0, "2": 20}}, {"%shards": {"1": 10, "3": 30, "2": 20}}]
+def restored(
+    saved: list[Any], index: int, count: int
+) -> tuple[dict[int, Any], list[int]]:
+    """Returns the states that a process takes, and the processes whose values it has
+    read."""
+    read = list[int]()
 
+    def values(processes: Sequence[int]) -> list[Any]:
+        read.extend(processes)
+        return [{"%shards": saved[process]} for process in processes]
+
+    return read_shards(index, count, len(saved), values, {}), read
+
+
+def divided(saved: list[Any], count: int) -> list[dict[int, Any]]:
+    """Returns the states that each of some processes takes."""
+    return [restored(saved, index, count)[0] for index in range(count)]
+
+
+def striped(saved: int, shards: int) -> list[dict[str, int]]:
+    """Returns the values of processes that have every so many-th shard."""
+    return [
+        {str(each): 10 * each for each in range(process, shards, saved)}
+        for process in range(saved)
+    ]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [{"0": 0, "2": 20}, {"1": 10, "3": 30, "2": 20}],
+        [{"0": 0, "1": 10}, {"2": 20, "3": 30}],
+        *(striped(count, 4) for count in (1, 2, 3, 4, 5)),
+    ],
+)
+def test_the_shards_of_all_processes_are_divided_anew(saved: list[Any]) -> None:
     for count in (1, 2, 3, 4):
-        found: dict[int, int] = {}
-        for index in range(count):
-            target = Sharded(None, grain.sharding.ShardOptions(index, count))
-            give_shards(target, saved)
-            assert {index} == {shard % count for shard in target.states}
-            found |= target.states
-        assert {0: 0, 1: 10, 2: 20, 3: 30} == found
+        for index, part in enumerate(divided(saved, count)):
+            assert {n: 10 * n for n in range(index, 4, count)} == part
+
+
+def test_a_process_reads_only_the_values_that_have_its_shards() -> None:
+    assert [0, 8] == restored(striped(12, 48), 8, 12)[1]
+    assert [0, 8, 20] == restored(striped(24, 96), 8, 12)[1]
+    assert [0, 8] == restored(striped(12, 48), 20, 24)[1]
+    # the next one proves that the last shard of a process is not missing
+    assert [0, 8, 9] == restored(striped(12, 42), 8, 12)[1]
+    every = [len(restored(striped(64, 256), index, 50)[1]) for index in range(50)]
+    assert max(every) <= 256 // 50 + 3
+
+
+@pytest.mark.parametrize(("saved", "shards", "count"), [(4, 14, 3), (5, 10, 5)])
+def test_a_missing_shard_is_found_by_some_process(
+    saved: int, shards: int, count: int
+) -> None:
+    for missing in range(shards - 1):
+        values = striped(saved, shards)
+        del values[missing % saved][str(missing)]
+
+        with pytest.raises(UnfitStateError, match=f"of the shards 0 to {shards - 1}"):
+            divided(values, count)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +480,7 @@ def test_shard_states_of_processes_that_do_not_go_together_are_rejected(
     saved: list[Any], message: str
 ) -> None:
     with pytest.raises(UnfitStateError, match=message):
-        give_shards(Sharded(), [{"%shards": each} for each in saved])
+        restored(saved, 0, 1)
 
 
 @pytest.mark.parametrize(

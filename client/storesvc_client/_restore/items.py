@@ -1,6 +1,7 @@
 """The items of an open checkpoint, read one by one. Needs no jax."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -10,12 +11,16 @@ from storesvc.format.items import item_of
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._values.arguments import shown
 from storesvc_client._values.item_values import decoded
-from storesvc_client._values.stateful import (
+from storesvc_client._values.shard_states import (
     UnfitStateError,
+    is_of_shards,
+    read_shards,
+)
+from storesvc_client._values.stateful import (
     give_shards,
     give_state,
     has_state,
-    is_of_shards,
+    shard_part,
 )
 from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
@@ -150,10 +155,17 @@ class Items(Mapping[str, Any]):
                 f"{shown(target)}"
             )
         fits = count in (None, self._count)
-        value = self[name] if fits else self._values([item.rows[0]])[0]
+        process = self._index if count == self._count else 0
+        (value,) = self._values_of(item, [process])
         if is_of_shards(value):
-            all_values = [value] if count is None else self.per_process(name)
-            give = partial(give_shards, target, all_values)
+            with _unfit_as_mismatch(place):
+                shards = read_shards(
+                    *shard_part(target),
+                    len(item.rows),
+                    partial(self._values_of, item),
+                    {process: value},
+                )
+            give = partial(give_shards, target, shards)
         elif fits:
             give = partial(give_state, target, value)
         else:
@@ -165,10 +177,8 @@ class Items(Mapping[str, Any]):
             )
 
         def restore() -> None:
-            try:
+            with _unfit_as_mismatch(place):
                 give()
-            except UnfitStateError as e:
-                raise MismatchError(f"{place}: {e}") from e
 
         return restore
 
@@ -186,7 +196,7 @@ class Items(Mapping[str, Any]):
                 f"{self._name} item {name!r}: expected a value of each process, got "
                 f"one for all; use items[{name!r}]"
             )
-        return self._values([item.rows[at] for at in range(item.process_count)])
+        return self._values_of(item, range(item.process_count))
 
     def info(self, name: str) -> ItemInfo:
         """Returns kind, size and number of processes of an item; reads nothing.
@@ -250,6 +260,12 @@ class Items(Mapping[str, Any]):
     def _leaf(self, row: int) -> Leaf:
         return self._tree.leaves[row]
 
+    def _values_of(self, item: _Item, processes: Sequence[int]) -> list[Any]:
+        """Returns the values of some processes; one value for all is that of each."""
+        shared = item.rows.get(None)
+        rows = [item.rows[at] if shared is None else shared for at in processes]
+        return self._values(rows)
+
     def _values(self, rows: Sequence[int]) -> list[Any]:
         return [
             decoded(self._leaf(row).key, self._leaf(row).kind, data)
@@ -259,6 +275,14 @@ class Items(Mapping[str, Any]):
     def _bytes(self, rows: Sequence[int]) -> list[bytes]:
         found = dict(self._read(rows))
         return [found[row] for row in rows]
+
+
+@contextmanager
+def _unfit_as_mismatch(place: str) -> Iterator[None]:
+    try:
+        yield
+    except UnfitStateError as e:
+        raise MismatchError(f"{place}: {e}") from e
 
 
 def _by_name(tree: Tree) -> dict[str, _Item]:

@@ -15,26 +15,19 @@ fit any number of processes:
 - A shared state is equal in all processes. The state of Grain's ``ElasticIterator`` of
   a ``MapDataset`` is one: a position in the order of all examples. So is that of an
   iterator that is saved as ``Replicated``.
-- Shard states, ``{"%shards": {"0": STATE, "4": STATE}}`` by the number of the shard:
-  with ``shard_options`` p of n, an iterator takes the shards p, p + n, p + 2n, ...
+- Shard states, by the number of the shard; see ``shard_states``.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from storesvc_client._values.shard_states import SHARDS, UnfitStateError
 from storesvc_client._values.state_values import from_json, to_json, type_name
-
-_SHARDS: Final = "%shards"
-"""Only key of shard states."""
 
 _ELASTIC_KEYS: Final = {"global_next_index"}
 """Keys of the state of Grain's ``ElasticIterator`` of a ``MapDataset``."""
-
-
-class UnfitStateError(ValueError):
-    """A state does not fit the object that is to take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +70,10 @@ def take_state(owner: Any) -> State | None:
         return State(state, is_shared=False)
     try:
         if methods is None:
-            return State({_SHARDS: _by_text(state)}, is_shared=False)
+            return State({SHARDS: _by_text(state)}, is_shared=False)
         return State(to_json(state), is_shared=_is_elastic(owner, state))
     except ValueError as e:
         raise ValueError(f"state of {type_name(type(owner))}: {e}") from e
-
-
-def is_of_shards(value: Any) -> bool:
-    """Returns whether a stored value holds shard states."""
-    if type(value) is not dict or value.keys() != {_SHARDS}:
-        return False
-    shards = value[_SHARDS]
-    return type(shards) is dict and all(map(str.isdecimal, shards))
 
 
 def give_state(owner: Any, value: Any) -> None:
@@ -116,35 +101,33 @@ def give_state(owner: Any, value: Any) -> None:
     _set(owner, methods.set, state)
 
 
-def give_shards(owner: Any, values: Iterable[Any]) -> None:
-    """Gives an object the states of its shards.
-
-    Args:
-        owner: Object that has a state.
-        values: Shard states that all processes saved.
+def shard_part(owner: Any) -> tuple[int, int]:
+    """Returns which shards an object takes: index and count of its ``shard_options``.
 
     Raises:
-        UnfitStateError: The object takes no shards, shards are missing or differ, or
-            it would have none.
+        UnfitStateError: The object takes no shards.
     """
-    methods = _shard_methods(owner)
-    if methods is None:
+    if _shard_methods(owner) is None:
         raise UnfitStateError(
             "expected an object with set_shard_states, because shard states were "
             f"saved, got {type_name(type(owner))}"
         )
-    shards = _joined(values)
     options = owner.shard_options
-    first, count = options.shard_index, options.shard_count
-    mine = {
-        shard: _decoded(shards[shard]) for shard in range(first, len(shards), count)
-    }
-    if not mine:
-        raise UnfitStateError(
-            f"expected shard_options of at most {len(shards)} shards, as many as were "
-            f"saved, got {first} of {count}"
-        )
-    _set(owner, methods.set, mine)
+    return options.shard_index, options.shard_count
+
+
+def give_shards(owner: Any, shards: Mapping[int, Any]) -> None:
+    """Gives an object the states of its shards.
+
+    Args:
+        owner: Object that takes shards.
+        shards: Stored states of the shards that it takes, by their numbers.
+
+    Raises:
+        UnfitStateError: The object rejects them.
+    """
+    states = {number: _decoded(state) for number, state in shards.items()}
+    _set(owner, owner.set_shard_states, states)
 
 
 def _methods(owner: Any) -> _Methods | None:
@@ -196,25 +179,6 @@ def _by_text(shards: Any) -> dict[str, Any]:
             f"{type_name(type(shards))}"
         )
     return {str(shard): to_json(state, f"[{shard}]") for shard, state in shards.items()}
-
-
-def _joined(values: Iterable[Any]) -> list[Any]:
-    """Returns the states of all shards, by their numbers."""
-    found: dict[int, Any] = {}
-    for value in values:
-        if not is_of_shards(value):
-            raise UnfitStateError("expected shard states of all processes, got others")
-        for text, state in value[_SHARDS].items():
-            if found.setdefault(int(text), state) != state:
-                raise UnfitStateError(
-                    f"expected one state of shard {text}, got different ones from two "
-                    "processes"
-                )
-    if found.keys() != set(range(len(found))):
-        raise UnfitStateError(
-            f"expected the states of the shards 0 to {max(found)}, got {len(found)}"
-        )
-    return [found[shard] for shard in range(len(found))]
 
 
 def _is_elastic(owner: Any, state: Any) -> bool:

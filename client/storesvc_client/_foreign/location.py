@@ -1,11 +1,33 @@
 """A location outside a store: files by fsspec, arrays by TensorStore.
 
 ``gs://`` needs gcsfs, ``s3://`` s3fs, ``hf://`` huggingface_hub, ``http(s)://``
-aiohttp; each error names the package to install.
+aiohttp; each error names the package to install. Files of this machine need none.
+
+>>> open_location("/ckpts/run").url
+'file:///ckpts/run'
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+from storesvc_client.errors import DataLossError, InvalidRequestError
+
+PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "gs": "'storesvc[gcs]'",
+        "hf": "huggingface_hub",
+        "http": "aiohttp",
+        "https": "aiohttp",
+        "memory": "'storesvc[interop]'",
+        "s3": "'storesvc[s3]'",
+    }
+)
+"""Schemes of locations that fsspec reads, and what pip installs for each."""
 
 
 class Location(Protocol):
@@ -14,6 +36,10 @@ class Location(Protocol):
     @property
     def url(self) -> str:
         """URL of the folder, without the scheme of a format and without options."""
+
+    @property
+    def is_local(self) -> bool:
+        """True if the folder is one of this machine's file system."""
 
     def names(self, folder: str = "") -> Sequence[str]:
         """Returns the names in a folder, sorted; folders end in "/"; none if there is
@@ -32,7 +58,8 @@ class Location(Protocol):
 
         Raises:
             NotFoundError: There is no such file.
-            DataLossError: It is larger.
+            DataLossError: It is larger, or its path leads out of the location.
+            PreconditionError: The storage denies access.
             UnavailableError: The storage does not answer.
         """
 
@@ -42,6 +69,7 @@ class Location(Protocol):
         Raises:
             DataLossError: The file ends before `stop`.
             NotFoundError: There is no such file.
+            PreconditionError: The storage denies access, or serves no ranges.
             UnavailableError: The storage does not answer.
         """
 
@@ -52,6 +80,77 @@ class Location(Protocol):
     def kvstore(self, folder: str = "") -> dict[str, Any]:
         """Returns the spec of TensorStore's key-value store at a folder.
 
+        On this machine, all symbolic links below the folder are checked first, because
+        TensorStore follows them.
+
         Raises:
+            DataLossError: A symbolic link leads out of the location.
             PreconditionError: TensorStore has no driver for such URLs.
         """
+
+    def opening(self) -> AbstractContextManager[None]:
+        """Returns a block in which TensorStore opens specs of ``kvstore``: it reads
+        some endpoints from the environment."""
+
+
+def open_location(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Location:
+    """Returns the location at a URL or a path; reads nothing.
+
+    Args:
+        url: A path, ``file:///PATH``, or a URL of one of ``PACKAGES``. Options of a
+            bucket may follow as for the root of a store:
+            ``s3://B/P?endpoint=https://minio:9000&region=us-east-1``.
+        storage_options: Options of fsspec's file system, such as ``token`` or
+            ``anon``; they take precedence.
+
+    Raises:
+        InvalidRequestError: The URL names no such location, or a package is missing.
+    """
+    from storesvc_client._foreign.local_location import LocalLocation
+
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidRequestError(f"location: expected a URL or a path, got {url!r}")
+    if "://" not in text and not text.startswith("file:"):
+        return LocalLocation(Path(text))
+    parts = urlsplit(text)
+    if parts.scheme == "file":
+        if parts.netloc or not parts.path.startswith("/") or parts.query:
+            raise InvalidRequestError(
+                f"location {text!r}: expected file:///PATH; write a '?' as %3F"
+            )
+        return LocalLocation(Path(unquote(parts.path)))
+    if parts.scheme not in PACKAGES or "::" in text:
+        raise InvalidRequestError(
+            f"location {text!r}: expected a path, file:///PATH, or a URL that begins "
+            f"with {', '.join(f'{scheme}://' for scheme in PACKAGES)}"
+        )
+    from storesvc_client._foreign.remote_location import RemoteLocation
+
+    return RemoteLocation.at(text, storage_options or {})
+
+
+def checked_path(url: str, path: str, *, is_folder: bool = False) -> str:
+    """Returns a relative path that cannot lead out of a location by its parts.
+
+    Args:
+        url: The location, for the message.
+        path: The path; of a folder, it may be "" and may end in "/".
+        is_folder: Whether it is that of a folder.
+
+    Raises:
+        DataLossError: It is absolute, empty, or has a part that is empty, "." or "..",
+            or a NUL, a backslash or a scheme.
+    """
+    if is_folder and not path:
+        return ""
+    wanted = path.removesuffix("/") if is_folder else path
+    parts = wanted.split("/")
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or "\\" in path:
+        raise DataLossError(
+            f"{url}: expected a relative path without '.', '..' and empty parts, got "
+            f"{path[:200]!r}; use a checkpoint whose files name no others"
+        )
+    return wanted

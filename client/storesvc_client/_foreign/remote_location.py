@@ -1,0 +1,274 @@
+"""A location that fsspec reads: a bucket, a repository, a web server, or memory."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+from storesvc.errors import InvalidFieldError
+from storesvc.storage.gcs import TOKEN, endpoint_in_environment, endpoint_of
+from storesvc.storage.location import Storage, storage_at
+from storesvc_client._foreign.location import PACKAGES, checked_path
+from storesvc_client.errors import (
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+    StoreError,
+    UnavailableError,
+)
+
+_BUCKETS: Final = ("gs", "s3")
+_DENIED: Final = frozenset({401, 403})
+
+
+class RemoteLocation:
+    """A folder that fsspec reads. Thread-safe.
+
+    fsspec's own caches are off: a list is new each time.
+    """
+
+    is_local: Final = False
+
+    def __init__(
+        self, url: str, files: Any, folder: str, storage: Storage | None
+    ) -> None:
+        self.url = url
+        self._files = files
+        """File system of fsspec."""
+        self._root = folder.rstrip("/")
+        """The folder in the form of that file system."""
+        self._storage = storage
+        """The bucket as TensorStore opens it; None for other locations."""
+
+    @classmethod
+    def at(cls, url: str, options: Mapping[str, Any]) -> Self:
+        """Returns the location at a URL.
+
+        Args:
+            url: URL of a scheme of ``PACKAGES``.
+            options: Options of the file system.
+
+        Raises:
+            InvalidRequestError: The URL or an option is invalid, or a package is
+                missing.
+        """
+        scheme = urlsplit(url).scheme
+        storage, plain = None, url.rstrip("/")
+        if scheme in _BUCKETS:
+            try:
+                storage = storage_at(url)
+            except InvalidFieldError as e:
+                raise InvalidRequestError(f"location {url!r}: {e}") from e
+            plain = storage.name
+        try:
+            files_of = _file_system(scheme)
+            given = {**_options(storage), **options}
+            files = files_of(use_listings_cache=False, **given)
+            # fsspec's only way from a URL to the form of its paths
+            folder = str(files._strip_protocol(plain))  # noqa: SLF001
+        except ImportError as e:
+            raise InvalidRequestError(
+                f"location {plain}: {scheme}:// needs {e.name or 'another package'}; "
+                f"pip install {PACKAGES[scheme]}"
+            ) from e
+        except (TypeError, ValueError) as e:
+            raise InvalidRequestError(f"location {plain}: {e}") from e
+        return cls(plain, files, folder, storage)
+
+    def __repr__(self) -> str:
+        return f"<RemoteLocation {self.url}>"
+
+    def names(self, folder: str = "") -> Sequence[str]:
+        """See ``Location``."""
+        inside = checked_path(self.url, folder, is_folder=True)
+        place = self._place(inside)
+        with self._translated(inside, is_absent_error=False):
+            self._files.invalidate_cache()
+            rows = self._files.ls(place, detail=True)
+            start = f"{place}/".lstrip("/")
+            return sorted(
+                {
+                    f"{name}/" if row["type"] == "directory" else name
+                    for row in rows
+                    if (name := _name_below(start, str(row["name"])))
+                }
+            )
+        return []
+
+    def size(self, path: str) -> int | None:
+        """See ``Location``."""
+        place = self._place(checked_path(self.url, path))
+        with self._translated(path, is_absent_error=False):
+            found = self._files.info(place)
+            if found["type"] != "file":
+                return None
+            if found.get("size") is None:
+                raise PreconditionError(
+                    f"{self.url}/{path}: expected a server that announces the sizes of "
+                    "files; copy the checkpoint to a disk or a bucket"
+                )
+            return int(found["size"])
+        return None
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """See ``Location``."""
+        size = self.size(path)
+        if size is None:
+            raise NotFoundError(f"{self.url}/{path}: expected a file, found none")
+        if size > limit:
+            raise DataLossError(
+                f"{self.url}/{path}: expected at most {limit} bytes, got {size}; use "
+                "another checkpoint"
+            )
+        with self._translated(path):
+            data: bytes = self._files.cat_file(self._place(path))
+            return self._checked(path, 0, size, data)
+        raise AssertionError
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """See ``Location``."""
+        place = self._place(checked_path(self.url, path))
+        if not 0 <= start <= stop:
+            raise DataLossError(
+                f"{self.url}/{path}: expected a range, got {start} to {stop}; use "
+                "another checkpoint"
+            )
+        if start == stop:
+            return b""
+        with self._translated(path):
+            data: bytes = self._files.cat_file(place, start=start, end=stop)
+            return self._checked(path, start, stop, data)
+        raise AssertionError
+
+    def read_into(self, path: str, start: int, into: memoryview) -> None:
+        """See ``Location``."""
+        flat = into.cast("B")
+        flat[:] = self.read_range(path, start, start + len(flat))
+
+    def kvstore(self, folder: str = "") -> dict[str, Any]:
+        """See ``Location``."""
+        inside = checked_path(self.url, folder, is_folder=True)
+        below = f"{inside}/" if inside else ""
+        if self._storage is not None:
+            spec = dict(self._storage.spec)
+            return {**spec, "path": spec["path"] + below}
+        url = urlsplit(self.url)
+        if url.scheme in ("http", "https"):
+            path = f"{url.path.rstrip('/')}/{below}"
+            base = f"{url.scheme}://{url.netloc}"
+            return {"driver": "http", "base_url": base, "path": path}
+        raise PreconditionError(
+            f"{self.url}: expected a folder, gs://, s3:// or http://, where "
+            f"TensorStore reads arrays, got {url.scheme}://; copy the checkpoint there"
+        )
+
+    def opening(self) -> AbstractContextManager[None]:
+        """See ``Location``."""
+        if self._storage is None:
+            return nullcontext()
+        return endpoint_in_environment(self._storage)
+
+    def _place(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _checked(self, path: str, start: int, stop: int, data: bytes) -> bytes:
+        """Returns bytes that were read, if they are all that were requested."""
+        if len(data) > stop - start:
+            raise PreconditionError(
+                f"{self.url}/{path}: expected a server of ranges, got {len(data)} "
+                f"bytes instead of {stop - start}; copy the checkpoint to a disk or a "
+                "bucket"
+            )
+        if len(data) < stop - start:
+            raise DataLossError(
+                f"{self.url}/{path}: expected the bytes {start} to {stop}, got a file "
+                f"that ends at {start + len(data)}; use another checkpoint"
+            )
+        return data
+
+    @contextmanager
+    def _translated(
+        self, path: str, *, is_absent_error: bool = True
+    ) -> Generator[None]:
+        """Translates errors of fsspec, whose file systems raise errors of the libraries
+        below them; absent files end the block, or are an error."""
+        place = f"{self.url}/{path}" if path else self.url
+        try:
+            yield
+        except StoreError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if _is_unreached(e):
+                raise UnavailableError(
+                    f"{place}: cannot be read ({_text(e.__cause__)}); check the "
+                    "storage, and try again"
+                ) from e
+            if not is_absent_error:
+                return
+            raise NotFoundError(f"{place}: expected a file, found none") from e
+        except Exception as e:
+            code = getattr(e, "status", getattr(e, "code", None))
+            if isinstance(e, PermissionError) or code in _DENIED:
+                raise PreconditionError(
+                    f"{place}: access denied ({_text(e)}); use credentials that may "
+                    "read it"
+                ) from e
+            raise UnavailableError(
+                f"{place}: cannot be read ({_text(e)}); check the storage, and try "
+                "again"
+            ) from e
+
+
+def _file_system(scheme: str) -> Callable[..., Any]:
+    """Returns the class of fsspec's file system for a scheme.
+
+    Of gcsfs, the class that only calls the JSON API: that of the registry first asks
+    a gRPC service for the type of the bucket, which waits for minutes where ``gs://``
+    leads to another endpoint (seen in 2026.10.1).
+    """
+    if scheme == "gs":
+        from gcsfs.core import GCSFileSystem
+
+        return GCSFileSystem
+    import fsspec
+
+    return fsspec.get_filesystem_class(scheme)
+
+
+def _options(storage: Storage | None) -> dict[str, Any]:
+    """Returns fsspec's options for the options of a root, and for what TensorStore
+    reads from the environment: both must reach the same storage."""
+    import os
+
+    if storage is None:
+        return {}
+    endpoint = endpoint_of(storage)
+    found: dict[str, Any] = {}
+    if endpoint is not None:
+        found["endpoint_url"] = endpoint
+    if storage.spec["driver"] == "s3":
+        region = storage.spec.get("aws_region")
+        return {**found, "client_kwargs": {"region_name": region}} if region else found
+    if TOKEN in os.environ:  # an emulator's
+        found["token"] = "anon"  # noqa: S105 - no secret
+    return found
+
+
+def _name_below(start: str, full: str) -> str:
+    """Returns the name of a file or folder right below a prefix; "" if it is not."""
+    text = full.lstrip("/").rstrip("/")
+    name = text.removeprefix(start)
+    return "" if name == text or "/" in name or "?" in name else name
+
+
+def _is_unreached(e: OSError) -> bool:
+    """Returns whether an absent file is another error: fsspec's file system of web
+    servers raises FileNotFoundError for a server that does not answer, too."""
+    return isinstance(e.__cause__, OSError) and (
+        not isinstance(e.__cause__, FileNotFoundError | NotADirectoryError)
+    )
+
+
+def _text(e: BaseException | None) -> str:
+    return (str(e) or type(e).__name__).splitlines()[0][:200]

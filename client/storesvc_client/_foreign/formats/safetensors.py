@@ -1,0 +1,325 @@
+"""Reads safetensors: one file, shards with an index, or a folder of steps.
+
+A location is a folder of one checkpoint, of folders that steps name (``100/``,
+``checkpoint-100/``), or a repository in a cache of Hugging Face, of which the revision
+``main`` is read. A checkpoint whose folder names no step is step 0.
+
+The name of a tensor is split at each ".", and all parts are keys of mappings;
+``keep_names`` keeps it whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import xxhash
+from numpy.typing import NDArray
+
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import Region, choose_chunk_shape
+from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep, Reading
+from storesvc_client._foreign.formats.safetensors_files import (
+    INDEX_SUFFIX,
+    cached_revision,
+    find_file,
+    parse_index,
+)
+from storesvc_client._foreign.formats.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    Tensor,
+    header_bytes,
+    parse_header,
+)
+from storesvc_client._foreign.location import Location
+from storesvc_client._foreign.plain_array import PlainArray
+from storesvc_client._foreign.step_folders import (
+    file_name,
+    step_folders,
+    step_of,
+    url_parts,
+)
+from storesvc_client._foreign.tree_rows import Row, array_row, item_row, tree_of
+from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
+
+MAX_INDEX_BYTES: Final = 64 << 20
+MAX_CONFIG_BYTES: Final = 16 << 20
+MAX_REF_BYTES: Final = 1024
+
+_CONFIG: Final = "config.json"
+_MAIN_REF: Final = "refs/main"
+_SNAPSHOTS: Final = "snapshots/"
+
+
+def open_root(
+    location: Location, *, file: str = "", keep_names: bool = False
+) -> "SafetensorsRoot":
+    """Returns the checkpoints below a location.
+
+    Args:
+        location: A folder.
+        file: Name of the one file in it that is the checkpoint, or "" to find it.
+        keep_names: Whether the name of a tensor is one key, and not split at each ".".
+    """
+    return SafetensorsRoot(location, file=file, keep_names=keep_names)
+
+
+class SafetensorsRoot:
+    """A ``ForeignRoot`` of safetensors files."""
+
+    def __init__(self, location: Location, *, file: str, keep_names: bool) -> None:
+        self._location = location
+        self._file = file
+        self._keep_names = keep_names
+
+    @property
+    def url(self) -> str:
+        """See ``ForeignRoot``."""
+        below = f"/{self._file}" if self._file else ""
+        return f"safetensors:{self._location.url}{below}"
+
+    def steps(self) -> Sequence[int]:
+        """See ``ForeignRoot``."""
+        return sorted(self._folders())
+
+    def open(self, step: int) -> ForeignStep:
+        """See ``ForeignRoot``."""
+        folder = self._folders().get(step)
+        if folder is None:
+            raise NotFoundError(
+                f"{self.url}: there is no step {step} with finished safetensors files"
+            )
+        return read_step(
+            self._location,
+            folder,
+            step=step,
+            file=self._file,
+            keep_names=self._keep_names,
+        )
+
+    def _folders(self) -> dict[int, str]:
+        """Returns the folder of each finished step."""
+        names = self._location.names()
+        if self._file:
+            return {0: ""} if file_name(self._file, what=self.url) in names else {}
+        if _SNAPSHOTS in names:
+            return {0: self._snapshot()}
+        if self._is_finished("", names):
+            (last,) = url_parts(self._location.url)[-1:] or [""]
+            return {step_of(last) or 0: ""}
+        return {
+            step: folder
+            for step, folder in step_folders(names, what=self.url).items()
+            if self._is_finished(folder, self._location.names(folder))
+        }
+
+    def _is_finished(self, folder: str, names: Sequence[str]) -> bool:
+        try:
+            return find_file(names) is not None
+        except PreconditionError as e:
+            raise PreconditionError(f"{_place(self._location, folder)}: {e}") from e
+
+    def _snapshot(self) -> str:
+        """Returns the folder of the revision "main" in a cache of Hugging Face."""
+        revisions = [
+            name.removesuffix("/") for name in self._location.names(_SNAPSHOTS[:-1])
+        ]
+        if self._location.size(_MAIN_REF) is not None:
+            text = self._location.read(_MAIN_REF, limit=MAX_REF_BYTES)
+            revision = file_name(
+                text.decode(errors="replace").strip(), what=f"{self.url}/{_MAIN_REF}"
+            )
+            if revision in revisions:
+                return f"{_SNAPSHOTS}{revision}"
+        if len(revisions) == 1:
+            return f"{_SNAPSHOTS}{revisions[0]}"
+        raise PreconditionError(
+            f"{self.url}: expected the revision main in the cache, got "
+            f"{len(revisions)} others; give the URL of one, below {_SNAPSHOTS}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One file of a checkpoint."""
+
+    path: str
+    header: Header
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedArray:
+    """An array whose elements are smaller than a byte; it cannot be read."""
+
+    message: str
+
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:  # noqa: ARG002 - the protocol
+        """Raises the error of the dtype."""
+        raise PreconditionError(self.message)
+
+
+def read_step(
+    location: Location, folder: str, *, step: int, file: str, keep_names: bool
+) -> ForeignStep:
+    """Reads what describes a checkpoint in a folder.
+
+    Args:
+        location: Location of the folder.
+        folder: Path of the folder; "": the location itself.
+        step: Its step.
+        file: Name of its file, or "" to find it.
+        keep_names: As for ``open_root``.
+
+    Raises:
+        DataLossError: A file is damaged or missing.
+        NotFoundError: There is no checkpoint.
+        PreconditionError: A checkpoint cannot hold the tensors.
+    """
+    digest = xxhash.xxh3_128()
+    files = list(_files(location, folder, file, digest))
+    rows = [
+        _row(location, each.path, tensor, keep_names=keep_names)
+        for each in files
+        for tensor in each.header.tensors.values()
+    ]
+    rows += _documents(location, folder, files, digest)
+    tree, arrays = tree_of(
+        rows, advice="keep the names whole (keep_names), or rename a tensor"
+    )
+    place = _place(location, folder)
+    return ForeignStep(
+        step=step,
+        url=f"safetensors:{place}",
+        format="safetensors",
+        tree=tree,
+        arrays=arrays,
+        labels=_labels(place),
+        digest=digest.hexdigest(),
+    )
+
+
+def _files(
+    location: Location, folder: str, file: str, digest: xxhash.xxh3_128
+) -> Iterator[_File]:
+    """Yields the files of a checkpoint; adds what describes them to `digest`."""
+    names = location.names(folder)
+    found = file or find_file(names)
+    if found is None or found not in names:
+        raise NotFoundError(
+            f"{_place(location, folder)}: expected safetensors files, got none"
+        )
+    if not found.endswith(INDEX_SUFFIX):
+        path = _join(folder, found)
+        yield _File(path=path, header=_header(location, path, digest))
+        return
+    path = _join(folder, found)
+    index = location.read(path, limit=MAX_INDEX_BYTES)
+    digest.update(index)
+    what = f"{location.url}/{path}"
+    for name, tensors in sorted(parse_index(index, names=names, what=what).items()):
+        path = _join(folder, name)
+        header = _header(location, path, digest)
+        _check_names(tensors, header, what=what, file=name)
+        yield _File(path=path, header=header)
+
+
+def _header(location: Location, path: str, digest: xxhash.xxh3_128) -> Header:
+    what = f"{location.url}/{path}"
+    size = location.size(path)
+    if size is None:
+        raise DataLossError(
+            f"{what}: expected a file, got none; use another checkpoint"
+        )
+    if size < LENGTH_BYTES:
+        raise DataLossError(f"{what}: expected a safetensors file, got {size} bytes")
+    length = location.read_range(path, 0, LENGTH_BYTES)
+    count = header_bytes(length, size=size, what=what)
+    header = location.read_range(path, LENGTH_BYTES, LENGTH_BYTES + count)
+    digest.update(f"{path.rpartition('/')[2]}\0{size}\0".encode())
+    digest.update(header)
+    return parse_header(header, size=size, what=what)
+
+
+def _check_names(tensors: set[str], header: Header, *, what: str, file: str) -> None:
+    """Rejects an index that contradicts the header of a file."""
+    missing = sorted(tensors - header.tensors.keys())
+    if missing:
+        raise DataLossError(
+            f"{what}: expected the tensor {missing[0]!r} in {file}, got none"
+        )
+    extra = sorted(header.tensors.keys() - tensors)
+    if extra:
+        raise DataLossError(
+            f"{what}: expected all tensors of {file}, got none of the name "
+            f"{extra[0]!r}; give the URL of the file"
+        )
+
+
+def _row(location: Location, path: str, tensor: Tensor, *, keep_names: bool) -> Row:
+    array: ForeignArray
+    if tensor.bits < 8:
+        array = PackedArray(
+            message=f"{location.url}/{path}, tensor {tensor.name!r}: expected elements "
+            f"of whole bytes, got {tensor.bits} bits each ({tensor.dtype}); leave it "
+            "out with select="
+        )
+    else:
+        array = PlainArray(
+            location=location,
+            path=path,
+            start=tensor.start,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            row=f"tensor {tensor.name!r}",
+        )
+    itemsize = DTYPES[tensor.dtype].itemsize
+    return array_row(
+        [tensor.name] if keep_names else tensor.name.split("."),
+        array,
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        chunk_shape=choose_chunk_shape(tensor.shape, itemsize, tensor.shape),
+    )
+
+
+def _documents(
+    location: Location, folder: str, files: Sequence[_File], digest: xxhash.xxh3_128
+) -> Iterator[Row]:
+    """Yields the items: config.json as it is, and the metadata of the headers."""
+    path = _join(folder, _CONFIG)
+    if location.size(path) is not None:
+        config = location.read(path, limit=MAX_CONFIG_BYTES)
+        digest.update(config)
+        what = f"{location.url}/{path}"
+        try:
+            yield item_row("config", config.decode(), name=what)
+        except UnicodeDecodeError as e:
+            raise DataLossError(f"{what}: expected UTF-8, got other bytes ({e})") from e
+    found = {
+        each.path.rpartition("/")[2]: dict(each.header.metadata)
+        for each in files
+        if each.header.metadata
+    }
+    metadata = list(found.values())
+    if metadata:
+        is_same = all(each == metadata[0] for each in metadata)
+        yield item_row(
+            "metadata", metadata[0] if is_same else found, name=files[0].path
+        )
+
+
+def _labels(place: str) -> Mapping[str, str]:
+    cached = cached_revision(place)
+    if cached is None:
+        return {}
+    repository, revision = cached
+    return {"huggingface.repository": repository, "huggingface.revision": revision}
+
+
+def _place(location: Location, folder: str) -> str:
+    return f"{location.url}/{folder}" if folder else location.url
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -19,6 +19,7 @@ from storesvc.format.items import InvalidItemError, ItemName, check_items
 from storesvc.format.keys import InvalidKeyError, check_keys, join_key
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._foreign.foreign_step import ForeignArray
+from storesvc_client._values.documents import CONTAINERS, pack_document
 from storesvc_client._values.item_values import Encoded, encode_item
 from storesvc_client.errors import DataLossError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -120,6 +121,25 @@ def tree_of(
     ordered = [*leaves, *items]
     tree = Tree(tuple(row.leaf for row in ordered), structure)
     return tree, tuple(row.array for row in ordered)
+
+
+def containers_document(
+    containers: Iterable[tuple[str, Sequence[str], str]],
+) -> bytes:
+    """Returns the document for ``Tree.structure`` of containers that leaves do not
+    show: name, path and path kinds of each, as ``_values/containers.py`` reads it.
+
+    Raises:
+        PreconditionError: A path is too long for a key, or is no Unicode.
+        StructureError: It is too large.
+    """
+    try:
+        rows = sorted(
+            [what, join_key(parts), kinds] for what, parts, kinds in containers
+        )
+    except InvalidKeyError as e:
+        raise PreconditionError(str(e)) from e
+    return CONTAINERS + pack_document({"containers": rows}) if rows else b""
 
 
 class BytesArray:

@@ -33,12 +33,8 @@ from storesvc_client._foreign.formats.safetensors_header import (
 )
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.plain_array import PlainArray
-from storesvc_client._foreign.step_folders import (
-    file_name,
-    step_folders,
-    step_of,
-    url_parts,
-)
+from storesvc_client._foreign.step_folders import file_name
+from storesvc_client._foreign.step_search import join, named_steps, place
 from storesvc_client._foreign.tree_rows import Row, array_row, item_row, tree_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
@@ -48,7 +44,7 @@ MAX_REF_BYTES: Final = 1024
 
 _CONFIG: Final = "config.json"
 _MAIN_REF: Final = "refs/main"
-_SNAPSHOTS: Final = "snapshots/"
+_SNAPSHOTS: Final = "snapshots"
 
 
 def open_root(
@@ -99,30 +95,23 @@ class SafetensorsRoot:
 
     def _folders(self) -> dict[int, str]:
         """Returns the folder of each finished step."""
-        names = self._location.names()
         if self._file:
+            names = self._location.names()
             return {0: ""} if file_name(self._file, what=self.url) in names else {}
-        if _SNAPSHOTS in names:
+        if self._location.names(_SNAPSHOTS):
             return {0: self._snapshot()}
-        if self._is_finished("", names):
-            (last,) = url_parts(self._location.url)[-1:] or [""]
-            return {step_of(last) or 0: ""}
-        return {
-            step: folder
-            for step, folder in step_folders(names, what=self.url).items()
-            if self._is_finished(folder, self._location.names(folder))
-        }
+        return named_steps(self._location, is_finished=self._is_finished)
 
     def _is_finished(self, folder: str, names: Sequence[str]) -> bool:
         try:
             return find_file(names) is not None
         except PreconditionError as e:
-            raise PreconditionError(f"{_place(self._location, folder)}: {e}") from e
+            raise PreconditionError(f"{place(self._location, folder)}: {e}") from e
 
     def _snapshot(self) -> str:
         """Returns the folder of the revision "main" in a cache of Hugging Face."""
         revisions = [
-            name.removesuffix("/") for name in self._location.names(_SNAPSHOTS[:-1])
+            name.removesuffix("/") for name in self._location.names(_SNAPSHOTS)
         ]
         if self._location.size(_MAIN_REF) is not None:
             text = self._location.read(_MAIN_REF, limit=MAX_REF_BYTES)
@@ -130,12 +119,12 @@ class SafetensorsRoot:
                 text.decode(errors="replace").strip(), what=f"{self.url}/{_MAIN_REF}"
             )
             if revision in revisions:
-                return f"{_SNAPSHOTS}{revision}"
+                return f"{_SNAPSHOTS}/{revision}"
         if len(revisions) == 1:
-            return f"{_SNAPSHOTS}{revisions[0]}"
+            return f"{_SNAPSHOTS}/{revisions[0]}"
         raise PreconditionError(
             f"{self.url}: expected the revision main in the cache, got "
-            f"{len(revisions)} others; give the URL of one, below {_SNAPSHOTS}"
+            f"{len(revisions)} others; give the URL of one, below {_SNAPSHOTS}/"
         )
 
 
@@ -186,14 +175,13 @@ def read_step(
     tree, arrays = tree_of(
         rows, advice="keep the names whole (keep_names), or rename a tensor"
     )
-    place = _place(location, folder)
     return ForeignStep(
         step=step,
-        url=f"safetensors:{place}",
+        url=f"safetensors:{place(location, folder)}",
         format="safetensors",
         tree=tree,
         arrays=arrays,
-        labels=_labels(place),
+        labels=_labels(place(location, folder)),
         digest=digest.hexdigest(),
     )
 
@@ -206,18 +194,18 @@ def _files(
     found = file or find_file(names)
     if found is None or found not in names:
         raise NotFoundError(
-            f"{_place(location, folder)}: expected safetensors files, got none"
+            f"{place(location, folder)}: expected safetensors files, got none"
         )
     if not found.endswith(INDEX_SUFFIX):
-        path = _join(folder, found)
+        path = join(folder, found)
         yield _File(path=path, header=_header(location, path, digest))
         return
-    path = _join(folder, found)
+    path = join(folder, found)
     index = location.read(path, limit=MAX_INDEX_BYTES)
     digest.update(index)
     what = f"{location.url}/{path}"
     for name, tensors in sorted(parse_index(index, names=names, what=what).items()):
-        path = _join(folder, name)
+        path = join(folder, name)
         header = _header(location, path, digest)
         _check_names(tensors, header, what=what, file=name)
         yield _File(path=path, header=header)
@@ -287,7 +275,7 @@ def _documents(
     location: Location, folder: str, files: Sequence[_File], digest: xxhash.xxh3_128
 ) -> Iterator[Row]:
     """Yields the items: config.json as it is, and the metadata of the headers."""
-    path = _join(folder, _CONFIG)
+    path = join(folder, _CONFIG)
     if location.size(path) is not None:
         config = location.read(path, limit=MAX_CONFIG_BYTES)
         digest.update(config)
@@ -309,17 +297,9 @@ def _documents(
         )
 
 
-def _labels(place: str) -> Mapping[str, str]:
-    cached = cached_revision(place)
+def _labels(url: str) -> Mapping[str, str]:
+    cached = cached_revision(url)
     if cached is None:
         return {}
     repository, revision = cached
     return {"huggingface.repository": repository, "huggingface.revision": revision}
-
-
-def _place(location: Location, folder: str) -> str:
-    return f"{location.url}/{folder}" if folder else location.url
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

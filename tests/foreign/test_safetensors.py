@@ -54,7 +54,7 @@ def test_a_file_is_a_step_whose_names_are_split_at_dots(tmp_path: Path) -> None:
     expected = as_bytes({KEYS[name]: value for name, value in WEIGHTS.items()})
     assert [0] == list(root.steps())
     assert expected == as_bytes(read_tree(step))
-    assert {"metadata": {"format": "np"}} == read_items(step)
+    assert {"header-metadata": {"format": "np"}} == read_items(step)
     assert {"k", "kk", "kkk", "kkkk"} == {
         row.path_kinds for row in step.tree.leaves[: step.tree.tree_count]
     }
@@ -68,7 +68,7 @@ def test_shards_are_one_step_with_the_configuration_as_an_item(tmp_path: Path) -
     assert expected == as_bytes(read_tree(step))
     assert {
         "config": '{ "b": 1,  "a": 2}',
-        "metadata": {"format": "np"},
+        "header-metadata": {"format": "np"},
     } == read_items(step)
 
 

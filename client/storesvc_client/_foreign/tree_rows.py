@@ -92,6 +92,23 @@ def item_row(item: str, value: Any, *, name: str) -> Row:
     return _encoded_row(ItemName(item), encoded, name)
 
 
+def text_row(item: str, data: bytes, *, name: str) -> Row:
+    """Returns the row of an item that holds a text file beside the arrays.
+
+    Args:
+        item: Name of the item.
+        data: Contents of the file.
+        name: Its name for messages.
+
+    Raises:
+        DataLossError: It is no UTF-8.
+    """
+    try:
+        return item_row(item, data.decode(), name=name)
+    except UnicodeDecodeError as e:
+        raise DataLossError(f"{name}: expected UTF-8, got other bytes ({e})") from e
+
+
 def tree_of(
     rows: Iterable[Row], *, advice: str, structure: bytes = b""
 ) -> tuple[Tree, tuple[ForeignArray, ...]]:

@@ -35,7 +35,13 @@ from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.plain_array import PlainArray
 from storesvc_client._foreign.step_folders import file_name
 from storesvc_client._foreign.step_search import join, named_steps, place
-from storesvc_client._foreign.tree_rows import Row, array_row, item_row, tree_of
+from storesvc_client._foreign.tree_rows import (
+    Row,
+    array_row,
+    item_row,
+    text_row,
+    tree_of,
+)
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 MAX_INDEX_BYTES: Final = 64 << 20
@@ -103,10 +109,7 @@ class SafetensorsRoot:
         return named_steps(self._location, is_finished=self._is_finished)
 
     def _is_finished(self, folder: str, names: Sequence[str]) -> bool:
-        try:
-            return find_file(names) is not None
-        except PreconditionError as e:
-            raise PreconditionError(f"{place(self._location, folder)}: {e}") from e
+        return find_file(names, what=place(self._location, folder)) is not None
 
     def _snapshot(self) -> str:
         """Returns the folder of the revision "main" in a cache of Hugging Face."""
@@ -165,13 +168,8 @@ def read_step(
         PreconditionError: A checkpoint cannot hold the tensors.
     """
     digest = xxhash.xxh3_128()
-    files = list(_files(location, folder, file, digest))
-    rows = [
-        _row(location, each.path, tensor, keep_names=keep_names)
-        for each in files
-        for tensor in each.header.tensors.values()
-    ]
-    rows += _documents(location, folder, files, digest)
+    rows = tensor_rows(location, folder, digest, file=file, keep_names=keep_names)
+    rows += _configuration(location, folder, digest)
     tree, arrays = tree_of(
         rows, advice="keep the names whole (keep_names), or rename a tensor"
     )
@@ -186,12 +184,55 @@ def read_step(
     )
 
 
+def tensor_rows(
+    location: Location,
+    folder: str,
+    digest: xxhash.xxh3_128,
+    *,
+    file: str = "",
+    keep_names: bool = False,
+) -> list[Row]:
+    """Returns the rows of the tensors in a folder, and of the metadata in the headers
+    as the item "header-metadata": of all files if it differs.
+
+    Args:
+        location: Location of the folder.
+        folder: Path of the folder; "": the location itself.
+        digest: Receives what describes the tensors.
+        file: Name of the file, or "" to find it.
+        keep_names: As for ``open_root``.
+
+    Raises:
+        DataLossError: A file is damaged or missing.
+        NotFoundError: There are no tensors.
+        PreconditionError: A checkpoint cannot hold them.
+    """
+    files = list(_files(location, folder, file, digest))
+    rows = [
+        _row(location, each.path, tensor, keep_names=keep_names)
+        for each in files
+        for tensor in each.header.tensors.values()
+    ]
+    found = {
+        each.path.rpartition("/")[2]: dict(each.header.metadata)
+        for each in files
+        if each.header.metadata
+    }
+    metadata = list(found.values())
+    if metadata:
+        is_same = all(each == metadata[0] for each in metadata)
+        what = place(location, files[0].path)
+        value = metadata[0] if is_same else found
+        rows.append(item_row("header-metadata", value, name=what))
+    return rows
+
+
 def _files(
     location: Location, folder: str, file: str, digest: xxhash.xxh3_128
 ) -> Iterator[_File]:
     """Yields the files of a checkpoint; adds what describes them to `digest`."""
     names = location.names(folder)
-    found = file or find_file(names)
+    found = file or find_file(names, what=place(location, folder))
     if found is None or found not in names:
         raise NotFoundError(
             f"{place(location, folder)}: expected safetensors files, got none"
@@ -271,30 +312,15 @@ def _row(location: Location, path: str, tensor: Tensor, *, keep_names: bool) -> 
     )
 
 
-def _documents(
-    location: Location, folder: str, files: Sequence[_File], digest: xxhash.xxh3_128
+def _configuration(
+    location: Location, folder: str, digest: xxhash.xxh3_128
 ) -> Iterator[Row]:
-    """Yields the items: config.json as it is, and the metadata of the headers."""
+    """Yields the item of config.json, as it is."""
     path = join(folder, _CONFIG)
     if location.size(path) is not None:
         config = location.read(path, limit=MAX_CONFIG_BYTES)
         digest.update(config)
-        what = f"{location.url}/{path}"
-        try:
-            yield item_row("config", config.decode(), name=what)
-        except UnicodeDecodeError as e:
-            raise DataLossError(f"{what}: expected UTF-8, got other bytes ({e})") from e
-    found = {
-        each.path.rpartition("/")[2]: dict(each.header.metadata)
-        for each in files
-        if each.header.metadata
-    }
-    metadata = list(found.values())
-    if metadata:
-        is_same = all(each == metadata[0] for each in metadata)
-        yield item_row(
-            "metadata", metadata[0] if is_same else found, name=files[0].path
-        )
+        yield text_row("config", config, name=place(location, path))
 
 
 def _labels(url: str) -> Mapping[str, str]:

@@ -17,12 +17,13 @@ _SHARD: Final = re.compile(r".*-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _CACHED: Final = "models--"
 
 
-def find_file(names: Sequence[str]) -> str | None:
+def find_file(names: Sequence[str], *, what: str) -> str | None:
     """Returns the index or the file that is the checkpoint of a folder; None if there
     is none, as in a folder whose index is not written yet.
 
     Args:
         names: Names in the folder.
+        what: The folder, for messages.
 
     Raises:
         PreconditionError: Several files could be it.
@@ -37,8 +38,8 @@ def find_file(names: Sequence[str]) -> str | None:
             return f"{_MAIN}{suffix}"
         if len(found) > 1:
             raise PreconditionError(
-                f"expected one checkpoint in a folder, or one of the name "
-                f"{_MAIN}{suffix}, got {', '.join(found[:5])}; give the URL of one file"
+                f"{what}: expected one file, or one of the name {_MAIN}{suffix}, "
+                f"got {', '.join(found[:5])}; give the URL of one file"
             )
         if found:
             return found[0]

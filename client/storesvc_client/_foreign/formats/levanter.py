@@ -1,0 +1,138 @@
+"""Reads the checkpoints of levanter (marin).
+
+A step is a folder (``step-N``) with ``metadata.json``, which is written last and states
+the step. Its arrays are in an OCDBT database in the folder, zarr3, with the parts of
+their path joined by "/"; older ones are zarr v2, a folder each. Source:
+``levanter/tensorstore_serialization.py`` and ``checkpoint.py`` of
+marin-community/marin. The parts were joined by "." before and split there, so the
+path of a field with a "." in its name has two parts.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.location import Location
+from storesvc_client._foreign.step_search import (
+    METADATA,
+    join,
+    place,
+    read_metadata,
+    stated_steps,
+)
+from storesvc_client._foreign.tensorstore_array import (
+    TensorStoreArray,
+    list_keys,
+    ocdbt,
+    open_arrays,
+)
+from storesvc_client._foreign.tree_rows import array_row, text_row, tree_of
+from storesvc_client._foreign.zarr_folders import find_arrays, open_folders
+from storesvc_client.errors import DataLossError, NotFoundError
+
+MAX_MANIFEST_BYTES: Final = 16 << 20
+
+_MANIFEST: Final = "manifest.ocdbt"
+_ZARR_JSON: Final = "zarr.json"
+
+
+def open_root(location: Location) -> "LevanterRoot":
+    """Returns the checkpoints below a location, such as the folder of a run."""
+    return LevanterRoot(location)
+
+
+class LevanterRoot:
+    """A ``ForeignRoot`` of levanter's checkpoints."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+
+    @property
+    def url(self) -> str:
+        """See ``ForeignRoot``."""
+        return f"levanter:{self._location.url}"
+
+    def steps(self) -> Sequence[int]:
+        """See ``ForeignRoot``."""
+        return sorted(self._folders())
+
+    def open(self, step: int) -> ForeignStep:
+        """See ``ForeignRoot``."""
+        folder = self._folders().get(step)
+        if folder is None:
+            raise NotFoundError(
+                f"{self.url}: there is no finished step {step} (with {METADATA})"
+            )
+        return _read_step(self._location, folder, step)
+
+    def _folders(self) -> dict[int, str]:
+        return stated_steps(
+            self._location, is_finished=lambda _, names: METADATA in names
+        )
+
+
+def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
+    metadata = read_metadata(location, folder)
+    digest = xxhash.xxh3_128(metadata.data)
+    if _MANIFEST in location.names(folder):
+        manifest = join(folder, _MANIFEST)
+        digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
+        paths, arrays = _open_database(location, folder)
+    else:
+        paths = find_arrays(location, folder)
+        arrays = open_folders(location, folder, paths)
+        described = [(p, a.shape, a.dtype) for p, a in _named(paths, arrays)]
+        digest.update(repr(described).encode())
+    if not paths:
+        raise DataLossError(
+            f"{place(location, folder)}: expected arrays, found none; use another "
+            "checkpoint"
+        )
+    rows = [
+        array_row(
+            path.split("/") if path else [],
+            array,
+            name=path,
+            dtype=array.dtype,
+            shape=array.shape,
+            chunk_shape=array.chunk_shape,
+        )
+        for path, array in _named(paths, arrays)
+    ]
+    rows.append(text_row("metadata", metadata.data, name=METADATA))
+    tree, ordered = tree_of(rows, advice="save it again with other names")
+    return ForeignStep(
+        step=step,
+        url=f"levanter:{place(location, folder)}",
+        format="levanter",
+        tree=tree,
+        arrays=ordered,
+        create_time=metadata.create_time,
+        digest=digest.hexdigest(),
+    )
+
+
+def _open_database(
+    location: Location, folder: str
+) -> tuple[list[str], list[TensorStoreArray]]:
+    base = location.kvstore(folder)
+    with location.opening():
+        keys = list_keys(ocdbt(base), what=place(location, folder))
+        paths = [
+            key.removesuffix(_ZARR_JSON).removesuffix("/")
+            for key in keys
+            if key == _ZARR_JSON or key.endswith(f"/{_ZARR_JSON}")
+        ]
+        specs = [
+            {"driver": "zarr3", "kvstore": ocdbt(base, f"{path}/" if path else "")}
+            for path in paths
+        ]
+        return paths, open_arrays(specs, rows=[f"array {path!r}" for path in paths])
+
+
+def _named(
+    paths: Sequence[str], arrays: Sequence[TensorStoreArray]
+) -> list[tuple[str, TensorStoreArray]]:
+    return list(zip(paths, arrays, strict=True))

@@ -1,0 +1,132 @@
+"""Checkpoints in the layout of levanter are read as steps.
+
+levanter is not installed: jax's ``GlobalAsyncCheckpointManager`` writes the arrays, as
+it does for levanter, with the specs that ``levanter/tensorstore_serialization.py``
+builds; ``metadata.json`` is written as ``levanter/checkpoint.py`` does.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.array_serialization.serialization import (
+    GlobalAsyncCheckpointManager,
+)
+
+from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.formats import levanter
+from storesvc_client._foreign.local_location import LocalLocation
+from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
+from tests.support.foreign_reading import as_bytes, read_items, read_region, read_tree
+
+ARRAYS = {
+    "model/embeddings/weight": jnp.arange(12, dtype=jnp.bfloat16).reshape(4, 3),
+    "model/layers/0/bias": jnp.zeros(5),
+    "optimizer_state/1/count": jnp.array(7, jnp.int32),
+    "training_key": jax.random.key_data(jax.random.key(1)),
+}
+METADATA = {
+    "step": 100,
+    "timestamp": "2026-01-02T03:04:05.678901",
+    "is_temporary": False,
+}
+
+
+@pytest.fixture(scope="module")
+def manager() -> GlobalAsyncCheckpointManager:
+    return GlobalAsyncCheckpointManager()
+
+
+def write(
+    manager: GlobalAsyncCheckpointManager, folder: Path, *, is_old: bool = False
+) -> None:
+    """Writes a step as levanter does: its arrays, then ``metadata.json``."""
+    folder.mkdir(parents=True)
+    arrays = list(ARRAYS.values())
+    if is_old:
+        manager.serialize_with_paths(arrays, [str(folder / name) for name in ARRAYS])
+    else:
+        base = {"driver": "file", "path": str(folder)}
+        specs = [
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "ocdbt", "base": base, "path": name},
+            }
+            for name in ARRAYS
+        ]
+        manager.serialize(arrays, specs, on_commit_callback=lambda: None)
+    manager.wait_until_finished()
+    (folder / "metadata.json").write_text(json.dumps(METADATA))
+
+
+def opened(folder: Path, step: int = 100) -> ForeignStep:
+    return levanter.open_root(LocalLocation(folder)).open(step)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_each_layout_is_a_step(tmp_path: Path, manager: Any, is_old: bool) -> None:
+    write(manager, tmp_path / "step-100", is_old=is_old)
+    step = opened(tmp_path)
+    assert [100] == list(levanter.open_root(LocalLocation(tmp_path)).steps())
+    assert as_bytes(ARRAYS) == as_bytes(read_tree(step))
+    assert METADATA == json.loads(read_items(step)["metadata"])
+    got = read_region(step, "model/embeddings/weight", ((1, 3), (1, 2)))
+    assert [[4.0], [7.0]] == got.tolist()
+
+
+def test_the_folder_of_a_step_is_a_location(tmp_path: Path, manager: Any) -> None:
+    write(manager, tmp_path / "step-100")
+    root = levanter.open_root(LocalLocation(tmp_path / "step-100"))
+    assert [100] == list(root.steps())
+
+
+def test_a_step_without_metadata_is_unfinished(tmp_path: Path, manager: Any) -> None:
+    write(manager, tmp_path / "step-100")
+    (tmp_path / "step-100" / "metadata.json").unlink()
+    assert [] == list(levanter.open_root(LocalLocation(tmp_path)).steps())
+    with pytest.raises(NotFoundError, match="no finished step 100"):
+        opened(tmp_path)
+
+
+def test_two_folders_that_state_one_step_are_rejected(
+    tmp_path: Path, manager: Any
+) -> None:
+    write(manager, tmp_path / "step-100")
+    write(manager, tmp_path / "copy")
+    with pytest.raises(PreconditionError, match="'copy' and 'step-100'"):
+        opened(tmp_path)
+
+
+def test_a_lost_chunk_is_damage_and_not_zeros(tmp_path: Path, manager: Any) -> None:
+    write(manager, tmp_path / "step-100", is_old=True)
+    (tmp_path / "step-100" / "model/embeddings/weight" / "0.0").unlink()
+    with pytest.raises(DataLossError, match="array 'model/embeddings/weight'"):
+        read_tree(opened(tmp_path))
+
+
+def test_a_lost_data_file_is_damage(tmp_path: Path, manager: Any) -> None:
+    write(manager, tmp_path / "step-100")
+    for file in (tmp_path / "step-100" / "d").iterdir():
+        file.unlink()
+    with pytest.raises(DataLossError, match="step-100"):
+        opened(tmp_path)
+
+
+def test_an_array_that_is_also_a_container_is_rejected(
+    tmp_path: Path, manager: Any
+) -> None:
+    folder = tmp_path / "step-100"
+    write(manager, folder)
+    base = {"driver": "file", "path": str(folder)}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": base, "path": "model/layers"},
+    }
+    manager.serialize([jnp.ones(2)], [spec], on_commit_callback=lambda: None)
+    manager.wait_until_finished()
+    message = "'model/layers' is also a container, of array 'model/layers/0/bias'"
+    with pytest.raises(PreconditionError, match=message):
+        opened(tmp_path)

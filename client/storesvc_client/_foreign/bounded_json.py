@@ -49,7 +49,9 @@ def parse_object(data: bytes, *, what: str) -> dict[str, Any]:
         fields = json.loads(
             data.decode(), object_pairs_hook=unique, parse_constant=_reject_constant
         )
-    except (ValueError, RecursionError) as e:
+    except RecursionError as e:
+        raise DataLossError(f"{what}: expected JSON, got it nested too deeply") from e
+    except ValueError as e:
         cause = ascii(str(e))[1:-1][:200]
         raise DataLossError(f"{what}: expected JSON, got other text ({cause})") from e
     except MemoryError as e:

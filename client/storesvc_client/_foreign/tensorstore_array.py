@@ -5,6 +5,7 @@ is read once; of an OCDBT database only the nodes are, which all arrays share.
 """
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,7 @@ from storesvc.format.trees import MAX_LEAF_BYTES
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
+    LimitError,
     PreconditionError,
     StoreError,
     UnavailableError,
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_BYTES: Final = 32 << 30
 """Maximum bytes of a chunk. TensorStore allocates a chunk before it compares the size
-with the stored bytes, and ends the process if there is not enough memory."""
+with the stored bytes."""
+
+_LARGE_CHUNK_BYTES: Final = 256 << 20
+"""Chunks from this size are read only if there is memory for one: TensorStore ends the
+process if there is not."""
 
 _NODE_CACHE_BYTES: Final = 64 << 20
 """Memory for the nodes of OCDBT databases."""
@@ -82,8 +88,8 @@ class TensorStoreArray:
             )
         itemsize = DTYPES[self.dtype].itemsize
         leaf_bytes = math.prod(self.shape) * itemsize
-        chunk_bytes = math.prod(self.chunk_shape) * itemsize
-        if leaf_bytes > MAX_LEAF_BYTES or chunk_bytes > MAX_CHUNK_BYTES:
+        self._chunk_bytes = math.prod(self.chunk_shape) * itemsize
+        if leaf_bytes > MAX_LEAF_BYTES or self._chunk_bytes > MAX_CHUNK_BYTES:
             raise PreconditionError(
                 f"{row}: expected at most {MAX_LEAF_BYTES} bytes in chunks of at most "
                 f"{MAX_CHUNK_BYTES}, got {self.shape} {self.dtype} in chunks of "
@@ -94,6 +100,8 @@ class TensorStoreArray:
         """Starts to read a region; see ``ForeignArray``."""
         import tensorstore as ts
 
+        if self._chunk_bytes >= _LARGE_CHUNK_BYTES:
+            _check_memory(self._chunk_bytes, self._row)
         index: tuple[Any, ...] = tuple(slice(start, stop) for start, stop in region)
         with translated(self._row):
             source = self._store[(*index, ...)]
@@ -231,6 +239,17 @@ def translated(what: str) -> Iterator[None]:
             ) from e
         raise DataLossError(
             f"{what}: damaged or missing ({reason}); use another checkpoint"
+        ) from e
+
+
+def _check_memory(size: int, row: str) -> None:
+    """Rejects a read for whose chunks there is no memory."""
+    try:
+        mmap.mmap(-1, size).close()  # untouched pages cost nothing
+    except (OSError, ValueError, OverflowError) as e:
+        raise LimitError(
+            f"{row}: expected memory for a chunk of {size} bytes, got none ({e}); read "
+            "it on a larger machine"
         ) from e
 
 

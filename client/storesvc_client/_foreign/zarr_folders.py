@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.step_search import join
+from storesvc_client._foreign.step_search import join, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, open_arrays
-from storesvc_client.errors import PreconditionError
+from storesvc_client.errors import DataLossError, PreconditionError
 
 ZARR_METADATA: Final = ".zarray"
+
+MAX_METADATA_BYTES: Final = 1 << 20
+"""Maximum bytes of ``.zarray``."""
 
 MAX_DEPTH: Final = 64
 """Maximum folders above an array."""
@@ -31,7 +34,8 @@ def find_arrays(location: Location, folder: str) -> list[str]:
             continue
         if depth == MAX_DEPTH:
             raise PreconditionError(
-                f"{location.url}/{folder}: expected at most {MAX_DEPTH} nested folders"
+                f"{place(location, folder)}: expected at most {MAX_DEPTH} nested "
+                "folders"
             )
         left += [
             (join(path, name.removesuffix("/")), depth + 1)
@@ -54,13 +58,27 @@ def open_folders(
         PreconditionError: A checkpoint cannot hold it.
         UnavailableError: The storage does not answer.
     """
+    below = [join(folder, path) if path else folder for path in paths]
+    for each in below:
+        _check_size(location, join(each, ZARR_METADATA))
     specs = [
         {
             "driver": "zarr",
-            "kvstore": location.kvstore(join(folder, path) if path else folder),
+            "kvstore": location.kvstore(each),
             "fill_missing_data_reads": False,
         }
-        for path in paths
+        for each in below
     ]
     with location.opening():
         return open_arrays(specs, rows=[f"array {path!r}" for path in paths])
+
+
+def _check_size(location: Location, path: str) -> None:
+    """Rejects metadata that TensorStore would read whole; only where a look at the size
+    costs no request."""
+    size = location.size(path) if location.is_local else 0
+    if size is not None and size > MAX_METADATA_BYTES:
+        raise DataLossError(
+            f"{place(location, path)}: expected at most {MAX_METADATA_BYTES} bytes, "
+            f"got {size}; use another checkpoint"
+        )

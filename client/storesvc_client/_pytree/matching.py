@@ -28,7 +28,8 @@ from storesvc_client._pytree.leaves import (
     tracer_text,
 )
 from storesvc_client._pytree.paths import path_text
-from storesvc_client._pytree.plain_containers import Container, nest
+from storesvc_client._pytree.plain_containers import nest
+from storesvc_client._values.containers import Container
 from storesvc_client._values.values import path_of
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb

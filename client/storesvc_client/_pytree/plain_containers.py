@@ -13,17 +13,20 @@ nodes, such as named tuples, are not described.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
-from storesvc.format.keys import INTEGER_KINDS, fits_key, split_key
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
 from storesvc_client._pytree.leaves import KeyCache
-from storesvc_client._values.documents import CONTAINERS, pack_document, unpack_document
+from storesvc_client._values.containers import (
+    EMPTY,
+    TUPLE,
+    Container,
+    pack_document_of,
+)
 from storesvc_client._values.values import PathPart
 from storesvc_client.errors import (
     MismatchError,
@@ -31,19 +34,8 @@ from storesvc_client.errors import (
     UnsupportedLeafError,
 )
 
-TUPLE: Final = "tuple"
-"""A tuple that is not empty; its items have entries of their own."""
-
-_EMPTY: Final[dict[type, str]] = {
-    type(None): "none",
-    dict: "{}",
-    list: "[]",
-    tuple: "()",
-}
 _LEAVES: Final = (int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array)
 """Types of most leaves; skipped without asking jax for children."""
-
-_MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(None)}
 
 INTEGER_LISTS: Final = "if"
 """Path kinds whose parent nodes become lists."""
@@ -52,28 +44,6 @@ MAX_ABSENT_ITEMS: Final = 1_000_000
 """Maximum absent items in all lists together, counting the last item of each list. An
 index is only a number in a key; without a limit, a few bytes could allocate
 gigabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """One None, empty container or tuple."""
-
-    what: str
-    key: str
-    path_kinds: str
-
-    @property
-    def path(self) -> tuple[PathPart, ...]:
-        """Path of the container, in the form of a leaf's path."""
-        parts = zip(split_key(self.key), self.path_kinds, strict=True)
-        return tuple(
-            int(text) if kind in INTEGER_KINDS else text for text, kind in parts
-        )
-
-    @property
-    def value(self) -> Any:
-        """A new empty container, or None."""
-        return _MADE[self.what]() if self.what in _MADE else None
 
 
 def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
@@ -85,38 +55,11 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
         restore without ``like=`` returns as a dict or list.
     """
     foreign: list[str] = []
-    found = _containers(tree, foreign)
-    rows = [[each.what, each.key, each.path_kinds] for each in found]
-    if not rows:
-        return b"", tuple(foreign)
-    packed = CONTAINERS + pack_document({"containers": sorted(rows)})
+    found = list(_containers(tree, foreign))
+    packed = pack_document_of(found)
     if len(packed) <= MAX_STRUCTURE_BYTES:
         return packed, tuple(foreign)
-    return b"", (f"{len(rows)} tuples and empty containers", *foreign)
-
-
-def unpack_containers(document: bytes) -> list[Container]:
-    """Returns the containers of a document, or none if it is of another type.
-
-    Raises:
-        StructureError: The document is malformed.
-    """
-    if not document.startswith(CONTAINERS):
-        return []
-    fields = unpack_document(document.removeprefix(CONTAINERS))
-    try:
-        rows = fields["containers"]
-        found = [Container(what, key, kinds) for what, key, kinds in rows]
-        for each in found:
-            if each.what not in (TUPLE, *_EMPTY.values()):
-                raise ValueError(f"{each.what!r} is not a container")
-            if not fits_key(each.path_kinds, each.key):
-                raise ValueError(f"{each.path_kinds!r} does not fit {each.key!r}")
-    except (ValueError, TypeError, AttributeError, KeyError) as e:
-        raise StructureError(
-            f"the document of its containers is malformed ({e}); restore with like="
-        ) from e
-    return found
+    return b"", (f"{len(found)} tuples and empty containers", *foreign)
 
 
 def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
@@ -147,7 +90,7 @@ def _is_plain(node: Any) -> bool:
     int."""
     if type(node) is dict:
         return all(type(key) in (str, int) for key in node)
-    return type(node) in _EMPTY
+    return type(node) in EMPTY
 
 
 def _key(keys: KeyCache, path: tuple[Any, ...]) -> str:
@@ -161,8 +104,8 @@ def _key(keys: KeyCache, path: tuple[Any, ...]) -> str:
 def _what(node: Any) -> str:
     """Returns the name of a container that leaf paths do not show, else ""."""
     kind = type(node)
-    if kind in _EMPTY and not node:
-        return _EMPTY[kind]
+    if kind in EMPTY and not node:
+        return EMPTY[kind]
     return TUPLE if kind is tuple else ""
 
 
@@ -177,7 +120,7 @@ def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
         return (((DictKey(key),), child) for key, child in node.items())
     if kind in (list, tuple):
         return (((SequenceKey(i),), child) for i, child in enumerate(node))
-    found = tree_flatten_with_path(node, is_leaf=lambda x: type(x) in _EMPTY)[0]
+    found = tree_flatten_with_path(node, is_leaf=lambda x: type(x) in EMPTY)[0]
     return ((below, child) for below, child in found if below)
 
 

@@ -34,8 +34,8 @@ from storesvc_client._pytree.matching import (
 )
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.placement import Placement, Placer, allows_wide
-from storesvc_client._pytree.plain_containers import Container
 from storesvc_client._pytree.save_plan import region_of
+from storesvc_client._values.containers import Container
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.item_values import decoded
 from storesvc_client.errors import InvalidRequestError, MismatchError

@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._pytree.plain_containers import Container
     from storesvc_client._pytree.restore_target import Target
+    from storesvc_client._values.containers import Container
     from storesvc_client._values.options import RestoreKeywords, Rules
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
@@ -424,7 +424,7 @@ class OpenCheckpoint:
     def _containers(self, select: Sequence[Pattern] | None) -> "list[Container]":
         """Returns the selected containers that no leaf represents; a tuple counts as
         selected, because a part of it may be."""
-        from storesvc_client._pytree.plain_containers import TUPLE, unpack_containers
+        from storesvc_client._values.containers import TUPLE, unpack_containers
 
         found = unpack_containers(self._manifest.tree.structure)
         if select is None or not found:
@@ -439,7 +439,7 @@ class OpenCheckpoint:
         """Returns whether a pattern matches a None or an empty container."""
         if not self._manifest.tree.structure.startswith(CONTAINERS):
             return False
-        from storesvc_client._pytree.plain_containers import TUPLE
+        from storesvc_client._values.containers import TUPLE
 
         return any(each.what != TUPLE for each in self._containers([glob]))
 

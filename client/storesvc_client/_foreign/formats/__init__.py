@@ -1,5 +1,16 @@
 """One module for each format that storesvc reads.
 
 Each has ``open_root(location)``, which returns the ``ForeignRoot`` of a location, or
-raises an error that states what was expected there. Begin with ``safetensors.py``.
+raises an error that states what was expected there. Begin with ``orbax.py``.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+FORMATS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "orbax": "orbax",
+    }
+)
+"""Scheme of the URLs of each format, and its module here, imported on first use."""

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from storesvc_client._api.holds import Hold
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
+    from storesvc_client._foreign.mount import (
+        ForeignCheckpoint,
+        ForeignInfo,
+        ForeignRun,
+        open_foreign,
+    )
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
@@ -87,6 +93,9 @@ __all__ = [
     "Diff",
     "Distributed",
     "Event",
+    "ForeignCheckpoint",
+    "ForeignInfo",
+    "ForeignRun",
     "Hold",
     "HoldInfo",
     "InvalidRequestError",
@@ -140,6 +149,7 @@ __all__ = [
     "Verification",
     "connect",
     "format_policy",
+    "open_foreign",
     "parse_policy",
     "progress_bar",
 ]
@@ -148,6 +158,10 @@ _HOMES: Final = {
     "Client": "_api.client",
     "connect": "_api.client",
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
+    **dict.fromkeys(
+        ("ForeignCheckpoint", "ForeignInfo", "ForeignRun", "open_foreign"),
+        "_foreign.mount",
+    ),
     "Hold": "_api.holds",
     "Loop": "_api.loop",
     "OpenCheckpoint": "_restore.checkpoint",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -77,7 +78,7 @@ def _row(leaf: Any) -> tuple[Any, ...]:
         kind = pb.LEAF_KIND_HOST_ARRAY
     elif isinstance(leaf, int | float):
         kind = pb.LEAF_KIND_PYTHON_SCALAR
-    elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         kind, leaf = pb.LEAF_KIND_PRNG_KEY, jax.random.key_data(leaf)
     host = np.asarray(leaf)
     return kind, host.dtype.name, host.shape, host.tobytes()

@@ -111,7 +111,7 @@ def open_location(
     from storesvc_client._foreign.local_location import LocalLocation
 
     text = os.fspath(url)
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not text or "\0" in text:
         raise InvalidRequestError(f"location: expected a URL or a path, got {url!r}")
     if "://" not in text and not text.startswith("file:"):
         return LocalLocation(Path(text))

@@ -230,10 +230,12 @@ def _file_system(scheme: str) -> Callable[..., Any]:
     if scheme == "gs":
         from gcsfs.core import GCSFileSystem
 
-        return GCSFileSystem
+        found: Callable[..., Any] = GCSFileSystem
+        return found
     import fsspec
 
-    return fsspec.get_filesystem_class(scheme)
+    found = fsspec.get_filesystem_class(scheme)
+    return found
 
 
 def _options(storage: Storage | None) -> dict[str, Any]:

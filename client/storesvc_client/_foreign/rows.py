@@ -122,7 +122,7 @@ class FileArray:
         """See ``ForeignArray``."""
         ((start, stop),) = region
         if into.flags.c_contiguous and start < stop:
-            self.location.read_into(self.path, start, memoryview(into))
+            self.location.read_into(self.path, start, into.data)
         else:
             data = self.location.read_range(self.path, start, stop)
             into[...] = np.frombuffer(data, np.uint8)

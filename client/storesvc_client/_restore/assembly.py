@@ -32,6 +32,7 @@ from storesvc_client._chunks.buffer_layout import (
     Bytes,
     Goal,
     Layout,
+    NDArrayAny,
     Span,
     lay_out,
 )
@@ -325,6 +326,25 @@ class Assembly:
         start = chunk.goal.goes.start
         memory = chunk.buffers[chunk.goal.goes.group].memory
         return memory[start : start + chunk.layout.grid.chunk_bytes]
+
+    def parts(self, ordinal: int) -> list[tuple[Region, NDArrayAny]]:
+        """Returns the wanted regions of a chunk whose buffers are allocated, each with
+        its memory, which need not be contiguous."""
+        chunk = self._chunk(ordinal)
+        goes, grid = chunk.goal.goes, chunk.layout.grid
+        region = grid.region(chunk.goal.within)
+        if isinstance(goes, Span):
+            buffer = chunk.buffers[goes.group]
+            memory = buffer.memory[goes.start : goes.start + grid.chunk_bytes]
+            return [(region, memory.view(buffer.dtype).reshape(grid.chunk_shape))]
+        found = []
+        for copy in goes:
+            segment = chunk.buffers[copy.group].segments[copy.segment]
+            # the index ends with an ellipsis
+            along = zip(copy.source[: len(region)], region, strict=True)
+            bounds = tuple((at + s.start, at + s.stop) for s, (at, _) in along)
+            found.append((bounds, segment[copy.target]))
+        return found
 
     def piece_bytes(self, ordinal: int, at_most: int) -> int:
         """Returns the largest number of bytes up to `at_most` that ``copy_elements``

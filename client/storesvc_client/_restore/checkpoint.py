@@ -3,81 +3,60 @@
 import logging
 import threading
 from collections.abc import (
-    Callable,
     Generator,
-    Iterable,
-    Iterator,
     Mapping,
-    Sequence,
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
-from storesvc.format.grids import Region, whole
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import (
     Manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
-from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
 from storesvc_client._restore.file_source import FileSource
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._restore.items import Items
 from storesvc_client._restore.joint_restore import JointRestore, together
+from storesvc_client._restore.open_tree import OpenTree
 from storesvc_client._restore.peer_plan import SpreadPlan
 from storesvc_client._restore.peer_source import PeerSource, may_spread
 from storesvc_client._restore.server_source import ServerSource
 from storesvc_client._session import Session
-from storesvc_client._values.arguments import checked_patterns, checked_texts
-from storesvc_client._values.documents import CONTAINERS
+from storesvc_client._values.arguments import checked_patterns
 from storesvc_client._values.durations import (
-    NEVER,
     Deadline,
     DurationLike,
     checked_duration,
 )
-from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.key_patterns import (
-    Pattern,
     Patterns,
-    matching_keys,
-    nearest_keys,
 )
-from storesvc_client._values.listing import Leaves
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.values import (
     Checkpoint,
-    LeafInfo,
     ProcessReading,
     RestoreReport,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
     LimitError,
-    NotFoundError,
     PreconditionError,
     UnavailableError,
 )
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-    from numpy.typing import DTypeLike, NDArray
+    from numpy.typing import DTypeLike
 
     from storesvc_client._pytree.restore_target import Target
-    from storesvc_client._values.containers import Container
     from storesvc_client._values.options import RestoreKeywords, Rules
-
-READ_AT_ONCE_BYTES: Final = 64 << 20
-"""Maximum bytes of leaves that ``read`` keeps in memory."""
 
 SPREAD_BYTES: Final = 64 << 20
 """Bytes read more than once across processes from which a restore is spread."""
@@ -98,7 +77,7 @@ _UNWRITABLE: Final = frozenset(
 _log = logging.getLogger(__name__)
 
 
-class OpenCheckpoint:
+class OpenCheckpoint(OpenTree):
     """One checkpoint whose manifest was read; returned by ``Run.open``.
 
     All its methods read the same checkpoint, even if "latest" or a tag moves in the
@@ -124,56 +103,28 @@ class OpenCheckpoint:
     ) -> None:
         self.info = info
         """The checkpoint as the catalog had it when it was opened."""
+        super().__init__(manifest.tree, allocate=session.blocks.take, job=job)
         self._held_by = held_by
-        self._job = job
         self._spread = spread
         self._damaged = damaged
         self._session = session
         self._connection = session.connection
         self._name = CheckpointName(run, info.step)
-        self._manifest = manifest
+        self._chunks = manifest
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded; None if there was none."""
 
     def __repr__(self) -> str:
         return f"<OpenCheckpoint {self._name}>"
 
-    def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import tree_html
-
-        items = self.items
-        return tree_html(self.name, self.leaves, [*map(items.info, items)])
-
     @property
     def name(self) -> str:
         """Name of the checkpoint, ``namespace/run@step``."""
         return str(self._name)
 
-    @cached_property
-    def leaves(self) -> Mapping[str, LeafInfo]:
-        """Leaves by key, in the order of keys: shapes, dtypes, sizes and shardings."""
-        tree = self._manifest.tree
-        rows = zip(tree.leaves, tree.grids, strict=True)
-        of_tree = islice(rows, tree.tree_count)
-        return Leaves(
-            (leaf.key, LeafInfo.from_row(leaf, grid)) for leaf, grid in of_tree
-        )
-
-    @cached_property
-    def items(self) -> Items:
-        """Items that ``run.save(items=)`` kept next to the tree.
-
-        Of an item of several processes it has the value of this process if the
-        processes of a job of as many opened the checkpoint together.
-        """
-        return Items(self.name, self._manifest.tree, self._item_bytes, self._job)
-
     @property
-    def document(self) -> bytes:
-        """Bytes that ``run.save(document=)`` kept with the tree; b"" if there are
-        none."""
-        found = self._manifest.tree.structure
-        return b"" if found.startswith(CONTAINERS) else found
+    def _manifest(self) -> Manifest:
+        return self._chunks
 
     def restore(
         self,
@@ -307,42 +258,6 @@ class OpenCheckpoint:
                 "leave spread= out"
             )
 
-    def read(self, keys: Iterable[str]) -> "Generator[tuple[LeafInfo, NDArray[Any]]]":
-        """Yields leaves as host arrays, in the order of the keys. Needs no jax.
-
-        One leaf at a time is in memory, or as many small ones as 64 MiB hold.
-
-        Args:
-            keys: Keys of leaves; each leaf is read once.
-
-        Raises:
-            NotFoundError: The checkpoint has no such leaf.
-            DataLossError: Stored bytes are damaged; the message names leaf and chunk.
-        """
-        tree = self._manifest.tree
-        wanted = checked_texts(f"read of {self.name}: keys", keys)
-        rows = [self._row(key) for key in dict.fromkeys(wanted)]
-        for row, array in self._arrays(rows):
-            yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), array
-
-    def _item_bytes(self, rows: "Sequence[int]") -> "Iterator[tuple[int, bytes]]":
-        """Yields the bytes of items by row."""
-        for row, array in self._arrays(rows):
-            yield row, array.tobytes()
-
-    def _arrays(self, rows: "Sequence[int]") -> "Iterator[tuple[int, NDArray[Any]]]":
-        """Yields the arrays of rows, as ``read`` does."""
-        tree = self._manifest.tree
-        with self._held():
-            for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
-                arrays: dict[int, NDArray[Any]] = {}
-                self._read(
-                    [(row, [whole(tree.leaves[row].shape)]) for row in batch],
-                    partial(_keep, arrays),
-                )
-                for row in batch:
-                    yield row, arrays.pop(row)
-
     @contextmanager
     def _held(self) -> Generator[None]:
         """Holds the checkpoint, which keeps it from being purged during a read.
@@ -387,91 +302,6 @@ class OpenCheckpoint:
                 raise
             why = "its store is read-only" if "read_only" in e.metadata else e
             _log.warning("%s is read without a hold: %s", self.name, why)
-
-    def _row(self, key: str) -> int:
-        if key not in self._by_key:
-            raise NotFoundError(
-                f"{self.name} has no leaf {key!r}; list its leaves to see all"
-            )
-        return self._by_key[key]
-
-    @cached_property
-    def _by_key(self) -> dict[str, int]:
-        """Row of the key of each leaf of the tree."""
-        tree = self._manifest.tree
-        return dict(islice(tree.by_key.items(), tree.tree_count))
-
-    def _rows(self, select: Sequence[Pattern] | None) -> list[int]:
-        by_key = self._by_key
-        if select is None:
-            return list(by_key.values())
-        rows: set[int] = set()
-        for glob in select:
-            keys = matching_keys(glob, by_key)
-            if not keys and not self._has_empty(glob):
-                nearest = ", ".join(nearest_keys(glob, by_key))
-                raise NotFoundError(
-                    f"no leaf of {self.name} matches {glob!r}; "
-                    + (
-                        f"nearest: {nearest}"
-                        if nearest
-                        else "list its leaves to see all"
-                    )
-                )
-            rows.update(by_key[key] for key in keys)
-        return sorted(rows)
-
-    def _containers(self, select: Sequence[Pattern] | None) -> "list[Container]":
-        """Returns the selected containers that no leaf represents; a tuple counts as
-        selected, because a part of it may be."""
-        from storesvc_client._values.containers import TUPLE, unpack_containers
-
-        found = unpack_containers(self._manifest.tree.structure)
-        if select is None or not found:
-            return found
-        keys = {each.key for each in found if each.what != TUPLE}
-        chosen = set[str]()
-        for glob in select:
-            chosen.update(matching_keys(glob, keys))
-        return [each for each in found if each.what == TUPLE or each.key in chosen]
-
-    def _has_empty(self, glob: Pattern) -> bool:
-        """Returns whether a pattern matches a None or an empty container."""
-        if not self._manifest.tree.structure.startswith(CONTAINERS):
-            return False
-        from storesvc_client._values.containers import TUPLE
-
-        return any(each.what != TUPLE for each in self._containers([glob]))
-
-    def _read(
-        self,
-        wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
-    ) -> None:
-        """Reads regions of leaves and passes their buffers to `place`."""
-        meter = Meter("restore", self.name)
-        assembly = self._assembly(wanted, place, meter, NEVER)
-        self._source().read(assembly.missing, assembly)
-        assembly.check_complete()
-
-    def _assembly(
-        self,
-        wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
-        meter: Meter,
-        deadline: Deadline,
-    ) -> Assembly:
-        """Returns the plan of a restore."""
-        with collector_paused(), meter.phase("plan"):
-            return Assembly(
-                self._manifest,
-                wanted,
-                name=self.name,
-                place=place,
-                meter=meter,
-                deadline=deadline,
-                allocate=self._session.blocks.take,
-            )
 
     def _shared_source(
         self,
@@ -569,21 +399,3 @@ def _report(
         slowest_process=slowest_process,
         damaged=damaged,
     )
-
-
-def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
-    (arrays[buffer.row],) = buffer.arrays
-
-
-def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cuts rows into batches of at most ``READ_AT_ONCE_BYTES``, or one larger row."""
-    batch: list[int] = []
-    held = 0
-    for row in rows:
-        if batch and held + sizes[row] > READ_AT_ONCE_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += sizes[row]
-    if batch:
-        yield batch

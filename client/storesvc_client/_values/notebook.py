@@ -214,6 +214,7 @@ def restore_report_html(report: RestoreReport) -> str:
         "read": size_text(report.read_bytes),
         "received": size_text(report.received_bytes),
         "returned": size_text(report.returned_bytes),
+        "checksums": "compared" if report.is_verified else "none: unverified",
     }
     if report.slowest:
         fields["slowest"] = f"{report.slowest}, {_seconds(report.slowest_seconds)} s"

@@ -308,12 +308,16 @@ class RestoreReport:
     damaged: Mapping[int, str] = field(default_factory=dict)
     """Newer checkpoints that were skipped because they are damaged: the damage by step.
     Only with ``on_damage="older"``."""
+    is_verified: bool = True
+    """Whether each chunk was compared with a stored checksum. False for checkpoints of
+    other projects whose formats have none."""
 
     def __repr__(self) -> str:
         read, returned = size_text(self.read_bytes), size_text(self.returned_bytes)
+        unverified = "" if self.is_verified else ", unverified"
         return (
             f"<RestoreReport {self.run}@{self.step}, {read} read, {returned} returned, "
-            f"{self.seconds:.3g} s>"
+            f"{self.seconds:.3g} s{unverified}>"
         )
 
     def _repr_html_(self) -> str:

@@ -1,0 +1,386 @@
+"""Checkpoints of other projects, read in place.
+
+``open_foreign`` returns the checkpoints below a URL, which begins with the scheme of
+their format. They are read with the planner of a store's restore: only what the target
+needs, straight into its buffers. Nothing is written, and nothing is copied.
+
+>>> import storesvc_client as store
+>>> run = store.open_foreign("orbax:gs://bucket/run")  # doctest: +SKIP
+>>> state = run.restore(like=state, mesh=mesh, rules="recorded")  # doctest: +SKIP
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+
+import numpy as np
+
+from storesvc.format.chunks import ChunkLocations, Sums
+from storesvc.format.manifests import Manifest
+from storesvc.format.names import Which
+from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
+from storesvc_client._foreign.formats import FORMATS
+from storesvc_client._foreign.location import open_location
+from storesvc_client._foreign.source import ForeignSource
+from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.items import Items
+from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._values.arguments import checked_patterns
+from storesvc_client._values.documents import CONTAINERS
+from storesvc_client._values.durations import Deadline, DurationLike, checked_duration
+from storesvc_client._values.listing import listed
+from storesvc_client._values.options import DEFAULT_DEADLINE
+from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.texts import size_text
+from storesvc_client._values.values import RestoreReport
+from storesvc_client.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike
+
+    from storesvc_client._values.key_patterns import Patterns
+    from storesvc_client._values.options import RestoreKeywords, Rules
+
+_COMMITTING: Final = "orbax"
+"""The format whose steps in a bucket have a file that says that they are finished."""
+
+MAX_CHUNKS: Final = 64_000_000
+"""Maximum chunks of a step, each of which takes 40 bytes of a restore's plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignInfo:
+    """A checkpoint that another project wrote, as its files describe it."""
+
+    run: str
+    """URL of its run, which begins with the scheme of the format."""
+    step: int
+    """Training step; 0 if it has none."""
+    url: str
+    """Location of the checkpoint."""
+    create_time: datetime | None
+    """Time of its writing, in UTC; None if its files do not state it."""
+    labels: Mapping[str, str]
+    metrics: Mapping[str, float]
+    size_bytes: int
+    """Bytes of all leaves and items, uncompressed."""
+    leaf_count: int
+    item_count: int
+    chunk_count: int
+    """Number of pieces that the format reads as a whole."""
+    digest: str
+    """Digest of the files that describe it, in hexadecimal."""
+    is_verified: bool
+    """Whether reading compares checksums of all elements."""
+
+    def __repr__(self) -> str:
+        size = f"{self.leaf_count} leaves, {size_text(self.size_bytes)}"
+        return f"<ForeignInfo {self.run}@{self.step}, {size}>"
+
+    @classmethod
+    def of(cls, run: str, step: ForeignStep) -> "ForeignInfo":
+        """Returns the description of a step."""
+        return cls(
+            run=run,
+            step=step.step,
+            url=step.url,
+            create_time=step.create_time,
+            labels=step.labels,
+            metrics=step.metrics,
+            size_bytes=step.tree.size_bytes,
+            leaf_count=step.tree.tree_count,
+            item_count=step.tree.item_count,
+            chunk_count=step.tree.chunk_count,
+            digest=step.digest,
+            is_verified=step.is_verified,
+        )
+
+
+def open_foreign(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    trust_uncommitted: bool = False,
+) -> "ForeignRun":
+    """Returns the checkpoints that another project wrote below a URL; lists it.
+
+    >>> run = store.open_foreign("orbax:/ckpts/llama")  # doctest: +SKIP
+    >>> run.checkpoint("latest").step  # doctest: +SKIP
+    500
+
+    Args:
+        url: ``FORMAT:LOCATION`` or ``FORMAT:///PATH``, such as ``orbax:///ckpts/run``,
+            ``orbax:gs://bucket/run``, ``orbax:s3://bucket/run?region=us-east-1``.
+        storage_options: Options of fsspec's file system.
+        trust_uncommitted: Whether steps of Orbax in a bucket without
+            ``commit_success.txt`` count as finished, as those that were copied there
+            from a file system.
+
+    Raises:
+        InvalidRequestError: The URL names no known format or location, or a package is
+            missing.
+        NotFoundError: There are no checkpoints of that format.
+        PreconditionError: The storage denies access.
+        UnavailableError: The storage does not answer.
+    """
+    scheme, place = split_url(url)
+    if trust_uncommitted and scheme != _COMMITTING:
+        raise InvalidRequestError(
+            f"{url}: expected trust_uncommitted= with checkpoints of Orbax only; leave "
+            "it out"
+        )
+    location = open_location(place, storage_options=storage_options)
+    module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
+    options = {"trust_uncommitted": True} if trust_uncommitted else {}
+    root: ForeignRoot = module.open_root(location, **options)
+    return ForeignRun(root)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Returns the format of a URL, and its location.
+
+    >>> split_url("orbax:///ckpts/run")
+    ('orbax', '/ckpts/run')
+    >>> split_url("orbax:gs://bucket/run")
+    ('orbax', 'gs://bucket/run')
+
+    Raises:
+        InvalidRequestError: It names no known format, or no location.
+    """
+    scheme, colon, place = url.partition(":")
+    if place.startswith("///"):
+        place = place[2:]
+    if scheme not in FORMATS or not colon or not place or place.startswith("//"):
+        raise InvalidRequestError(
+            f"{url!r}: expected FORMAT:LOCATION, such as orbax:/ckpts/run or "
+            f"orbax:gs://bucket/run; formats: {', '.join(FORMATS)}"
+        )
+    return scheme, place
+
+
+class ForeignRun:
+    """The checkpoints of another project below one location; from ``open_foreign``.
+
+    Threads may share it.
+    """
+
+    def __init__(self, root: ForeignRoot) -> None:
+        self._root = root
+
+    def __repr__(self) -> str:
+        return f"<ForeignRun {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """URL of the run, with the scheme of its format."""
+        return self._root.url
+
+    def steps(self) -> Sequence[int]:
+        """Returns the finished steps, ascending."""
+        return self._root.steps()
+
+    @listed("checkpoint")
+    def checkpoints(self) -> Iterator[ForeignInfo]:
+        """Yields all finished checkpoints, newest first; reads what describes each.
+
+        Raises:
+            StoreError: As for ``open``.
+        """
+        for step in reversed(self.steps()):
+            yield self.checkpoint(step)
+
+    def checkpoint(self, which: Which = "latest") -> ForeignInfo:
+        """Returns one checkpoint; see ``open``."""
+        return self.open(which).info
+
+    def latest(self) -> ForeignInfo | None:
+        """Returns the newest checkpoint; None if there is none."""
+        return self.checkpoint() if self.steps() else None
+
+    def open(self, which: Which = "latest") -> "ForeignCheckpoint":
+        """Reads what describes a checkpoint, and no elements.
+
+        Args:
+            which: A step, or "latest".
+
+        Raises:
+            InvalidRequestError: It is neither.
+            NotFoundError: There is no such checkpoint, or it is unfinished.
+            DataLossError: Its files are damaged.
+            PreconditionError: It holds something that no checkpoint of a store can
+                hold, such as two arrays of one name.
+        """
+        if which == "latest":
+            steps = self.steps()
+            if not steps:
+                raise NotFoundError(
+                    f"{self.name} has no finished checkpoint; check its URL"
+                )
+            which = steps[-1]
+        if type(which) is not int:
+            raise InvalidRequestError(
+                f"{self.name}: expected a step or 'latest', got {which!r}; other "
+                "projects have no tags"
+            )
+        return ForeignCheckpoint(self.name, self._root.open(which))
+
+    def items(self, which: Which = "latest") -> Items:
+        """Returns the items of a checkpoint; see ``Run.items``."""
+        return self.open(which).items
+
+    def restore(
+        self, which: Which = "latest", **options: "Unpack[RestoreKeywords]"
+    ) -> Any:
+        """Returns the state of a checkpoint; see ``Run.restore``.
+
+        Each process reads what its own devices need.
+
+        Args:
+            which: A step, or "latest".
+            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``
+                and ``progress``, as for ``Run.restore``.
+
+        Raises:
+            StoreError: As for ``open``, and as for ``Run.restore``.
+        """
+        return self.open(which).restore(**options)
+
+
+class ForeignCheckpoint(OpenTree):
+    """One checkpoint of another project; from ``ForeignRun.open``.
+
+    Threads may share it.
+    """
+
+    def __init__(self, run: str, step: ForeignStep) -> None:
+        super().__init__(step.tree, allocate=allocate)
+        self.info = ForeignInfo.of(run, step)
+        """The checkpoint as its files describe it."""
+        self._step = step
+        self.report: RestoreReport | None = None
+        """Report of the last restore that succeeded; None if there was none."""
+
+    def __repr__(self) -> str:
+        return f"<ForeignCheckpoint {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """URL of the run, and the step after "@"."""
+        return f"{self.info.run}@{self.info.step}"
+
+    @property
+    def document(self) -> bytes:
+        """As for ``OpenCheckpoint``: no format has one."""
+        found = self._tree.structure
+        return b"" if found.startswith(CONTAINERS) else found
+
+    def restore(
+        self,
+        *,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        like: Any = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: "Patterns | None" = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Any:
+        """Returns the state of this checkpoint; ``report`` then has the timings.
+
+        Args:
+            deadline: Maximum duration, a ``timedelta`` or seconds.
+            like: As for ``Run.restore``, as are the following.
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            progress: ...
+
+        Raises:
+            StoreError: As for ``Run.restore``.
+        """
+        from storesvc_client._pytree.restore_target import Target
+
+        what = f"restore of {self.name}: deadline="
+        ends = Deadline.after(checked_duration(what, deadline).total_seconds())
+        chosen = None
+        if select is not None:
+            chosen = checked_patterns(f"restore of {self.name}: select=", select)
+        with Meter("restore", self.name, progress) as meter:
+            with meter.phase("plan"):  # 1. rejects what cannot be restored
+                target = Target.choose(
+                    self._tree,
+                    self.name,
+                    rows=self._rows(chosen),
+                    containers=self._containers(chosen) if like is None else (),
+                    like=like,
+                    mesh=mesh,
+                    rules=rules,
+                    cast=cast,
+                    missing=missing,
+                )
+            assembly = self._assembly(target.regions(), target.place, meter, ends)
+            source = self._source()
+            source.read(assembly.missing, assembly)  # 2. only what was planned
+            assembly.check_complete()
+            with meter.phase("rebuild"):
+                result = target.result()
+        self.report = self._report(source, assembly)
+        return result
+
+    @cached_property
+    def _chunks(self) -> Manifest:
+        """The tree with its chunks, none of which has a checksum or a place here."""
+        count = self._tree.chunk_count
+        if count > MAX_CHUNKS:
+            raise PreconditionError(
+                f"{self.name}: expected at most {MAX_CHUNKS} chunks, got {count}; read "
+                "it with its own library"
+            )
+        nowhere = np.zeros(count, np.int64)
+        return Manifest(
+            self._tree,
+            Sums(
+                ordinal=np.empty(0, np.int64),
+                crc32c=np.empty(0, np.uint32),
+                digests=np.empty((0, 16), np.uint8),
+            ),
+            ChunkLocations(
+                files=(self._step.url,), file=nowhere, offset=nowhere, length=nowhere
+            ),
+        )
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self._chunks
+
+    def _source(self) -> ForeignSource:
+        return ForeignSource(self._step, name=self.name)
+
+    def _report(self, source: ForeignSource, assembly: Assembly) -> RestoreReport:
+        meter = assembly.meter
+        return RestoreReport(
+            run=self.info.run,
+            step=self.info.step,
+            start_time=meter.start_time,
+            read_bytes=source.read_bytes,
+            received_bytes=0,
+            returned_bytes=assembly.buffer_bytes,
+            seconds=meter.seconds,
+            timings=meter.timings,
+            slowest=meter.slowest.name,
+            slowest_seconds=meter.slowest.seconds,
+            slowest_process=None,
+            is_verified=self.info.is_verified,
+        )

@@ -38,6 +38,7 @@ from storesvc.format.chunks import (
     Sums,
     merge,
 )
+from storesvc.format.key_spaces import View
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
@@ -52,7 +53,7 @@ from storesvc.save.reuse import (
 )
 from storesvc.save.staging_tables import Table
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.save.zarr_view import View, key_space_of
+from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket

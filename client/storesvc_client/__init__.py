@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from storesvc_client._api.holds import Hold
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
+    from storesvc_client._export.report import ExportReport
     from storesvc_client._foreign.mount import (
         ForeignCheckpoint,
         ForeignInfo,
@@ -93,6 +94,7 @@ __all__ = [
     "Diff",
     "Distributed",
     "Event",
+    "ExportReport",
     "ForeignCheckpoint",
     "ForeignInfo",
     "ForeignRun",
@@ -164,6 +166,7 @@ _HOMES: Final = {
     ),
     "Hold": "_api.holds",
     "Loop": "_api.loop",
+    "ExportReport": "_export.report",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
     **dict.fromkeys(("PerProcess", "Replicated"), "_values.item_values"),

@@ -31,6 +31,7 @@ from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import Session
 from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.findings import Diff, Verification
+from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import (
     ALL_PROCESSES,
@@ -54,6 +55,10 @@ from storesvc_client.errors import InvalidRequestError, NotFoundError, StoreErro
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from storesvc_client._export.exporting import ExportKeywords
+    from storesvc_client._export.report import ExportReport
     from storesvc_client._job.departures import Departures
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -352,6 +357,33 @@ class Run:
             deadline=deadline,
             on_damage=on_damage,
         )
+
+    def export(
+        self,
+        which: Which,
+        url: "str | Path",
+        *,
+        select: Patterns | None = None,
+        progress: ProgressCallback | None = None,
+        **options: "Unpack[ExportKeywords]",
+    ) -> "ExportReport":
+        """Writes a checkpoint in the format of another project.
+
+        >>> run.export("best", "safetensors:/models/llama", cast="bfloat16").leaf_count
+        291
+
+        Args:
+            which: A step, "latest" or a tag.
+            url: Format and place: ``orbax:URL``, ``safetensors:URL`` or ``npz:FILE``.
+            select: As for ``OpenCheckpoint.export``, as are the following.
+            progress: ...
+            **options: ...
+
+        Raises:
+            StoreError: As for ``OpenCheckpoint.export``.
+        """
+        opened = self.open(which, distributed=THIS_PROCESS)
+        return opened.export(url, select=select, progress=progress, **options)
 
     def loop(
         self,

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._export.exporting import ExportKeywords
+    from storesvc_client._export.report import ExportReport
+    from storesvc_client._export.source import Source
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import RestoreKeywords, Rules
 
@@ -257,6 +260,75 @@ class OpenCheckpoint(OpenTree):
                 "restore it, with Distributed(processes='all') in each of them, or "
                 "leave spread= out"
             )
+
+    def export(
+        self,
+        url: "str | Path",
+        *,
+        select: Patterns | None = None,
+        progress: ProgressCallback | None = None,
+        **options: "Unpack[ExportKeywords]",
+    ) -> "ExportReport":
+        """Writes leaves in the format of another project. Needs no jax.
+
+        ``orbax:URL`` writes a step below a root of Orbax, ``safetensors:URL`` a folder
+        that Hugging Face's libraries open, or a file if it ends in ".safetensors",
+        ``npz:FILE`` one file of NumPy. A URL is a local path, or one that the package
+        ``fsspec`` writes to. The target appears when it is complete, and nothing is
+        replaced; calling this again continues after a failure. Every chunk is verified,
+        except where its file is linked: Orbax verifies it then. At most a few
+        hundred MiB are in memory.
+
+        >>> run.open("best").export("safetensors:/models/llama", cast="bfloat16")
+
+        Args:
+            url: Format and place.
+            select: As for ``Run.restore``: globs or compiled expressions of keys. Items
+                are exported with all leaves only.
+            progress: Called with the progress.
+            **options: ``cast``, a floating-point dtype for floating-point arrays;
+                ``rename``, rules or a JSON file of rules, for safetensors and npz;
+                ``max_shard_bytes``, maximum bytes of a safetensors file, 5 GB by
+                default; ``layout``, "v0" or "v1", and ``item``, name of the item of the
+                tree, for Orbax; ``drop_items``, leaves out items that the format cannot
+                hold.
+
+        Raises:
+            InvalidRequestError: An argument is of another type, or belongs to another
+                format; or a cast exceeds the range of its dtype.
+            PreconditionError: The format would lose a leaf or an item, two leaves have
+                one name, or the target exists.
+            NotFoundError: No leaf matches ``select``.
+            DataLossError: Stored bytes are damaged.
+            LimitError: The target is full.
+        """
+        from storesvc_client._export.exporting import ExportOptions, export_checkpoint
+
+        place = f"export of {self.name}"
+        chosen = None
+        if select is not None:
+            chosen = checked_patterns(f"{place}: select=", select)
+        asked = ExportOptions(**options)
+        with self._held(), Meter("export", self.name, progress) as meter:
+            return export_checkpoint(self._exported(chosen), url, asked, meter)
+
+    def _exported(self, select: Sequence[Pattern] | None) -> "Source":
+        """Returns what an export reads."""
+        from storesvc_client._export.source import Source
+
+        root = self._session.data_root
+        pool = RunPaths(self._name.run).pool
+        return Source(
+            name=self.name,
+            info=self.info,
+            tree=self._manifest.tree,
+            rows=self._rows(select),
+            is_whole=select is None,
+            containers=self._containers(select),
+            read=self._read,
+            places=self._manifest.places,
+            pool=root / pool if isinstance(root, Path) else None,
+        )
 
     @contextmanager
     def _held(self) -> Generator[None]:

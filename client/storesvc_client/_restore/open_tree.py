@@ -205,9 +205,11 @@ class OpenTree:
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
         place: Callable[[Buffer], None],
+        within: Meter | None = None,
     ) -> None:
-        """Reads regions of leaves and passes their buffers to `place`."""
-        meter = Meter("restore", self.name)
+        """Reads regions of leaves and passes their buffers to `place`; adds the times
+        to a meter."""
+        meter = Meter("restore", self.name, within=within)
         assembly = self._assembly(wanted, place, meter, NEVER)
         self._source().read(assembly.missing, assembly)
         assembly.check_complete()

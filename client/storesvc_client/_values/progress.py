@@ -1,10 +1,10 @@
-"""Measures the progress and the timings of a save or a restore.
+"""Measures the progress and the timings of a save, a restore or an export.
 
-All threads of one save or restore report to one ``Meter``. Its times are sums over the
+All threads of one operation report to one ``Meter``. Its times are sums over the
 threads, and no second of a thread counts twice: phases are not nested.
 
 A callback is called at intervals, by one thread at a time, and once at the end. An
-exception of the callback ends a restore, which loses nothing; a save commits without
+exception of the callback ends a restore or an export; a save commits without
 the callback and raises the exception afterwards.
 
 Example:
@@ -23,9 +23,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from storesvc_client._values.trace_spans import trace_annotation
+
+Operation: TypeAlias = Literal["save", "restore", "export"]
 
 INTERVAL_SECONDS: Final = 0.1
 """Minimum seconds between two calls of a callback."""
@@ -35,7 +37,7 @@ INTERVAL_SECONDS: Final = 0.1
 class Progress:
     """Progress of a save or a restore; the argument of a ``ProgressCallback``."""
 
-    what: Literal["save", "restore"]
+    what: Operation
     """The operation."""
     name: str
     """Name of the checkpoint, ``namespace/run@step``."""
@@ -92,7 +94,7 @@ class Meter:
 
     def __init__(
         self,
-        what: Literal["save", "restore"],
+        what: Operation,
         name: str,
         callback: ProgressCallback | None = None,
         *,
@@ -243,7 +245,7 @@ class Meter:
                     self._reported_at = self.clock()
             finally:
                 self._callback_lock.release()
-        if self._error is not None and self._what == "restore":
+        if self._error is not None and self._what != "save":
             raise CallbackFailedError
 
     def _call(self, callback: ProgressCallback, *, is_done: bool) -> None:

@@ -1,0 +1,199 @@
+"""Exports a checkpoint: parses the target, and calls its format.
+
+A target is the name of a format, a colon, and a URL or a local path:
+``orbax:gs://bucket/ckpts``, ``safetensors:/models/llama``, ``npz:weights.npz``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
+
+from storesvc.format.items import item_of
+from storesvc_client._export.renames import RenameTable, Rule, read_rules
+from storesvc_client._export.report import ExportReport, Written
+from storesvc_client._export.source import Source
+from storesvc_client._export.target import OpenTarget, open_target
+from storesvc_client._export.tensors import cast_name
+from storesvc_client._values.arguments import checked_choice, checked_flag, shown
+from storesvc_client._values.progress import Meter
+from storesvc_client.errors import InvalidRequestError, PreconditionError
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+Layout: TypeAlias = Literal["v0", "v1"]
+"""Layout of an Orbax checkpoint: of ``CheckpointManager``, or of ``Checkpointer`` in
+``orbax.checkpoint.experimental.v1``."""
+
+FORMATS: Final = ("orbax", "safetensors", "npz")
+
+
+class ExportKeywords(TypedDict, total=False):
+    """Keywords of ``OpenCheckpoint.export`` that are passed on."""
+
+    cast: "DTypeLike | None"
+    rename: RenameTable | None
+    layout: Layout | None
+    item: str | None
+    max_shard_bytes: int | None
+    drop_items: bool
+    storage_options: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Arguments of an export, as ``OpenCheckpoint.export`` describes them."""
+
+    cast: "DTypeLike | None" = None
+    rename: RenameTable | None = None
+    layout: Layout | None = None
+    item: str | None = None
+    max_shard_bytes: int | None = None
+    drop_items: bool = False
+    storage_options: Mapping[str, Any] | None = None
+
+
+def export_checkpoint(
+    source: Source, url: str | Path, options: ExportOptions, meter: Meter
+) -> ExportReport:
+    """Exports the selected leaves of a checkpoint.
+
+    Raises:
+        InvalidRequestError: An argument is of another type, or belongs to another
+            format.
+        PreconditionError: The format would lose a leaf or an item, or the target
+            exists.
+        StoreError: The checkpoint could not be read, or the target not be written.
+    """
+    place = f"export of {source.name}"
+    kind, where = parse_target(url)
+    _check_options(place, kind, options)
+    cast = cast_name(options.cast, place)
+    rules = read_rules(options.rename)
+    items = _item_names(source)
+    opened = partial(open_target, storage_options=options.storage_options)
+    dropped: Sequence[str] = ()
+    if kind == "orbax":
+        from storesvc_client._export.orbax import write_orbax
+
+        written, dropped = write_orbax(
+            source,
+            where,
+            cast=cast,
+            layout=options.layout or "v0",
+            item=options.item,
+            drop_items=options.drop_items,
+            opened=opened,
+            meter=meter,
+        )
+    else:
+        dropped = _dropped(place, kind, items, drop_items=options.drop_items)
+        written = _write_flat(source, kind, where, cast, rules, options, opened, meter)
+    return ExportReport(
+        name=source.name,
+        target=f"{kind}:{where}",
+        files=written.files,
+        leaf_count=len(source.rows),
+        size_bytes=written.size_bytes,
+        linked_bytes=written.linked_bytes,
+        dropped_items=tuple(dropped),
+        seconds=meter.seconds,
+    )
+
+
+def parse_target(url: object) -> tuple[str, str]:
+    """Returns the format of a target, and its URL or path.
+
+    Raises:
+        InvalidRequestError: It names no format of exports, or no place.
+    """
+    if not isinstance(url, str | Path):
+        raise InvalidRequestError(f"export: expected a target, got {shown(url)}")
+    kind, colon, where = str(url).partition(":")
+    if kind not in FORMATS or not colon or not where:
+        raise InvalidRequestError(
+            f"export to {str(url)!r}: expected orbax:URL, safetensors:URL or npz:FILE, "
+            "such as safetensors:/models/llama"
+        )
+    if where.startswith("///"):  # orbax:///ckpts, as the URLs of imports
+        where = where.removeprefix("//")
+    return kind, where
+
+
+def _check_options(place: str, kind: str, options: ExportOptions) -> None:
+    """Rejects options that the format has no use for."""
+    checked_flag(f"{place}: drop_items=", options.drop_items)
+    if options.layout is not None:
+        checked_choice(f"{place}: layout=", options.layout, Layout)
+    shard = options.max_shard_bytes
+    if shard is not None and (type(shard) is not int or shard < 1):
+        raise InvalidRequestError(
+            f"{place}: max_shard_bytes=: expected a whole number of bytes, at least 1, "
+            f"got {shown(shard)}"
+        )
+    for name, value, kinds in (
+        ("layout", options.layout, ("orbax",)),
+        ("item", options.item, ("orbax",)),
+        ("rename", options.rename, ("safetensors", "npz")),
+        ("max_shard_bytes", shard, ("safetensors",)),
+    ):
+        if value is not None and kind not in kinds:
+            raise InvalidRequestError(
+                f"{place}: {name}=: expected only for {' and '.join(kinds)}, got a "
+                f"target of {kind}; leave it out"
+            )
+
+
+def _item_names(source: Source) -> list[str]:
+    """Returns the names of the items that are exported."""
+    if not source.is_whole:
+        return []
+    rows = source.tree.leaves[source.tree.tree_count :]
+    return sorted({item_of(row.key).item for row in rows})
+
+
+def _dropped(
+    place: str, kind: str, items: Sequence[str], *, drop_items: bool
+) -> Sequence[str]:
+    """Returns the items that a flat format leaves out.
+
+    Raises:
+        PreconditionError: There are items, and they are not to be dropped.
+    """
+    if items and not drop_items:
+        raise PreconditionError(
+            f"{place}: expected leaves only, got the items {', '.join(items)}, which "
+            f"{kind} cannot hold; pass drop_items=True (--drop-items) to leave them out"
+        )
+    return items
+
+
+def _write_flat(
+    source: Source,
+    kind: str,
+    where: str,
+    cast: str | None,
+    rules: Sequence[Rule],
+    options: ExportOptions,
+    opened: OpenTarget,
+    meter: Meter,
+) -> Written:
+    if kind == "npz":
+        from storesvc_client._export.npz import write_npz
+
+        return write_npz(
+            source, where, cast=cast, rules=rules, opened=opened, meter=meter
+        )
+    from storesvc_client._export.safetensors import write_safetensors
+
+    return write_safetensors(
+        source,
+        where,
+        cast=cast,
+        rules=rules,
+        max_shard_bytes=options.max_shard_bytes,
+        opened=opened,
+        meter=meter,
+    )

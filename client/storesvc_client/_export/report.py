@@ -1,0 +1,38 @@
+"""The outcome of an export."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The files that a format wrote."""
+
+    files: tuple[str, ...]
+    """Paths relative to the target."""
+    size_bytes: int
+    """Bytes of the elements, as exported."""
+    linked_bytes: int = 0
+    """Bytes of the data files that are hard links."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """Returned by ``OpenCheckpoint.export`` and ``Run.export``."""
+
+    name: str
+    """Name of the checkpoint, ``namespace/run@step``."""
+    target: str
+    """The format and the URL or path, such as "safetensors:/models/llama"."""
+    files: tuple[str, ...]
+    """Files written, relative to the target."""
+    leaf_count: int
+    """Number of exported leaves."""
+    size_bytes: int
+    """Bytes of their elements, as exported."""
+    linked_bytes: int
+    """Bytes of the data files that are hard links to those of the store; 0 if all
+    bytes were copied."""
+    dropped_items: tuple[str, ...]
+    """Items that the format cannot hold, and that ``drop_items=True`` left out."""
+    seconds: float
+    """Duration."""

@@ -1,0 +1,50 @@
+"""The checkpoint of an export, as values and one function that reads regions."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from storesvc.format.chunks import ChunkLocations
+from storesvc.format.grids import Region
+from storesvc.format.items import describe
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._values.containers import Container
+from storesvc_client._values.progress import Meter
+from storesvc_client._values.values import Checkpoint
+
+ReadRegions: TypeAlias = Callable[
+    [Iterable[tuple[int, Sequence[Region]]], Callable[[Buffer], None], Meter], None
+]
+"""Reads distinct regions of rows, each row once, and passes on their buffers, in any
+thread; times are added to the meter, bytes are not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Source:
+    """An open checkpoint, and the leaves of it that are exported."""
+
+    name: str
+    """Name of the checkpoint, for messages."""
+    info: Checkpoint
+    tree: Tree
+    rows: Sequence[int]
+    """Rows of the selected leaves, ascending."""
+    is_whole: bool
+    """Whether all leaves are selected; items are exported with them."""
+    containers: Sequence[Container]
+    """The selected containers that no leaf shows."""
+    read: ReadRegions
+    places: ChunkLocations
+    """Location of each chunk of ``tree``."""
+    pool: Path | None
+    """Directory of the data files; None if this process cannot link them."""
+
+    def leaf(self, row: int) -> Leaf:
+        """Returns a row of the leaf table."""
+        return self.tree.leaves[row]
+
+    def describe(self, row: int) -> str:
+        """Returns the name of a leaf or an item in messages."""
+        return f"export of {self.name}: {describe(self.tree.leaves[row].key)}"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from storesvc.format.items import item_of
-from storesvc_client._export.renames import RenameTable, Rule, read_rules
+from storesvc_client._export.renames import RenameTable, read_rules
 from storesvc_client._export.report import ExportReport, Written
-from storesvc_client._export.source import Source
-from storesvc_client._export.target import OpenTarget, open_target
+from storesvc_client._export.source import ExportCall, Source
+from storesvc_client._export.target import open_target
 from storesvc_client._export.tensors import cast_name
 from storesvc_client._values.arguments import checked_choice, checked_flag, shown
 from storesvc_client._values.progress import Meter
@@ -67,30 +67,17 @@ def export_checkpoint(
             exists.
         StoreError: The checkpoint could not be read, or the target not be written.
     """
-    place = f"export of {source.name}"
     kind, where = parse_target(url)
-    _check_options(place, kind, options)
-    cast = cast_name(options.cast, place)
-    rules = read_rules(options.rename)
-    items = _item_names(source)
-    opened = partial(open_target, storage_options=options.storage_options)
-    dropped: Sequence[str] = ()
-    if kind == "orbax":
-        from storesvc_client._export.orbax import write_orbax
-
-        written, dropped = write_orbax(
-            source,
-            where,
-            cast=cast,
-            layout=options.layout or "v0",
-            item=options.item,
-            drop_items=options.drop_items,
-            opened=opened,
-            meter=meter,
-        )
-    else:
-        dropped = _dropped(place, kind, items, drop_items=options.drop_items)
-        written = _write_flat(source, kind, where, cast, rules, options, opened, meter)
+    _check_options(f"export of {source.name}", kind, options)
+    call = ExportCall(
+        source=source,
+        where=where,
+        cast=cast_name(options.cast, f"export of {source.name}"),
+        rules=read_rules(options.rename),
+        opened=partial(open_target, storage_options=options.storage_options),
+        meter=meter,
+    )
+    written, dropped = _write(call, kind, options)
     return ExportReport(
         name=source.name,
         target=f"{kind}:{where}",
@@ -146,54 +133,41 @@ def _check_options(place: str, kind: str, options: ExportOptions) -> None:
             )
 
 
-def _item_names(source: Source) -> list[str]:
-    """Returns the names of the items that are exported."""
-    if not source.is_whole:
-        return []
-    rows = source.tree.leaves[source.tree.tree_count :]
-    return sorted({item_of(row.key).item for row in rows})
+def _write(
+    call: ExportCall, kind: str, options: ExportOptions
+) -> tuple[Written, Sequence[str]]:
+    """Calls the format; returns the files, and the items left out."""
+    if kind == "orbax":
+        from storesvc_client._export.orbax import write_orbax
+
+        return write_orbax(
+            call,
+            layout=options.layout or "v0",
+            item=options.item,
+            drop_items=options.drop_items,
+        )
+    dropped = _dropped(call.source, kind, drop_items=options.drop_items)
+    if kind == "npz":
+        from storesvc_client._export.npz import write_npz
+
+        return write_npz(call), dropped
+    from storesvc_client._export.safetensors import write_safetensors
+
+    return write_safetensors(call, max_shard_bytes=options.max_shard_bytes), dropped
 
 
-def _dropped(
-    place: str, kind: str, items: Sequence[str], *, drop_items: bool
-) -> Sequence[str]:
+def _dropped(source: Source, kind: str, *, drop_items: bool) -> Sequence[str]:
     """Returns the items that a flat format leaves out.
 
     Raises:
         PreconditionError: There are items, and they are not to be dropped.
     """
+    rows = source.tree.leaves[source.tree.tree_count :] if source.is_whole else ()
+    items = sorted({item_of(row.key).item for row in rows})
     if items and not drop_items:
         raise PreconditionError(
-            f"{place}: expected leaves only, got the items {', '.join(items)}, which "
-            f"{kind} cannot hold; pass drop_items=True (--drop-items) to leave them out"
+            f"export of {source.name}: expected leaves only, got the items "
+            f"{', '.join(items)}, which {kind} cannot hold; pass drop_items=True "
+            "(--drop-items) to leave them out"
         )
     return items
-
-
-def _write_flat(
-    source: Source,
-    kind: str,
-    where: str,
-    cast: str | None,
-    rules: Sequence[Rule],
-    options: ExportOptions,
-    opened: OpenTarget,
-    meter: Meter,
-) -> Written:
-    if kind == "npz":
-        from storesvc_client._export.npz import write_npz
-
-        return write_npz(
-            source, where, cast=cast, rules=rules, opened=opened, meter=meter
-        )
-    from storesvc_client._export.safetensors import write_safetensors
-
-    return write_safetensors(
-        source,
-        where,
-        cast=cast,
-        rules=rules,
-        max_shard_bytes=options.max_shard_bytes,
-        opened=opened,
-        meter=meter,
-    )

@@ -14,10 +14,9 @@ from typing import Final
 from numpy.lib import format as npy
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._export.renames import Rule
 from storesvc_client._export.report import Written
-from storesvc_client._export.source import Source
-from storesvc_client._export.target import NewFile, OpenTarget
+from storesvc_client._export.source import ExportCall, Source
+from storesvc_client._export.target import NewFile
 from storesvc_client._export.tensor_reads import read_tensors
 from storesvc_client._export.tensors import Tensor, plan_tensors
 from storesvc_client._values.progress import Meter
@@ -32,43 +31,35 @@ _MOMENT: Final = (1980, 1, 1, 0, 0, 0)
 """Time of each member: equal checkpoints make equal files."""
 
 
-def write_npz(
-    source: Source,
-    url: str,
-    *,
-    cast: str | None,
-    rules: Sequence[Rule],
-    opened: OpenTarget,
-    meter: Meter,
-) -> Written:
-    """Writes the selected leaves.
-
-    Args:
-        source: The checkpoint.
-        url: The file; it ends in ".npz".
-        cast: Name of the dtype to cast floating-point leaves to, or None.
-        rules: Renames.
-        opened: Opens the target.
-        meter: Gets the progress.
+def write_npz(call: ExportCall) -> Written:
+    """Writes the selected leaves to a file whose name ends in ".npz".
 
     Raises:
-        InvalidRequestError: The URL names no such file.
+        InvalidRequestError: The target is no such file.
         PreconditionError: The format would lose a leaf, or the file exists.
         StoreError: The checkpoint could not be read, or the target not be written.
     """
-    folder, name = posixpath.split(url)
+    source, meter = call.source, call.meter
+    folder, name = posixpath.split(call.where)
     if not name.endswith(SUFFIX):
         raise InvalidRequestError(
-            f"target {url!r}: expected a file whose name ends in {SUFFIX}"
+            f"target {call.where!r}: expected a file whose name ends in {SUFFIX}"
         )
     tensors = plan_tensors(
-        source, cast=cast, rules=rules, separator="/", dtypes=HELD, target="npz"
+        source,
+        cast=call.cast,
+        rules=call.rules,
+        separator="/",
+        dtypes=HELD,
+        target="npz",
     )
     for tensor in tensors:
         _check_member(source, tensor)
-    target = opened(folder or ".")
+    target = call.opened(folder or ".")
     if target.size(name) is not None:
-        raise PreconditionError(f"{url} exists; remove it, or choose another target")
+        raise PreconditionError(
+            f"{call.where} exists; remove it, or choose another target"
+        )
     meter.total_bytes = sum(tensor.size_bytes for tensor in tensors)
     with target.create(name) as file:
         _write(source, file, tensors, meter)

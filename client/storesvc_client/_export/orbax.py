@@ -47,7 +47,7 @@ from storesvc_client._export.orbax_documents import (
     tree_metadata,
 )
 from storesvc_client._export.report import Written
-from storesvc_client._export.source import Source
+from storesvc_client._export.source import ExportCall, Source
 from storesvc_client._export.target import (
     LocalTarget,
     OpenTarget,
@@ -94,28 +94,16 @@ class _Step:
 
 
 def write_orbax(
-    source: Source,
-    url: str,
-    *,
-    cast: str | None,
-    layout: str,
-    item: str | None,
-    drop_items: bool,
-    opened: OpenTarget,
-    meter: Meter,
+    call: ExportCall, *, layout: str, item: str | None, drop_items: bool
 ) -> tuple[Written, Sequence[str]]:
     """Writes the selected leaves, the items and the metrics.
 
     Args:
-        source: The checkpoint.
-        url: The root, which may hold other steps.
-        cast: Name of the dtype to cast floating-point leaves to, or None.
+        call: The export; its target is the root, which may hold other steps.
         layout: "v0" or "v1".
         item: Name of the item that holds the tree; None for that of the layout.
         drop_items: Leaves out items that Orbax cannot hold, which are rejected
             otherwise.
-        opened: Opens the target.
-        meter: Gets the progress.
 
     Returns:
         The files, and the items left out.
@@ -125,7 +113,8 @@ def write_orbax(
         PreconditionError: Orbax cannot hold a leaf or an item, or the step exists.
         StoreError: The checkpoint could not be read, or the target not be written.
     """
-    leaves = plan_leaves(source, cast=cast)
+    source, meter = call.source, call.meter
+    leaves = plan_leaves(source, cast=call.cast)
     rows, dropped = _json_rows(source, drop_items=drop_items)
     name = _item_name(source, item or TREE_ITEMS[layout], rows)
     step = _Step(
@@ -142,7 +131,7 @@ def write_orbax(
         },
         metrics=source.info.metrics,
     )
-    with _new_step(opened, url, str(source.info.step)) as target:
+    with _new_step(call.opened, call.where, str(source.info.step)) as target:
         data = _write_step(source, target, step, meter)
     size = sum(
         source.tree.grids[leaf.row].leaf_bytes

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc.format.checksums import Hasher, digest
-from storesvc_client._export.renames import Rule
 from storesvc_client._export.report import Written
 from storesvc_client._export.safetensors_layout import (
     DTYPE_NAMES,
@@ -30,7 +29,7 @@ from storesvc_client._export.safetensors_layout import (
     index_bytes,
     shard_names,
 )
-from storesvc_client._export.source import Source
+from storesvc_client._export.source import ExportCall, Source
 from storesvc_client._export.target import COPY_BYTES, OpenTarget, Target
 from storesvc_client._export.tensor_reads import read_tensors
 from storesvc_client._export.tensors import Tensor, plan_tensors
@@ -62,40 +61,29 @@ class _Shard:
         return len(self.header) + sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def write_safetensors(
-    source: Source,
-    url: str,
-    *,
-    cast: str | None,
-    rules: Sequence[Rule],
-    max_shard_bytes: int | None,
-    opened: OpenTarget,
-    meter: Meter,
-) -> Written:
-    """Writes the selected leaves.
+def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Written:
+    """Writes the selected leaves to a folder, or to a file if the target ends in
+    ".safetensors".
 
     Args:
-        source: The checkpoint.
-        url: A folder; or a file, if it ends in ".safetensors".
-        cast: Name of the dtype to cast floating-point leaves to, or None.
-        rules: Renames.
+        call: The export.
         max_shard_bytes: Maximum bytes of the elements in a file; None for the default.
-        opened: Opens the target.
-        meter: Gets the progress.
 
     Raises:
+        InvalidRequestError: The target is one file, and the leaves are larger.
         PreconditionError: The format would lose a leaf, or the target exists.
         StoreError: The checkpoint could not be read, or the target not be written.
     """
+    source, meter = call.source, call.meter
     tensors = plan_tensors(
         source,
-        cast=cast,
-        rules=rules,
+        cast=call.cast,
+        rules=call.rules,
         separator=".",
         dtypes=DTYPE_NAMES,
         target="safetensors",
     )
-    target, single = _target(url, opened)
+    target, single = _target(call.where, call.opened)
     limit = max_shard_bytes or MAX_SHARD_BYTES
     parts = [tensors] if single else cut_into_shards(tensors, limit)
     _check_single(source, single, tensors, max_shard_bytes)

@@ -1,4 +1,4 @@
-"""The checkpoint of an export, as values and one function that reads regions."""
+"""An export as values: the checkpoint, the place, and what is done to the leaves."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from storesvc.format.grids import Region
 from storesvc.format.items import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._export.renames import Rule
+from storesvc_client._export.target import OpenTarget
 from storesvc_client._values.containers import Container
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import Checkpoint
@@ -48,3 +50,20 @@ class Source:
     def describe(self, row: int) -> str:
         """Returns the name of a leaf or an item in messages."""
         return f"export of {self.name}: {describe(self.tree.leaves[row].key)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ExportCall:
+    """What every format needs."""
+
+    source: Source
+    where: str
+    """URL or path of the target, without the name of the format."""
+    cast: str | None
+    """Name of the dtype that floating-point arrays are cast to; None for no cast."""
+    rules: Sequence[Rule]
+    """Renames."""
+    opened: OpenTarget
+    """Opens the target."""
+    meter: Meter
+    """Gets the progress."""

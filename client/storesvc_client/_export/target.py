@@ -257,7 +257,8 @@ class RemoteTarget:
                 # closing it would complete the upload
                 with suppress(AttributeError, NotImplementedError, OSError):
                     file.discard()
-                file.closed = True
+                with suppress(AttributeError):
+                    file.closed = True
                 with suppress(OSError):  # of a storage that had made it at once
                     self._files.rm(self._path(path))
                 raise

@@ -234,8 +234,7 @@ def _file_system(scheme: str) -> Callable[..., Any]:
         return found
     import fsspec
 
-    found = fsspec.get_filesystem_class(scheme)
-    return found
+    return fsspec.get_filesystem_class(scheme)
 
 
 def _options(storage: Storage | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import (
     Generator,
     Mapping,
+    Sequence,
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -34,9 +35,7 @@ from storesvc_client._values.durations import (
     DurationLike,
     checked_duration,
 )
-from storesvc_client._values.key_patterns import (
-    Patterns,
-)
+from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.values import (

@@ -15,7 +15,7 @@ from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
 
 COMMANDS: Final = (
-    *("ls", "tree", "stat", "get", "cat", "diff", "verify", "watch"),
+    *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("uploads", "du", "gc", "ping", "serve", "demo"),
 )

@@ -1,0 +1,82 @@
+"""``storectl export``: what it writes, prints and rejects."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import storesvc_client as store
+from tests.support.command_line import document, printed, refusal, storectl
+
+
+@pytest.fixture(scope="module")
+def address(server_address: str) -> str:
+    """The address of a server that holds a checkpoint with items."""
+    state = {"params": {"kernel": np.ones((8, 4), np.float32)}, "n": np.arange(3)}
+    with store.connect(server_address) as client:
+        run = client.run("prod/exported")
+        run.save(7, state, items={"config": {"x": 1}, "raw": b"raw"}).result()
+        run.tags.set("best", 7)
+    return server_address
+
+
+def test_a_checkpoint_becomes_safetensors_in_another_dtype(
+    address: str, tmp_path: Path
+) -> None:
+    text = printed(
+        *(address, "export", "prod/exported@best", f"safetensors:{tmp_path}/x"),
+        *("--dtype", "bf16", "--select", "params/**", "--max-shard", "1MiB"),
+    )
+
+    assert f"safetensors:{tmp_path}/x: 1 leaf, 64 bytes\n" == text
+    with safe_open(tmp_path / "x" / "model.safetensors", "np") as file:
+        assert ["params.kernel"] == list(file.keys())
+        assert "BF16" == file.get_slice("params.kernel").get_dtype()
+        assert jnp.bfloat16 == file.get_tensor("params.kernel").dtype
+
+
+def test_a_report_is_one_document(address: str, tmp_path: Path) -> None:
+    found = document(
+        *(address, "export", "prod/exported@7", f"orbax:{tmp_path}"),
+        *("--layout", "v1", "--item", "model", "--drop-items"),
+    )
+
+    assert ["raw"] == found["dropped_items"]
+    assert ["7/model", "7/config"] == found["files"]
+    assert (tmp_path / "7" / "orbax.checkpoint").exists()
+
+
+def test_rules_come_from_a_file(address: str, tmp_path: Path) -> None:
+    rules = [[r"params\.(.*)", r"\1", {"transpose": [1, 0]}]]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+
+    printed(
+        *(address, "export", "prod/exported@7", f"npz:{tmp_path}/x.npz"),
+        *("--rename", str(tmp_path / "rules.json"), "--drop-items"),
+    )
+
+    with np.load(tmp_path / "x.npz") as found:
+        assert {"kernel": (4, 8), "n": (3,)} == {k: found[k].shape for k in found.files}
+
+
+def test_what_would_be_lost_is_rejected_by_name(address: str, tmp_path: Path) -> None:
+    line = (address, "export", "prod/exported@7", f"safetensors:{tmp_path}/x")
+
+    assert "the items config, raw, which safetensors cannot hold" in refusal(*line)
+    assert "drop_items=True (--drop-items)" in refusal(*line)
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["5", "5kB", "0GB", "5iB", "-1", "1.5GB"])
+def test_a_size_has_a_whole_number_and_a_known_unit(
+    size: str, address: str, tmp_path: Path
+) -> None:
+    result = storectl(
+        *(address, "export", "prod/exported@7", f"safetensors:{tmp_path}/x"),
+        *("--max-shard", size, "--drop-items"),
+    )
+
+    assert (0 if size == "5" else 2) == result.exit_code

@@ -50,11 +50,11 @@ def read_shards(
     """
     values = _Values(saved, read, known)
     values.fetch([0])
-    if values.are_striped:
+    if values.are_striped():
         numbers = range(index, saved * values.stripes, count)
         values.fetch(sorted({number % saved for number in numbers}))
         values.fetch(values.unproved())
-        if values.are_striped and (mine := values.states(numbers)):
+        if values.are_striped() and (mine := values.states(numbers)):
             return mine
     values.fetch(range(saved))
     every = _joined(values.found[process] for process in range(saved))
@@ -81,9 +81,8 @@ class _Values:
         """Number of shards of process 0, which no other exceeds."""
         return len(self.found[0])
 
-    @property
     def are_striped(self) -> bool:
-        """True if process q has the shards q, q + m, ..., as far as was read."""
+        """Returns whether process q has the shards q, q + m, ..., as far as read."""
         lengths = [len(shards) for _, shards in sorted(self.found.items())]
         return (
             lengths == sorted(lengths, reverse=True)

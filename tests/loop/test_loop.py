@@ -86,6 +86,17 @@ def test_a_loop_saves_multiples_and_the_last_step_and_resumes(run: store.Run) ->
     assert loop.restored.report is not None
 
 
+def test_a_last_step_that_is_known_later_is_saved(run: store.Run) -> None:
+    state = {"x": np.zeros(3)}
+    with run.loop(every=store.Steps(100), create=True) as loop:
+        for step in (1, 2, 3):  # nothing is due before step 100
+            assert loop.after(step, state) is None
+        for step in loop.steps(4, 7):
+            loop.after(step, state)
+
+    assert [6] == run.steps()
+
+
 def test_a_loop_that_is_complete_trains_no_step(run: store.Run) -> None:
     run_steps(run, 25)
 

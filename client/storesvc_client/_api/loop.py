@@ -10,6 +10,11 @@ The order within ``Loop.after``:
    schedule names, or at which it looks at its clock, and publishes the decision; at all
    other steps nothing is exchanged.
 
+At most steps nothing of this is to be done but 2. in a job, and that is known before:
+``_quiet_until`` is the step up to which it holds. Whatever changes it, such as SIGTERM,
+sets it back. Such a step touches few objects, which a training step has evicted from
+the processor's caches.
+
 A step whose save is due waits, as in ``Run.save``, until the save before is written, if
 that makes progress. If that one waits for a server that does not answer, the step is
 skipped, which is logged and counted; training is not delayed.
@@ -127,11 +132,13 @@ class Loop:
         was none."""
         self._decisions: Decisions | None = None
         self._termination: Termination = NoTermination()
+        self._agrees: Callable[[], bool] | None = None
+        """Asks jax at each step, in a job, whether SIGTERM was received."""
         self._is_open = False
-        self._step: int | None = None
-        """Step of the last call of ``after`` ..."""
         self._least_step = 0
-        """... and the lowest step of the next one."""
+        """Lowest step of the next call of ``after``: one above that of the last."""
+        self._quiet_until = -1
+        """Step before which a call of ``after`` has nothing to do."""
         self._last_step: int | None = None
         """Last step of ``steps``."""
         self._is_complete = False
@@ -187,7 +194,11 @@ class Loop:
         if job is not None:
             self._decisions = Decisions(job, self._run.name)
         self._policy.set(creates=self._creates, writes=self._is_leader)
-        self._termination = termination(is_shared=job is not None)
+        self._termination = termination(
+            is_shared=job is not None, on_signal=self._end_quiet
+        )
+        if self._termination.agrees_at_each_step:
+            self._agrees = self._termination.is_due
         self._is_open = True
         self._saved_at = time.monotonic()
         return self
@@ -223,6 +234,7 @@ class Loop:
             StoreError: As for ``Run.restore``.
         """
         self._check_open("restore_or")
+        self._end_quiet()
         checked_choice(f"loop of {self._run.name}: on_damage=", on_damage, OnDamaged)
         if data is not None and not has_state(data):
             raise InvalidRequestError(
@@ -298,6 +310,7 @@ class Loop:
             InvalidRequestError: ``after`` was not called for the first step.
         """
         self._check_open("steps")
+        self._end_quiet()
         place = f"loop of {self._run.name}: steps"
         first, end = whole_number(place, start), whole_number(place, total)
         if first < end:
@@ -341,11 +354,15 @@ class Loop:
                 Or the save on SIGTERM failed.
             PeerFailedError: Process 0 of the job has ended its loop.
         """
-        if not self._is_open:
-            self._check_open("after")
+        if type(step) is int and self._least_step <= step < self._quiet_until:
+            if self._agrees is None or not self._agrees():
+                self._least_step = step + 1
+                return None
+            self._note_sigterm(step)
+        self._check_open("after")
         if type(step) is not int or step < self._least_step:
             step = self._checked(step)
-        self._step, self._least_step = step, step + 1
+        self._least_step = step + 1
         if self._initial is not None:
             from storesvc_client._pytree.training_loop import check_restorable
 
@@ -353,13 +370,14 @@ class Loop:
             self._initial = None
         if self._saves.pending or not self._policy.is_settled:  # 1.
             self._settle()
-        if self._termination.is_due():  # 2.
+        if self._sigterm_step is None and self._termination.is_due():  # 2.
             self._note_sigterm(step)
         if self._sigterm_step is not None or step == self._last_step:  # 3.
             return self._save_last(step, state, metrics, items)
-        if step < self._asks_at or not self._is_due(step):  # 4.
-            return None
-        return self._save(step, state, metrics, items)
+        if step >= self._asks_at and self._is_due(step):  # 4.
+            return self._save(step, state, metrics, items)
+        self._begin_quiet()
+        return None
 
     def __exit__(
         self,
@@ -376,6 +394,7 @@ class Loop:
                 tolerated. An error that ended the block has precedence.
         """
         self._is_open = False
+        self._end_quiet()
         try:
             if self._decisions is not None:
                 self._decisions.end(_short(error) if error else "its steps have ended")
@@ -394,10 +413,28 @@ class Loop:
             if self._saves.error is not error:
                 error.add_note(f"the last save failed too: {self._saves.error}")
 
+    @property
+    def _step(self) -> int | None:
+        """Step of the last call of ``after``; None if there was none."""
+        return self._least_step - 1 if self._least_step else None
+
+    def _begin_quiet(self) -> None:
+        """Finds the step up to which ``after`` has nothing to do."""
+        if self._saves.pending or not self._policy.is_settled:
+            return
+        last = self._asks_at if self._last_step is None else self._last_step
+        # In this order: a signal that arrives in between is seen by one of the two.
+        self._quiet_until = min(self._asks_at, last)
+        if self._agrees is None and self._termination.is_due():
+            self._end_quiet()
+
+    def _end_quiet(self) -> None:
+        self._quiet_until = -1
+
     def _steps(self, steps: range) -> Iterator[int]:
         for step in steps:
             yield step
-            if self._step != step:
+            if self._least_step != step + 1:
                 if self._step is None:
                     raise InvalidRequestError(
                         f"loop of {self._run.name}: after was not called for step "

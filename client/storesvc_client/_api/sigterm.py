@@ -13,8 +13,13 @@ _log = logging.getLogger(__name__)
 class Termination(Protocol):
     """Says when a training loop is to end."""
 
+    @property
+    def agrees_at_each_step(self) -> bool:
+        """True if all processes of a job call ``is_due`` once at each step. Otherwise
+        it returns False until ``on_signal`` of ``termination`` was called."""
+
     def is_due(self) -> bool:
-        """Returns whether the loop saves this step and ends; called once a step."""
+        """Returns whether the loop saves this step and ends."""
 
     def close(self) -> bool:
         """Leaves the signal as it was found; returns whether it was received."""
@@ -22,6 +27,8 @@ class Termination(Protocol):
 
 class NoTermination:
     """SIGTERM has its usual effect."""
+
+    agrees_at_each_step = False
 
     def is_due(self) -> bool:
         """See ``Termination``."""
@@ -34,6 +41,8 @@ class NoTermination:
 
 class JobTermination:
     """SIGTERM is caught by jax, which agrees on the step with the other processes."""
+
+    agrees_at_each_step = True
 
     def __init__(self, reached_sync_point: Callable[[], bool]) -> None:
         """Prepares to ask jax, at each step."""
@@ -52,14 +61,17 @@ class OwnTermination:
     has the effect that it had before, which by default ends the process.
     """
 
-    def __init__(self) -> None:
+    agrees_at_each_step = False
+
+    def __init__(self, on_signal: Callable[[], object]) -> None:
         self._received = False
+        self._on_signal = on_signal
         self._previous = signal.signal(signal.SIGTERM, self._handle)
 
     @classmethod
-    def begin(cls) -> Self | None:
-        """Installs the handler; returns None where that is not possible, or where the
-        program ignores the signal."""
+    def begin(cls, on_signal: Callable[[], object]) -> Self | None:
+        """Installs the handler, which also calls a function; returns None where that is
+        not possible, or where the program ignores the signal."""
         if threading.current_thread() is not threading.main_thread():
             why = "the loop does not run in the main thread"
         else:
@@ -69,7 +81,7 @@ class OwnTermination:
                 case None:
                     why = "its handler does not belong to Python"
                 case _:
-                    return cls()
+                    return cls(on_signal)
         _log.warning("SIGTERM will not save: %s", why)
         return None
 
@@ -90,15 +102,18 @@ class OwnTermination:
             signal.raise_signal(number)
             return
         self._received = True
+        self._on_signal()
         if callable(self._previous):
             self._previous(number, frame)
 
 
-def termination(*, is_shared: bool) -> Termination:
+def termination(*, is_shared: bool, on_signal: Callable[[], object]) -> Termination:
     """Returns what says when a loop is to end.
 
     Args:
         is_shared: Whether the processes of a job end their loops together.
+        on_signal: Called once SIGTERM was received, if the processes of a job do not
+            agree at each step.
     """
     from storesvc_client._pytree.training_loop import (
         has_preemption_service,
@@ -113,4 +128,4 @@ def termination(*, is_shared: bool) -> Termination:
             "processes of the job need to agree on a step"
         )
         return NoTermination()
-    return OwnTermination.begin() or NoTermination()
+    return OwnTermination.begin(on_signal) or NoTermination()

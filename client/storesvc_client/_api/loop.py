@@ -21,7 +21,6 @@ skipped, which is logged and counted; training is not delayed.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import (
@@ -31,14 +30,14 @@ from typing import (
     Self,
     SupportsFloat,
     SupportsIndex,
-    assert_never,
 )
 
+from storesvc_client._api.due_steps import DueSteps
 from storesvc_client._api.loop_policy import LoopPolicy
 from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
 from storesvc_client._api.sigterm import NoTermination, Termination, termination
 from storesvc_client._api.taken_steps import TakenSteps
-from storesvc_client._job.decisions import Decision, Decisions
+from storesvc_client._job.decisions import Decisions
 from storesvc_client._save.handle import Save, take_error
 from storesvc_client._values.arguments import checked_choice, checked_flag, shown
 from storesvc_client._values.options import (
@@ -49,7 +48,6 @@ from storesvc_client._values.options import (
     checked_distributed,
 )
 from storesvc_client._values.policies import RetentionPolicy, rule_of
-from storesvc_client._values.save_schedule import Schedule
 from storesvc_client._values.stateful import has_state
 from storesvc_client._values.triggers import (
     OnFailure,
@@ -110,18 +108,15 @@ class Loop:
     ) -> None:
         place = f"loop of {run.name}"
         self._run = run
-        self._if_busy: IfBusy = if_busy
+        self._queues = if_busy == "queue"
         self._begin_save = save
         self._restore = restored
-        self._trouble = trouble
-        self._schedule: Schedule = schedule_of(every)
+        schedule = schedule_of(every)
         rule = None if keep is None else rule_of(keep, place=f"{place}: keep=")
         self._policy = LoopPolicy(run, rule)
         self._creates = bool(checked_flag(f"{place}: create=", create))
         self._distributed = checked_distributed(place, distributed)
         self._saves = LoopSaves(run.name, checked_on_failure(place, on_failure))
-        self.skipped = 0
-        """Steps that were due and not saved, because of the save before."""
         self.outcome = ""
         """Words on how the loop ended; "" before that."""
         self.is_stopping = False
@@ -149,14 +144,9 @@ class Loop:
         self._has_data = False
         """True if ``restore_or`` got a data iterator."""
         self._taken = TakenSteps(run.name, deleted_steps)
-        self._is_owed = False
-        """True if the next step is saved because its predecessor could not be."""
-        self._saved_at = 0.0
-        """Time at which the last save began, or the loop."""
-        self._asks_at = 0
-        """Step from which on there is something to decide."""
-        self._looked: tuple[int, float] | None = None
-        """Step and time of its last look."""
+        self._due = DueSteps(
+            run.name, schedule, if_busy, trouble, self._saves, self._taken
+        )
 
     def __repr__(self) -> str:
         begun = "not at a step yet" if self._step is None else f"at step {self._step}"
@@ -168,6 +158,11 @@ class Loop:
         """Newest step that this loop saved and that is committed; None if there is
         none."""
         return self._saves.saved_step
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were due and not saved, because of the save before."""
+        return self._due.skipped
 
     @property
     def failures(self) -> int:
@@ -200,7 +195,7 @@ class Loop:
         if self._termination.agrees_at_each_step:
             self._agrees = self._termination.is_due
         self._is_open = True
-        self._saved_at = time.monotonic()
+        self._due.begin(self._decisions)
         return self
 
     def restore_or(
@@ -270,7 +265,7 @@ class Loop:
                 "0",
                 name,
             )
-            self._saved_at = time.monotonic()
+            self._due.note_save()
             self._taken.note(0, self._decisions)
             state = init() if is_function(init) else init
             if state is None:
@@ -293,7 +288,7 @@ class Loop:
         damaged = () if report is None else report.damaged
         self._taken.note(step + 1, self._decisions, damaged)
         _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
-        self._saved_at = time.monotonic()
+        self._due.note_save()
         return state, step + 1
 
     def steps(self, start: SupportsIndex, total: SupportsIndex) -> Iterator[int]:
@@ -374,7 +369,7 @@ class Loop:
             self._note_sigterm(step)
         if self._sigterm_step is not None or step == self._last_step:  # 3.
             return self._save_last(step, state, metrics, items)
-        if step >= self._asks_at and self._is_due(step):  # 4.
+        if step >= self._due.asks_at and self._due.has(step):  # 4.
             return self._save(step, state, metrics, items)
         self._begin_quiet()
         return None
@@ -422,9 +417,10 @@ class Loop:
         """Finds the step up to which ``after`` has nothing to do."""
         if self._saves.pending or not self._policy.is_settled:
             return
-        last = self._asks_at if self._last_step is None else self._last_step
+        asks_at = self._due.asks_at
+        last = asks_at if self._last_step is None else self._last_step
         # In this order: a signal that arrives in between is seen by one of the two.
-        self._quiet_until = min(self._asks_at, last)
+        self._quiet_until = min(asks_at, last)
         if self._agrees is None and self._termination.is_due():
             self._end_quiet()
 
@@ -475,7 +471,7 @@ class Loop:
         metrics: Mapping[str, SupportsFloat] | None,
         items: Mapping[str, Any] | None,
     ) -> Save | None:
-        self._saved_at = time.monotonic()
+        self._due.note_save()
         if self._has_data and (items is None or _DATA not in items):
             raise InvalidRequestError(
                 f"loop of {self._run.name}: after: expected the data iterator of "
@@ -488,7 +484,7 @@ class Loop:
                 state,
                 metrics=metrics,
                 items=items,
-                if_busy="queue" if self._if_busy == "queue" else "wait",
+                if_busy="queue" if self._queues else "wait",
                 distributed=self._distributed,
                 loop=self._decisions and self._decisions.departures,
             )
@@ -500,70 +496,6 @@ class Loop:
         take_error(save)  # or the next save raises it in its own place
         self._saves.pending.append(save)
         return save
-
-    def _is_due(self, step: int) -> bool:
-        """Returns whether the schedule saves a step, in all processes alike."""
-        decisions = self._decisions
-        if decisions is None or decisions.is_leader:
-            decision = self._decide(step)
-            self._saves.settle()  # those that it has waited for
-            if self._is_lost:
-                raise self._error()  # which __exit__ publishes
-            if decisions is not None:
-                decisions.publish(decision)
-        else:
-            decision = decisions.await_next(step)
-        self._asks_at = self._schedule.asks_next(step, decision.look_at)
-        if not decision.saves:
-            if self._schedule.is_due_at(step):
-                self._skip(step)
-            return False
-        self._is_owed = self._taken.has(step)
-        if self._is_owed:
-            self._asks_at = step + 1
-        return not self._is_owed
-
-    def _decide(self, step: int) -> Decision:
-        """Returns the decision of this process, by its clock and its running save."""
-        now, schedule = time.monotonic(), self._schedule
-        waited = now - self._saved_at
-        is_due = self._is_owed or schedule.decide(step=step, waited=waited)
-        saves = is_due and self._makes_way(step)
-        pace = float("inf")
-        if self._looked is not None:
-            last_step, last_time = self._looked
-            pace = (now - last_time) / (step - last_step)
-        self._looked = step, now
-        ahead = schedule.steps_to_look(
-            waited=0.0 if saves else waited, seconds_per_step=pace
-        )
-        look_at = None if ahead is None else step + ahead
-        return Decision(step=step, saves=saves, look_at=look_at)
-
-    def _makes_way(self, step: int) -> bool:
-        """Returns whether a save may begin, with regard to the saves before it."""
-        saves = self._saves
-        if saves.writing_step is None:
-            return True
-        match self._if_busy:
-            case "queue":
-                return not self._trouble()
-            case "refuse":
-                return False
-            case "wait":
-                # A save that is due by the clock comes after the one that is running.
-                is_multiple = self._schedule.is_due_at(step)
-                return is_multiple and saves.await_written(self._trouble)
-            case _:
-                assert_never(self._if_busy)
-
-    def _skip(self, step: int) -> None:
-        self.skipped += 1
-        why = self._trouble() or "it is not written yet"
-        _log.warning(
-            "save of %s@%d skipped, because of the save of step %s before it: %s",
-            *(self._run.name, step, self._saves.writing_step, why),
-        )
 
     def _note_sigterm(self, step: int) -> None:
         if self._sigterm_step is None:
@@ -583,17 +515,6 @@ class Loop:
             f"function that returns it, got {got}"
         )
 
-    @property
-    def _is_lost(self) -> bool:
-        """True if a failed save ends the loop. In a job, process 0 counts them, and
-        raises when the others wait for its decision, so that all end at one step."""
-        saves = self._saves
-        return saves.is_hopeless or (self._is_leader and saves.is_over)
-
-    def _error(self) -> BaseException:
-        assert self._saves.error is not None
-        return self._saves.error
-
     def _check_open(self, method: str) -> None:
         if not self._is_open:
             raise InvalidRequestError(
@@ -607,8 +528,9 @@ class Loop:
             StoreError: It failed, and is not tolerated.
         """
         self._saves.settle()
-        if self._is_lost and (self._decisions is None or not self._is_leader):
-            raise self._error()
+        lost = self._saves.lost(counts=self._is_leader)
+        if lost is not None and (self._decisions is None or not self._is_leader):
+            raise lost
         self._policy.set_late(self.saved_step, writes=self._is_leader)
 
     @property

@@ -74,6 +74,17 @@ class LoopSaves:
         """True if the newest save failed in a way that all later ones would, too."""
         return self.error is not None and is_of_arguments(self.error)
 
+    def lost(self, *, counts: bool) -> BaseException | None:
+        """Returns the error of a failed save that ends the loop; None if there is none.
+
+        Args:
+            counts: Whether this process counts failures in a row. In a job, process 0
+                does, and raises when the others wait for its decision, so that all end
+                at one step.
+        """
+        is_lost = self.is_hopeless or (counts and self.is_over)
+        return self.error if is_lost else None
+
     def tolerate_none(self) -> None:
         """Tolerates no failure from now on, because no later save makes up for it."""
         self._tolerated = 0

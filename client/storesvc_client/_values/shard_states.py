@@ -1,4 +1,4 @@
-"""Shard states of a data iterator, divided anew among the processes of a job.
+"""Shard states of a data iterator, divided among the processes of a job.
 
 A value is ``{"%shards": {"0": STATE, "4": STATE}}``, by the number of the shard; the
 process with ``shard_options`` p of n takes the shards p, p + n, p + 2n, ... Usually the
@@ -114,7 +114,7 @@ class _Values:
         ]
 
     def states(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """Returns the states of those of some shards that there are."""
+        """Returns the states of some shards, without absent ones."""
         found = ((each, self.found[each % self._saved]) for each in numbers)
         return {number: shards[number] for number, shards in found if number in shards}
 

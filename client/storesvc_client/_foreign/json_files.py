@@ -38,7 +38,7 @@ def parse_json(place: str, data: bytes | str) -> Any:
         DataLossError: It is no JSON, has too many values, is nested too deeply, or has
             an object with two fields of one name.
     """
-    text = data.encode() if isinstance(data, str) else data
+    text = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     tokens = sum(map(text.count, (b",", b":", b"[", b"{")))
     if tokens > MAX_TOKENS:
         raise DataLossError(

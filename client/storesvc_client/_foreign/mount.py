@@ -80,7 +80,7 @@ class ForeignInfo:
     digest: str
     """Digest of the files that describe it, in hexadecimal."""
     is_verified: bool
-    """Whether reading compares checksums of all elements."""
+    """True if reading compares checksums of all elements."""
 
     def __repr__(self) -> str:
         size = f"{self.leaf_count} leaves, {size_text(self.size_bytes)}"

@@ -230,11 +230,12 @@ def _file_system(scheme: str) -> Callable[..., Any]:
     if scheme == "gs":
         from gcsfs.core import GCSFileSystem
 
-        found: Callable[..., Any] = GCSFileSystem
-        return found
+        of_buckets: Callable[..., Any] = GCSFileSystem
+        return of_buckets
     import fsspec
 
-    return fsspec.get_filesystem_class(scheme)
+    of_scheme: Callable[..., Any] = fsspec.get_filesystem_class(scheme)
+    return of_scheme
 
 
 def _options(storage: Storage | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of a foreign step: leaves and items with their elements, as those of a tree."""
+"""Rows of a foreign step: leaves and items, each with its elements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArray:
-    """Elements that are in memory already, such as those of a text."""
+    """Elements that are in memory already, such as the bytes of a text."""
 
     data: bytes
 
@@ -91,7 +91,7 @@ def tree_of(
         structure: Document of the tree.
 
     Raises:
-        PreconditionError: The rows are not those of any checkpoint, such as two leaves
+        PreconditionError: No checkpoint can hold the rows, such as two leaves
             of one key.
     """
     ordered = sorted(rows, key=lambda row: (is_item(row.leaf.key), row.leaf.key))

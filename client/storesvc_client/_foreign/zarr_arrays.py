@@ -43,7 +43,7 @@ _DENIED: Final = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Permission denie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPlace:
-    """Where an array is stored."""
+    """The place of an array in storage."""
 
     name: str
     """Its name in messages."""
@@ -51,7 +51,7 @@ class ArrayPlace:
     """"zarr" or "zarr3"."""
     kvstore: dict[str, Any]
     is_whole: bool
-    """Whether each chunk must be stored; else an absent one has the fill value."""
+    """True if each chunk must be stored; else an absent one has the fill value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -309,7 +309,7 @@ class RestoreReport:
     """Newer checkpoints that were skipped because they are damaged: the damage by step.
     Only with ``on_damage="older"``."""
     is_verified: bool = True
-    """Whether each chunk was compared with a stored checksum. False for checkpoints of
+    """True if each chunk was compared with a stored checksum. False for checkpoints of
     other projects whose formats have none."""
 
     def __repr__(self) -> str:

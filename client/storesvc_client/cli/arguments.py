@@ -17,6 +17,8 @@ from storesvc_client.cli.paths import (
     NamespacePath,
     RunPath,
     StorePath,
+    is_foreign,
+    parse_foreign_path,
     parse_path,
     parse_root,
     parse_target,
@@ -27,10 +29,51 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 def any_path(text: str) -> StorePath:
     """Returns the path."""
+    if is_foreign(text):
+        raise click.BadParameter(
+            f"{text!r}: expected a path into a store, got checkpoints of another "
+            "project, which ls, tree, stat, get, cat and diff read"
+        )
+    return _parsed(text)
+
+
+def _parsed(text: str) -> StorePath:
     try:
-        return parse_path(text)
+        return parse_foreign_path(text) if is_foreign(text) else parse_path(text)
     except InvalidNameError as e:
         raise click.BadParameter(str(e)) from e
+
+
+def readable_path(text: str) -> StorePath:
+    """Returns the path, of checkpoints of another project too."""
+    return _parsed(text)
+
+
+def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
+    """Returns the path of a checkpoint, or of leaves of one, of any project."""
+    return _checkpoint(text, _parsed(text))
+
+
+def readable_whole(text: str) -> CheckpointPath:
+    """Returns the path of a checkpoint as a whole, of any project."""
+    return _whole(text, _parsed(text))
+
+
+def readable_leaves(text: str) -> LeafPath:
+    """Returns the path of leaves, of any project."""
+    return _leaves(text, _parsed(text))
+
+
+def readable_item(text: str) -> LeafPath:
+    """Returns the path of an item, of any project."""
+    match _parsed(text):
+        case LeafPath(_, glob) as path if glob:
+            return path
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected an item of a checkpoint, such as "
+                "prod/llama-8b@latest:config"
+            )
 
 
 def parent_path(text: str) -> NamespacePath | RunPath:
@@ -68,8 +111,12 @@ def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
 
 def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
     """Returns the path of a checkpoint, or of leaves of one."""
-    match any_path(text):
-        case CheckpointPath() | LeafPath() as path:
+    return _checkpoint(text, any_path(text))
+
+
+def _checkpoint(text: str, path: StorePath) -> CheckpointPath | LeafPath:
+    match path:
+        case CheckpointPath() | LeafPath():
             return path
         case _:
             raise click.BadParameter(
@@ -79,9 +126,13 @@ def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
 
 def whole_checkpoint(text: str) -> CheckpointPath:
     """Returns the path of a checkpoint as a whole."""
-    match checkpoint_path(text):
-        case CheckpointPath() as path:
-            return path
+    return _whole(text, any_path(text))
+
+
+def _whole(text: str, path: StorePath) -> CheckpointPath:
+    match _checkpoint(text, path):
+        case CheckpointPath() as whole:
+            return whole
         case LeafPath(checkpoint):
             raise click.BadParameter(
                 f"{text!r}: expected a checkpoint as a whole, such as {checkpoint}"
@@ -101,25 +152,17 @@ def step_path(text: str) -> CheckpointPath:
 
 def leaf_path(text: str) -> LeafPath:
     """Returns the path of leaves."""
-    match any_path(text):
-        case LeafPath() as path:
+    return _leaves(text, any_path(text))
+
+
+def _leaves(text: str, path: StorePath) -> LeafPath:
+    match path:
+        case LeafPath():
             return path
         case _:
             raise click.BadParameter(
                 f"{text!r}: expected leaves of a checkpoint, such as "
                 "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' for all"
-            )
-
-
-def item_path(text: str) -> LeafPath:
-    """Returns the path of an item."""
-    match any_path(text):
-        case LeafPath(_, glob) as path if glob:
-            return path
-        case _:
-            raise click.BadParameter(
-                f"{text!r}: expected an item of a checkpoint, such as "
-                "prod/llama-8b@latest:config"
             )
 
 

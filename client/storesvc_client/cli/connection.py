@@ -17,10 +17,14 @@ import click
 from storesvc.format.layout import STORE
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.native_log import native_log_hidden
+from storesvc_client.cli.paths import is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Client
+    from storesvc_client.cli.foreign import Readable
+    from storesvc_client.cli.paths import StorePath
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
@@ -79,6 +83,17 @@ class Connection:
             # A person waits at a terminal: retry for --timeout and no longer.
             client._connection.patience = self.timeout  # noqa: SLF001
             return client
+
+    def open_for(self, path: "StorePath | None") -> "Readable":
+        """Returns what a path leads into, to be used as a context manager: the store,
+        or checkpoints of another project, for which no store is opened.
+
+        Raises:
+            Refusal: As for ``open``.
+            StoreError: As for ``open``.
+        """
+        run = str(path or "")
+        return ForeignStore() if is_foreign(run) else self.open()
 
     def _certificates(self) -> list[Path | None]:
         """Returns the TLS files; those from the environment apply to servers only."""

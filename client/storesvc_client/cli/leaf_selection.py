@@ -9,7 +9,13 @@ from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, ItemInfo, LeafInfo, OpenCheckpoint
+    from storesvc_client import (
+        ForeignCheckpoint,
+        ItemInfo,
+        LeafInfo,
+        OpenCheckpoint,
+    )
+    from storesvc_client.cli.foreign import Readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class Selection:
         return [key] == [leaf.key for leaf in self.leaves if leaf.kind in ENCODED]
 
 
-def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selection:
+def select_leaves(client: "Readable", path: CheckpointPath | LeafPath) -> Selection:
     """Returns the leaves that the path names; all of them without a glob.
 
     Raises:
@@ -53,7 +59,7 @@ def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selectio
     return Selection(checkpoint, tuple(leaves[key] for key in found))
 
 
-def select_leaf(client: "Client", path: LeafPath) -> Selection:
+def select_leaf(client: "Readable", path: LeafPath) -> Selection:
     """Returns the one leaf with the key of the path.
 
     Raises:
@@ -72,13 +78,18 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
     return Selection(checkpoint, (leaves[path.glob],))
 
 
-def _pin(client: "Client", path: CheckpointPath) -> CheckpointPath:
+def _pin(client: "Readable", path: CheckpointPath) -> CheckpointPath:
     if isinstance(path.which, int):
         return path
     return CheckpointPath(path.run, client.run(path.run).checkpoint(path.which).step)
 
 
-def _absence(glob: str, opened: "OpenCheckpoint", *, checkpoint: CheckpointPath) -> str:
+def _absence(
+    glob: str,
+    opened: "OpenCheckpoint | ForeignCheckpoint",
+    *,
+    checkpoint: CheckpointPath,
+) -> str:
     leaves = opened.leaves
     if glob in opened.items:
         return (

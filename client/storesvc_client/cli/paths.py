@@ -7,6 +7,8 @@ A path narrows from left to right:
     prod/llama-8b@latest                 a checkpoint, by step, tag or ``latest``
     prod/llama-8b@500:params/**/kernel   its leaves, by key or glob
 
+    orbax:gs://bucket/run@500:params/**  the same of a checkpoint of another project
+
 No run, step or tag contains "@" or ":", so a key may contain both. The key of a tree
 that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, and
 ``prod/rng@latest`` names the checkpoint.
@@ -16,6 +18,7 @@ that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, and
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -28,6 +31,7 @@ from storesvc.format.names import (
     check_id,
     parse_which,
 )
+from storesvc_client._foreign.formats import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,31 @@ class LeafPath:
 
 
 StorePath: TypeAlias = NamespacePath | RunPath | CheckpointPath | LeafPath
+
+
+_STEP_OF_FOREIGN: Final = re.compile(r"@(0|[1-9][0-9]*|latest)(?::(.*))?\Z", re.DOTALL)
+"""Step and glob after the URL of a run of another project, which may contain both
+characters itself."""
+
+
+def is_foreign(text: str) -> bool:
+    """Returns whether a path leads to checkpoints of another project: whether it begins
+    with the scheme of a format."""
+    scheme, colon, _ = text.partition(":")
+    return bool(colon) and scheme in FORMATS
+
+
+def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":
+    """Returns the path of checkpoints of another project; its run is their URL.
+
+    >>> parse_foreign_path("orbax:gs://bucket/run@500:params/**").glob
+    'params/**'
+    """
+    found = _STEP_OF_FOREIGN.search(text)
+    if found is None:
+        return RunPath(text)
+    checkpoint = CheckpointPath(text[: found.start()], parse_which(found[1]))
+    return checkpoint if found[2] is None else LeafPath(checkpoint, found[2])
 
 
 def parse_path(text: str) -> StorePath:

@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMetadata:
-    """What ``_METADATA`` states."""
+    """The statements of ``_METADATA``."""
 
     entries: tuple[Entry, ...]
     containers: tuple[Container, ...]
@@ -59,7 +59,7 @@ class TreeMetadata:
     """None: not stated."""
     is_zarr3: bool
     is_whole: bool
-    """Whether chunks are stored even if all their elements have the fill value."""
+    """True if chunks are stored even if all their elements have the fill value."""
     custom_metadata: Any
 
 

@@ -3,7 +3,7 @@
 import click
 
 from storesvc_client._values.texts import count_text
-from storesvc_client.cli.arguments import item_path
+from storesvc_client.cli.arguments import readable_item
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import echo_data
 from storesvc_client.cli.errors import Refusal
@@ -11,7 +11,7 @@ from storesvc_client.cli.paths import LeafPath
 
 
 @click.command()
-@click.argument("path", type=item_path, metavar="PATH")
+@click.argument("path", type=readable_item, metavar="PATH")
 @pass_connection
 def cat(connection: Connection, *, path: LeafPath) -> None:
     """Write an item of a checkpoint to stdout, byte for byte.
@@ -33,7 +33,7 @@ def cat(connection: Connection, *, path: LeafPath) -> None:
             param_hint="'PATH'",
         )
     checkpoint = path.checkpoint
-    with connection.open() as client:
+    with connection.open_for(path) as client:
         opened = client.run(checkpoint.run).open(checkpoint.which)
         items = opened.items
         if name not in items and path.glob in opened.leaves:

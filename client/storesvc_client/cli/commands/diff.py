@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc_client._values.texts import ABSENT, count_text, sizes_text, value_text
-from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.arguments import json_option, readable_whole
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import Column, print_json, print_table
-from storesvc_client.cli.paths import CheckpointPath
+from storesvc_client.cli.paths import CheckpointPath, is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Diff, ItemDifference, LeafDifference
+    from storesvc_client._foreign.comparison import Comparison
 
 _COLUMNS: Final = (
     Column("KEY", folds=True),
@@ -32,8 +33,8 @@ _ITEM_COLUMNS: Final = (
 
 
 @click.command()
-@click.argument("before", type=whole_checkpoint, metavar="BEFORE")
-@click.argument("after", type=whole_checkpoint, metavar="AFTER")
+@click.argument("before", type=readable_whole, metavar="BEFORE")
+@click.argument("after", type=readable_whole, metavar="AFTER")
 @json_option
 @pass_connection
 def diff(
@@ -45,19 +46,24 @@ def diff(
 ) -> None:
     """Compare two checkpoints, leaf by leaf and item by item.
 
-    Reads no data: contents are compared by their digests. WHAT is "added", "removed",
-    "shape", "dtype" or "content"; "unknown" if a leaf was saved in other chunks, whose
-    digests cannot be compared; for an item also "kind", as from text to JSON. CHUNKS
-    counts the chunks of the leaf; for content, the chunks that differ.
+    Reads no data: contents are compared by their digests. Checkpoints of other projects
+    have none: with one of them, all elements are read and compared. WHAT is "added",
+    "removed", "shape", "dtype" or "content"; "unknown" if a leaf was saved in other
+    chunks, whose digests cannot be compared; for an item also "kind", as from text to
+    JSON. CHUNKS counts the chunks of the leaf; for content, the chunks that differ.
 
     \b
     Examples:
       storectl diff prod/llama-8b@500 prod/llama-8b@latest
       storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
+      storectl diff orbax:gs://bucket/run@500 prod/llama-8b@500
     """
-    with connection.open() as client:
-        run, of = client.run(before.run), client.run(after.run)
-        found = run.diff(before.which, after.which, of=of)
+    if is_foreign(before.run) or is_foreign(after.run):
+        found: Diff | Comparison = _compared(connection, before, after)
+    else:
+        with connection.open() as client:
+            run, of = client.run(before.run), client.run(after.run)
+            found = run.diff(before.which, after.which, of=of)
     if as_json:
         print_json(found)
         return
@@ -66,6 +72,17 @@ def diff(
     if found.items:
         print_table(_ITEM_COLUMNS, map(_item_row, found.items))
     click.echo(_sums(found))
+
+
+def _compared(
+    connection: Connection, before: CheckpointPath, after: CheckpointPath
+) -> "Comparison":
+    """Compares elements, as checkpoints of other projects have no digests."""
+    from storesvc_client._foreign.comparison import compare
+
+    with connection.open_for(before) as old, connection.open_for(after) as new:
+        base = old.run(before.run).open(before.which)
+        return compare(base, new.run(after.run).open(after.which))
 
 
 def _row(leaf: "LeafDifference") -> tuple[str, ...]:
@@ -94,7 +111,7 @@ def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
     return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
 
 
-def _sums(found: "Diff") -> str:
+def _sums(found: "Diff | Comparison") -> str:
     counts = _counts(leaf.kind for leaf in found.differences)
     same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
     text = f"{counts}; {same}" if counts else f"no leaf differs; {same}"

@@ -17,7 +17,7 @@ from storesvc_client._values.texts import (
     shape_text,
     size_text,
 )
-from storesvc_client.cli.arguments import json_option, leaf_path
+from storesvc_client.cli.arguments import json_option, readable_leaves
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import data_of, echo_data
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
@@ -25,8 +25,9 @@ from storesvc_client.cli.output import Column, json_value, print_json, print_tab
 from storesvc_client.cli.paths import LeafPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, LeafInfo
+    from storesvc_client import LeafInfo
     from storesvc_client.cli.array_files import ArrayFormat, Arrays
+    from storesvc_client.cli.foreign import Readable
     from storesvc_client.cli.leaf_summary import Array, Summary
 
 _COLUMNS: Final = (
@@ -41,7 +42,7 @@ _COLUMNS: Final = (
 
 
 @click.command()
-@click.argument("path", type=leaf_path, metavar="PATH")
+@click.argument("path", type=readable_leaves, metavar="PATH")
 @click.option(
     "--output",
     "-o",
@@ -83,7 +84,7 @@ def get(
         _print(connection, path, as_json=as_json)
         return
     file_format = _format_of(output, force=force)
-    with connection.open() as client:
+    with connection.open_for(path) as client:
         selection = select_leaves(client, path)
         if file_format is None:
             _write_directory(client, selection, Path(output))
@@ -99,7 +100,7 @@ def get(
 def _print(connection: Connection, path: LeafPath, *, as_json: bool) -> None:
     from storesvc_client.cli.leaf_summary import summarize
 
-    with connection.open() as client:
+    with connection.open_for(path) as client:
         selection = select_leaves(client, path)
         if not as_json and selection.names_encoded(path.glob):
             with _reading(client, selection) as arrays:
@@ -135,7 +136,7 @@ def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
 
 
 def _write_file(
-    client: "Client",
+    client: "Readable",
     selection: Selection,
     output: Path,
     file_format: "ArrayFormat",
@@ -152,7 +153,7 @@ def _write_file(
         file_format.write(file, selection.leaves, arrays)
 
 
-def _write_directory(client: "Client", selection: Selection, output: Path) -> None:
+def _write_directory(client: "Readable", selection: Selection, output: Path) -> None:
     from storesvc_client.cli.leaf_directory import (
         file_names,
         new_directory,
@@ -165,7 +166,7 @@ def _write_directory(client: "Client", selection: Selection, output: Path) -> No
 
 
 @contextmanager
-def _reading(client: "Client", selection: Selection) -> "Iterator[Arrays]":
+def _reading(client: "Readable", selection: Selection) -> "Iterator[Arrays]":
     """Yields the arrays of the leaves as they arrive; shows the progress."""
     from storesvc_client.cli.progress import progress
 

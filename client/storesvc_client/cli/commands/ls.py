@@ -14,8 +14,9 @@ from storesvc_client._values.texts import (
     size_text,
     time_text,
 )
-from storesvc_client.cli.arguments import any_path, json_option
+from storesvc_client.cli.arguments import json_option, readable_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.leaf_selection import select_leaves
 from storesvc_client.cli.output import Column, Listing
 from storesvc_client.cli.paths import (
@@ -24,10 +25,17 @@ from storesvc_client.cli.paths import (
     NamespacePath,
     RunPath,
     StorePath,
+    is_foreign,
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, DataLossError, LeafInfo, RunInfo
+    from storesvc_client import (
+        Checkpoint,
+        DataLossError,
+        ForeignInfo,
+        LeafInfo,
+        RunInfo,
+    )
 
 
 def _run_row(run: "RunInfo") -> tuple[str, ...]:
@@ -39,6 +47,17 @@ def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
     return (
         str(checkpoint.step),
         time_text(checkpoint.commit_time),
+        size_text(checkpoint.size_bytes),
+        str(checkpoint.leaf_count),
+        pairs_text(checkpoint.metrics),
+        pairs_text(checkpoint.labels),
+    )
+
+
+def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        _moment_text(checkpoint.create_time),
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
         pairs_text(checkpoint.metrics),
@@ -92,6 +111,18 @@ _CHECKPOINTS: Final = Listing(
         Column("LABELS", folds=True),
     ),
 )
+_FOREIGN: Final = Listing(
+    noun="checkpoint",
+    row=_foreign_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("WRITTEN"),
+        Column("SIZE", right=True),
+        Column("LEAVES", right=True),
+        Column("METRICS", folds=True),
+        Column("LABELS", folds=True),
+    ),
+)
 _DELETED: Final = Listing(
     noun="deleted checkpoint",
     row=_deleted_row,
@@ -118,7 +149,7 @@ _LEAVES: Final = Listing(
 
 
 @click.command()
-@click.argument("path", type=any_path, metavar="[PATH]", required=False)
+@click.argument("path", type=readable_path, metavar="[PATH]", required=False)
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -153,10 +184,22 @@ def ls(
       storectl ls prod/llama-8b --deleted          checkpoints that can be undeleted
       storectl ls prod/llama-8b@latest             the leaves of a checkpoint
       storectl ls 'prod/llama-8b@500:**/kernel'    leaves whose key matches
+      storectl ls orbax:gs://bucket/run            checkpoints that Orbax wrote
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
     damaged: list[DataLossError] = []
+    if isinstance(path, RunPath) and is_foreign(path.run):
+        if deleted:
+            raise click.UsageError("--deleted goes with a run of a store")
+        written = ForeignStore().run(path.run).checkpoints()
+        _FOREIGN.show(written, limit=limit, as_json=as_json)
+        return
+    if isinstance(path, CheckpointPath | LeafPath):
+        with connection.open_for(path) as opened:
+            leaves = select_leaves(opened, path).leaves
+        _LEAVES.show(leaves, limit=limit, as_json=as_json)
+        return
     with connection.open() as client:
         match path:
             case None | NamespacePath():
@@ -171,6 +214,3 @@ def ls(
             case RunPath(run):
                 found = client.run(run).checkpoints(on_damage=damaged.append)
                 _CHECKPOINTS.show(found, limit=limit, as_json=as_json, damaged=damaged)
-            case CheckpointPath() | LeafPath():
-                leaves = select_leaves(client, path).leaves
-                _LEAVES.show(leaves, limit=limit, as_json=as_json)

@@ -17,8 +17,9 @@ from storesvc_client._values.texts import (
     sizes_text,
     time_text,
 )
-from storesvc_client.cli.arguments import checkpoint_path, json_option
+from storesvc_client.cli.arguments import json_option, readable_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.leaf_selection import Selection, select_leaf
 from storesvc_client.cli.output import json_value, print_fields, print_json
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
@@ -26,14 +27,20 @@ from storesvc_client.cli.paths import CheckpointPath, LeafPath
 if TYPE_CHECKING:
     from storesvc.format.names import Which
     from storesvc.format.trees import SavedSharding
-    from storesvc_client import Checkpoint, LeafInfo, OpenCheckpoint, Run
+    from storesvc_client import (
+        Checkpoint,
+        ForeignCheckpoint,
+        LeafInfo,
+        OpenCheckpoint,
+        Run,
+    )
 
 _SHOWN_ITEMS: Final = 20
 """Maximum items that are listed; with --json, all are."""
 
 
 @click.command()
-@click.argument("path", type=checkpoint_path, metavar="PATH")
+@click.argument("path", type=readable_checkpoint, metavar="PATH")
 @json_option
 @pass_connection
 def stat(
@@ -46,12 +53,14 @@ def stat(
       storectl stat prod/llama-8b@latest
       storectl stat prod/llama-8b@500:params/embed/embedding
     """
-    with connection.open() as client:
-        match path:
-            case CheckpointPath(run, which):
-                _print_checkpoint(client.run(run), which, as_json=as_json)
-            case LeafPath():
-                _print_leaf(select_leaf(client, path), as_json=as_json)
+    with connection.open_for(path) as client:
+        if isinstance(path, LeafPath):
+            _print_leaf(select_leaf(client, path), as_json=as_json)
+        elif isinstance(client, ForeignStore):
+            opened = client.run(path.run).open(path.which)
+            _print_foreign(opened, as_json=as_json)
+        else:
+            _print_checkpoint(client.run(path.run), path.which, as_json=as_json)
 
 
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
@@ -83,6 +92,26 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "labels": pairs_text(checkpoint.labels),
     }
     print_fields(f"{checkpoint.run}@{checkpoint.step}", fields.items())
+
+
+def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
+    """Prints a checkpoint of another project."""
+    info, contents = opened.info, _contents(opened)
+    if as_json:
+        print_json(json_value(info) | contents)
+        return
+    fields = {
+        "location": info.url,
+        "written": ABSENT if info.create_time is None else time_text(info.create_time),
+        "size": _exact_size(info.size_bytes),
+        "leaves": f"{info.leaf_count:,}",
+        "chunks": f"{info.chunk_count:,}",
+        "checksums": "of all elements" if info.is_verified else "none: unverified",
+        **_contents_fields(contents),
+        "metrics": pairs_text(info.metrics),
+        "labels": pairs_text(info.labels),
+    }
+    print_fields(opened.name, fields.items())
 
 
 def _found(
@@ -119,7 +148,7 @@ def _deletion_fields(checkpoint: "Checkpoint") -> dict[str, str]:
     return {name: time_text(time) for name, time in times.items() if time}
 
 
-def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
+def _contents(opened: "OpenCheckpoint | ForeignCheckpoint") -> dict[str, Any]:
     leaves = opened.leaves.values()
     return {
         "kinds": Counter(leaf.kind for leaf in leaves),

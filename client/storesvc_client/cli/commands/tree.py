@@ -7,7 +7,7 @@ import click
 
 from storesvc_client._values.leaf_tree import Line, Node, draw, grow
 from storesvc_client._values.texts import count_text, item_text, size_text
-from storesvc_client.cli.arguments import checkpoint_path, json_option
+from storesvc_client.cli.arguments import json_option, readable_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import Column, json_value, print_json, print_table
@@ -17,7 +17,7 @@ _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
 
 
 @click.command()
-@click.argument("path", type=checkpoint_path, metavar="PATH")
+@click.argument("path", type=readable_checkpoint, metavar="PATH")
 @click.option(
     "--depth",
     type=click.IntRange(min=1),
@@ -46,7 +46,7 @@ def tree(
       storectl tree prod/llama-8b@500 --depth 2
       storectl tree 'prod/llama-8b@500:opt_state/**'
     """
-    with connection.open() as client:
+    with connection.open_for(path) as client:
         selection = select_leaves(client, path)
     if as_json:
         print_json(_document(selection, depth=depth))

@@ -1,0 +1,111 @@
+"""storectl reads checkpoints of other projects where they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import storesvc_client as store
+from tests.support.command_line import document, printed, refusal, storectl, table
+
+NOWHERE = "127.0.0.1:1"
+"""A store that is not there: no command here needs one."""
+
+TREE: dict[str, Any] = {
+    "params": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)},
+    "step": 7,
+    "empty": None,
+}
+CONFIG = {"layers": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a run of Orbax with two steps."""
+    path = tmp_path_factory.mktemp("orbax") / "run@home"
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(path, options=options) as manager:
+        for step in (5, 100):
+            tree = {**TREE, "step": step}
+            manager.save(
+                step,
+                args=ocp.args.Composite(
+                    default=ocp.args.PyTreeSave(tree),
+                    model_config=ocp.args.JsonSave(CONFIG),
+                ),
+                metrics={"loss": 0.5},
+            )
+            manager.wait_until_finished()
+    return f"orbax://{path}"
+
+
+def test_ls_lists_checkpoints_newest_first(run: str) -> None:
+    rows = table(printed(NOWHERE, "ls", run))
+    assert ["STEP", "WRITTEN", "SIZE", "LEAVES", "METRICS", "LABELS"] == rows[0]
+    assert [["100", "3", "loss=0.5"], ["5", "3", "loss=0.5"]] == [
+        [row[0], row[3], row[4]] for row in rows[1:]
+    ]
+    assert [100] == [each["step"] for each in document(NOWHERE, "ls", run, "--limit=1")]
+
+
+def test_ls_and_tree_show_leaves_and_items(run: str) -> None:
+    rows = table(printed(NOWHERE, "ls", f"{run}@5:params/**"))
+    assert [["params/b", "float32", "[2]"], ["params/w", "float32", "[2,3]"]] == [
+        row[:3] for row in rows[1:]
+    ]
+    text = printed(NOWHERE, "tree", f"{run}@latest")
+    assert text.startswith(f"{run}@100")
+    assert "model-config" in text
+
+
+def test_stat_says_that_nothing_is_verified(run: str) -> None:
+    text = printed(NOWHERE, "stat", f"{run}@5")
+    assert "none: unverified" in text
+    assert "model-config (json" in text
+    found = document(NOWHERE, "stat", f"{run}@5")
+    assert (5, False, 3) == (found["step"], found["is_verified"], found["leaf_count"])
+    assert "int64" == document(NOWHERE, "stat", f"{run}@5:step")["dtype"]
+
+
+def test_get_writes_leaves_and_cat_an_item(run: str, tmp_path: Path) -> None:
+    file = tmp_path / "leaves.npz"
+    printed(NOWHERE, "get", f"{run}@5:**", "-o", str(file))
+    with np.load(file) as arrays:
+        np.testing.assert_array_equal(TREE["params"]["w"], arrays["params/w"])
+        assert 5 == arrays["step"]
+    assert CONFIG == json.loads(printed(NOWHERE, "cat", f"{run}@5:model-config"))
+
+
+def test_diff_compares_the_elements_of_checkpoints_of_any_project(
+    run: str, tmp_path: Path
+) -> None:
+    root = f"{tmp_path / 'store'}"
+    with store.connect(f"file://{root}") as client:
+        state = store.open_foreign(run).restore(5)
+        client.run("prod/import").save(5, state, items={"other": b"1"}).result()
+    text = printed(root, "diff", f"{run}@5", f"{run}@100")
+    assert "1 content; 2 leaves the same" in text
+    assert ["step", "content", "int64[]", "int64[]", "1 of 1"] == table(text)[1]
+    text = printed(root, "diff", f"{run}@5", "prod/import@5")
+    assert "no leaf differs; 3 leaves the same; items: 1 added, 1 removed" in text
+
+
+def test_what_is_absent_is_an_error_of_one_line(run: str) -> None:
+    assert "expected a finished step 7, got none" in refusal(
+        NOWHERE, "stat", f"{run}@7"
+    )
+    assert "nearest: params/w" in refusal(NOWHERE, "get", f"{run}@5:params/v")
+    assert "expected checkpoints of Orbax" in refusal(NOWHERE, "ls", "orbax:/nowhere")
+
+
+@pytest.mark.parametrize("command", ["rm", "gc", "du", "verify"])
+def test_commands_that_change_a_store_take_no_checkpoint_of_another_project(
+    command: str, run: str
+) -> None:
+    result = storectl(NOWHERE, command, f"{run}@5")
+    assert 2 == result.exit_code
+    assert "which ls, tree, stat, get, cat and diff read" in result.stderr

@@ -212,7 +212,16 @@ def test_memory_has_no_arrays_of_tensorstore() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/x", "zip://x::/etc/y.zip", "file://host/x", "gs://b", "", "a\0"]
+    "url",
+    [
+        "ftp://host/x",
+        "zip://x::/etc/y.zip",
+        "file://host/x",
+        "gs://b",
+        "",
+        "a\0",
+        "gs://bucket/x?driver=gcs_grpc",
+    ],
 )
 def test_other_urls_are_rejected(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="expected"):

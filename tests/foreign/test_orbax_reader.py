@@ -212,6 +212,18 @@ def test_a_lost_data_file_is_an_error(
         contents(read(tmp_path / "step"))
 
 
+def test_a_link_among_the_data_that_leaves_the_folder_is_rejected(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(written("v0-files"), tmp_path / "step")
+    (tmp_path / "elsewhere").write_bytes(b"secret")
+    chunk = tmp_path / "step/layers.1.w/2.1"
+    chunk.unlink()
+    chunk.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataLossError, match=r"got a symbolic link to .*/elsewhere"):
+        read(tmp_path / "step")
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no object": lambda fields: [],
     "no entries": lambda fields: {"tree_metadata": None},

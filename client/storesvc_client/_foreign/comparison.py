@@ -109,7 +109,7 @@ def _changed_chunks(leaf: LeafInfo, one: NDArray[Any], other: NDArray[Any]) -> i
     changed = 0
     for chunk in range(grid.count):
         # the ellipsis returns an array also for one without dimensions
-        index = (*(slice(*bounds) for bounds in grid.region(chunk)), ...)
+        index: Any = (*(slice(*bounds) for bounds in grid.region(chunk)), ...)
         changed += not np.array_equal(_bytes(one[index]), _bytes(other[index]))
     return changed
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidFieldError
 from storesvc.storage.gcs import TOKEN, endpoint_in_environment, endpoint_of
-from storesvc.storage.location import Storage, storage_at
+from storesvc.storage.location import GRPC_DRIVER, Storage, storage_at
 from storesvc_client._foreign.location import PACKAGES, checked_path
 from storesvc_client.errors import (
     DataLossError,
@@ -60,6 +60,11 @@ class RemoteLocation:
                 storage = storage_at(url)
             except InvalidFieldError as e:
                 raise InvalidRequestError(f"location {url!r}: {e}") from e
+            if storage.spec["driver"] == GRPC_DRIVER:
+                raise InvalidRequestError(
+                    f"location {url!r}: expected no driver=, got {GRPC_DRIVER}; other "
+                    "projects' checkpoints are read over HTTP, leave it out"
+                )
             plain = storage.name
         try:
             files_of = _file_system(scheme)

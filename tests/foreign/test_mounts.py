@@ -1,8 +1,12 @@
 """Checkpoints of Orbax are restored in place, with the planner of a store."""
 
 import os
+import re
 import shutil
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import storesvc_client as store
@@ -179,6 +184,62 @@ def _copy(folder: Path, root: str, *, without: str) -> None:
         name = file.relative_to(folder).as_posix()
         if file.is_file() and name != without:
             bucket.write(name, file.read_bytes()).result()
+
+
+def test_like_decides_what_orbax_does_not_record(tmp_path: Path) -> None:
+    state = {"by number": {0: jnp.ones(2), 1: (jnp.zeros(3), 5)}}
+    WRITERS["v0-pytree"](tmp_path / "step", state)
+    run = store.open_foreign(f"orbax:{tmp_path / 'step'}")
+    assert_same(state, run.restore(like=state))
+    assert {"0", "1"} == set(run.restore()["by number"])
+    assert isinstance(run.restore()["by number"]["1"], list)
+
+
+def test_the_state_of_a_list_of_modules_is_restored(tmp_path: Path) -> None:
+    layers = [nnx.Linear(2, 2, rngs=nnx.Rngs(k)) for k in range(2)]
+    state = nnx.state(nnx.List(layers))
+    WRITERS["v0-standard"](tmp_path / "step", state)
+    like = jax.tree.map(jnp.zeros_like, state)
+    run = store.open_foreign(f"orbax:{tmp_path / 'step'}")
+    assert_same(state, run.restore(like=like))
+
+
+def test_a_web_server_with_ranges_is_read(written: Callable[[str], Path]) -> None:
+    state = tree_for("v1-save")
+    folder = written("v1-save")
+    handler = partial(RangeHandler, directory=str(folder.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
+        assert_same(
+            state, store.open_foreign(url, trust_uncommitted=True).restore(like=state)
+        )
+        server.shutdown()
+
+
+class RangeHandler(SimpleHTTPRequestHandler):
+    """Serves a folder, and ranges of its files."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Sends a file, a range of one, or a list."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        file = Path(self.translate_path(self.path))
+        if found is None or not file.is_file():
+            super().do_GET()
+            return
+        start, stop, data = int(found[1]), int(found[2]) + 1, file.read_bytes()
+        part = data[start:stop]
+        self.send_response(206)
+        end = start + len(part) - 1
+        self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *args: object) -> None:
+        """Logs nothing."""
 
 
 def test_a_damaged_data_file_fails_the_restore(

@@ -329,6 +329,7 @@ class ForeignCheckpoint(OpenTree):
                     rules=rules,
                     cast=cast,
                     missing=missing,
+                    has_text_keys=True,  # Orbax, and dotted names of others
                 )
             assembly = self._assembly(target.regions(), target.place, meter, ends)
             source = self._source()

@@ -100,7 +100,13 @@ def match_all(
 
 
 def match_like(
-    tree: Tree, like: Any, rows: Sequence[int], *, cast: str | None, keeping: bool
+    tree: Tree,
+    like: Any,
+    rows: Sequence[int],
+    *,
+    cast: str | None,
+    keeping: bool,
+    has_text_keys: bool = False,
 ) -> Match:
     """Returns a match of the selected leaves with the leaves of a pytree.
 
@@ -111,6 +117,8 @@ def match_like(
         cast: dtype that floating-point leaves may be cast to if ``like`` has it; None:
             no cast.
         keeping: True if leaves that the checkpoint lacks keep their values.
+        has_text_keys: True if the writer of the checkpoint stored keys that are
+            numbers as texts, so that only ``like`` shows which they were.
 
     Raises:
         UnsupportedLeafError: ``like`` has two leaves with one key.
@@ -146,7 +154,7 @@ def match_like(
             problems.append(
                 f"leaf {key!r}: expected {_describe(leaf)}, got {_saved(saved)}"
             )
-        elif not _same_path(saved, leaf):
+        elif not _same_path(saved, leaf, has_text_keys=has_text_keys):
             problems.append(
                 f"leaf {key!r}: expected the path {leaf.path}, got "
                 f"{path_text(path_of(saved))}; a number and its text are different keys"
@@ -288,10 +296,12 @@ def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
     )
 
 
-def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
-    """Returns whether each part is a number in both paths, or text in both."""
+def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:
+    """Returns whether each part is a number in both paths, or text in both, or may have
+    become a text."""
     return saved.path_kinds == leaf.path_kinds or all(
         (a in INTEGER_KINDS) == (b in INTEGER_KINDS)
+        or (has_text_keys and a not in INTEGER_KINDS)
         for a, b in zip(saved.path_kinds, leaf.path_kinds, strict=True)
     )
 

@@ -121,6 +121,7 @@ class Target:
         rules: "Rules | Literal['recorded'] | None",
         cast: Any,
         missing: Literal["error", "keep"] = "error",
+        has_text_keys: bool = False,
     ) -> "Target":
         """Returns the target of a restore.
 
@@ -135,6 +136,7 @@ class Target:
             cast: A floating-point dtype for floating-point leaves.
             missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
                 "keep" keeps their values from ``like``.
+            has_text_keys: As for ``match_like``.
 
         Raises:
             InvalidRequestError: Mesh without rules, rules without mesh, a rule or dtype
@@ -151,7 +153,14 @@ class Target:
             match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
             keeping = missing == "keep"
-            match = match_like(tree, like, rows, cast=dtype, keeping=keeping)
+            match = match_like(
+                tree,
+                like,
+                rows,
+                cast=dtype,
+                keeping=keeping,
+                has_text_keys=has_text_keys,
+            )
         problems = list(match.problems)
         pending, kept = [], {}
         for wanted in () if problems else match.wanted:

@@ -31,7 +31,7 @@ def test_a_checkpoint_becomes_safetensors_in_another_dtype(
         *("--dtype", "bf16", "--select", "params/**", "--max-shard", "1MiB"),
     )
 
-    assert f"safetensors:{tmp_path}/x: 1 leaf, 64 bytes\n" == text
+    assert f"safetensors:{tmp_path}/x: 1 leaf, 64 B\n" == text
     with safe_open(tmp_path / "x" / "model.safetensors", "np") as file:
         assert ["params.kernel"] == list(file.keys())
         assert "BF16" == file.get_slice("params.kernel").get_dtype()

@@ -14,8 +14,8 @@ import storesvc_client as store
 
 TREE = {"x": np.arange(8.0)}
 RUN = {
-    *("checkpoint", "checkpoints", "configure", "delete", "diff", "holds", "info"),
-    *("items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
+    *("checkpoint", "checkpoints", "configure", "delete", "diff", "export", "holds"),
+    *("info", "items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
     *("restore", "retention"),
     *("save", "steps", "tags", "undelete", "update", "uploads", "usage", "verify"),
     *("wait", "watch"),
@@ -62,7 +62,8 @@ def test_handles_show_no_internals(run: store.Run) -> None:
     methods = {"done", "exception", "rehearsal", "report", "result", "step"}
     assert methods == visible(save)
     methods = {
-        *("document", "info", "items", "leaves", "name", "read", "report", "restore"),
+        *("document", "export", "info", "items", "leaves", "name", "read", "report"),
+        "restore",
     }
     assert methods == visible(opened)
 

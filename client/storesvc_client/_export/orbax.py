@@ -77,7 +77,7 @@ _ITEM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What is written, besides the elements of the arrays."""
+    """A step, besides the elements of its arrays."""
 
     item: str
     layout: str

@@ -1,4 +1,4 @@
-"""The data files of an Orbax checkpoint: hard links to those of the store, or copies.
+"""The data files of an Orbax checkpoint: hard links into the store, or copies.
 
 A stored chunk is a chunk of Zarr with its CRC-32C, which Orbax verifies when it reads.
 So a checkpoint on the disk of the target is exported by links and a small index; where

@@ -30,8 +30,8 @@ class ExportReport:
     size_bytes: int
     """Bytes of their elements, as exported."""
     linked_bytes: int
-    """Bytes of the data files that are hard links to those of the store; 0 if all
-    bytes were copied."""
+    """Bytes of the data files that are hard links into the store; 0 if all bytes were
+    copied."""
     dropped_items: tuple[str, ...]
     """Items that the format cannot hold, and that ``drop_items=True`` left out."""
     seconds: float

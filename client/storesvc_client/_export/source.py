@@ -34,7 +34,7 @@ class Source:
     rows: Sequence[int]
     """Rows of the selected leaves, ascending."""
     is_whole: bool
-    """Whether all leaves are selected; items are exported with them."""
+    """True if all leaves are selected; items are exported with them."""
     containers: Sequence[Container]
     """The selected containers that no leaf shows."""
     read: ReadRegions
@@ -54,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExportCall:
-    """What every format needs."""
+    """The arguments that all formats share."""
 
     source: Source
     where: str

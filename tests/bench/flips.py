@@ -2,9 +2,11 @@
 
     python -m tests.bench.flips [--trials 20]
 
-Saves the same arrays with storesvc and with Orbax (its defaults), flips one bit at
-a random place of a random data file, restores, and restores the bit. Prints how often
-each library reported the damage, returned the right data, or returned wrong data.
+Saves the same arrays with storesvc and with Orbax (its defaults), and exports the
+checkpoint of storesvc in the format of Orbax; flips one bit at a random place of a
+random data file, restores, and restores the bit. Orbax restores its own checkpoint and
+the exported one. Prints how often the damage was reported, or the right data or wrong
+data returned.
 """
 
 import argparse
@@ -47,7 +49,7 @@ def trial(root: Path, restore: Callable[[], Any], rng: random.Random) -> str:
 
 
 def main() -> None:
-    """Prints the outcomes of both libraries."""
+    """Prints the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
     trials = parser.parse_args().trials
@@ -56,9 +58,12 @@ def main() -> None:
     print(f"{'one flipped bit':24}" + "".join(f"{o:>12}" for o in outcomes))
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         ours, theirs = Path(directory) / "storesvc", Path(directory) / "orbax"
+        exported = Path(directory) / "exported"
         with store.connect(ours.as_uri()) as client:
             run = client.run("bench/flips")
             run.save(0, TREE).result()
+            run.export(0, f"orbax:{exported}")
+            item = exported / "0" / "default"
             checkpointer = ocp.StandardCheckpointer()
             checkpointer.save(theirs, TREE)
             checkpointer.wait_until_finished()
@@ -68,6 +73,11 @@ def main() -> None:
                     f"orbax {ocp.__version__}",
                     theirs,
                     lambda: checkpointer.restore(theirs, TREE),
+                ),
+                (
+                    "orbax, of an export",
+                    exported,
+                    lambda: checkpointer.restore(item, TREE),
                 ),
             ):
                 rng = random.Random(0)

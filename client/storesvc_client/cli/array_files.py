@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
+from storesvc_client._export.safetensors_layout import DTYPE_NAMES, MAX_HEADER_BYTES
 from storesvc_client._values.texts import ENCODED, count_text, printable
 from storesvc_client.cli.errors import Refusal
 
@@ -28,35 +29,6 @@ if TYPE_CHECKING:
     from storesvc_client.cli.leaf_summary import Array
 
 Arrays: TypeAlias = "Iterable[tuple[LeafInfo, Array]]"
-
-_SAFETENSORS: Final = MappingProxyType(
-    {
-        "bool": "BOOL",
-        "int8": "I8",
-        "int16": "I16",
-        "int32": "I32",
-        "int64": "I64",
-        "uint8": "U8",
-        "uint16": "U16",
-        "uint32": "U32",
-        "uint64": "U64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-    }
-)
-"""Names of dtypes in safetensors 0.8. F4 and F6 are left out: safetensors packs them,
-so that the bytes of a leaf would differ from the saved ones."""
-
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""Maximum length of a header; readers of safetensors reject a longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +96,7 @@ def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
     _check_arrays(leaves)
     for leaf in leaves:
         if not is_of_numpy(leaf):
-            hint = (
-                "; a .safetensors file holds it" if leaf.dtype in _SAFETENSORS else ""
-            )
+            hint = "; a .safetensors file holds it" if leaf.dtype in DTYPE_NAMES else ""
             raise Refusal(
                 f"leaf {printable(leaf.key)}: NumPy's file format has no name for "
                 f"{leaf.dtype}{hint}"
@@ -145,7 +115,7 @@ def _check_npy(leaves: "Sequence[LeafInfo]") -> None:
 def _check_safetensors(leaves: "Sequence[LeafInfo]") -> None:
     _check_arrays(leaves)
     for leaf in leaves:
-        if leaf.dtype not in _SAFETENSORS:
+        if leaf.dtype not in DTYPE_NAMES:
             raise Refusal(
                 f"leaf {printable(leaf.key)}: safetensors has no name for {leaf.dtype}"
             )
@@ -182,7 +152,7 @@ def _write_safetensors(
         offsets[leaf.key], start = end, end
         end += leaf.size_bytes
         header[leaf.key] = {
-            "dtype": _SAFETENSORS[leaf.dtype],
+            "dtype": DTYPE_NAMES[leaf.dtype],
             "shape": leaf.shape,
             "data_offsets": (start, end),
         }
@@ -201,10 +171,10 @@ def _safetensors_prefix(
     impls = {leaf.key: leaf.prng_impl for leaf in leaves if leaf.prng_impl}
     metadata = {"__metadata__": {"prng_impls": json.dumps(impls)}} if impls else {}
     text = json.dumps({**metadata, **header}, separators=(",", ":")).encode()
-    if len(text) > _MAX_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         raise Refusal(
             f"{count_text(len(leaves), 'leaf')} make a safetensors header of "
-            f"{len(text):,} bytes, expected at most {_MAX_HEADER_BYTES:,}; "
+            f"{len(text):,} bytes, expected at most {MAX_HEADER_BYTES:,}; "
             "write them in several files"
         )
     text += b" " * (-len(text) % 8)

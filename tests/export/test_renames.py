@@ -136,7 +136,7 @@ def test_windows_cover_an_array_once_in_order(
 
     parts = [
         array[tuple(slice(*each) for each in region)].reshape(-1)
-        for region in windows(shape, chunk, row_bytes=1, limit=limit)
+        for region in windows(shape, chunk, itemsize=1, limit=limit)
     ]
 
     assert array.reshape(-1).tolist() == [n for part in parts for n in part.tolist()]

@@ -6,9 +6,9 @@ a row of chunks is larger than ``WINDOW_BYTES``: then its chunks are read again 
 part of it. The windows of small tensors are read together, and the next batch is read
 while the previous one is written.
 
->>> list(windows((4, 6), (2, 3), row_bytes=1, limit=12))
+>>> list(windows((4, 6), (2, 3), itemsize=1, limit=12))
 [((0, 2), (0, 6)), ((2, 4), (0, 6))]
->>> list(windows((4, 6), (4, 3), row_bytes=1, limit=12))
+>>> list(windows((4, 6), (4, 3), itemsize=1, limit=12))
 [((0, 2), (0, 6)), ((2, 4), (0, 6))]
 """
 
@@ -35,6 +35,12 @@ WINDOW_BYTES: Final = 64 << 20
 batches in memory: one that is read, and one that is written."""
 
 
+TRANSPOSED_BYTES: Final = 256 << 20
+"""Maximum bytes of a window of a transposed tensor. Such windows cross the rows of
+chunks, so that each window reads its part of the same chunks again: fewer windows read
+less."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A region of a leaf."""
@@ -51,7 +57,7 @@ def windows(
     shape: Sequence[int],
     chunk_shape: Sequence[int],
     *,
-    row_bytes: int,
+    itemsize: int,
     limit: int = WINDOW_BYTES,
 ) -> Iterator[Region]:
     """Yields regions that follow each other in C order and cover an array once.
@@ -59,13 +65,13 @@ def windows(
     Args:
         shape: Shape of the array; nothing is yielded if a size is 0.
         chunk_shape: Shape of its chunks.
-        row_bytes: Bytes of an element.
+        itemsize: Bytes of an element.
         limit: Maximum bytes of a region; one element may be larger.
     """
     if 0 in shape:
         return
     # 1. Lead with as few single indices as make the rest of a row fit.
-    dim, inner = 0, math.prod(shape[1:]) * row_bytes
+    dim, inner = 0, math.prod(shape[1:]) * itemsize
     while dim + 1 < len(shape) and inner > limit:
         dim += 1
         inner //= shape[dim]

@@ -9,7 +9,6 @@ and renamed. In a bucket ``commit_success.txt`` comes last, without which Orbax 
 a step. A retry removes what an unfinished export has left.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -52,6 +51,7 @@ from storesvc_client._export.target import (
     LocalTarget,
     OpenTarget,
     Target,
+    lock,
     sync_directory,
     translated,
 )
@@ -308,23 +308,17 @@ def _new_directory(place: Path) -> Generator[Path]:
         if place.exists():
             raise _exists(str(place))
         part.mkdir(parents=True, exist_ok=True)
-        # the lock, of this export alone, is held by the descriptor
-        lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, part, place)
             remains = LocalTarget(part)
             for name in remains.names():  # of an export that has failed
                 remains.remove(name)
             yield part
             part.rename(place)
             sync_directory(place.parent)
-        except BlockingIOError as e:
-            raise PreconditionError(
-                f"{place}: another export writes it; wait for it, or choose another "
-                "target"
-            ) from e
         finally:
-            os.close(lock)
+            os.close(descriptor)
 
 
 def _exists(place: str) -> PreconditionError:

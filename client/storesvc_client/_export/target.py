@@ -175,13 +175,7 @@ class LocalTarget:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(part, flags, 0o644)
             with open(descriptor, "wb") as opened:  # noqa: PTH123 - a descriptor
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as e:
-                    raise PreconditionError(
-                        f"{file}: another export writes it; wait for it, or choose "
-                        "another target"
-                    ) from e
+                lock(descriptor, part, file)
                 opened.truncate(0)
                 yield opened
                 opened.flush()
@@ -271,6 +265,28 @@ class RemoteTarget:
             suppress(FileNotFoundError),
         ):
             self._files.rm(self._path(path), recursive=True)
+
+
+def lock(descriptor: int, part: Path, place: Path) -> None:
+    """Locks a temporary file or directory until its descriptor is closed.
+
+    Args:
+        descriptor: An open descriptor of it.
+        part: Its path.
+        place: The path that it will have, for the message.
+
+    Raises:
+        PreconditionError: Another export holds the lock, or has just completed it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), part.lstat()):
+            return
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    raise PreconditionError(
+        f"{place}: another export writes it; wait for it, or choose another target"
+    )
 
 
 def sync_directory(directory: Path) -> None:

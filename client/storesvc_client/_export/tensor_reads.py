@@ -6,6 +6,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from storesvc_client._export.elements import (
+    TRANSPOSED_BYTES,
+    WINDOW_BYTES,
     Piece,
     cast_array,
     raw_bytes,
@@ -32,7 +34,8 @@ def read_tensors(
             for region in windows(
                 tensor.shape,
                 tensor.chunk_shape,
-                row_bytes=source.tree.grids[tensor.row].itemsize,
+                itemsize=source.tree.grids[tensor.row].itemsize,
+                limit=WINDOW_BYTES if tensor.axes is None else TRANSPOSED_BYTES,
             )
         ]
         for tensor in tensors

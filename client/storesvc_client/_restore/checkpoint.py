@@ -276,7 +276,7 @@ class OpenCheckpoint(OpenTree):
         ``fsspec`` writes to. The target appears when it is complete, and nothing is
         replaced; calling this again continues after a failure. Every chunk is verified,
         except where its file is linked: Orbax verifies it then. At most a few
-        hundred MiB are in memory.
+        hundred MiB are in memory, or 1 GiB if a rename transposes large leaves.
 
         >>> run.open("best").export("safetensors:/models/llama", cast="bfloat16")
 

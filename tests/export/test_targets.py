@@ -1,0 +1,136 @@
+"""Files at the target of an export: complete or absent, written by one at a time."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import storesvc_client as store
+from storesvc_client._export.orbax import _new_directory
+from storesvc_client._export.target import LocalTarget, Target, lock, open_target
+
+
+def write_and_fail(target: Target) -> None:
+    """Fails in the middle of a file."""
+    with target.create("x") as file:
+        file.write(b"a longer text")
+        raise RuntimeError
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = LocalTarget(tmp_path)
+
+    with target.create("a/b") as file:
+        file.write(b"whole")
+        assert [".b.part"] == target.names("a")
+
+    assert (["b"], 5, b"hol") == (
+        target.names("a"),
+        target.size("a/b"),
+        target.read("a/b", 1, 4),
+    )
+
+
+def test_a_failure_leaves_a_temporary_file_that_a_retry_begins_again(
+    tmp_path: Path,
+) -> None:
+    target = LocalTarget(tmp_path)
+
+    with pytest.raises(RuntimeError):
+        write_and_fail(target)
+    assert [".x.part"] == target.names()
+    with target.create("x") as file:
+        file.write(b"short")
+
+    assert b"short" == (tmp_path / "x").read_bytes()
+    assert ["x"] == target.names()
+
+
+def test_two_exports_do_not_write_one_file_or_step(tmp_path: Path) -> None:
+    target = LocalTarget(tmp_path)
+
+    with (
+        target.create("x"),
+        pytest.raises(store.PreconditionError, match="another export writes it"),
+        target.create("x"),
+    ):
+        pass
+    with (
+        _new_directory(tmp_path / "1"),
+        pytest.raises(store.PreconditionError, match="another export writes it"),
+        _new_directory(tmp_path / "1"),
+    ):
+        pass
+
+
+def test_a_file_that_another_export_has_completed_is_not_taken(tmp_path: Path) -> None:
+    target, part = LocalTarget(tmp_path), tmp_path / ".x.part"
+    with target.create("x") as file:
+        file.write(b"whole")
+        descriptor = os.open(part, os.O_WRONLY)
+
+    with pytest.raises(store.PreconditionError, match="another export writes it"):
+        lock(descriptor, part, tmp_path / "x")
+
+    os.close(descriptor)
+    assert b"whole" == (tmp_path / "x").read_bytes()
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".x.part").symlink_to(tmp_path / "victim")
+
+    with (
+        pytest.raises(store.PreconditionError, match=r"out/x: Too many levels"),
+        LocalTarget(tmp_path / "out").create("x"),
+    ):
+        pass
+
+    assert "kept" == (tmp_path / "victim").read_text()
+
+
+def test_a_target_below_a_file_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    with (
+        pytest.raises(store.PreconditionError, match="check the target"),
+        LocalTarget(tmp_path / "file").create("x"),
+    ):
+        pass
+
+
+def test_a_failed_upload_leaves_no_object() -> None:
+    pytest.importorskip("fsspec")
+    target = open_target("memory://uploads/failed")
+
+    with pytest.raises(RuntimeError):
+        write_and_fail(target)
+    assert [] == target.names()
+    with target.create("x") as file:
+        file.write(b"whole")
+
+    assert (["x"], 5, b"ho") == (
+        target.names(),
+        target.size("x"),
+        target.read("x", 1, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("file://host/x", "expected file:///PATH, got a host"),
+        ("nowhere://x", "use a path, gs:// or s3://"),
+        ("", "expected a path or a URL"),
+    ],
+)
+def test_a_url_that_cannot_be_written_is_rejected(url: str, problem: str) -> None:
+    with pytest.raises(store.InvalidRequestError, match=problem):
+        open_target(url)
+
+
+def test_a_file_url_is_a_local_directory(tmp_path: Path) -> None:
+    spaced = tmp_path / "a b"
+
+    assert spaced == open_target(spaced.as_uri()).local

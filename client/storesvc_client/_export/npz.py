@@ -90,6 +90,7 @@ def _write(
                     with meter.phase("write"):
                         opened.write(piece)
                     meter.add(len(piece))
+                    del piece  # before the next one takes memory
 
 
 def _header(tensor: Tensor) -> bytes:

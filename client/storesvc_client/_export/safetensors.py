@@ -170,6 +170,7 @@ def _write(source: Source, target: Target, shard: _Shard, meter: Meter) -> str:
         for _, pieces in read_tensors(source, shard.tensors, meter):
             for piece in pieces:
                 append(piece)
+                del piece  # before the next one takes memory
     return hasher.digest.hex()
 
 

@@ -48,8 +48,13 @@ def read_tensors(
 def _pieces(
     source: Source, tensor: Tensor, arrays: Iterator[NDArray[Any]], count: int
 ) -> Iterator[memoryview]:
+    # no variable holds an array while the next one is read
     for _ in range(count):
-        array = next(arrays)
-        if tensor.axes is not None:
-            array = array.transpose(tensor.axes)
-        yield raw_bytes(cast_array(array, tensor.dtype, source.describe(tensor.row)))
+        yield _exported(source, tensor, next(arrays))
+
+
+def _exported(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
+    """Returns the bytes of a piece, transposed and cast."""
+    if tensor.axes is not None:
+        array = array.transpose(tensor.axes)
+    return raw_bytes(cast_array(array, tensor.dtype, source.describe(tensor.row)))

@@ -183,6 +183,19 @@ def test_leaves_are_selected_and_cast(saved: Save, tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.float32(leaf), found["params"][name])
 
 
+def test_files_of_selected_leaves_hold_nothing_else(
+    saved: Save, tmp_path: Path
+) -> None:
+    secret = np.full(500, 17.25)
+    opened = saved((tmp_path / "store").as_uri(), {"w": np.ones(9), "secret": secret})
+
+    report = opened.export(f"orbax:{tmp_path}/x", select="w")
+
+    files = [file for file in (tmp_path / "x").rglob("*") if file.is_file()]
+    assert 0 == report.linked_bytes
+    assert not any(secret[:1].tobytes() in file.read_bytes() for file in files)
+
+
 def test_links_survive_the_end_of_the_checkpoint(saved: Save, tmp_path: Path) -> None:
     tree = {"w": np.arange(1000.0)}
     root = (tmp_path / "store").as_uri()

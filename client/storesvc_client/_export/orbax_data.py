@@ -69,14 +69,15 @@ def link_data(
     source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
-    a leaf is cast, or the files cannot be linked.
+    a leaf is cast or left out, or the files cannot be linked. A file with leaves that
+    were left out would still hold their bytes.
 
     Raises:
         DataLossError: A data file is missing or too short.
     """
     folder = target.local
     is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in leaves)
-    if folder is None or source.pool is None or is_cast:
+    if folder is None or source.pool is None or is_cast or not source.is_whole:
         return None
     places = source.places.take(_ordinals(source, leaves))
     names = [DATA + name.replace("/", "-") for name in places.files]

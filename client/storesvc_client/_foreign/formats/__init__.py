@@ -10,7 +10,11 @@ from typing import Final
 
 FORMATS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "eformer": "eformer",
+        "jax": "jax_arrays",
+        "levanter": "levanter",
         "orbax": "orbax",
+        "safetensors": "safetensors",
     }
 )
 """Scheme of the URLs of each format, and its module here, imported on first use."""

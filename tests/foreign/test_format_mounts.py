@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import save_file
 
 import storesvc_client as store
-from storesvc_client.errors import MismatchError
+from storesvc_client.errors import InvalidRequestError, MismatchError
 from tests.support.eformer_parts import BIAS, COUNT, KERNEL
 
 EFORMER = Path(__file__).parents[1] / "golden" / "foreign" / "eformer"
@@ -72,3 +72,20 @@ def test_the_tree_that_jax_saved_comes_back(tmp_path: Path) -> None:
     tree = {"a": (jnp.ones(2), [None, jnp.zeros((2, 2))]), "b": {}}
     pytree_serialization.save(tree, tmp_path)
     assert_equal(tree, store.open_foreign(f"jax:{tmp_path}").restore())
+
+
+def test_a_url_may_name_one_file_whose_names_are_kept_whole(tmp_path: Path) -> None:
+    save_file({"a": np.ones(2), "a.b": np.zeros(1)}, tmp_path / "lora.safetensors")
+    save_file({"w": np.ones(2)}, tmp_path / "vae.safetensors")
+    run = store.open_foreign(
+        f"safetensors:{tmp_path}/lora.safetensors", keep_names=True
+    )
+    assert f"safetensors:file://{tmp_path}/lora.safetensors" == run.name
+    assert {"a": [1.0, 1.0], "a.b": [0.0]} == {
+        key: value.tolist() for key, value in run.restore().items()
+    }
+
+
+def test_names_are_kept_whole_for_safetensors_only() -> None:
+    with pytest.raises(InvalidRequestError, match="keep_names= with safetensors only"):
+        store.open_foreign(f"eformer:{EFORMER}", keep_names=True)

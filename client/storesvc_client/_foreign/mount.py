@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import RestoreKeywords, Rules
 
+_NAMED: Final = "safetensors"
+"""The format whose URLs may name one file, and whose names are not paths."""
+
 _COMMITTING: Final = "orbax"
 """The format whose steps in a bucket have a file that says that they are finished."""
 
@@ -110,6 +113,7 @@ def open_foreign(
     *,
     storage_options: Mapping[str, Any] | None = None,
     trust_uncommitted: bool = False,
+    keep_names: bool = False,
 ) -> "ForeignRun":
     """Returns the checkpoints that another project wrote below a URL; lists it.
 
@@ -124,6 +128,8 @@ def open_foreign(
         trust_uncommitted: Whether steps of Orbax in a bucket without
             ``commit_success.txt`` count as finished, as those that were copied there
             from a file system.
+        keep_names: Whether the name of a tensor of safetensors is one key, and not
+            split at each ".".
 
     Raises:
         InvalidRequestError: The URL names no known format or location, or a package is
@@ -138,9 +144,18 @@ def open_foreign(
             f"{url}: expected trust_uncommitted= with checkpoints of Orbax only; leave "
             "it out"
         )
+    options: dict[str, Any] = {}
+    if trust_uncommitted:
+        options["trust_uncommitted"] = True
+    if scheme == _NAMED:
+        place, options["file"] = split_file(place)
+        options["keep_names"] = keep_names
+    elif keep_names:
+        raise InvalidRequestError(
+            f"{url}: expected keep_names= with safetensors only; leave it out"
+        )
     location = open_location(place, storage_options=storage_options)
     module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
-    options = {"trust_uncommitted": True} if trust_uncommitted else {}
     root: ForeignRoot = module.open_root(location, **options)
     return ForeignRun(root)
 
@@ -165,6 +180,23 @@ def split_url(url: str) -> tuple[str, str]:
             f"orbax:gs://bucket/run; formats: {', '.join(FORMATS)}"
         )
     return scheme, place
+
+
+def split_file(place: str) -> tuple[str, str]:
+    """Returns the folder and the name of a file of safetensors; "" for a folder.
+
+    >>> split_file("gs://bucket/lora.safetensors?endpoint=x")
+    ('gs://bucket?endpoint=x', 'lora.safetensors')
+    >>> split_file("/models/llama")
+    ('/models/llama', '')
+    """
+    path, question, query = place.partition("?")
+    folder, _, name = path.rpartition("/")
+    if not name.endswith(".safetensors"):
+        return place, ""
+    return (
+        folder or "/" if path.startswith("/") else folder or "."
+    ) + question + query, name
 
 
 class ForeignRun:

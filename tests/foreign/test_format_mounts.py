@@ -19,7 +19,7 @@ EFORMER = Path(__file__).parents[1] / "golden" / "foreign" / "eformer"
 
 
 def assert_equal(expected: Any, actual: Any) -> None:
-    assert jax.tree.structure(expected) == jax.tree.structure(actual)  # type: ignore[operator]
+    assert str(jax.tree.structure(expected)) == str(jax.tree.structure(actual))
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -27,13 +27,11 @@ def assert_equal(expected: Any, actual: Any) -> None:
 
 def test_numbers_in_names_become_indexes_where_the_target_has_them() -> None:
     run = store.open_foreign(f"eformer:{EFORMER}")
-    like = {
-        "tx": [{"count": jnp.zeros((), jnp.int32), "mu": {"layers": {0: {}, 1: {}}}}]
-    }
-    like["tx"][0]["mu"]["layers"] = {
+    layers = {
         0: {"kernel": jnp.zeros((2, 3), jnp.bfloat16)},
         1: {"bias": jnp.zeros(3)},
     }
+    like = {"tx": [{"count": jnp.zeros((), jnp.int32), "mu": {"layers": layers}}]}
     expected = {
         "tx": [
             {

@@ -29,7 +29,7 @@ MAX_MEMORY_BYTES: Final = 48 << 20
 
 REJECTED: Final = (DataLossError, LimitError, NotFoundError, PreconditionError)
 
-Writer: TypeAlias = Callable[[Path], None]
+Writer: TypeAlias = Callable[[Path], object]
 
 DEEP: Final = b"[" * 1_000_000
 MANY: Final = b'{"a":[' + b"0," * 5_000_001 + b"0]}"
@@ -50,8 +50,18 @@ def header(value: Any, data: bytes = bytes(8)) -> Writer:
     return lambda folder: write_header(folder, value, data)
 
 
+def in_order(*effects: Callable[[Path], object]) -> Writer:
+    """Returns a writer that calls each of `effects`."""
+
+    def write(folder: Path) -> None:
+        for each in effects:
+            each(folder)
+
+    return write
+
+
 def raw(name: str, data: bytes) -> Writer:
-    return lambda folder: [(folder / name).write_bytes(data), None][-1]
+    return in_order(lambda folder: (folder / name).write_bytes(data))
 
 
 SAFETENSORS: dict[str, Writer] = {
@@ -99,14 +109,14 @@ SAFETENSORS: dict[str, Writer] = {
     "BOOL of 2": header({"a": tensor(dtype="BOOL", shape=[8])}, b"\2\1\0\1\0\1\0\0"),
     "link out": lambda folder: (folder / "model.safetensors").symlink_to("/etc/passwd"),
     "folder as file": lambda folder: (folder / "model.safetensors").mkdir(),
-    "config that is a link out": lambda folder: [
-        write_header(folder, {"a": tensor()}),
-        (folder / "config.json").symlink_to("/etc/passwd"),
-    ][0],
-    "config of 17 MB": lambda folder: [
-        write_header(folder, {"a": tensor()}),
-        _grow(folder / "config.json", 17 << 20),
-    ][0],
+    "config that is a link out": in_order(
+        lambda folder: write_header(folder, {"a": tensor()}),
+        lambda folder: (folder / "config.json").symlink_to("/etc/passwd"),
+    ),
+    "config of 17 MB": in_order(
+        lambda folder: write_header(folder, {"a": tensor()}),
+        lambda folder: _grow(folder / "config.json", 17 << 20),
+    ),
 }
 
 
@@ -233,10 +243,15 @@ EFORMER: dict[str, Writer] = {
     "metadata of 2 MB": changed(lambda d: _grow(d / "w" / ".zarray", 2 << 20)),
     "chunk that is too short": changed(lambda d: (d / "w" / "0").write_bytes(b"a")),
     "chunk that is a link out": changed(
-        lambda d: [(d / "w" / "0").unlink(), (d / "w" / "0").symlink_to("/etc/passwd")]
+        in_order(
+            lambda d: (d / "w" / "0").unlink(),
+            lambda d: (d / "w" / "0").symlink_to("/etc/passwd"),
+        )
     ),
     "folder that is a link out": changed(
-        lambda d: [(d / "w").rename(d / "v"), (d / "w").symlink_to("/etc")]
+        in_order(
+            lambda d: (d / "w").rename(d / "v"), lambda d: (d / "w").symlink_to("/etc")
+        )
     ),
     "missing chunk": changed(lambda d: (d / "w" / "0").unlink()),
     "step of 2^63": changed(
@@ -304,20 +319,21 @@ LEVANTER: dict[str, Writer] = {
     "flipped manifest": database(lambda d: _flip(d / "manifest.ocdbt")),
     "manifest of 17 MB": database(lambda d: _grow(d / "manifest.ocdbt", 17 << 20)),
     "manifest that is a link out": database(
-        lambda d: [
-            (d / "manifest.ocdbt").unlink(),
-            (d / "manifest.ocdbt").symlink_to("/etc/passwd"),
-        ]
+        in_order(
+            lambda d: (d / "manifest.ocdbt").unlink(),
+            lambda d: (d / "manifest.ocdbt").symlink_to("/etc/passwd"),
+        )
     ),
     "data that is a link out": database(
-        lambda d: [(d / "d").rename(d / "e"), (d / "d").symlink_to("/etc")]
+        in_order(
+            lambda d: (d / "d").rename(d / "e"), lambda d: (d / "d").symlink_to("/etc")
+        )
     ),
     "metadata of 2 MB": database(lambda d: _grow(d / "metadata.json", 2 << 20)),
-    "deep folders": lambda folder: [
-        (folder / "metadata.json").write_text('{"step": 0}'),
-        (folder / "/".join("a" * 70)).mkdir(parents=True),
-        None,
-    ][-1],
+    "deep folders": in_order(
+        lambda folder: (folder / "metadata.json").write_text('{"step": 0}'),
+        lambda folder: (folder / "/".join("a" * 70)).mkdir(parents=True),
+    ),
 }
 
 
@@ -356,16 +372,16 @@ JAX: dict[str, Writer] = {
     "other shape": structure(LEAF, ["Array(float32[3])"]),
     "leaf that is no array": structure(LEAF, ["int"]),
     "leaf that is a list": structure(LEAF, [["Array"]]),
-    "deep": lambda folder: [
-        write_jax(folder, LEAF, []),
-        (folder / "pytreedef.json").write_bytes(DEEP),
-        None,
-    ][-1],
-    "no base64": lambda folder: [
-        write_jax(folder, LEAF, []),
-        (folder / "pytreedef.json").write_text('{"__jax_pytreedef_repr": "!"}'),
-        None,
-    ][-1],
+    "deep": in_order(
+        lambda folder: write_jax(folder, LEAF, []),
+        lambda folder: (folder / "pytreedef.json").write_bytes(DEEP),
+    ),
+    "no base64": in_order(
+        lambda folder: write_jax(folder, LEAF, []),
+        lambda folder: (folder / "pytreedef.json").write_text(
+            '{"__jax_pytreedef_repr": "!"}'
+        ),
+    ),
 }
 
 CASES: Final = [
@@ -420,12 +436,12 @@ def test_the_small_structures_of_these_tests_are_read_unless_hostile(
     """Shows that each rejection is for the reason that its name states."""
     write_header(tmp_path, {"a": tensor()})
     read_all(safetensors.open_root(LocalLocation(tmp_path)))
-    for name, open_root, write in [
+    formats: list[tuple[str, Callable[[Any], ForeignRoot], Writer]] = [
         ("e", eformer.open_root, changed(lambda _: None)),
         ("l", levanter.open_root, database(lambda _: None)),
         ("j", jax_arrays.open_root, structure(LEAF)),
-    ]:
+    ]
+    for name, open_root, write in formats:
         (tmp_path / name).mkdir()
         write(tmp_path / name)
-        root: ForeignRoot = open_root(LocalLocation(tmp_path / name))
-        read_all(root)
+        read_all(open_root(LocalLocation(tmp_path / name)))

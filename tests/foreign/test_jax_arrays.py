@@ -13,7 +13,8 @@ from jax.export import register_namedtuple_serialization
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import jax_arrays
 from storesvc_client._foreign.local_location import LocalLocation
-from storesvc_client._pytree.plain_containers import nest, unpack_containers
+from storesvc_client._pytree.plain_containers import nest
+from storesvc_client._values.containers import unpack_containers
 from storesvc_client.errors import DataLossError, NotFoundError
 from tests.support.foreign_reading import as_bytes, read_region, read_tree
 
@@ -109,7 +110,7 @@ def test_a_missing_array_is_damage(tmp_path: Path) -> None:
     structure = (tmp_path / "run-2" / "pytreedef.json").read_text()
     assert [None, "Array(float32[2])"] == json.loads(structure)["__jax_leaf_ids"]
     (tmp_path / "run-1" / "pytreedef.json").write_text(structure)
-    with pytest.raises(DataLossError, match="array 'w': damaged or missing"):
+    with pytest.raises(DataLossError, match="array 'w': its stored bytes"):
         opened(tmp_path, 1)
 
 

@@ -1,15 +1,15 @@
 """Arrays of foreign checkpoints that TensorStore reads: zarr and OCDBT.
 
-``open_arrays`` opens them, many at a time. Nothing of an array is cached, as each chunk
-is read once; of an OCDBT database only the nodes are, which all arrays share.
+``zarr_arrays.py`` opens them. All share one context: the concurrency of buckets as for
+a store, and a cache for the nodes of OCDBT databases. Chunks are never cached.
 """
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from itertools import islice
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK, Region
 from storesvc.format.trees import MAX_LEAF_BYTES
+from storesvc.storage.location import CONCURRENCY, RETRIES
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -43,15 +44,12 @@ _NODE_CACHE_BYTES: Final = 64 << 20
 
 _NODE_CACHE: Final = "cache_pool#ocdbt"
 
-_OPENING: Final = 256
-"""Arrays that are being opened at the same time."""
-
-_UNAVAILABLE: Final = (
-    *("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"),
-    *("UNAVAILABLE", "UNKNOWN"),
+_UNAVAILABLE: Final = re.compile(
+    r"ABORTED|CANCELLED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
+    r"|.*(CURL error|Connection|Timeout)"
 )
-_DENIED: Final = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-"""Status codes, with which the messages of TensorStore begin."""
+_DENIED: Final = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|.*Permission denied")
+"""Messages of TensorStore, which begin with a status code."""
 
 
 class TensorStoreArray:
@@ -73,10 +71,11 @@ class TensorStoreArray:
         """Name of the dtype in ``storesvc.format.dtypes``."""
         self.shape = tuple(store.shape)
         chunk = store.chunk_layout.read_chunk.shape or self.shape
+        chunk = tuple(n or size for n, size in zip(chunk, self.shape, strict=True))
         self.chunk_shape = tuple(
-            max(1, n or size) for n, size in zip(chunk, self.shape, strict=True)
+            max(1, min(n, size)) for n, size in zip(chunk, self.shape, strict=True)
         )
-        """Shape of the pieces that TensorStore reads as a whole."""
+        """Shape of the pieces that are read as a whole, clipped to the array."""
         if self.dtype not in DTYPES:
             raise PreconditionError(
                 f"{row}: expected the dtype of an array of numbers, got {self.dtype}; "
@@ -88,12 +87,12 @@ class TensorStoreArray:
             )
         itemsize = DTYPES[self.dtype].itemsize
         leaf_bytes = math.prod(self.shape) * itemsize
-        self._chunk_bytes = math.prod(self.chunk_shape) * itemsize
+        self._chunk_bytes = math.prod(chunk) * itemsize
         if leaf_bytes > MAX_LEAF_BYTES or self._chunk_bytes > MAX_CHUNK_BYTES:
             raise PreconditionError(
                 f"{row}: expected at most {MAX_LEAF_BYTES} bytes in chunks of at most "
                 f"{MAX_CHUNK_BYTES}, got {self.shape} {self.dtype} in chunks of "
-                f"{self.chunk_shape}; write it again in smaller chunks"
+                f"{chunk}; write it again in smaller chunks"
             )
 
     def read(self, region: Region, into: NDArray[Any]) -> "TensorStoreRead":
@@ -160,36 +159,6 @@ def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     }
 
 
-def open_arrays(
-    specs: Sequence[Mapping[str, Any]], *, rows: Sequence[str]
-) -> list[TensorStoreArray]:
-    """Opens arrays.
-
-    Args:
-        specs: TensorStore's spec of each array.
-        rows: Name of each array for messages, such as "leaf 'params/w'".
-
-    Raises:
-        DataLossError: The metadata of an array is missing or damaged.
-        PreconditionError: A checkpoint cannot hold an array; or TensorStore is not
-            installed, or the storage denies access.
-        UnavailableError: The storage does not answer.
-    """
-    ts = _tensorstore()
-    opened = []
-    left = zip(specs, rows, strict=True)
-    while batch := list(islice(left, _OPENING)):
-        starting = []
-        for spec, row in batch:
-            with translated(row):
-                opening = ts.open(dict(spec), open=True, read=True, context=_context())
-                starting.append((opening, row))
-        for opening, row in starting:
-            with translated(row):
-                opened.append(TensorStoreArray(opening.result(), row=row))
-    return opened
-
-
 def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
     """Returns all keys of a key-value store, such as an OCDBT database, sorted.
 
@@ -201,9 +170,11 @@ def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
         DataLossError: It is damaged, or a key is no text.
         UnavailableError: The storage does not answer.
     """
-    ts = _tensorstore()
+    shared = context()
+    import tensorstore as ts
+
     with translated(what):
-        store = ts.KvStore.open(dict(kvstore), context=_context()).result()
+        store = ts.KvStore.open(dict(kvstore), context=shared).result()
         keys = store.list().result()
         try:
             return sorted(key.decode() for key in keys)
@@ -228,17 +199,18 @@ def translated(what: str) -> Iterator[None]:
     except (StoreError, TimeoutError):
         raise
     except (ValueError, RuntimeError, KeyError, OSError, NotImplementedError) as e:
-        text = str(e)
+        text = " ".join(str(e).split())
         reason = text.partition(" [")[0][:400]
-        if text.startswith(_UNAVAILABLE):
+        if _UNAVAILABLE.match(text):
             raise UnavailableError(f"{what}: {reason}; try again") from e
-        if text.startswith(_DENIED):
+        if _DENIED.match(text):
             raise PreconditionError(
                 f"{what}: the storage denies access ({reason}); let this user read it",
                 reason="STORAGE_DENIED",
             ) from e
         raise DataLossError(
-            f"{what}: damaged or missing ({reason}); use another checkpoint"
+            f"{what}: its stored bytes are missing or damaged ({reason}); use another "
+            "checkpoint"
         ) from e
 
 
@@ -253,20 +225,28 @@ def _check_memory(size: int, row: str) -> None:
         ) from e
 
 
-def _tensorstore() -> Any:
+@lru_cache(maxsize=1)
+def context() -> "ts.Context":
+    """Returns the context of all arrays.
+
+    Raises:
+        InvalidRequestError: TensorStore is not installed.
+    """
     try:
         import tensorstore as ts
-    except ModuleNotFoundError as e:
+    except ImportError as e:
         raise InvalidRequestError(
-            f"reading arrays of this format needs {e.name}; pip install "
+            "reading arrays of this format needs tensorstore; pip install "
             "'storesvc[interop]'"
         ) from e
-    return ts
-
-
-@cache
-def _context() -> "ts.Context":
-    limits = {"cache_pool": 0, _NODE_CACHE: _NODE_CACHE_BYTES}
-    spec = {name: {"total_bytes_limit": size} for name, size in limits.items()}
-    context: ts.Context = _tensorstore().Context(spec)
-    return context
+    return ts.Context(
+        {
+            _NODE_CACHE: {"total_bytes_limit": _NODE_CACHE_BYTES},
+            "gcs_request_concurrency": {"limit": CONCURRENCY},
+            "gcs_request_retries": dict(RETRIES),
+            "s3_request_concurrency": {"limit": CONCURRENCY},
+            "s3_request_retries": dict(RETRIES),
+            "http_request_concurrency": {"limit": CONCURRENCY},
+            "http_request_retries": dict(RETRIES),
+        }
+    )

@@ -5,7 +5,8 @@ from typing import Final
 
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, place
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray, open_arrays
+from storesvc_client._foreign.tensorstore_array import TensorStoreArray
+from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client.errors import DataLossError, PreconditionError
 
 ZARR_METADATA: Final = ".zarray"
@@ -61,16 +62,16 @@ def open_folders(
     below = [join(folder, path) if path else folder for path in paths]
     for each in below:
         _check_size(location, join(each, ZARR_METADATA))
-    specs = [
-        {
-            "driver": "zarr",
-            "kvstore": location.kvstore(each),
-            "fill_missing_data_reads": False,
-        }
-        for each in below
+    places = [
+        ArrayPlace(
+            name=f"array {path!r}",
+            driver="zarr",
+            kvstore=location.kvstore(each),
+            is_whole=True,
+        )
+        for path, each in zip(paths, below, strict=True)
     ]
-    with location.opening():
-        return open_arrays(specs, rows=[f"array {path!r}" for path in paths])
+    return list(open_arrays(location, places))
 
 
 def _check_size(location: Location, path: str) -> None:

@@ -20,16 +20,13 @@ from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats.jax_pytreedef import Node, parse_nodes
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, named_steps, place
-from storesvc_client._foreign.tensorstore_array import (
-    TensorStoreArray,
-    ocdbt,
-    open_arrays,
-)
+from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.tree_rows import (
     array_row,
     containers_document,
     tree_of,
 )
+from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 MAX_STRUCTURE_BYTES: Final = 64 << 20
@@ -137,9 +134,16 @@ def _open(
     location: Location, store: str, stored: Sequence[int], leaves: Sequence[Node]
 ) -> list[TensorStoreArray]:
     base = location.kvstore(store)
-    specs = [{"driver": "zarr3", "kvstore": ocdbt(base, f"{n}/")} for n in stored]
-    with location.opening():
-        return open_arrays(specs, rows=[f"array {_name(leaves[n])!r}" for n in stored])
+    places = [
+        ArrayPlace(
+            name=f"array {_name(leaves[n])!r}",
+            driver="zarr3",
+            kvstore=ocdbt(base, f"{n}/"),
+            is_whole=False,  # chunks of zeros are not stored
+        )
+        for n in stored
+    ]
+    return list(open_arrays(location, places))
 
 
 def _name(leaf: Node) -> str:

@@ -26,9 +26,9 @@ from storesvc_client._foreign.tensorstore_array import (
     TensorStoreArray,
     list_keys,
     ocdbt,
-    open_arrays,
 )
 from storesvc_client._foreign.tree_rows import array_row, text_row, tree_of
+from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._foreign.zarr_folders import find_arrays, open_folders
 from storesvc_client.errors import DataLossError, NotFoundError
 
@@ -120,16 +120,21 @@ def _open_database(
     base = location.kvstore(folder)
     with location.opening():
         keys = list_keys(ocdbt(base), what=place(location, folder))
-        paths = [
-            key.removesuffix(_ZARR_JSON).removesuffix("/")
-            for key in keys
-            if key == _ZARR_JSON or key.endswith(f"/{_ZARR_JSON}")
-        ]
-        specs = [
-            {"driver": "zarr3", "kvstore": ocdbt(base, f"{path}/" if path else "")}
-            for path in paths
-        ]
-        return paths, open_arrays(specs, rows=[f"array {path!r}" for path in paths])
+    paths = [
+        key.removesuffix(_ZARR_JSON).removesuffix("/")
+        for key in keys
+        if key == _ZARR_JSON or key.endswith(f"/{_ZARR_JSON}")
+    ]
+    places = [
+        ArrayPlace(
+            name=f"array {path!r}",
+            driver="zarr3",
+            kvstore=ocdbt(base, f"{path}/" if path else ""),
+            is_whole=False,  # chunks of zeros are not stored
+        )
+        for path in paths
+    ]
+    return paths, list(open_arrays(location, places))
 
 
 def _named(

@@ -32,12 +32,8 @@ from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
 from storesvc_client._foreign.json_files import as_object, read_json
 from storesvc_client._foreign.location import Location, checked_path
 from storesvc_client._foreign.rows import Row, encoded_row, tree_of
-from storesvc_client._foreign.zarr_arrays import (
-    ArrayPlace,
-    ZarrArray,
-    ocdbt,
-    open_arrays,
-)
+from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
+from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -381,7 +377,7 @@ class _StepReader:
 
 def _leaf(
     entry: Entry,
-    array: ZarrArray,
+    array: TensorStoreArray,
     sharding: SavedSharding | None,
     impl: str | None,
 ) -> Leaf:

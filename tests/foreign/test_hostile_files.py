@@ -214,13 +214,13 @@ def changed(change: Callable[[Path], object]) -> Writer:
     return write
 
 
+def at(path: Any) -> Writer:
+    """Returns a writer of a step whose index has another path."""
+    return lambda folder: write_eformer(folder, [entry(path=path)])
+
+
 EFORMER: dict[str, Writer] = {
-    **{
-        f"path {path!r}": (
-            lambda folder, p=path: write_eformer(folder, [entry(path=p)])
-        )
-        for path in PATHS
-    },
+    **{f"path {path!r}": at(path) for path in PATHS},
     "path twice": lambda folder: write_eformer(folder, [entry(), entry()]),
     "array in an array": lambda folder: write_eformer(
         folder, [entry(), entry(path="w/v")]

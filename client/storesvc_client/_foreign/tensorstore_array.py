@@ -70,9 +70,9 @@ class TensorStoreArray:
         self.dtype = str(store.dtype.name)
         """Name of the dtype in ``storesvc.format.dtypes``."""
         self.shape = tuple(store.shape)
-        chunk = store.chunk_layout.read_chunk.shape or self.shape
-        chunk = tuple(n or size for n, size in zip(chunk, self.shape, strict=True))
-        self.chunk_shape = tuple(
+        read = store.chunk_layout.read_chunk.shape or self.shape
+        chunk = tuple(n or size for n, size in zip(read, self.shape, strict=True))
+        self.chunk_shape: tuple[int, ...] = tuple(
             max(1, min(n, size)) for n, size in zip(chunk, self.shape, strict=True)
         )
         """Shape of the pieces that are read as a whole, clipped to the array."""

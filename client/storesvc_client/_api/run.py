@@ -1,6 +1,6 @@
 """A training run: saves and restores state, and manages its checkpoints."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
 from storesvc.format.names import RunName, Which
 from storesvc_client._api.collection import Usage, usage_of
 from storesvc_client._api.holds import Holds
+from storesvc_client._api.importing import imported
 from storesvc_client._api.inspection import diff_checkpoints, verify_checkpoint
 from storesvc_client._api.loop import Loop
 from storesvc_client._api.opening import open_checked, restored
@@ -42,6 +43,7 @@ from storesvc_client._values.options import (
 from storesvc_client._values.plots import Plot, plot_of
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
+from storesvc_client._values.transfers import Transfer
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
 from storesvc_client._values.values import Checkpoint, Event, RunInfo
 from storesvc_client.errors import InvalidRequestError, StoreError
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
+    from storesvc_client._foreign.foreign_step import ForeignRoot
     from storesvc_client._job.departures import Departures
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -414,6 +417,57 @@ class Run(RunCheckpoints):
             restored=partial(restored, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),
+        )
+
+    def import_from(
+        self,
+        source: "ForeignRoot",
+        *,
+        steps: Iterable[int] | None = None,
+        labels: Mapping[str, str] | None = None,
+        progress: ProgressCallback | None = None,
+        jobs: int | None = None,
+    ) -> list[Transfer]:
+        """Imports checkpoints that another project wrote, the lowest step first, and
+        returns once all are committed. Needs no jax, and none of the project's code.
+
+        Each becomes a checkpoint of this run at the same step, with its metrics, and
+        with labels that record where it comes from: ``import.url``, ``import.format``,
+        ``import.digest`` of the files that describe it, ``import.time``, and
+        ``import.create_time`` if they state it. Chunks that an earlier checkpoint has
+        are not stored again. A step that was imported from the same files is skipped,
+        so an import that was interrupted is repeated to finish it.
+
+        Args:
+            source: The location below which the checkpoints were written.
+            steps: Steps to import; None: all finished ones.
+            labels: Texts to keep with each checkpoint, besides these.
+            progress: Called with a ``Progress`` of each checkpoint; see
+                ``ProgressCallback``.
+            jobs: Maximum reads in flight; None: 16.
+
+        Returns:
+            A ``Transfer`` for each step, also for those that were skipped.
+
+        Raises:
+            NotFoundError: The location has no such step, or none at all.
+            AlreadyExistsError: The run has another checkpoint at one of the steps;
+                nothing was imported.
+            PreconditionError: A step holds something that a checkpoint cannot hold.
+            DataLossError: Files of a step are damaged; the steps before it are
+                imported.
+            UnavailableError: The location or the store does not answer.
+        """
+        return list(
+            imported(
+                self._session,
+                self._stub,
+                source,
+                steps=steps,
+                labels=labels,
+                progress=progress,
+                jobs=jobs,
+            )
         )
 
     def items(

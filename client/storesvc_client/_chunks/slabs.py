@@ -8,7 +8,7 @@ The checksums of chunks are computed while their bytes are sent, so that memory 
 once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -117,9 +117,11 @@ class FilledSlab:
     wanted: Sequence[int]
     """Ordinals of its chunks that are to be stored."""
     buffer: "Bytes | None"
-    """Its staging buffer; None if the memory is lent by the tree."""
+    """Its staging buffer; None if the memory is lent."""
     lent: "Sequence[Sequence[Bytes]]" = ()
     """The elements of each of its chunks if lent, one range after another."""
+    returned: Callable[[], None] | None = None
+    """Called when lent memory is no longer read; None if its owner keeps it."""
 
     @property
     def wanted_bytes(self) -> int:

@@ -56,7 +56,7 @@ class SlabQueue:
         self._slabs: deque[FilledSlab] = deque()
         self._has_ended = False
         self._error: Exception | None = None
-        """Error of the snapshot."""
+        """Error of the snapshot, or of the source of a transfer."""
         self._starved = 0
         """Number of times the snapshot has waited for memory."""
         self._is_cancelled = False
@@ -81,8 +81,13 @@ class SlabQueue:
 
     def buffer(self, slab: Slab) -> "Bytes | None":
         """Waits for memory for a slab and returns it; None if cancelled."""
+        return self.memory(slab.size)
+
+    def memory(self, size: int) -> "Bytes | None":
+        """Waits for staging memory of a size in bytes and returns it; None if
+        cancelled."""
         return self._staging.take(
-            slab.size, cancelled=lambda: self._is_cancelled, waiting=self._starve
+            size, cancelled=lambda: self._is_cancelled, waiting=self._starve
         )
 
     def _starve(self) -> None:
@@ -95,6 +100,8 @@ class SlabQueue:
         """Returns the memory of a stored slab to the staging pool."""
         if filled.buffer is not None:
             self._staging.give_back(filled.buffer)
+        if filled.returned is not None:
+            filled.returned()
 
     def drop(self, buffer: Bytes) -> None:
         """Returns memory that was not filled to the staging pool."""
@@ -109,9 +116,15 @@ class SlabQueue:
                 return
         self.give_back(filled)
 
-    def end(self) -> None:
-        """Marks the end of the queue."""
+    def end(self, error: Exception | None = None) -> None:
+        """Marks the end of the queue.
+
+        Args:
+            error: Raised by ``check`` once the slabs before the end are stored; None if
+                they are all.
+        """
         with self.changed:
+            self._error = error
             self._has_ended = self._is_open = True
             self.changed.notify_all()
 
@@ -173,7 +186,8 @@ class SlabQueue:
         Raises:
             Exception: The snapshot's error.
         """
-        self.check()
+        if self._is_cancelled:
+            self.check()
         count = min(at_most, len(self._slabs))
         return [self._slabs.popleft() for _ in range(count)]
 

@@ -18,14 +18,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
-from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
+from storesvc.format.trees import Tree
+from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
 from storesvc_client._save.direct_writer import DirectWriter
 from storesvc_client._save.lease_renewer import LeaseRenewer
@@ -46,9 +47,6 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
-if TYPE_CHECKING:
-    from storesvc_client._pytree.save_plan import Plan
-
 FIND_SECONDS: Final = 2.0
 """Maximum time a snapshot waits for the store to look up unchanged chunks."""
 
@@ -57,6 +55,26 @@ _POLL_SECONDS: Final = 0.05
 
 _ABORT_SECONDS: Final = 5.0
 """Deadline for aborting the upload of a failed save."""
+
+
+class UploadPlan(Protocol):
+    """What a process stores of a tree; the plans of saves and of transfers are such."""
+
+    @property
+    def tree(self) -> Tree:
+        """Rows of the checkpoint."""
+
+    @property
+    def own(self) -> I64:
+        """Ordinals of the chunks that this process writes, ascending."""
+
+    @property
+    def slabs(self) -> Sequence[Slab]:
+        """Slabs of these chunks."""
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Containers that only a restore with ``like=`` rebuilds."""
 
 
 class SaveResult(NamedTuple):
@@ -75,7 +93,7 @@ class Upload:
         self,
         session: Session,
         writer: Writer,
-        plan: "Plan",
+        plan: UploadPlan,
         slab_queue: SlabQueue,
         meter: Meter,
     ) -> None:
@@ -180,6 +198,34 @@ class Upload:
             self._asked[:] = True
             return np.empty(0, np.int64)
         reused = np.array(sorted(held), np.int64)
+        self._sums.copy(known, reused)
+        self._reuse(reused)
+        return reused
+
+    @property
+    def sums(self) -> Sums:
+        """Checksums of all chunks, once ``write`` has ended."""
+        return self._sums.result()
+
+    def held(self, known: Sums) -> I64:
+        """Returns the chunks that the store holds with known checksums, which then need
+        neither be read nor be put into the queue.
+
+        Waits until the upload has begun.
+
+        Args:
+            known: Checksums of all chunks.
+
+        Raises:
+            StoreError: The upload did not begin, or the store does not answer.
+        """
+        upload = self._begun.result()
+        found: set[int] = set()
+        if upload.resumes or upload.base:
+            for attempt in self._connection.attempts("FindChunks"):
+                with attempt:
+                    found = self._found(self._writer.ref(upload), known)
+        reused = np.array(sorted(found), np.int64)
         self._sums.copy(known, reused)
         self._reuse(reused)
         return reused

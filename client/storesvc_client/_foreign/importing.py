@@ -1,0 +1,174 @@
+"""Imports the steps of a foreign location into a run, one after another.
+
+An import may be interrupted and repeated: a step that the run has from the same files
+is skipped, and the chunks of an interrupted one are used. Each step shares the chunks
+that the step before it has, too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+
+from storesvc_client._foreign.chunk_units import stored_tree, units_of
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
+from storesvc_client._foreign.step_filler import StepFiller
+from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._save.transfer import (
+    TransferPlan,
+    committed,
+    describe_transfer,
+    transfer,
+)
+from storesvc_client._session import Session
+from storesvc_client._values.progress import ProgressCallback
+from storesvc_client._values.transfers import Transfer, with_provenance
+from storesvc_client._values.values import Checkpoint
+from storesvc_client.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+)
+
+PREFIX = "import."
+"""Prefix of the labels that record where a checkpoint was imported from."""
+
+
+def import_steps(
+    session: Session,
+    stub: RunStub,
+    root: ForeignRoot,
+    *,
+    steps: Iterable[int] | None,
+    labels: Mapping[str, str],
+    progress: ProgressCallback | None,
+    jobs: int,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Iterator[Transfer]:
+    """Imports steps in ascending order; yields each once it is committed or skipped.
+
+    Args:
+        session: Resources of the store.
+        stub: The run.
+        root: The foreign location.
+        steps: Steps to import; None: all that it has.
+        labels: Labels to add to each checkpoint.
+        progress: Called with a ``Progress`` of each step.
+        jobs: Maximum reads in flight.
+        now: Returns the time of the import.
+
+    Raises:
+        NotFoundError: The location has no such step, or none at all.
+        AlreadyExistsError: The run has another checkpoint at one of the steps; nothing
+            was imported.
+        StoreError: A step could not be read or stored; those before it are imported.
+    """
+    # 1. Reject what cannot be imported before anything is stored.
+    wanted = _wanted(root, steps)
+    present = committed(stub)
+    opened = {step: root.open(step) for step in wanted if step in present}
+    for step, found in opened.items():
+        _check_same(found, present[step])
+    # 2. Import.
+    for step in wanted:
+        if step in opened:
+            yield Transfer.skipped(opened[step].url, present[step])
+            continue
+        done = _import(
+            session,
+            stub,
+            root.open(step),
+            present,
+            labels=labels,
+            progress=progress,
+            jobs=jobs,
+            time=now(),
+        )
+        present[step] = done.checkpoint
+        yield done
+
+
+def _wanted(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:
+    found = sorted(root.steps())
+    if not found:
+        raise NotFoundError(
+            f"{root.url} has no finished steps; expected the location below which they "
+            "were written"
+        )
+    if steps is None:
+        return found
+    wanted = sorted(set(steps))
+    missing = [step for step in wanted if step not in found]
+    if missing:
+        shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+        raise NotFoundError(
+            f"{root.url} has no finished step {missing[0]}; has {shown}"
+        )
+    return wanted
+
+
+def _check_same(source: ForeignStep, present: Checkpoint) -> None:
+    """Rejects a step at which the run has a checkpoint that was not imported from the
+    same files."""
+    digest = present.labels.get(f"{PREFIX}digest", "")
+    is_same = present.labels.get(f"{PREFIX}format") == source.format and (
+        digest == source.digest
+        if digest or source.digest
+        else present.labels.get(f"{PREFIX}url") == source.url
+    )
+    if not is_same:
+        url = present.labels.get(f"{PREFIX}url")
+        got = (
+            f"one that was imported from {url}" if url else "one that was not imported"
+        )
+        why = " when its files were other ones" if url == source.url else ""
+        raise AlreadyExistsError(
+            f"{present.run}@{present.step}: expected no checkpoint, or the one of "
+            f"{source.url}, got {got}{why}; import into another run, or only the other "
+            "steps",
+            reason="CHECKPOINT_EXISTS",
+        )
+
+
+def _import(
+    session: Session,
+    stub: RunStub,
+    source: ForeignStep,
+    present: Iterable[int],
+    *,
+    labels: Mapping[str, str],
+    progress: ProgressCallback | None,
+    jobs: int,
+    time: datetime,
+) -> Transfer:
+    """Imports one step."""
+    provenance = {
+        "url": source.url,
+        "format": source.format,
+        "digest": source.digest,
+        "time": time.isoformat(timespec="seconds"),
+        "create_time": ""
+        if source.create_time is None
+        else source.create_time.isoformat(),
+    }
+    what = f"import of {source.url}"
+    description = describe_transfer(
+        stub,
+        source.step,
+        present,
+        labels=with_provenance(what, PREFIX, {**source.labels, **labels}, provenance),
+        metrics=source.metrics,
+    )
+    tree = stored_tree(source.tree)
+    units = units_of(source.tree, tree)
+    plan = TransferPlan(
+        tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]
+    )
+    filler = StepFiller(source, units, jobs=jobs)
+    result = transfer(session, description, plan, filler, progress=progress)
+    return Transfer(
+        source=source.url,
+        checkpoint=result.checkpoint,
+        is_new=True,
+        sent_bytes=result.report.sent_bytes,
+        reused_bytes=result.report.reused_bytes,
+        seconds=result.report.seconds,
+        is_verified=source.is_verified,
+    )

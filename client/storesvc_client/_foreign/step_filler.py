@@ -1,0 +1,161 @@
+"""Reads the elements of a foreign step into staging memory, many regions at a time."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.chunks import I64
+from storesvc.format.dtypes import DTYPES
+from storesvc_client._chunks.slabs import FilledSlab
+from storesvc_client._chunks.staging_pool import Bytes
+from storesvc_client._foreign.chunk_units import RegionRead, Unit
+from storesvc_client._foreign.foreign_step import ForeignStep, Reading
+from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._save.transfer import SharedBuffer
+from storesvc_client._values.progress import Meter
+from storesvc_client.errors import StoreError, UnavailableError
+
+JOBS: Final = 16
+"""Default number of units in flight: what hides the latency of a bucket."""
+
+IN_FLIGHT_BYTES: Final = 256 << 20
+"""Maximum bytes of units in flight, or one larger unit. A format decodes a chunk in
+memory of its own, so a unit in flight takes about twice its size."""
+
+READ_SECONDS: Final = 600.0
+"""Time after which a read that has not ended is given up."""
+
+_POLL_SECONDS: Final = 0.2
+"""Interval at which a wait for a read checks whether the transfer has failed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _InFlight:
+    """A unit whose reads have started."""
+
+    unit: Unit
+    buffer: Bytes
+    readings: tuple[Reading, ...]
+
+
+class StepFiller:
+    """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
+
+    def __init__(self, step: ForeignStep, units: list[Unit], *, jobs: int) -> None:
+        """Creates the filler; nothing is read yet.
+
+        Args:
+            step: The step.
+            units: Units of all its chunks.
+            jobs: Maximum units in flight.
+        """
+        self._step = step
+        self._units = units
+        self._jobs = jobs
+
+    def fill(
+        self,
+        slab_queue: SlabQueue,
+        held: I64,  # noqa: ARG002 - known only once it was read
+        meter: Meter,
+    ) -> None:
+        """See ``Filler.fill``."""
+        in_flight = deque[_InFlight]()
+        try:
+            self._fill(in_flight, slab_queue, meter)
+        except StoreError:
+            # what has been read is stored, and need not be read again
+            for started in in_flight:
+                if _has_ended(started):
+                    self._end(started, slab_queue, meter)
+            raise
+
+    def _fill(
+        self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
+    ) -> None:
+        limit = min(IN_FLIGHT_BYTES, slab_queue.budget_bytes // 2)
+        size = 0
+        for unit in self._units:
+            # Before the wait for memory: it may end only when these are written.
+            while in_flight and (
+                len(in_flight) >= self._jobs or size + unit.size > limit
+            ):
+                size -= self._end(in_flight.popleft(), slab_queue, meter)
+            with meter.phase("wait"):
+                buffer = slab_queue.memory(unit.size)
+            if buffer is None:
+                return
+            in_flight.append(self._start(unit, buffer))
+            size += unit.size
+        while in_flight:
+            self._end(in_flight.popleft(), slab_queue, meter)
+
+    def _start(self, unit: Unit, buffer: Bytes) -> _InFlight:
+        if any(read.is_padded for read in unit.reads):
+            buffer[...] = 0
+        readings = tuple(
+            self._step.arrays[read.row].read(read.region, self._view(read, buffer))
+            for read in unit.reads
+        )
+        return _InFlight(unit=unit, buffer=buffer, readings=readings)
+
+    def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
+        """Returns the array of a read in the memory of its unit."""
+        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
+        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
+        array = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
+        inside = tuple(slice(0, stop - start) for start, stop in read.region)
+        view: NDArray[Any] = array[(*inside, ...)]
+        return view
+
+    def _end(self, started: _InFlight, slab_queue: SlabQueue, meter: Meter) -> int:
+        """Waits for the reads of a unit and puts its slabs into the queue; returns its
+        size in bytes. Memory of a failed read is left to it."""
+        with meter.phase("read"):
+            for reading, read in zip(started.readings, started.unit.reads, strict=True):
+                if not self._await(reading, read, slab_queue):
+                    return started.unit.size
+        slabs = started.unit.slabs
+        if len(slabs) == 1:
+            ((_, slab),) = slabs
+            wanted = range(slab.first, slab.first + len(slab.sizes))
+            slab_queue.put(FilledSlab(slab, wanted, started.buffer))
+        else:
+            SharedBuffer(slab_queue, started.buffer).put(slabs)
+        return started.unit.size
+
+    def _await(self, reading: Reading, read: RegionRead, slab_queue: SlabQueue) -> bool:
+        """Waits for a read; returns False if the transfer has failed meanwhile.
+
+        Raises:
+            UnavailableError: The read does not end.
+        """
+        ends = time.monotonic() + READ_SECONDS
+        while not slab_queue.is_cancelled:
+            try:
+                reading.result(_POLL_SECONDS)
+            except TimeoutError:
+                if time.monotonic() < ends:
+                    continue
+                key = self._step.tree.leaves[read.row].key
+                raise UnavailableError(
+                    f"{self._step.url} leaf {key!r}: expected its bytes within "
+                    f"{READ_SECONDS:g} s, got no answer; check its storage, and import "
+                    "again, which resumes"
+                ) from None
+            return True
+        return False
+
+
+def _has_ended(started: _InFlight) -> bool:
+    """Returns whether all reads of a unit have succeeded."""
+    try:
+        for reading in started.readings:
+            reading.result(0)
+    except (StoreError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,257 @@
+"""Stores a checkpoint that is read from elsewhere: from foreign files, or from another
+store. Needs no jax.
+
+``transfer`` runs two parts at a time: a ``Filler`` reads chunks into staging memory, and
+an ``Upload`` stores them, as in any save. The order makes a checkpoint complete or
+absent, and an interrupted transfer cheap to repeat:
+
+1. Begin the upload; it takes over the chunks of an interrupted one of the same step.
+2. Read and store the chunks that the store lacks.
+3. Compare the checksums with those of the source, if it has any.
+4. Commit.
+
+A transfer that fails leaves its upload to the next one of the step, and the collector
+removes it when its lease has expired.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final, Protocol
+
+import numpy as np
+
+from storesvc.format.chunks import I64, Sums
+from storesvc.format.names import CheckpointName
+from storesvc.format.trees import Tree
+from storesvc_client._chunks.slabs import FilledSlab, Slab
+from storesvc_client._chunks.staging_pool import Bytes, StagingPool
+from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._save.description import Description, checked_description
+from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._save.upload import SaveResult, Upload
+from storesvc_client._save.writer import Writer
+from storesvc_client._session import Session
+from storesvc_client._values.options import DEFAULT_LEASE
+from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.values import Checkpoint
+from storesvc_client.errors import (
+    DataLossError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+
+STAGING_BYTES: Final = 1 << 30
+"""Maximum staging memory of a transfer, if the client allows more. Reading is ahead of
+writing by this much, and more would only fill memory."""
+
+
+class Filler(Protocol):
+    """Reads the chunks of a checkpoint."""
+
+    def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
+        """Reads chunks into staging memory and puts them into the queue; returns early
+        once the queue is cancelled.
+
+        Args:
+            slab_queue: Gives the memory and takes the filled slabs.
+            held: Chunks that the store holds, which need not be read.
+            meter: Measures the phases.
+
+        Raises:
+            StoreError: A chunk could not be read.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TransferPlan:
+    """Plan of an upload with one writer, which stores all chunks."""
+
+    tree: Tree
+    slabs: Sequence[Slab]
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> I64:
+        """Ordinals of all chunks."""
+        return np.arange(self.tree.chunk_count)
+
+
+class SharedBuffer:
+    """One staging buffer with several slabs; returns to the pool with the last one."""
+
+    def __init__(self, slab_queue: SlabQueue, buffer: Bytes) -> None:
+        self._slab_queue = slab_queue
+        self._buffer = buffer
+        self._lock = Lock()
+        self._lent = 0
+
+    def put(self, slabs: Iterable[tuple[int, Slab]]) -> None:
+        """Puts filled slabs into the queue.
+
+        Args:
+            slabs: The slabs, each with its offset in the buffer.
+        """
+        lent = list(slabs)
+        self._lent = len(lent)
+        for start, slab in lent:
+            pieces = [
+                [self._buffer[start + at : start + at + size]]
+                for _, at, size in slab.rows()
+            ]
+            wanted = range(slab.first, slab.first + len(slab.sizes))
+            filled = FilledSlab(slab, wanted, None, pieces, self._returned)
+            self._slab_queue.put(filled)
+
+    def _returned(self) -> None:
+        with self._lock:
+            self._lent -= 1
+            is_last = not self._lent
+        if is_last:
+            self._slab_queue.drop(self._buffer)
+
+
+def transfer(
+    session: Session,
+    description: Description,
+    plan: TransferPlan,
+    filler: Filler,
+    *,
+    known: Sums | None = None,
+    progress: ProgressCallback | None = None,
+) -> SaveResult:
+    """Reads a checkpoint and commits it; returns the result of the save.
+
+    Args:
+        session: Connection, staging memory and data root of the store.
+        description: The checkpoint, except its tree.
+        plan: Rows and slabs.
+        filler: Reads the chunks.
+        known: Checksums of all chunks as the source has them. Chunks that the store
+            holds are then not read, and the stored ones are compared. None: the store
+            is asked for each chunk once it was read.
+        progress: Called with a ``Progress``.
+
+    Raises:
+        StoreError: The source could not be read, or the store could not be written.
+        DataLossError: A chunk differs from its checksums in the source.
+    """
+    staging = StagingPool(min(session.staging.budget_bytes, STAGING_BYTES))
+    meter = Meter("save", str(description), progress)
+    slab_queue = SlabQueue(staging, is_open=True)
+    writer = Writer(session.connection, description, plan.tree, meter)
+    upload = Upload(session, writer, plan, slab_queue, meter)
+    try:
+        with (
+            meter,
+            upload.named(),
+            ThreadPoolExecutor(2, f"storesvc-transfer-{description.step}") as threads,
+        ):
+            writing = threads.submit(upload.write, "")
+            filling = threads.submit(_fill, upload, filler, slab_queue, known, meter)
+            _await(writing, filling, slab_queue)
+            if known is not None:
+                _check_sums(str(description), plan.tree, known, upload.sums)
+            return upload.commit()
+    finally:
+        staging.clear()
+
+
+def _fill(
+    upload: Upload,
+    filler: Filler,
+    slab_queue: SlabQueue,
+    known: Sums | None,
+    meter: Meter,
+) -> None:
+    try:
+        held = np.empty(0, np.int64) if known is None else upload.held(known)
+        filler.fill(slab_queue, held, meter)
+    except StoreError as e:
+        slab_queue.end(e)  # stores what was read, for the next transfer of the step
+        raise
+    except BaseException as e:
+        slab_queue.fail(e)
+        raise
+    slab_queue.end()
+
+
+def _await(
+    writing: "Future[None]", filling: "Future[None]", slab_queue: SlabQueue
+) -> None:
+    """Waits for both parts. Writing raises the error of reading."""
+    try:
+        writing.result()
+        filling.result()
+    except Exception:
+        raise
+    except BaseException:
+        # Ctrl-C: an error of the store, so that the upload is kept and resumed
+        slab_queue.fail(UnavailableError("the transfer was interrupted"))
+        raise
+
+
+def _check_sums(name: str, tree: Tree, known: Sums, stored: Sums) -> None:
+    """Rejects chunks that are not those of the source."""
+    differs = (known.crc32c != stored.crc32c) | (known.digests != stored.digests).any(1)
+    wrong = np.flatnonzero(differs)
+    if wrong.size:
+        raise DataLossError(
+            f"{name} {tree.describe_chunk(int(wrong[0]))}: expected the digest "
+            f"{known.digests[wrong[0]].tobytes().hex()} of its source, got "
+            f"{stored.digests[wrong[0]].tobytes().hex()}; its source is damaged, use "
+            "another checkpoint",
+            reason="CORRUPT_DATA",
+        )
+
+
+def committed(stub: RunStub) -> dict[int, Checkpoint]:
+    """Returns the checkpoints of a run by step; none if there is no such run.
+
+    Raises:
+        DataLossError: The record of one is damaged.
+    """
+    request = api.ListCheckpointsRequest(parent=stub.name.resource)
+    found = stub.rows(
+        stub.service.ListCheckpoints, request, lambda page: page.checkpoints, None
+    )
+    try:
+        return {message.step: Checkpoint.from_message(message) for message in found}
+    except NotFoundError:
+        return {}
+
+
+def describe_transfer(
+    stub: RunStub,
+    step: int,
+    present: Iterable[int],
+    *,
+    labels: Mapping[str, str],
+    metrics: Mapping[str, float],
+) -> Description:
+    """Returns the description of a checkpoint to store. Its base is the nearest step
+    before it that the run has, or else the first one after it.
+
+    Raises:
+        InvalidRequestError: A metric or a label is invalid.
+    """
+    base = base_step(step, present)
+    return checked_description(
+        stub.name,
+        step,
+        metrics=metrics,
+        labels=labels,
+        base=None if base is None else CheckpointName(stub.name, base),
+        lease=DEFAULT_LEASE,
+    )
+
+
+def base_step(step: int, present: Iterable[int]) -> int | None:
+    """Returns the step whose chunks a new step most likely shares; None if there is
+    none."""
+    others = list(present)
+    earlier = [other for other in others if other < step]
+    return max(earlier, default=min(others, default=None))

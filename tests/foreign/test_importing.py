@@ -1,0 +1,254 @@
+"""Imports: every bit of a foreign step becomes a checkpoint, once."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import storesvc_client as store
+from storesvc.format.grids import Region
+from storesvc_client._foreign.foreign_step import Reading
+from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
+
+CHUNKS = {"params/dense/kernel": (10, 5), "params/table": (3000, 1000)}
+TABLE = np.arange(6_000_000, dtype=np.float32).reshape(3000, 2000)
+"""Its foreign chunks have 12 MB; ours have that, too."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> ZarrRoot:
+    """A location with the steps 100 and 200, which differ in the step."""
+    root = ZarrRoot(tmp_path / "foreign")
+    for step in (100, 200):
+        arrays = sample_arrays() | {"step": np.array(step)}
+        root.write(step, arrays, chunks=CHUNKS, metrics={"loss": 1 / step})
+    return root
+
+
+def leaves_of(run: store.Run, step: int) -> dict[str, NDArray[Any]]:
+    opened = run.open(step)
+    return {leaf.key: array for leaf, array in opened.read(opened.leaves)}
+
+
+def test_every_bit_of_each_step_is_imported(root: ZarrRoot, run: store.Run) -> None:
+    run.import_from(root)
+
+    assert [100, 200] == run.steps()
+    for step in run.steps():
+        expected = sample_arrays() | {"step": np.array(step)}
+        found = leaves_of(run, step)
+        assert expected.keys() == found.keys()
+        for key, array in expected.items():
+            assert (array.dtype, array.shape) == (found[key].dtype, found[key].shape)
+            assert array.tobytes() == found[key].tobytes()
+
+
+def test_an_imported_checkpoint_has_its_metrics_and_its_provenance(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    (done,) = run.import_from(root, steps=[200], labels={"team": "a"})
+
+    found = run.checkpoint(200)
+    assert {"loss": 1 / 200} == found.metrics
+    assert {
+        "custom": "kept",
+        "team": "a",
+        "import.url": f"{root.url}/200",
+        "import.format": "zarr",
+        "import.digest": root.open(200).digest,
+        "import.create_time": "2026-01-02T03:00:00+00:00",
+        "import.time": found.labels["import.time"],
+    } == found.labels
+    assert (f"{root.url}/200", True, False) == (
+        done.source,
+        done.is_new,
+        done.is_verified,
+    )
+
+
+def test_a_second_import_reads_and_stores_nothing(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    first = run.import_from(root)
+    root.arrays.clear()
+
+    second = run.import_from(root)
+
+    assert [True, True] == [done.is_new for done in first]
+    assert [False, False] == [done.is_new for done in second]
+    assert [done.checkpoint for done in first] == [done.checkpoint for done in second]
+    assert 0 == sum(array.read_count for array in root.arrays)
+
+
+def test_a_step_shares_the_chunks_of_the_one_before_it(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    first, second = run.import_from(root)
+
+    step_bytes = 8 + 4
+    assert (first.sent_bytes, 0) == (first.checkpoint.stored_bytes, first.reused_bytes)
+    assert step_bytes == second.sent_bytes
+    assert second.checkpoint.stored_bytes - step_bytes == second.reused_bytes
+
+
+def test_each_foreign_chunk_is_read_once(tmp_path: Path, run: store.Run) -> None:
+    root = ZarrRoot(tmp_path / "foreign")
+    tall = np.arange(10_000_000, dtype=np.float32).reshape(5000, 2000)
+    root.write(1, {"tall": tall}, chunks={"tall": (5000, 1000)})  # 20 MB: cut in two
+
+    run.import_from(root)
+
+    assert [2] == [array.read_count for array in root.arrays]
+    assert 4 == run.checkpoint(1).chunk_count
+    assert tall.tobytes() == leaves_of(run, 1)["tall"].tobytes()
+
+
+def test_a_step_that_was_saved_here_is_not_replaced(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    run.save(200, {"own": np.ones(3)}).result()
+
+    with pytest.raises(store.AlreadyExistsError, match="that was not imported"):
+        run.import_from(root)
+    assert [200] == run.steps()
+    assert [100] == [d.checkpoint.step for d in run.import_from(root, steps=[100])]
+
+
+def test_a_step_whose_files_changed_since_its_import_is_rejected(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    run.import_from(root)
+    root.write(200, {"z": np.ones(3)})
+
+    with pytest.raises(store.AlreadyExistsError, match="when its files were other"):
+        run.import_from(root)
+
+
+def test_a_step_that_is_missing_is_named_with_those_that_are_there(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    with pytest.raises(store.NotFoundError, match=r"step 150; has 100, 200"):
+        run.import_from(root, steps=[100, 150])
+    assert [] == run.steps()
+
+
+def test_a_location_without_steps_is_rejected(tmp_path: Path, run: store.Run) -> None:
+    with pytest.raises(store.NotFoundError, match="no finished steps"):
+        run.import_from(ZarrRoot(tmp_path))
+
+
+@pytest.mark.parametrize("jobs", [0, True, "4"])
+def test_a_number_of_jobs_that_is_none_is_rejected(
+    jobs: Any, root: ZarrRoot, run: store.Run
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match="jobs="):
+        run.import_from(root, jobs=jobs)
+
+
+def test_a_label_of_the_provenance_cannot_be_given(
+    root: ZarrRoot, run: store.Run
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"no label 'import\.url'"):
+        run.import_from(root, labels={"import.url": "elsewhere"})
+
+
+def test_a_damaged_chunk_ends_the_import_after_the_steps_before_it(
+    root: ZarrRoot, run: store.Run, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "foreign" / "200" / "params/dense/kernel" / "0.0"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    with pytest.raises(store.DataLossError, match="params/dense/kernel"):
+        run.import_from(root)
+    assert [100] == run.steps()
+
+
+class Stopping:
+    """An array whose reads fail after some."""
+
+    def __init__(self, array: ZarrArray, left: int) -> None:
+        self._array = array
+        self._left = left
+
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:
+        self._left -= 1
+        if self._left < 0:
+            raise store.UnavailableError("the storage is gone")
+        reading = self._array.read(region, into)
+        reading.result()
+        return reading
+
+
+class StoppingRoot(ZarrRoot):
+    """A location whose storage stops in the last chunk of the table."""
+
+    def open(self, step: int) -> Any:
+        found = super().open(step)
+        found.arrays[-1] = Stopping(found.arrays[-1], 1)
+        return found
+
+
+def test_an_interrupted_step_is_resumed_with_what_was_stored(
+    tmp_path: Path, client: store.Client, run: store.Run
+) -> None:
+    root = StoppingRoot(tmp_path)
+    root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
+    with pytest.raises(store.UnavailableError, match="the storage is gone"):
+        run.import_from(root)
+    (left,) = run.uploads.list()
+
+    (done,) = run.import_from(ZarrRoot(tmp_path))
+
+    assert 1 == left.step
+    assert [] == list(run.uploads.list())
+    assert 12_000_004 == done.reused_bytes == done.sent_bytes
+    assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
+
+
+def test_memory_stays_within_the_staging_budget(
+    tmp_path: Path, server_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from storesvc_client._save import transfer
+
+    pools: list[Any] = []
+
+    class Counted(transfer.StagingPool):
+        peak = 0
+
+        def __init__(self, budget_bytes: int) -> None:
+            super().__init__(24 << 20)
+            pools.append(self)
+
+        def give_back(self, buffer: Any) -> None:
+            self.peak = max(self.peak, self.held_bytes)
+            super().give_back(buffer)
+
+    monkeypatch.setattr(transfer, "StagingPool", Counted)
+    root = ZarrRoot(tmp_path)
+    arrays = {f"t{i}": TABLE + i for i in range(3)}
+    root.write(1, arrays, chunks={key: (3000, 1000) for key in arrays})
+    with store.connect(server_address) as client:
+        run = client.run("tests/within-budget")
+        run.import_from(root)
+        found = leaves_of(run, 1)["t2"]
+
+    (pool,) = pools
+    assert pool.peak <= 24 << 20
+    assert arrays["t2"].tobytes() == found.tobytes()
+
+
+def test_an_import_needs_no_jax(root: ZarrRoot, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+import storesvc_client as store
+from tests.support.foreign_parts import ZarrRoot
+with store.connect({(tmp_path / "store").as_uri()!r}) as client:
+    client.run("a/b").import_from(ZarrRoot(Path({str(tmp_path / "foreign")!r})))
+assert "jax" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

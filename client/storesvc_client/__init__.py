@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
     from storesvc_client._values.telemetry import StepLogger
+    from storesvc_client._values.transfers import Transfer
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
     from storesvc_client._values.values import (
         Checkpoint,
@@ -144,6 +145,7 @@ __all__ = [
     "StructureError",
     "Tag",
     "Tolerate",
+    "Transfer",
     "UnavailableError",
     "UnsupportedLeafError",
     "UploadInfo",
@@ -174,6 +176,7 @@ _HOMES: Final = {
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
+    "Transfer": "_values.transfers",
     "progress_bar": "_values.progress_bar",
     "Run": "_api.run",
     "Save": "_save.handle",

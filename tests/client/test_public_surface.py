@@ -14,18 +14,9 @@ import storesvc_client as store
 
 TREE = {"x": np.arange(8.0)}
 RUN = {
-    *("checkpoint", "checkpoints", "configure", "delete", "diff", "export", "holds"),
-    *(
-        "info",
-        "items",
-        "latest",
-        "latest_step",
-        "loop",
-        "name",
-        "open",
-        "plot",
-        "purge",
-    ),
+    *("checkpoint", "checkpoints", "configure", "copy_to", "delete", "diff", "export"),
+    *("holds", "import_from", "info"),
+    *("items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
     *("restore", "retention"),
     *("save", "steps", "tags", "undelete", "update", "uploads", "usage", "verify"),
     *("wait", "watch"),

@@ -45,6 +45,7 @@ def test_every_bit_of_each_step_is_imported(root: ZarrRoot, run: store.Run) -> N
         for key, array in expected.items():
             assert (array.dtype, array.shape) == (found[key].dtype, found[key].shape)
             assert array.tobytes() == found[key].tobytes()
+        assert run.verify(step).ok
 
 
 def test_an_imported_checkpoint_has_its_metrics_and_its_provenance(
@@ -230,7 +231,7 @@ def test_memory_stays_within_the_staging_budget(
     monkeypatch.setattr(transfer, "StagingPool", Counted)
     root = ZarrRoot(tmp_path)
     arrays = {f"t{i}": TABLE + i for i in range(3)}
-    root.write(1, arrays, chunks={key: (3000, 1000) for key in arrays})
+    root.write(1, arrays, chunks=dict.fromkeys(arrays, (3000, 1000)))
     with store.connect(server_address) as client:
         run = client.run("tests/within-budget")
         run.import_from(root)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
 
 from storesvc.format.names import RunName, Which
 from storesvc_client._api.collection import Usage, usage_of
+from storesvc_client._api.copying import RunCopy
 from storesvc_client._api.holds import Holds
 from storesvc_client._api.importing import imported
 from storesvc_client._api.inspection import diff_checkpoints, verify_checkpoint
@@ -470,6 +471,63 @@ class Run(RunCheckpoints):
             )
         )
 
+    def copy_to(
+        self,
+        target: "Run",
+        *,
+        steps: Iterable[int] | None = None,
+        tags: bool = True,
+        move_tags: bool = False,
+        retention: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> list[Transfer]:
+        """Copies checkpoints to another run, of any store, and returns once all are
+        committed. Needs no jax.
+
+        Chunks keep their bytes, and are compared with their checksums twice, when they
+        are read and when they are stored. Those that the target has are not read.
+        Metrics, labels, items, documents and pins are copied, and the labels and the
+        purge delay of the run if the target does not exist. Checkpoints are created in
+        the order of their creation, with the labels ``copy.url``, ``copy.time``, and
+        ``copy.uid`` and ``copy.create_time`` of the checkpoint that was saved. A
+        checkpoint with the same ``copy.uid`` is skipped, so a copy that was interrupted
+        is repeated to finish it, and one that is repeated moves nothing.
+
+        >>> with connect("gs://lab/store") as lab:
+        ...     run.copy_to(lab.run("prod/llama-8b"), steps=[100])
+
+        Args:
+            target: The run to copy to.
+            steps: Steps to copy; None: all.
+            tags: Whether to set the tags of the copied checkpoints.
+            move_tags: Whether tags that name other checkpoints in the target move.
+            retention: Whether to set the retention policy, which may then delete
+                checkpoints of the target.
+            progress: Called with a ``Progress`` of each checkpoint; see
+                ``ProgressCallback``.
+
+        Returns:
+            A ``Transfer`` for each checkpoint, also for those that were skipped.
+
+        Raises:
+            NotFoundError: There is no such run or step.
+            InvalidRequestError: The target is this run, or no run.
+            AlreadyExistsError: The target has another checkpoint at one of the steps;
+                nothing was copied.
+            DataLossError: A checkpoint is damaged; those before it are copied.
+            PreconditionError: Tags name other checkpoints in the target; everything
+                else is copied.
+            UnavailableError: One of the stores does not answer.
+        """
+        copy = run_copy(self, target, progress)
+        done = list(copy.checkpoints(steps))
+        if tags:
+            copied = [one.checkpoint.step for one in done]
+            copy.tags(copied, move=move_tags)
+        if retention:
+            copy.retention()
+        return done
+
     def items(
         self,
         which: Which = "latest",
@@ -643,4 +701,23 @@ def save_checked(
     """
     return run._begin(  # noqa: SLF001 - not public, as plans are not
         step, tree, check, document=document, **options
+    )
+
+
+def run_copy(
+    source: Run, target: Run, progress: ProgressCallback | None = None
+) -> RunCopy:
+    """Returns the copy from a run to another.
+
+    Raises:
+        InvalidRequestError: The target is the same run, or no run.
+    """
+    if not isinstance(target, Run):
+        raise InvalidRequestError(
+            f"copy of {source.name}: expected a run to copy to, got {target!r}"
+        )
+    return RunCopy(
+        (source._session, source._stub),  # noqa: SLF001 - not public
+        (target._session, target._stub),  # noqa: SLF001 - not public
+        progress,
     )

@@ -36,7 +36,7 @@ class RegionRead:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the array is larger than the region."""
+        """True if the array is larger than the region."""
         return self.shape != tuple(stop - start for start, stop in self.region)
 
 

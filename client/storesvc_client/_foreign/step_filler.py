@@ -15,16 +15,12 @@ from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._foreign.chunk_units import RegionRead, Unit
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._save.slab_queue import SlabQueue
-from storesvc_client._save.transfer import SharedBuffer
+from storesvc_client._save.transfer import READING_SHARE, SharedBuffer
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import StoreError, UnavailableError
 
 JOBS: Final = 16
 """Default number of units in flight: what hides the latency of a bucket."""
-
-IN_FLIGHT_BYTES: Final = 256 << 20
-"""Maximum bytes of units in flight, or one larger unit. A format decodes a chunk in
-memory of its own, so a unit in flight takes about twice its size."""
 
 READ_SECONDS: Final = 600.0
 """Time after which a read that has not ended is given up."""
@@ -77,7 +73,8 @@ class StepFiller:
     def _fill(
         self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
     ) -> None:
-        limit = min(IN_FLIGHT_BYTES, slab_queue.budget_bytes // 2)
+        # A format decodes a chunk in memory of its own, as large as the unit.
+        limit = slab_queue.budget_bytes // (READING_SHARE - 1)
         size = 0
         for unit in self._units:
             # Before the wait for memory: it may end only when these are written.
@@ -129,7 +126,7 @@ class StepFiller:
         return started.unit.size
 
     def _await(self, reading: Reading, read: RegionRead, slab_queue: SlabQueue) -> bool:
-        """Waits for a read; returns False if the transfer has failed meanwhile.
+        """Waits for a read; returns False if the transfer has failed.
 
         Raises:
             UnavailableError: The read does not end.

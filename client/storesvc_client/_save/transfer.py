@@ -1,13 +1,13 @@
 """Stores a checkpoint that is read from elsewhere: from foreign files, or from another
 store. Needs no jax.
 
-``transfer`` runs two parts at a time: a ``Filler`` reads chunks into staging memory, and
-an ``Upload`` stores them, as in any save. The order makes a checkpoint complete or
+``transfer`` runs two parts at a time: a ``Filler`` reads chunks into staging memory,
+and an ``Upload`` stores them, as in any save. The order makes a checkpoint complete or
 absent, and an interrupted transfer cheap to repeat:
 
 1. Begin the upload; it takes over the chunks of an interrupted one of the same step.
 2. Read and store the chunks that the store lacks.
-3. Compare the checksums with those of the source, if it has any.
+3. Compare the checksums with the ones that the source has, if any.
 4. Commit.
 
 A transfer that fails leaves its upload to the next one of the step, and the collector
@@ -44,9 +44,13 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
-STAGING_BYTES: Final = 1 << 30
-"""Maximum staging memory of a transfer, if the client allows more. Reading is ahead of
-writing by this much, and more would only fill memory."""
+MEMORY_BYTES: Final = 1 << 30
+"""Maximum memory of a transfer, if the client allows as much for saves. Reading is
+ahead of writing by this much, and more would only fill memory."""
+
+READING_SHARE: Final = 4
+"""Part of the memory, one in so many, that is left to the reader, which for example
+decodes what it reads. The rest is staging memory."""
 
 
 class Filler(Protocol):
@@ -139,7 +143,8 @@ def transfer(
         StoreError: The source could not be read, or the store could not be written.
         DataLossError: A chunk differs from its checksums in the source.
     """
-    staging = StagingPool(min(session.staging.budget_bytes, STAGING_BYTES))
+    memory_bytes = min(session.staging.budget_bytes, MEMORY_BYTES)
+    staging = StagingPool(memory_bytes - memory_bytes // READING_SHARE)
     meter = Meter("save", str(description), progress)
     slab_queue = SlabQueue(staging, is_open=True)
     writer = Writer(session.connection, description, plan.tree, meter)
@@ -195,7 +200,7 @@ def _await(
 
 
 def _check_sums(name: str, tree: Tree, known: Sums, stored: Sums) -> None:
-    """Rejects chunks that are not those of the source."""
+    """Rejects chunks that differ from the source."""
     differs = (known.crc32c != stored.crc32c) | (known.digests != stored.digests).any(1)
     wrong = np.flatnonzero(differs)
     if wrong.size:

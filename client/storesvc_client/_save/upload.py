@@ -58,7 +58,7 @@ _ABORT_SECONDS: Final = 5.0
 
 
 class UploadPlan(Protocol):
-    """What a process stores of a tree; the plans of saves and of transfers are such."""
+    """Plan of the chunks that a process stores; saves and transfers have one."""
 
     @property
     def tree(self) -> Tree:

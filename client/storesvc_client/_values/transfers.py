@@ -56,7 +56,7 @@ def with_provenance(
     labels: Mapping[str, str],
     provenance: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns labels with those of the provenance of a checkpoint.
+    """Returns labels together with the provenance of a checkpoint.
 
     Args:
         what: The transfer, for the message.

@@ -24,6 +24,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # before anything imports Keras, which else reads and writes files of the user
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["KERAS_HOME"] = str(Path(__file__).parents[1] / "build" / "keras")
+# no test reads the contexts of the user
+os.environ["STORESVC_CONFIG"] = str(Path(__file__).parents[1] / "build" / "no-config")
 if os.environ.get("STORESVC_SUITE") != "full":
     # what runs once is compiled soon rather than well
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

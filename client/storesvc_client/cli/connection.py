@@ -7,7 +7,7 @@ nothing is sent before it is opened.
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
@@ -57,9 +57,68 @@ class Connection:
     insecure: bool
     timeout: float
     """Seconds that one call may take."""
+    given: frozenset[str] = frozenset()
+    """Names of the options that were given on the command line; "store" for
+    ``target``."""
+    context: str | None = None
+    """Name of the context to use; None: the current one, if no store is given."""
+
+    def to_store(self, target: str) -> "Connection":
+        """Returns the connection to another store, with the same options."""
+        return replace(self, target=target, given=self.given | {"store"}, context=None)
+
+    def to_context(self, name: str) -> "Connection":
+        """Returns the connection to the store of a context, with its options."""
+        return Connection(
+            target=self.target,
+            ca=None,
+            cert=None,
+            key=None,
+            from_environment=frozenset(),
+            insecure=False,
+            timeout=self.timeout,
+            context=name,
+        )
+
+    def resolved(self) -> "Connection":
+        """Returns the connection with the values of its context, if one applies.
+
+        A context applies as a whole or not at all: its certificates are for its store.
+
+        Raises:
+            Refusal: The configuration is wrong, or has no such context.
+            UsageError: Both a store and a context are given.
+        """
+        from storesvc_client.cli.config_file import read_config
+
+        kept = self.given
+        if self.context is not None:
+            if "store" in self.given:
+                raise click.UsageError("expected one of --store and --context")
+            context = read_config().context(self.context)
+        elif "store" in self.given | self.from_environment:
+            return self
+        else:
+            config = read_config()
+            if config.current is None:
+                return self
+            context = config.context(config.current)
+            kept |= self.from_environment
+        return replace(
+            self,
+            target=context.store,
+            ca=self.ca if "ca" in kept else context.ca or self.ca,
+            cert=self.cert if "cert" in kept else context.cert or self.cert,
+            key=self.key if "key" in kept else context.key or self.key,
+            insecure=self.insecure or context.insecure,
+            given=self.given | {"store"},
+            context=None,
+        )
 
     def open(self) -> "Client":
         """Returns a client of the store, to be used as a context manager.
+
+        A context applies, if one is given, or if no store is.
 
         Raises:
             Refusal: The root holds no store; none is created.
@@ -67,6 +126,8 @@ class Connection:
         """
         import storesvc_client
 
+        if (resolved := self.resolved()) is not self:
+            return resolved.open()
         shown = bool(click.get_current_context().meta.get(VERBOSE))
         # Imports allocate many objects, and all of them stay.
         with collector_paused(), _library_defaults(), native_log_hidden(shown=shown):

@@ -26,6 +26,11 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
         "help": "HOST[:PORT] of a server, or of several with commas between, or the "
         "root of a store to open here: /path, file:///path, gs://bucket/prefix.",
     },
+    ("--context", "-c"): {
+        "metavar": "NAME",
+        "help": "Store and options that storectl config set NAME has kept, in place of "
+        "the current context.",
+    },
     ("--ca",): {
         "type": _FILE,
         "metavar": "FILE",
@@ -100,4 +105,5 @@ def _override(context: click.Context, option: click.Parameter, value: Any) -> No
         field = "target" if name == "store" else name
         changes: dict[str, Any] = {field: value}
         changes["from_environment"] = context.obj.from_environment - {name}
+        changes["given"] = context.obj.given | {name}
         context.obj = replace(context.obj, **changes)

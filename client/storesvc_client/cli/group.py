@@ -17,7 +17,7 @@ from storesvc_client.cli.global_options import accept_global_options, global_opt
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("uploads", "du", "gc", "ping", "serve", "demo"),
+    *("uploads", "du", "gc", "config", "ping", "serve", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""
 
@@ -114,9 +114,10 @@ def _command(name: str) -> click.Command:
 @click.version_option(package_name="storesvc", message="storectl %(version)s")
 @click.pass_context
 def main(
-    context: click.Context,
+    ctx: click.Context,
     *,
     store: str,
+    context: str | None,
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
@@ -142,26 +143,29 @@ def main(
       storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
       storectl tag prod/llama-8b@500 best
 
-    The options below may be given after the command, too. With --json an error is one
-    line of JSON on stderr.
+    The options below may be given after the command, too. Without --store the current
+    context applies; see storectl config. With --json an error is one line of JSON on
+    stderr.
 
     Exit code 0: done; 1: rejected, for the reason on stderr; 2: wrong usage;
     130: interrupted.
     Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; likewise
     for zsh and fish.
     """
-    context.meta[VERBOSE] = verbose
-    source = context.get_parameter_source
-    context.obj = Connection(
+    ctx.meta[VERBOSE] = verbose
+
+    def options_from(source: ParameterSource) -> frozenset[str]:
+        names = ("store", "ca", "cert", "key")
+        return frozenset(n for n in names if ctx.get_parameter_source(n) is source)
+
+    ctx.obj = Connection(
         target=store,
         ca=ca,
         cert=cert,
         key=key,
-        from_environment=frozenset(
-            name
-            for name in ("ca", "cert", "key")
-            if source(name) is ParameterSource.ENVIRONMENT
-        ),
+        from_environment=options_from(ParameterSource.ENVIRONMENT),
         insecure=insecure,
         timeout=timeout,
+        given=options_from(ParameterSource.COMMANDLINE),
+        context=context,
     )

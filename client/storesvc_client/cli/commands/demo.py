@@ -1,6 +1,5 @@
 """``storectl demo``: runs the main job, end to end."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -59,7 +58,7 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
 
     from storesvc_client.demo.job import run_demo
 
-    served = _served(replace(connection, target=store)) if store else None
+    served = _served(connection.to_store(store)) if store else None
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
         code = run_demo(Path(place), served)
     click.get_current_context().exit(code)

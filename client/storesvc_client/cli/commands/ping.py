@@ -24,6 +24,7 @@ def ping(connection: Connection, *, as_json: bool) -> None:
 
     Exit code 1: it does not accept calls.
     """
+    connection = connection.resolved()
     with connection.open() as client:
         info = client.info()
     if as_json:

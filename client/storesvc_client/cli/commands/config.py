@@ -1,0 +1,155 @@
+"""``storectl config``: names stores, so that commands need no address."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from storesvc.format.names import InvalidNameError
+from storesvc_client._values.texts import ABSENT
+from storesvc_client.cli.arguments import json_option, store_target
+from storesvc_client.cli.config_file import config_path, read_config, write_config
+from storesvc_client.cli.contexts import FILES, Config, Context, check_name
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import Column, Listing, print_json
+
+_FILE: Final = click.Path(
+    exists=True, dir_okay=False, resolve_path=True, path_type=Path
+)
+
+
+def _name(text: str) -> str:
+    try:
+        return check_name(text)
+    except InvalidNameError as e:
+        raise click.BadParameter(str(e)) from e
+
+
+@click.group()
+def config() -> None:
+    """Name stores, and choose the one that commands use.
+
+    A context is a name for a store and for the options to connect to it. They are kept
+    in $STORESVC_CONFIG, by default ~/.config/storesvc/config.toml. An option of a
+    command has precedence over an environment variable, and that over the context.
+
+    \b
+    Examples:
+      storectl config set prod --store ckpt.example:7070 --ca /etc/ssl/ckpt.pem
+      storectl config use prod
+      storectl -c lab ls
+    """
+
+
+@config.command("set")
+@click.argument("name", type=_name, metavar="NAME")
+@click.option("--store", "-s", type=store_target, required=True, metavar="TARGET")
+@click.option("--ca", type=_FILE, metavar="FILE")
+@click.option("--cert", type=_FILE, metavar="FILE")
+@click.option("--key", type=_FILE, metavar="FILE")
+@click.option("--insecure", is_flag=True)
+def set_context(
+    *,
+    name: str,
+    store: str,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    insecure: bool,
+) -> None:
+    """Create a context, or replace it. The first one becomes the current one.
+
+    The options are those of storectl itself; see storectl --help.
+    """
+    if "://" in store and (ca or cert or key or insecure):
+        raise click.UsageError(
+            f"--ca, --cert, --key and --insecure go with a server, not with {store}"
+        )
+    if (cert is None) != (key is None):
+        raise click.UsageError("expected --cert and --key together")
+    context = Context(
+        name=name, store=store, ca=ca, cert=cert, key=key, insecure=insecure
+    )
+    found = read_config()
+    contexts = {**found.contexts, name: context}
+    current = found.current if found.contexts else name
+    write_config(Config(current=current, contexts=contexts))
+    is_current = " (current)" if current == name else ""
+    click.echo(f"{name}{is_current}: {store}")
+
+
+@config.command()
+@click.argument("name", type=_name, metavar="NAME")
+def use(*, name: str) -> None:
+    """Make a context the current one."""
+    found = read_config()
+    context = found.context(name)
+    write_config(replace(found, current=name))
+    click.echo(f"{name} (current): {context.store}")
+
+
+@config.command("list")
+@json_option
+def list_contexts(*, as_json: bool) -> None:
+    """List the contexts; an asterisk marks the current one."""
+    found = read_config()
+    if as_json:
+        print_json(
+            {
+                "file": str(config_path()),
+                "current": found.current,
+                "contexts": [
+                    _document(found.contexts[n]) for n in sorted(found.contexts)
+                ],
+            }
+        )
+        return
+    listing: Listing[Context] = Listing(
+        noun="context",
+        columns=(
+            Column(""),
+            Column("NAME"),
+            Column("STORE", folds=True),
+            Column("OPTIONS", folds=True),
+        ),
+        row=lambda context: _row(context, is_current=context.name == found.current),
+    )
+    contexts = [found.contexts[name] for name in sorted(found.contexts)]
+    listing.show(contexts, as_json=False)
+
+
+@config.command()
+@click.argument("name", type=_name, metavar="NAME")
+def remove(*, name: str) -> None:
+    """Remove a context; its store stays as it is."""
+    found = read_config()
+    context = found.context(name)
+    if found.current == name and len(found.contexts) > 1:
+        raise Refusal(
+            f"context {name} is the current one; make another one current first, with "
+            "storectl config use"
+        )
+    contexts = {n: other for n, other in found.contexts.items() if n != name}
+    current = None if found.current == name else found.current
+    write_config(Config(current=current, contexts=contexts))
+    click.echo(f"{name} removed: {context.store}")
+
+
+def _row(context: Context, *, is_current: bool) -> tuple[str, ...]:
+    options = [f"--{key} {file}" for key in FILES if (file := getattr(context, key))]
+    options += ["--insecure"] if context.insecure else []
+    return (
+        "*" if is_current else "",
+        context.name,
+        context.store,
+        (" ".join(options) or ABSENT),
+    )
+
+
+def _document(context: Context) -> dict[str, Any]:
+    """Returns a context for JSON."""
+    return {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in asdict(context).items()
+    }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli.group import COMMANDS
+from storesvc_client.cli.group import COMMANDS, module_of
 from tests.support.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
@@ -44,7 +44,9 @@ def imported_by_storectl(*arguments: str) -> set[str]:
 
 def commands_of(modules: set[str]) -> set[str]:
     return {
-        name for name in COMMANDS if f"storesvc_client.cli.commands.{name}" in modules
+        name
+        for name in COMMANDS
+        if f"storesvc_client.cli.commands.{module_of(name)}" in modules
     }
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,16 @@ from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
 SMALL = {"MAX_CHUNK_BYTES": 256, "MIN_CHUNK_BYTES": 64, "MIN_STRIDED_BYTES": 16}
+
+
+def index_of(region: grids.Region) -> Any:
+    """Returns the index of a region."""
+    return (*(slice(start, stop) for start, stop in region), ...)
+
+
+def inside_of(region: grids.Region) -> Any:
+    """Returns the index of its elements in an array that begins with them."""
+    return (*(slice(0, stop - start) for start, stop in region), ...)
 
 
 def leaf(key: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Leaf:
@@ -70,9 +81,9 @@ def test_units_hold_every_chunk_once_and_each_reads_its_own_elements(
         for read in unit.reads:
             size = math.prod(read.shape) * 4
             view = memory[read.start : read.start + size].view(np.float32)
-            inside = tuple(slice(0, b - a) for a, b in read.region)
-            region = tuple(slice(a, b) for a, b in read.region)
-            view.reshape(read.shape)[(*inside, ...)] = wholes[read.row][(*region, ...)]
+            view.reshape(read.shape)[inside_of(read.region)] = wholes[read.row][
+                index_of(read.region)
+            ]
         for start, slab in unit.slabs:
             for ordinal, at, size in slab.rows():
                 assert ordinal not in chunks
@@ -84,9 +95,7 @@ def test_units_hold_every_chunk_once_and_each_reads_its_own_elements(
         grid = stored.grids[row]
         expected = np.zeros(grid.chunk_shape, np.float32)
         region = grid.region(within)
-        inside = tuple(slice(0, b - a) for a, b in region)
-        source = tuple(slice(a, b) for a, b in region)
-        expected[(*inside, ...)] = wholes[row][(*source, ...)]
+        expected[inside_of(region)] = wholes[row][index_of(region)]
         assert expected.tobytes() == data
 
 

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 import storesvc_client as store
 from storesvc.format.grids import Region
-from storesvc_client._foreign.foreign_step import Reading
+from storesvc_client._chunks.staging_pool import StagingPool
+from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
 
 CHUNKS = {"params/dense/kernel": (10, 5), "params/table": (3000, 1000)}
@@ -187,10 +189,10 @@ class Stopping:
 class StoppingRoot(ZarrRoot):
     """A location whose storage stops in the last chunk of the table."""
 
-    def open(self, step: int) -> Any:
+    def open(self, step: int) -> ForeignStep:
         found = super().open(step)
-        found.arrays[-1] = Stopping(found.arrays[-1], 1)
-        return found
+        last = cast("ZarrArray", found.arrays[-1])
+        return replace(found, arrays=[*found.arrays[:-1], Stopping(last, 1)])
 
 
 def test_an_interrupted_step_is_resumed_with_what_was_stored(
@@ -217,7 +219,7 @@ def test_memory_stays_within_the_staging_budget(
 
     pools: list[Any] = []
 
-    class Counted(transfer.StagingPool):
+    class Counted(StagingPool):
         peak = 0
 
         def __init__(self, budget_bytes: int) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def imported(
     session: Session,
     stub: RunStub,
-    root: "ForeignRoot",
+    source: "str | ForeignRoot",
     *,
     steps: Iterable[int] | None,
     labels: Mapping[str, str] | None,
@@ -27,6 +27,7 @@ def imported(
 ) -> Iterator[Transfer]:
     """Imports steps as ``Run.import_from``, and yields each once it is committed."""
     from storesvc_client._foreign.importing import import_steps
+    from storesvc_client._foreign.sources import foreign_root
     from storesvc_client._foreign.step_filler import JOBS
 
     what = f"import into {stub.name}"
@@ -40,7 +41,7 @@ def imported(
     yield from import_steps(
         session,
         stub,
-        root,
+        foreign_root(source) if isinstance(source, str) else source,
         steps=wanted,
         labels=checked_labels(what, labels),
         progress=progress,

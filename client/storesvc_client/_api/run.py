@@ -422,7 +422,7 @@ class Run(RunCheckpoints):
 
     def import_from(
         self,
-        source: "ForeignRoot",
+        source: "str | ForeignRoot",
         *,
         steps: Iterable[int] | None = None,
         labels: Mapping[str, str] | None = None,
@@ -440,7 +440,8 @@ class Run(RunCheckpoints):
         so an import that was interrupted is repeated to finish it.
 
         Args:
-            source: The location below which the checkpoints were written.
+            source: Format and location of the checkpoints, such as
+                "orbax:///ckpts/run" or "safetensors:gs://bucket/model".
             steps: Steps to import; None: all finished ones.
             labels: Texts to keep with each checkpoint, besides these.
             progress: Called with a ``Progress`` of each checkpoint; see
@@ -460,9 +461,8 @@ class Run(RunCheckpoints):
             UnavailableError: The location or the store does not answer.
         """
         return list(
-            imported(
-                self._session,
-                self._stub,
+            run_import(
+                self,
                 source,
                 steps=steps,
                 labels=labels,
@@ -701,6 +701,28 @@ def save_checked(
     """
     return run._begin(  # noqa: SLF001 - not public, as plans are not
         step, tree, check, document=document, **options
+    )
+
+
+def run_import(
+    run: Run,
+    source: "str | ForeignRoot",
+    *,
+    steps: Iterable[int] | None,
+    labels: Mapping[str, str] | None,
+    progress: ProgressCallback | None,
+    jobs: int | None,
+) -> Iterator[Transfer]:
+    """Imports as ``Run.import_from``, and yields each checkpoint once it is
+    committed."""
+    return imported(
+        run._session,  # noqa: SLF001 - not public
+        run._stub,  # noqa: SLF001 - not public
+        source,
+        steps=steps,
+        labels=labels,
+        progress=progress,
+        jobs=jobs,
     )
 
 

@@ -190,6 +190,14 @@ def duration(text: str) -> timedelta:
         raise click.BadParameter(str(e)) from e
 
 
+def label(text: str) -> tuple[str, str]:
+    """Returns the key and the text of a label."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise click.BadParameter(f"{text!r}: expected KEY=TEXT, such as stage=final")
+    return key, value
+
+
 def etag(text: str) -> str:
     """Returns the etag in its quotes, which a shell may have removed."""
     return text if text.startswith('"') else f'"{text}"'

@@ -115,23 +115,27 @@ class Connection:
             context=None,
         )
 
-    def open(self) -> "Client":
+    def open(self, *, create: bool = False) -> "Client":
         """Returns a client of the store, to be used as a context manager.
 
         A context applies, if one is given, or if no store is.
 
+        Args:
+            create: Whether to create a store if the root holds none.
+
         Raises:
-            Refusal: The root holds no store; none is created.
+            Refusal: The root holds no store, and ``create`` is not set.
             StoreError: The store cannot be reached.
         """
         import storesvc_client
 
         if (resolved := self.resolved()) is not self:
-            return resolved.open()
+            return resolved.open(create=create)
         shown = bool(click.get_current_context().meta.get(VERBOSE))
         # Imports allocate many objects, and all of them stay.
         with collector_paused(), _library_defaults(), native_log_hidden(shown=shown):
-            self._check_root()
+            if not create:
+                self._check_root()
             ca, cert, key = self._certificates()
             client = storesvc_client.connect(
                 self.target,

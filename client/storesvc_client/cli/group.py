@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +18,14 @@ from storesvc_client.cli.global_options import accept_global_options, global_opt
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("uploads", "du", "gc", "config", "ping", "serve", "demo"),
+    *("import", "cp", "uploads", "du", "gc", "config", "ping", "serve", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""
+
+
+def module_of(command: str) -> str:
+    """Returns the name of the module of a command, and of the command in it."""
+    return f"{command}_" if iskeyword(command) else command
 
 
 @contextmanager
@@ -99,8 +105,9 @@ class _Group(click.Group):
 
 @cache
 def _command(name: str) -> click.Command:
-    module = import_module(f"storesvc_client.cli.commands.{name}")
-    command: click.Command = getattr(module, name)
+    found = module_of(name)
+    module = import_module(f"storesvc_client.cli.commands.{found}")
+    command: click.Command = getattr(module, found)
     accept_global_options(command)
     return command
 

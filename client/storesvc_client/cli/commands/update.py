@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import click
 
 from storesvc_client._values.texts import pairs_text
-from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.arguments import json_option, label, whole_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import print_fields, print_json
 from storesvc_client.cli.paths import CheckpointPath
@@ -18,14 +18,6 @@ T = TypeVar("T")
 
 _ATTEMPTS: Final = 8
 """Maximum attempts of a change, while others change the same checkpoint."""
-
-
-def label(text: str) -> tuple[str, str]:
-    """Returns the key and the text of a label."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise click.BadParameter(f"{text!r}: expected KEY=TEXT, such as stage=final")
-    return key, value
 
 
 def metric(text: str) -> tuple[str, float]:

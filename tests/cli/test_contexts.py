@@ -49,7 +49,7 @@ def refusal(*arguments: str, **environment: str) -> str:
 
 @pytest.fixture
 def roots(tmp_path: Path) -> dict[str, Path]:
-    """Three stores, each with a run that is named as it is."""
+    """Three stores, each with a run of its name."""
     roots = {name: tmp_path / name for name in ("prod", "lab", "other")}
     for name, root in roots.items():
         with store.connect(root.as_uri()) as client:

@@ -60,7 +60,7 @@ def set_context(
 ) -> None:
     """Create a context, or replace it. The first one becomes the current one.
 
-    The options are those of storectl itself; see storectl --help.
+    Its options mean the same as for storectl itself; see storectl --help.
     """
     if "://" in store and (ca or cert or key or insecure):
         raise click.UsageError(
@@ -122,7 +122,7 @@ def list_contexts(*, as_json: bool) -> None:
 @config.command()
 @click.argument("name", type=_name, metavar="NAME")
 def remove(*, name: str) -> None:
-    """Remove a context; its store stays as it is."""
+    """Remove a context; its store is not changed."""
     found = read_config()
     context = found.context(name)
     if found.current == name and len(found.contexts) > 1:

@@ -1,5 +1,7 @@
 """Imports: every bit of a foreign step becomes a checkpoint, once."""
 
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -210,6 +212,84 @@ def test_an_interrupted_step_is_resumed_with_what_was_stored(
     assert [] == list(run.uploads.list())
     assert 12_000_004 == done.reused_bytes == done.sent_bytes
     assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
+
+
+class Interrupting:
+    """An array whose second read is interrupted, as by Ctrl-C or by a kill."""
+
+    def __init__(self, array: ZarrArray, number: signal.Signals) -> None:
+        self._array = array
+        self._number = number
+        self._reads = 0
+
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:
+        self._reads += 1
+        if self._reads == 2:
+            os.kill(os.getpid(), self._number)
+        return self._array.read(region, into)
+
+
+class InterruptingRoot(ZarrRoot):
+    """A location whose last array is one."""
+
+    number = signal.SIGINT
+
+    def open(self, step: int) -> ForeignStep:
+        found = super().open(step)
+        last = Interrupting(cast("ZarrArray", found.arrays[-1]), self.number)
+        return replace(found, arrays=[*found.arrays[:-1], last])
+
+
+class KillingRoot(InterruptingRoot):
+    """A location whose reader is killed."""
+
+    number = signal.SIGKILL
+
+
+def test_ctrl_c_ends_an_import_that_is_then_repeated(
+    tmp_path: Path, run: store.Run
+) -> None:
+    root = InterruptingRoot(tmp_path)
+    root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
+
+    with pytest.raises(KeyboardInterrupt):
+        run.import_from(root)
+
+    assert [] == run.steps()
+    assert 1 == len(list(run.uploads.list()))  # which the next import takes over
+    run.import_from(ZarrRoot(tmp_path))
+    assert [] == list(run.uploads.list())
+    assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
+
+
+@pytest.mark.slow
+def test_an_import_that_is_killed_is_repeated(tmp_path: Path) -> None:
+    uri = (tmp_path / "store").as_uri()
+    root = ZarrRoot(tmp_path / "foreign")
+    for step in (1, 2):
+        root.write(step, {"params/table": TABLE + step}, chunks=CHUNKS)
+    program = f"""
+from pathlib import Path
+import storesvc_client as store
+from tests.foreign.test_importing import KillingRoot
+from tests.support.foreign_parts import ZarrRoot
+folder = Path({str(tmp_path / "foreign")!r})
+with store.connect({uri!r}) as client:
+    run = client.run("a/b")
+    run.import_from(ZarrRoot(folder), steps=[1])
+    run.import_from(KillingRoot(folder))
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+
+    assert -signal.SIGKILL == killed.returncode
+    with store.connect(uri) as client:
+        run = client.run("a/b")
+        assert [1] == run.steps()
+        again = run.import_from(root)
+        assert [False, True] == [done.is_new for done in again]
+        for step in (1, 2):
+            found = leaves_of(run, step)["params/table"]
+            assert (TABLE + step).tobytes() == found.tobytes()
 
 
 def test_memory_stays_within_the_staging_budget(

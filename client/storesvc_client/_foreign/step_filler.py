@@ -73,8 +73,8 @@ class StepFiller:
     def _fill(
         self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
     ) -> None:
-        # A format decodes a chunk in memory of its own, as large as the unit.
-        limit = slab_queue.budget_bytes // (READING_SHARE - 1)
+        # The share of the reader holds each chunk twice, as stored and as decoded.
+        limit = slab_queue.budget_bytes // (READING_SHARE - 1) // 2
         size = 0
         for unit in self._units:
             # Before the wait for memory: it may end only when these are written.

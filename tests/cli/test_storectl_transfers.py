@@ -94,9 +94,9 @@ def test_an_import_as_json_has_a_document_for_each_step(model: Path, root: str) 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("nothing", "a/b"), 1, "expected a format and a location"),
+        (("nothing", "a/b"), 1, "expected FORMAT:LOCATION"),
         (("tar:/x", "a/b"), 1, "formats: "),
-        (("safetensors://host/x", "a/b"), 1, "got the host 'host'"),
+        (("safetensors://host/x", "a/b"), 1, "expected FORMAT:LOCATION"),
         (("safetensors:/x", "a"), 2, "expected a run"),
         (("safetensors:/x", "a/b", "--steps", "1,x"), 2, "expected steps"),
         (("safetensors:/x", "a/b", "--steps", "1", "--latest"), 2, "one of --steps"),

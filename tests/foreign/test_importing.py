@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import storesvc_client as store
 from storesvc.format.grids import Region
+from storesvc_client import ForeignRun
 from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
@@ -39,7 +40,7 @@ def leaves_of(run: store.Run, step: int) -> dict[str, NDArray[Any]]:
 
 
 def test_every_bit_of_each_step_is_imported(root: ZarrRoot, run: store.Run) -> None:
-    run.import_from(root)
+    run.import_from(ForeignRun(root))
 
     assert [100, 200] == run.steps()
     for step in run.steps():
@@ -55,7 +56,7 @@ def test_every_bit_of_each_step_is_imported(root: ZarrRoot, run: store.Run) -> N
 def test_an_imported_checkpoint_has_its_metrics_and_its_provenance(
     root: ZarrRoot, run: store.Run
 ) -> None:
-    (done,) = run.import_from(root, steps=[200], labels={"team": "a"})
+    (done,) = run.import_from(ForeignRun(root), steps=[200], labels={"team": "a"})
 
     found = run.checkpoint(200)
     assert {"loss": 1 / 200} == found.metrics
@@ -78,10 +79,10 @@ def test_an_imported_checkpoint_has_its_metrics_and_its_provenance(
 def test_a_second_import_reads_and_stores_nothing(
     root: ZarrRoot, run: store.Run
 ) -> None:
-    first = run.import_from(root)
+    first = run.import_from(ForeignRun(root))
     root.arrays.clear()
 
-    second = run.import_from(root)
+    second = run.import_from(ForeignRun(root))
 
     assert [True, True] == [done.is_new for done in first]
     assert [False, False] == [done.is_new for done in second]
@@ -92,7 +93,7 @@ def test_a_second_import_reads_and_stores_nothing(
 def test_a_step_shares_the_chunks_of_the_one_before_it(
     root: ZarrRoot, run: store.Run
 ) -> None:
-    first, second = run.import_from(root)
+    first, second = run.import_from(ForeignRun(root))
 
     step_bytes = 8 + 4
     assert (first.sent_bytes, 0) == (first.checkpoint.stored_bytes, first.reused_bytes)
@@ -105,7 +106,7 @@ def test_each_foreign_chunk_is_read_once(tmp_path: Path, run: store.Run) -> None
     tall = np.arange(10_000_000, dtype=np.float32).reshape(5000, 2000)
     root.write(1, {"tall": tall}, chunks={"tall": (5000, 1000)})  # 20 MB: cut in two
 
-    run.import_from(root)
+    run.import_from(ForeignRun(root))
 
     assert [2] == [array.read_count for array in root.arrays]
     assert 4 == run.checkpoint(1).chunk_count
@@ -118,32 +119,34 @@ def test_a_step_that_was_saved_here_is_not_replaced(
     run.save(200, {"own": np.ones(3)}).result()
 
     with pytest.raises(store.AlreadyExistsError, match="that was not imported"):
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
     assert [200] == run.steps()
-    assert [100] == [d.checkpoint.step for d in run.import_from(root, steps=[100])]
+    assert [100] == [
+        d.checkpoint.step for d in run.import_from(ForeignRun(root), steps=[100])
+    ]
 
 
 def test_a_step_whose_files_changed_since_its_import_is_rejected(
     root: ZarrRoot, run: store.Run
 ) -> None:
-    run.import_from(root)
+    run.import_from(ForeignRun(root))
     root.write(200, {"z": np.ones(3)})
 
     with pytest.raises(store.AlreadyExistsError, match="when its files were other"):
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
 
 
 def test_a_step_that_is_missing_is_named_with_those_that_are_there(
     root: ZarrRoot, run: store.Run
 ) -> None:
     with pytest.raises(store.NotFoundError, match=r"step 150; has 100, 200"):
-        run.import_from(root, steps=[100, 150])
+        run.import_from(ForeignRun(root), steps=[100, 150])
     assert [] == run.steps()
 
 
 def test_a_location_without_steps_is_rejected(tmp_path: Path, run: store.Run) -> None:
     with pytest.raises(store.NotFoundError, match="no finished steps"):
-        run.import_from(ZarrRoot(tmp_path))
+        run.import_from(ForeignRun(ZarrRoot(tmp_path)))
 
 
 @pytest.mark.parametrize("jobs", [0, True, "4"])
@@ -151,14 +154,14 @@ def test_a_number_of_jobs_that_is_none_is_rejected(
     jobs: Any, root: ZarrRoot, run: store.Run
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="jobs="):
-        run.import_from(root, jobs=jobs)
+        run.import_from(ForeignRun(root), jobs=jobs)
 
 
 def test_a_label_of_the_provenance_cannot_be_given(
     root: ZarrRoot, run: store.Run
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"no label 'import\.url'"):
-        run.import_from(root, labels={"import.url": "elsewhere"})
+        run.import_from(ForeignRun(root), labels={"import.url": "elsewhere"})
 
 
 def test_a_damaged_chunk_ends_the_import_after_the_steps_before_it(
@@ -168,7 +171,7 @@ def test_a_damaged_chunk_ends_the_import_after_the_steps_before_it(
     damaged.write_bytes(damaged.read_bytes()[:-1])
 
     with pytest.raises(store.DataLossError, match="params/dense/kernel"):
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
     assert [100] == run.steps()
 
 
@@ -203,10 +206,10 @@ def test_an_interrupted_step_is_resumed_with_what_was_stored(
     root = StoppingRoot(tmp_path)
     root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
     with pytest.raises(store.UnavailableError, match="the storage is gone"):
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
     (left,) = run.uploads.list()
 
-    (done,) = run.import_from(ZarrRoot(tmp_path))
+    (done,) = run.import_from(ForeignRun(ZarrRoot(tmp_path)))
 
     assert 1 == left.step
     assert [] == list(run.uploads.list())
@@ -253,11 +256,11 @@ def test_ctrl_c_ends_an_import_that_is_then_repeated(
     root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
 
     with pytest.raises(KeyboardInterrupt):
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
 
     assert [] == run.steps()
     assert 1 == len(list(run.uploads.list()))  # which the next import takes over
-    run.import_from(ZarrRoot(tmp_path))
+    run.import_from(ForeignRun(ZarrRoot(tmp_path)))
     assert [] == list(run.uploads.list())
     assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
 
@@ -272,12 +275,13 @@ def test_an_import_that_is_killed_is_repeated(tmp_path: Path) -> None:
 from pathlib import Path
 import storesvc_client as store
 from tests.foreign.test_importing import KillingRoot
+from storesvc_client import ForeignRun
 from tests.support.foreign_parts import ZarrRoot
 folder = Path({str(tmp_path / "foreign")!r})
 with store.connect({uri!r}) as client:
     run = client.run("a/b")
-    run.import_from(ZarrRoot(folder), steps=[1])
-    run.import_from(KillingRoot(folder))
+    run.import_from(ForeignRun(ZarrRoot(folder)), steps=[1])
+    run.import_from(ForeignRun(KillingRoot(folder)))
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False)
 
@@ -285,7 +289,7 @@ with store.connect({uri!r}) as client:
     with store.connect(uri) as client:
         run = client.run("a/b")
         assert [1] == run.steps()
-        again = run.import_from(root)
+        again = run.import_from(ForeignRun(root))
         assert [False, True] == [done.is_new for done in again]
         for step in (1, 2):
             found = leaves_of(run, step)["params/table"]
@@ -316,7 +320,7 @@ def test_memory_stays_within_the_staging_budget(
     root.write(1, arrays, chunks=dict.fromkeys(arrays, (3000, 1000)))
     with store.connect(server_address) as client:
         run = client.run("tests/within-budget")
-        run.import_from(root)
+        run.import_from(ForeignRun(root))
         found = leaves_of(run, 1)["t2"]
 
     (pool,) = pools
@@ -329,9 +333,11 @@ def test_an_import_needs_no_jax(root: ZarrRoot, tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import storesvc_client as store
+from storesvc_client import ForeignRun
 from tests.support.foreign_parts import ZarrRoot
 with store.connect({(tmp_path / "store").as_uri()!r}) as client:
-    client.run("a/b").import_from(ZarrRoot(Path({str(tmp_path / "foreign")!r})))
+    root = ZarrRoot(Path({str(tmp_path / "foreign")!r}))
+    client.run("a/b").import_from(ForeignRun(root))
 assert "jax" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -140,6 +140,7 @@ def sample_arrays(seed: int = 0) -> dict[str, NDArray[Any]]:
     """Returns arrays of several shapes, of a few kB."""
     draw = np.random.default_rng(seed)
     return {
+        "odd": draw.normal(size=3).astype(np.float16),  # what follows is not aligned
         "params/dense/bias": draw.normal(size=7).astype(np.float32),
         "params/dense/kernel": draw.normal(size=(33, 17)).astype(np.float32),
         "params/empty": np.empty((0, 3), np.int32),

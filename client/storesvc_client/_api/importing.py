@@ -12,13 +12,13 @@ from storesvc_client._values.transfers import Transfer
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from storesvc_client._foreign.foreign_step import ForeignRoot
+    from storesvc_client._foreign.mount import ForeignRun
 
 
 def imported(
     session: Session,
     stub: RunStub,
-    source: "str | ForeignRoot",
+    source: "str | ForeignRun",
     *,
     steps: Iterable[int] | None,
     labels: Mapping[str, str] | None,
@@ -27,7 +27,7 @@ def imported(
 ) -> Iterator[Transfer]:
     """Imports steps as ``Run.import_from``, and yields each once it is committed."""
     from storesvc_client._foreign.importing import import_steps
-    from storesvc_client._foreign.sources import foreign_root
+    from storesvc_client._foreign.mount import ForeignRun, open_foreign
     from storesvc_client._foreign.step_filler import JOBS
 
     what = f"import into {stub.name}"
@@ -38,10 +38,16 @@ def imported(
     wanted = None
     if steps is not None:
         wanted = [checked_step(str(stub.name), step) for step in steps]
+    foreign = open_foreign(source) if isinstance(source, str) else source
+    if not isinstance(foreign, ForeignRun):
+        raise InvalidRequestError(
+            f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
+            f"returns, got {source!r}"
+        )
     yield from import_steps(
         session,
         stub,
-        foreign_root(source) if isinstance(source, str) else source,
+        foreign.root,
         steps=wanted,
         labels=checked_labels(what, labels),
         progress=progress,

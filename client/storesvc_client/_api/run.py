@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
-    from storesvc_client._foreign.foreign_step import ForeignRoot
+    from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.departures import Departures
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -422,7 +422,7 @@ class Run(RunCheckpoints):
 
     def import_from(
         self,
-        source: "str | ForeignRoot",
+        source: "str | ForeignRun",
         *,
         steps: Iterable[int] | None = None,
         labels: Mapping[str, str] | None = None,
@@ -441,7 +441,8 @@ class Run(RunCheckpoints):
 
         Args:
             source: Format and location of the checkpoints, such as
-                "orbax:///ckpts/run" or "safetensors:gs://bucket/model".
+                "orbax:///ckpts/run" or "safetensors:gs://bucket/model"; or what
+                ``open_foreign`` returns.
             steps: Steps to import; None: all finished ones.
             labels: Texts to keep with each checkpoint, besides these.
             progress: Called with a ``Progress`` of each checkpoint; see
@@ -706,7 +707,7 @@ def save_checked(
 
 def run_import(
     run: Run,
-    source: "str | ForeignRoot",
+    source: "str | ForeignRun",
     *,
     steps: Iterable[int] | None,
     labels: Mapping[str, str] | None,

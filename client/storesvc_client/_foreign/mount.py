@@ -206,7 +206,8 @@ class ForeignRun:
     """
 
     def __init__(self, root: ForeignRoot) -> None:
-        self._root = root
+        self.root = root
+        """Reads its steps."""
 
     def __repr__(self) -> str:
         return f"<ForeignRun {self.name}>"
@@ -214,11 +215,11 @@ class ForeignRun:
     @property
     def name(self) -> str:
         """URL of the run, with the scheme of its format."""
-        return self._root.url
+        return self.root.url
 
     def steps(self) -> Sequence[int]:
         """Returns the finished steps, ascending."""
-        return self._root.steps()
+        return self.root.steps()
 
     @listed("checkpoint")
     def checkpoints(self) -> Iterator[ForeignInfo]:
@@ -263,7 +264,7 @@ class ForeignRun:
                 f"{self.name}: expected a step or 'latest', got {which!r}; other "
                 "projects have no tags"
             )
-        return ForeignCheckpoint(self.name, self._root.open(which))
+        return ForeignCheckpoint(self.name, self.root.open(which))
 
     def items(self, which: Which = "latest") -> Items:
         """Returns the items of a checkpoint; see ``Run.items``."""

@@ -38,6 +38,22 @@ class _InFlight:
     readings: tuple[Reading, ...]
 
 
+class _CopiedReading:
+    """A read whose elements are copied once it has ended."""
+
+    def __init__(
+        self, reading: Reading, aside: NDArray[Any], into: NDArray[Any]
+    ) -> None:
+        self._reading = reading
+        self._aside = aside
+        self._into = into
+
+    def result(self, timeout: float | None = None) -> None:
+        """See ``Reading.result``."""
+        self._reading.result(timeout)
+        self._into[...] = self._aside
+
+
 class StepFiller:
     """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
 
@@ -94,11 +110,16 @@ class StepFiller:
     def _start(self, unit: Unit, buffer: Bytes) -> _InFlight:
         if any(read.is_padded for read in unit.reads):
             buffer[...] = 0
-        readings = tuple(
-            self._step.arrays[read.row].read(read.region, self._view(read, buffer))
-            for read in unit.reads
-        )
+        readings = tuple(self._begin(read, buffer) for read in unit.reads)
         return _InFlight(unit=unit, buffer=buffer, readings=readings)
+
+    def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
+        array, view = self._step.arrays[read.row], self._view(read, buffer)
+        if view.flags.aligned:
+            return array.read(read.region, view)
+        # Small rows are back to back in a slab; formats read into aligned memory only.
+        aside = np.empty(view.shape, view.dtype)
+        return _CopiedReading(array.read(read.region, aside), aside, view)
 
     def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
         """Returns the array of a read in the memory of its unit."""

@@ -11,7 +11,7 @@ from storesvc_client.cli.paths import RunPath
 from storesvc_client.cli.transfers import show_transfers, step_list
 
 if TYPE_CHECKING:
-    from storesvc_client._foreign.foreign_step import ForeignRoot
+    from storesvc_client import ForeignRun
 
 
 @click.command("import")
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     multiple=True,
     help="Set a label of each checkpoint. Repeatable.",
 )
+@click.option(
+    "--trust-uncommitted",
+    is_flag=True,
+    help="Import steps of Orbax in a bucket without commit_success.txt, too: copies of "
+    "a directory have none.",
+)
 @json_option
 @pass_connection
 def import_(
@@ -46,6 +52,7 @@ def import_(
     latest: bool,
     jobs: int | None,
     labels: Sequence[tuple[str, str]],
+    trust_uncommitted: bool,
     as_json: bool,
 ) -> None:
     """Import checkpoints that other projects wrote, the lowest step first.
@@ -62,16 +69,15 @@ def import_(
     """
     if steps is not None and latest:
         raise click.UsageError("expected one of --steps and --latest")
-    from storesvc_client import progress_bar
+    from storesvc_client import open_foreign, progress_bar
     from storesvc_client._api.run import run_import
-    from storesvc_client._foreign.sources import foreign_root
 
-    root = foreign_root(source)
-    wanted = _latest(root) if latest else steps
+    foreign = open_foreign(source, trust_uncommitted=trust_uncommitted)
+    wanted = _latest(foreign) if latest else steps
     with connection.open() as client:
         transfers = run_import(
             client.run(path.run),
-            root,
+            foreign,
             steps=wanted,
             labels=dict(labels),
             progress=progress_bar(),
@@ -80,6 +86,6 @@ def import_(
         show_transfers(transfers, as_json=as_json)
 
 
-def _latest(root: "ForeignRoot") -> list[int] | None:
-    found = root.steps()
+def _latest(foreign: "ForeignRun") -> list[int] | None:
+    found = foreign.steps()
     return [max(found)] if found else None

@@ -11,6 +11,9 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._api.run import run_copy
+from tests.conftest import gcs_root, s3_root
+from tests.fake_gcs import FakeGcs
+from tests.fake_s3 import FakeS3
 
 TABLE = np.arange(3_000_000, dtype=np.float32)
 
@@ -176,6 +179,22 @@ def test_an_interrupted_copy_is_resumed(prod: store.Run, lab: store.Run) -> None
     next(run_copy(prod, lab).checkpoints(None))
 
     assert [False, True] == [done.is_new for done in prod.copy_to(lab)]
+
+
+@pytest.mark.emulated
+def test_a_run_is_copied_from_bucket_to_bucket(
+    prod: store.Run, gcs: FakeGcs, s3: FakeS3
+) -> None:
+    with store.connect(gcs_root()) as google, store.connect(s3_root(s3)) as other:
+        first, second = google.run("a/b"), other.run("c/d")
+        prod.copy_to(first)
+        done = first.copy_to(second)
+
+        assert [True, True] == [one.is_new for one in done]
+        assert second.verify(200).ok
+        assert prod.checkpoint(200).uid == second.checkpoint(200).labels["copy.uid"]
+        table = second.restore(200)["params"]["table"]
+        assert TABLE.tobytes() == np.asarray(table).tobytes()
 
 
 def test_a_run_is_not_copied_to_itself(prod: store.Run) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import storesvc_client as store
 from storesvc.format.grids import Region
+from storesvc.format.trees import Tree
 from storesvc_client import ForeignRun
 from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
@@ -173,6 +174,26 @@ def test_a_damaged_chunk_ends_the_import_after_the_steps_before_it(
     with pytest.raises(store.DataLossError, match="params/dense/kernel"):
         run.import_from(ForeignRun(root))
     assert [100] == run.steps()
+
+
+class HugeRoot(ZarrRoot):
+    """A location whose files claim an array of an exabyte."""
+
+    def open(self, step: int) -> ForeignStep:
+        found = super().open(step)
+        huge = replace(found.tree.leaves[-1], shape=(1 << 30, 1 << 28))
+        return replace(found, tree=Tree((*found.tree.leaves[:-1], huge)))
+
+
+def test_a_shape_that_no_store_can_hold_is_rejected_before_anything_is_stored(
+    tmp_path: Path, run: store.Run
+) -> None:
+    root = HugeRoot(tmp_path)
+    root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
+
+    with pytest.raises(store.PreconditionError, match="expected at most 16,000,000"):
+        run.import_from(ForeignRun(root))
+    assert [] == list(run.uploads.list())
 
 
 class Stopping:

@@ -7,6 +7,7 @@ that the step before it has, too.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from typing import Final
 
 from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
@@ -25,9 +26,13 @@ from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
     NotFoundError,
+    PreconditionError,
 )
 
-PREFIX = "import."
+MAX_CHUNKS: Final = 16_000_000
+"""Maximum chunks of a step; no server accepts as many."""
+
+PREFIX: Final = "import."
 """Prefix of the labels that record where a checkpoint was imported from."""
 
 
@@ -157,6 +162,11 @@ def _import(
         metrics=source.metrics,
     )
     tree = stored_tree(source.tree)
+    if tree.chunk_count > MAX_CHUNKS:  # before a list of them is made
+        raise PreconditionError(
+            f"{what}: expected at most {MAX_CHUNKS:,} chunks, got {tree.chunk_count:,} "
+            "by the shapes of its arrays; such a step cannot be stored"
+        )
     units = units_of(source.tree, tree)
     plan = TransferPlan(
         tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]

@@ -1,6 +1,6 @@
 """A training run: saves and restores state, and manages its checkpoints."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import islice

@@ -32,7 +32,7 @@ class Piece:
     region: Region
     """Part of the region that it holds."""
     is_contiguous: bool
-    """Whether the range holds nothing else."""
+    """True if the range holds nothing else."""
 
 
 def pieces(shape: tuple[int, ...], region: Region, *, itemsize: int) -> Iterator[Piece]:

@@ -21,7 +21,7 @@ class StepMetadata:
     """Contents of ``metadata.json``."""
 
     data: bytes
-    """The file as it is."""
+    """The bytes of the file."""
     fields: Mapping[str, Any]
     step: int | None
     """None if it states none; eformer writes -1 where its caller named none."""

@@ -75,7 +75,7 @@ def array_row(
 
 
 def item_row(item: str, value: Any, *, name: str) -> Row:
-    """Returns the row of an item that holds a document beside the arrays.
+    """Returns the row of an item that holds a document next to the arrays.
 
     Args:
         item: Name of the item.
@@ -93,7 +93,7 @@ def item_row(item: str, value: Any, *, name: str) -> Row:
 
 
 def text_row(item: str, data: bytes, *, name: str) -> Row:
-    """Returns the row of an item that holds a text file beside the arrays.
+    """Returns the row of an item that holds a text file next to the arrays.
 
     Args:
         item: Name of the item.

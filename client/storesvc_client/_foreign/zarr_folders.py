@@ -51,7 +51,7 @@ def open_folders(
 ) -> list[TensorStoreArray]:
     """Opens the arrays at paths below a folder.
 
-    The writers store all chunks of an array, those of zeros too, so an absent one is
+    The writers store all chunks of an array, also of zeros too, so an absent one is
     damage; TensorStore would return zeros by itself.
 
     Raises:

@@ -147,7 +147,7 @@ def _row(entry: IndexedArray, array: TensorStoreArray) -> Row:
 def _documents(
     location: Location, folder: str, names: Sequence[str], digest: xxhash.xxh3_128
 ) -> Iterator[Row]:
-    """Yields the items: documents beside the arrays, as they are."""
+    """Yields the items: documents next to the arrays, as they are."""
     for item, file in _DOCUMENTS.items():
         if file not in names:
             continue

@@ -315,7 +315,7 @@ def _row(location: Location, path: str, tensor: Tensor, *, keep_names: bool) -> 
 def _configuration(
     location: Location, folder: str, digest: xxhash.xxh3_128
 ) -> Iterator[Row]:
-    """Yields the item of config.json, as it is."""
+    """Yields the item of config.json, unchanged."""
     path = join(folder, _CONFIG)
     if location.size(path) is not None:
         config = location.read(path, limit=MAX_CONFIG_BYTES)

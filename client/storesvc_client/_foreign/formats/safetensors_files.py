@@ -26,7 +26,7 @@ def find_file(names: Sequence[str], *, what: str) -> str | None:
         what: The folder, for messages.
 
     Raises:
-        PreconditionError: Several files could be it.
+        PreconditionError: Several files match.
     """
     for suffix in (INDEX_SUFFIX, SUFFIX):
         found = [

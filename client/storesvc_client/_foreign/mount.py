@@ -343,7 +343,6 @@ class ForeignCheckpoint(OpenTree):
         Raises:
             StoreError: As for ``Run.restore``.
         """
-        from storesvc_client._pytree.matching import with_kinds_of
         from storesvc_client._pytree.restore_target import Target
 
         what = f"restore of {self.name}: deadline="
@@ -353,9 +352,8 @@ class ForeignCheckpoint(OpenTree):
             chosen = checked_patterns(f"restore of {self.name}: select=", select)
         with Meter("restore", self.name, progress) as meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
-                tree = self._tree if like is None else with_kinds_of(self._tree, like)
                 target = Target.choose(
-                    tree,
+                    self._tree,
                     self.name,
                     rows=self._rows(chosen),
                     containers=self._containers(chosen) if like is None else (),

@@ -9,7 +9,7 @@ Matching reads no data and decides no placement. All differences are reported at
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -173,31 +173,6 @@ def match_like(
         return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
 
     return Match(wanted, build, problems, kept, tuple(hints))
-
-
-def with_kinds_of(tree: Tree, like: Any) -> Tree:
-    """Returns a tree whose string keys are what they are in a pytree.
-
-    Formats of other projects write each part of a path as text; whether it was an index
-    or a number is known only from the target.
-
-    Args:
-        tree: Leaves of a foreign checkpoint. Only parts of the kind `k` change.
-        like: A pytree.
-
-    Raises:
-        UnsupportedLeafError: ``like`` has two leaves with one key.
-    """
-    kinds = {leaf.key: leaf.path_kinds for leaf in named_leaves(like)[0]}
-    leaves = []
-    for leaf in tree.leaves:
-        own = leaf.path_kinds
-        known = "".join(
-            wanted if kind == "k" else kind
-            for kind, wanted in zip(own, kinds.get(leaf.key, own), strict=True)
-        )
-        leaves.append(leaf if known == own else replace(leaf, path_kinds=known))
-    return Tree(tuple(leaves), tree.structure)
 
 
 def problems_of(state: Any, like: Any) -> Sequence[str]:

@@ -18,7 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from storesvc.format.trees import Leaf
+from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_client._pytree.matching import Wanted
 from storesvc_client._pytree.partition_rules import RECORDED, Partitioner, Rules
 from storesvc_client.errors import InvalidRequestError
@@ -112,7 +112,7 @@ class Placer:
             return self._partitioner.sharding(leaf.key, shape)
         if wanted.value is not None:
             return getattr(wanted.value, "sharding", None) or default_device()
-        return _saved_placement(leaf, wanted.dtype)
+        return saved_placement(leaf.sharding, wanted.dtype)
 
 
 def _put(value: jax.Array, placement: Sharding) -> jax.Array:
@@ -153,16 +153,16 @@ def default_device() -> Sharding:
     return SingleDeviceSharding(device)
 
 
-def _saved_placement(leaf: Leaf, dtype: str) -> Placement:
+def saved_placement(saved: SavedSharding | None, dtype: str) -> Placement:
     """Returns the saved sharding on this process's devices, or None if it does not
     fit."""
     if would_narrow(dtype):
         return None
-    if leaf.sharding is None:
+    if saved is None:
         return default_device()
     devices = jax.devices()
-    if int(np.prod(leaf.sharding.axis_sizes)) != len(devices):
+    if int(np.prod(saved.axis_sizes)) != len(devices):
         return None
-    grid = np.array(devices).reshape(leaf.sharding.axis_sizes)
-    mesh = Mesh(grid, leaf.sharding.axis_names)
-    return NamedSharding(mesh, PartitionSpec(*(s or None for s in leaf.sharding.spec)))
+    grid = np.array(devices).reshape(saved.axis_sizes)
+    mesh = Mesh(grid, saved.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*(s or None for s in saved.spec)))

@@ -1,0 +1,533 @@
+"""``training.Checkpointer`` of Orbax's version 1 over a run of a store.
+
+A checkpointable is a pytree, or an object that saves itself into a directory
+(``StatefulCheckpointable``), such as an iterator of Grain.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers as managers
+
+from storesvc_client._save.handle import Save
+from storesvc_client._values.options import ALL_PROCESSES
+from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.orbax.metadata import (
+    CheckpointMetadata,
+    RootMetadata,
+    numbers_of,
+    root_metadata,
+    set_root_metadata,
+    timestamps,
+)
+from storesvc_client.orbax.opened_run import open_run
+from storesvc_client.orbax.retention_options import retention_of_policy
+from storesvc_client.orbax.sequence import StepSequence
+from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
+from storesvc_client.orbax.step_items import (
+    Content,
+    FilesContent,
+    TreeContent,
+    find_part,
+    read_record,
+    restore_files,
+    step_contents,
+)
+from storesvc_client.orbax.step_path import StepPath
+from storesvc_client.orbax.tree_restore import restore_tree, tree_structs
+
+if TYPE_CHECKING:
+    from storesvc_client._api.run import Run
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client.orbax.step_record import Part, StepRecord
+
+STATE: Final = "state"
+"""Name of the checkpointable of ``save`` and ``load``."""
+
+
+class SaveResponse:
+    """A save in the background; ``result`` waits for its commit."""
+
+    def __init__(self, steps: StepSequence, save: Save) -> None:
+        self._steps = steps
+        self._save = save
+
+    def result(self, timeout: float | None = None) -> bool:
+        """Returns True once the step is committed.
+
+        Args:
+            timeout: Seconds to wait; None waits without limit.
+
+        Raises:
+            StoreError: The save failed.
+            TimeoutError: It is still running; it continues.
+        """
+        self._save.exception(timeout)
+        if self._steps.is_last(self._save):
+            self._steps.wait()
+        self._save.result()
+        return True
+
+
+class Checkpointer:
+    """Manages the checkpoints of a run as Orbax's ``training.Checkpointer`` does.
+
+    >>> with Checkpointer("file:///ckpts#prod/llama-8b") as checkpointer:
+    ...     checkpointer.save(0, state)
+    ...     state = checkpointer.load(0, state)
+    """
+
+    def __init__(
+        self,
+        directory: "Run | str",
+        *,
+        context: None = None,
+        save_decision_policy: Any = None,
+        preservation_policy: Any = None,
+        step_name_format: None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+        cleanup_tmp_directories: bool = False,
+        lightweight_initialize: bool = False,
+        run: str | None = None,
+    ) -> None:
+        """Opens a run, and sets its retention policy if it has none.
+
+        Args:
+            directory: A ``Run``, or a store and a run, such as
+                "file:///ckpts#prod/llama-8b".
+            context: Rejected: it describes files, which a store does not have.
+            save_decision_policy: Orbax's policy; None saves as often as possible.
+            preservation_policy: Orbax's policy; None leaves that of the run unchanged.
+            step_name_format: Rejected: steps are numbers in a store.
+            custom_metadata: Metadata of the run, kept unless it has some.
+            cleanup_tmp_directories: Without effect: the server collects what
+                unfinished saves left.
+            lightweight_initialize: Without effect: steps are listed in one call.
+            run: Name of the run, if ``directory`` is a target without one.
+
+        Raises:
+            InvalidRequestError: A policy has no equal; names it.
+            PreconditionError: The run has another retention policy.
+            StoreError: The store cannot be reached.
+        """
+        del cleanup_tmp_directories, lightweight_initialize
+        for name, value in (
+            ("context", context),
+            ("step_name_format", step_name_format),
+        ):
+            if value is not None:
+                raise InvalidRequestError(
+                    f"Checkpointer: {name}=: expected none, as a store has no "
+                    f"directories, got {type(value).__name__}; leave it out"
+                )
+        keep = None
+        if preservation_policy is not None:
+            keep = retention_of_policy(preservation_policy)
+        opened, close = open_run(directory, run)
+        try:
+            self._steps = StepSequence(
+                opened,
+                save_policy=save_decision_policy or _as_often_as_possible(),
+                keep=keep,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(),
+                is_read_only=False,
+                reports_saving=True,
+                on_close=close,
+            )
+            if custom_metadata and self._steps.is_leader:
+                set_root_metadata(opened, custom_metadata)
+        except BaseException:
+            if close is not None:
+                close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer of {self.directory}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> StepPath:
+        """The run as a path."""
+        return StepPath(self._steps.run)
+
+    @property
+    def latest(self) -> CheckpointMetadata | None:
+        """The newest checkpoint; None if there is none."""
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    @property
+    def checkpoints(self) -> list[CheckpointMetadata]:
+        """The committed checkpoints, the lowest step first."""
+        return [
+            CheckpointMetadata(
+                step=info.step,
+                path=self.directory / info.step,
+                init_timestamp_nsecs=int(info.time.timestamp() * 1e9),
+                commit_timestamp_nsecs=int(info.time.timestamp() * 1e9),
+                metrics=info.metrics,
+            )
+            for info in self._steps.infos()
+        ]
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether ``save`` would save a step without ``force``."""
+        return self._steps.should_save(step)
+
+    def save(self, step: int, state: Any, **options: Any) -> bool:
+        """Saves a pytree, and returns after the commit.
+
+        Args:
+            step: The step.
+            state: The pytree.
+            **options: As for ``save_async``.
+
+        Returns:
+            Whether it was saved.
+
+        Raises:
+            StoreError: As for ``save_checkpointables_async``, or the save failed.
+        """
+        response = self.save_async(step, state, **options)
+        return response is not None and response.result()
+
+    def save_async(
+        self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
+    ) -> SaveResponse | None:
+        """Starts to save a pytree.
+
+        Args:
+            step: The step.
+            state: The pytree.
+            checkpointable_name: Name of the pytree in the step.
+            **options: As for ``save_checkpointables_async``.
+
+        Returns:
+            The save; None if the policy says no.
+
+        Raises:
+            StoreError: As for ``save_checkpointables_async``.
+        """
+        return self.save_checkpointables_async(
+            step, {checkpointable_name: state}, **options
+        )
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        """Saves checkpointables, and returns after the commit.
+
+        Args:
+            step: The step.
+            checkpointables: Checkpointables by name.
+            **options: As for ``save_checkpointables_async``.
+
+        Returns:
+            Whether they were saved.
+
+        Raises:
+            StoreError: As for ``save_checkpointables_async``, or the save failed.
+        """
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        return response is not None and response.result()
+
+    def save_checkpointables_async(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Any = None,
+    ) -> SaveResponse | None:
+        """Starts to save checkpointables, if the policy or ``force`` says so.
+
+        Args:
+            step: The step.
+            checkpointables: Checkpointables by name.
+            force: Whether to save whatever the policy says.
+            overwrite: Rejected if True: a step is written once.
+            metrics: Values of JSON; numbers become metrics of the checkpoint.
+            custom_metadata: A value of JSON, which ``metadata`` returns.
+
+        Returns:
+            The save; None if the policy says no.
+
+        Raises:
+            StepExistsError: The step is committed or deleted.
+            InvalidRequestError: An argument is out of range.
+            StoreError: The save before failed, or this one could not begin.
+        """
+        if overwrite:
+            raise InvalidRequestError(
+                f"save of {self._steps.run.name}@{step}: overwrite=: expected False, "
+                "as a step is written once, got True; run.delete and run.purge free a "
+                "step"
+            )
+        self._steps.check_free(step)
+        if not force and not self._steps.should_save(step):
+            return None
+        self._steps.wait()
+        place = f"save of {self._steps.run.name}@{step}"
+        contents = step_contents(
+            place,
+            {name: _content(value) for name, value in checkpointables.items()},
+            default=STATE,
+            is_default=True,
+            metrics=None if metrics is None else dict(metrics),
+            custom_metadata=custom_metadata,
+        )
+        save = self._steps.begin(
+            step,
+            contents.tree,
+            items=contents.items,
+            metrics=numbers_of(place, metrics, None),
+        )
+        return SaveResponse(self._steps, save)
+
+    def load(
+        self,
+        step: "int | CheckpointMetadata | None" = None,
+        abstract_state: Any = None,
+        *,
+        checkpointable_name: str = STATE,
+    ) -> Any:
+        """Returns the pytree of a step.
+
+        Args:
+            step: A step, or its metadata; None: the newest.
+            abstract_state: Pytree of what to return; None: as it was saved.
+            checkpointable_name: Name of the pytree in the step.
+
+        Raises:
+            StoreError: As for ``load_checkpointables``.
+        """
+        found = self.load_checkpointables(step, {checkpointable_name: abstract_state})
+        return found[checkpointable_name]
+
+    def load_checkpointables(
+        self,
+        step: "int | CheckpointMetadata | None" = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the checkpointables of a step by name.
+
+        Args:
+            step: A step, or its metadata; None: the newest.
+            abstract_checkpointables: What to return, by name: a pytree, None for what
+                was saved, or the object to load into. None: all pytrees.
+
+        Raises:
+            StepMissingError: There is no such step.
+            ItemMissingError: The step has no such checkpointable.
+            MismatchError: The step does not fit a target; lists every leaf.
+            StoreError: As for ``Run.restore``.
+        """
+        opened, record = self._open(step)
+        wanted = abstract_checkpointables
+        if wanted is None:
+            wanted = dict.fromkeys(record.parts)
+        return {
+            name: _restored(opened, self._part(opened, record, name), name, target)
+            for name, target in wanted.items()
+        }
+
+    def metadata(
+        self, step: "int | CheckpointMetadata | None" = None
+    ) -> CheckpointMetadata:
+        """Returns the metadata of a step with that of its pytree "state".
+
+        Raises:
+            StepMissingError: There is no such step.
+            ItemMissingError: The step has no such pytree.
+        """
+        opened, record = self._open(step)
+        structs = tree_structs(opened, self._part(opened, record, STATE).place)
+        return self._metadata(opened, record, structs)
+
+    def checkpointables_metadata(
+        self, step: "int | CheckpointMetadata | None" = None
+    ) -> CheckpointMetadata:
+        """Returns the metadata of a step with that of each checkpointable; None for
+        those that are no pytrees.
+
+        Raises:
+            StepMissingError: There is no such step.
+        """
+        opened, record = self._open(step)
+        structs = {
+            name: tree_structs(opened, part.place) if part.kind == "tree" else None
+            for name, part in record.parts.items()
+        }
+        return self._metadata(opened, record, structs)
+
+    def root_metadata(self) -> RootMetadata:
+        """Returns the metadata of the run."""
+        found = root_metadata(self._steps.run)
+        return RootMetadata(directory=self.directory, custom_metadata=found)
+
+    def delete(self, step: "int | CheckpointMetadata") -> bool:
+        """Deletes a step; ``run.undelete`` restores it until its purge time.
+
+        Raises:
+            StepMissingError: There is no such step.
+            PreconditionError: It is pinned or has a tag.
+        """
+        self._steps.wait()
+        self._steps.delete(getattr(step, "step", step))
+        return True
+
+    def reload(self) -> None:
+        """Reads the steps from the server again."""
+        self._steps.reload()
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is in the background."""
+        return self._steps.is_saving
+
+    def wait(self) -> None:
+        """Waits for the save in the background.
+
+        Raises:
+            StoreError: It failed, and its error was not raised yet.
+        """
+        self._steps.wait()
+
+    def close(self) -> None:
+        """Waits for the save in the background, and closes what this class opened.
+
+        Raises:
+            StoreError: The save failed.
+        """
+        self._steps.close()
+
+    # The names of these three before Orbax 0.12.5.
+    save_pytree = save
+    save_pytree_async = save_async
+    load_pytree = load
+
+    def _open(
+        self, step: "int | CheckpointMetadata | None"
+    ) -> "tuple[OpenCheckpoint, StepRecord]":
+        wanted = self._steps.latest() if step is None else getattr(step, "step", step)
+        if wanted is None:
+            raise StepMissingError(f"{self._steps.run.name} has no steps")
+        try:
+            opened = self._steps.run.open(wanted, distributed=ALL_PROCESSES)
+        except NotFoundError as e:
+            raise self._steps.missing(wanted) from e
+        return opened, read_record(opened)
+
+    def _part(
+        self, opened: "OpenCheckpoint", record: "StepRecord", name: str
+    ) -> "Part":
+        part = find_part(opened, record, name)
+        if part is None:
+            raise ItemMissingError(
+                f"{opened.name} has no checkpointable {name!r}; it has: "
+                f"{', '.join(record.parts)}"
+            )
+        return part
+
+    def _metadata(
+        self, opened: "OpenCheckpoint", record: "StepRecord", structs: Any
+    ) -> CheckpointMetadata:
+        return CheckpointMetadata(
+            step=opened.info.step,
+            path=self.directory / opened.info.step,
+            metadata=structs,
+            custom_metadata=record.custom_metadata,
+            metrics=record.metrics,
+            **timestamps(opened.info),
+        )
+
+
+def _as_often_as_possible() -> Any:
+    return managers.AnySavePolicy(
+        [
+            managers.InitialSavePolicy(),
+            managers.ContinuousCheckpointingPolicy(),
+            managers.PreemptionCheckpointingPolicy(),
+        ]
+    )
+
+
+def _content(value: Any) -> Content:
+    """Returns the content of a checkpointable."""
+    if not _is_stateful(value):
+        return TreeContent(value)
+
+    def write(folder: Path) -> None:
+        _run(value.save(_CreatedPath(folder)))
+
+    return FilesContent(write)
+
+
+def _restored(opened: "OpenCheckpoint", part: "Part", name: str, target: Any) -> Any:
+    """Returns a checkpointable, or loads it into an object and returns that."""
+    if part.kind == "tree":
+        return restore_tree(opened, part.place, target)
+    if part.kind == "json":
+        return opened.items[part.place]
+    if not _is_stateful(target):
+        raise InvalidRequestError(
+            f"{opened.name} checkpointable {name!r}: expected the object to load it "
+            f"into, which has save and load, got {type(target).__name__}"
+        )
+
+    def read(folder: Path) -> Any:
+        _run(target.load(epath.Path(folder)))
+        return target
+
+    return restore_files(opened, part, read)
+
+
+class _CreatedPath:
+    """A directory that exists; Orbax passes one that it creates in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = epath.Path(folder)
+
+    def __truediv__(self, part: str) -> "_CreatedPath":
+        return _CreatedPath(Path(self.path) / part)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    async def await_creation(self) -> Any:
+        """Returns the directory."""
+        return self.path
+
+
+def _is_stateful(value: Any) -> bool:
+    """Returns whether an object saves itself, as ``StatefulCheckpointable`` does."""
+    methods: list[Callable[..., Any] | None] = [
+        getattr(type(value), name, None) for name in ("save", "load")
+    ]
+    return all(map(asyncio.iscoroutinefunction, methods))
+
+
+def _run(started: Awaitable[Any]) -> Any:
+    """Runs a coroutine, and the work in the background that it returns."""
+
+    async def both() -> Any:
+        background = await started
+        return await background if background is not None else None
+
+    return asyncio.run(both())

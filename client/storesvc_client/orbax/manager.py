@@ -1,0 +1,452 @@
+"""``CheckpointManager`` of Orbax over a run of a store.
+
+A step has either one unnamed item, or several named ones (``args.Composite``); which
+of the two is settled by the constructor, or by the first save or restore.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import orbax.checkpoint as ocp
+
+from storesvc_client._values.options import ALL_PROCESSES
+from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.orbax.arguments import content_of, restored_part
+from storesvc_client.orbax.metadata import (
+    RootMetadata,
+    StepMetadata,
+    numbers_of,
+    root_metadata,
+    set_root_metadata,
+    timestamps,
+)
+from storesvc_client.orbax.opened_run import open_run
+from storesvc_client.orbax.retention_options import metric_of, retention_of_options
+from storesvc_client.orbax.save_options import (
+    default_options,
+    needless_options,
+    save_policy_of_options,
+)
+from storesvc_client.orbax.sequence import StepSequence
+from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
+from storesvc_client.orbax.step_items import find_part, read_record, step_contents
+from storesvc_client.orbax.step_path import StepPath
+from storesvc_client.orbax.step_record import DEFAULT_ITEM, Part, StepRecord
+from storesvc_client.orbax.tree_restore import tree_structs
+
+if TYPE_CHECKING:
+    from storesvc_client._api.run import Run
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Manages the checkpoints of a run as ``orbax.checkpoint.CheckpointManager`` does.
+
+    >>> with CheckpointManager("file:///ckpts#prod/llama-8b") as manager:
+    ...     manager.save(0, args=ocp.args.StandardSave(state))
+    ...     manager.wait_until_finished()
+    ...     state = manager.restore(0, args=ocp.args.StandardRestore(state))
+    """
+
+    def __init__(
+        self,
+        directory: "Run | str",
+        checkpointers: None = None,
+        options: ocp.CheckpointManagerOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: None = None,
+        *,
+        run: str | None = None,
+    ) -> None:
+        """Opens a run, and sets its retention policy if it has none.
+
+        Args:
+            directory: A ``Run``; or the target of ``connect``, "#" and the name of the
+                run, such as "file:///ckpts#prod/llama-8b".
+            checkpointers: Rejected, as Orbax deprecates it; use ``item_handlers``.
+            options: Orbax's options; those without an effect here are logged.
+            metadata: Metadata of the run, kept unless it has some.
+            item_names: Names of the items; None settles them by use.
+            item_handlers: Handlers of items by name, or of the only item.
+            logger: Rejected; ``connect(step_logger=)`` takes it.
+            handler_registry: Rejected; use ``item_handlers``.
+            run: Name of the run, if ``directory`` is a target without one.
+
+        Raises:
+            InvalidRequestError: An option cannot be followed; names it.
+            PreconditionError: The run has another retention policy.
+            StoreError: The store cannot be reached.
+        """
+        _reject("checkpointers", checkpointers, "use item_names= and item_handlers=")
+        _reject("handler_registry", handler_registry, "use item_handlers=")
+        _reject("logger", logger, "pass it as connect(step_logger=)")
+        self._options = default_options() if options is None else options
+        for line in needless_options(self._options):
+            _log.info("options: %s", line)
+        keep = retention_of_options(self._options)
+        policy = save_policy_of_options(self._options)
+        self._best: str | None = None
+        if self._options.best_fn is not None:
+            self._best = metric_of("best_fn", self._options.best_fn)
+        self._names = None if item_names is None else frozenset(item_names)
+        self._handlers, self._is_default = _handlers(item_names, item_handlers)
+        opened, close = open_run(directory, run)
+        try:
+            self._steps = StepSequence(
+                opened,
+                save_policy=policy,
+                keep=keep,
+                multiprocessing_options=self._options.multiprocessing_options,
+                is_read_only=self._options.read_only,
+                reports_saving=(
+                    self._options.enable_should_save_is_saving_in_progress_check
+                ),
+                on_close=close,
+            )
+            if metadata and not self._options.read_only and self._steps.is_leader:
+                set_root_metadata(opened, metadata)
+        except BaseException:
+            if close is not None:
+                close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self.directory}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> StepPath:
+        """The run as a path: ``directory / str(step) / item`` has ``exists``."""
+        return StepPath(self._steps.run)
+
+    def save(
+        self,
+        step: int,
+        items: None = None,
+        save_kwargs: None = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool | None = False,  # noqa: FBT001, FBT002 - Orbax's
+        args: Any = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Starts to save a step, if the policy or ``force`` says so.
+
+        Args:
+            step: The step.
+            items: Rejected, as Orbax deprecates it; use ``args``.
+            save_kwargs: Rejected, too.
+            metrics: Values of JSON; numbers become metrics of the checkpoint.
+            force: Whether to save whatever the policy says, and a step that is lower
+                than the newest.
+            args: ``StandardSave``, ``PyTreeSave``, ``JsonSave``, an argument of a
+                registered handler, or a ``Composite`` of these by item.
+            custom_metadata: Values of JSON, which ``metadata`` returns.
+
+        Returns:
+            Whether a save was started.
+
+        Raises:
+            StepExistsError: The step is committed or deleted, and ``force`` is given.
+            InvalidRequestError: An argument has no equal; says what to use.
+            StoreError: The save before failed, or this one could not begin.
+        """
+        _reject("items", items, "use args=ocp.args.StandardSave(tree)")
+        _reject("save_kwargs", save_kwargs, "use args=")
+        by_name = self._by_name(args, "args")
+        if args is None or not by_name:
+            raise InvalidRequestError("save: expected args=, got none")
+        self._check_names(by_name)
+        if self._options.read_only or (not force and not self.should_save(step)):
+            return False
+        self.wait_until_finished()
+        self._steps.check_free(step)
+        place = f"save of {self._steps.run.name}@{step}"
+        numbers = numbers_of(place, metrics, self._best)
+        contents = step_contents(
+            place,
+            {
+                name: content_of(f"{place} item {name!r}", given, self._handler(name))
+                for name, given in by_name.items()
+            },
+            default=DEFAULT_ITEM,
+            is_default=bool(self._is_default),
+            metrics=None if metrics is None else dict(metrics),
+            custom_metadata=None if custom_metadata is None else dict(custom_metadata),
+        )
+        save = self._steps.begin(
+            step, contents.tree, items=contents.items, metrics=numbers
+        )
+        if not self._options.enable_async_checkpointing:
+            save.exception()
+            self.wait_until_finished()
+        return True
+
+    def restore(
+        self,
+        step: int | None,
+        items: None = None,
+        restore_kwargs: None = None,
+        directory: None = None,
+        args: Any = None,
+    ) -> Any:
+        """Returns the items of a step.
+
+        Args:
+            step: The step; None: the newest.
+            items: Rejected, as Orbax deprecates it; use ``args``.
+            restore_kwargs: Rejected, too.
+            directory: Rejected; use a manager of the other run.
+            args: ``StandardRestore``, ``PyTreeRestore``, ``JsonRestore``, an argument
+                of a registered handler, or a ``Composite`` of these or of None by item.
+                None restores what was saved.
+
+        Returns:
+            The only item, or a ``Composite`` of the items.
+
+        Raises:
+            StepMissingError: There is no such step.
+            ItemMissingError: The step has no such item.
+            MismatchError: The step does not fit the target; lists every leaf.
+            StoreError: As for ``Run.restore``.
+        """
+        _reject("items", items, "use args=ocp.args.StandardRestore(tree)")
+        _reject("restore_kwargs", restore_kwargs, "use args=")
+        _reject("directory", directory, "use a manager of the other run")
+        opened, record = self._open(step)
+        if self._is_default is None:
+            is_composite = isinstance(args, ocp.args.Composite)
+            self._is_default = record.is_default and not is_composite
+        by_name = self._by_name(args, "args") if args is not None else {}
+        if not by_name:
+            by_name = dict.fromkeys(self._restorable(opened, record))
+        restored = {
+            name: restored_part(
+                opened,
+                name,
+                self._part(opened, record, name),
+                given,
+                self._handler(name),
+            )
+            for name, given in by_name.items()
+        }
+        if self._is_default:
+            return restored[DEFAULT_ITEM]
+        return ocp.args.Composite(**restored)
+
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step; None if there is none."""
+        return self._steps.latest()
+
+    def all_steps(self, read: bool = False) -> list[int]:  # noqa: FBT001, FBT002 - Orbax's
+        """Returns the committed steps, ascending.
+
+        Args:
+            read: Whether to read them from the server.
+        """
+        if read:
+            self.reload()
+        return self._steps.steps()
+
+    def best_step(self) -> int | None:
+        """Returns the step with the best metric of ``best_fn``; without that function
+        the newest. None if there is none."""
+        if self._best is None:
+            return self.latest_step()
+        sign = -1.0 if self._options.best_mode == "min" else 1.0
+        ranked = []
+        for info in self._steps.infos():
+            value = (info.metrics or {}).get(self._best)
+            if value is not None:
+                ranked.append((value == value, sign * value, info.step))  # noqa: PLR0124 - NaN is worst
+        return max(ranked)[-1] if ranked else None
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether ``save`` would save a step without ``force``."""
+        return self._steps.should_save(step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns whether jax's preemption service ends the job at a step."""
+        return self._steps.reached_preemption(step)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in the background.
+
+        Raises:
+            StoreError: It failed, and its error was not raised yet.
+        """
+        self._steps.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save in the background that has failed."""
+        self._steps.check_errors()
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is in the background."""
+        return self._steps.is_saving
+
+    def item_metadata(self, step: int) -> Any:
+        """Returns the tree of a step with a ``ShapeDtypeStruct`` for each array, or a
+        ``Composite`` of these by item.
+
+        Raises:
+            StepMissingError: There is no such step.
+        """
+        return self.metadata(step).item_metadata
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Returns the ``StepMetadata`` of a step; of the run its ``RootMetadata``.
+
+        Raises:
+            StepMissingError: There is no such step.
+        """
+        if step is None:
+            return RootMetadata(
+                directory=self.directory,
+                custom_metadata=root_metadata(self._steps.run),
+            )
+        opened, record = self._open(step)
+        structs = {
+            name: tree_structs(opened, part.place) if part.kind == "tree" else None
+            for name, part in record.parts.items()
+        }
+        is_default = record.is_default if self._is_default is None else self._is_default
+        item = (
+            structs.get(DEFAULT_ITEM) if is_default else ocp.args.Composite(**structs)
+        )
+        return StepMetadata(
+            item_handlers={name: part.kind for name, part in record.parts.items()},
+            item_metadata=item,
+            metrics=record.metrics or {},
+            custom_metadata=record.custom_metadata or {},
+            **timestamps(opened.info),
+        )
+
+    def metrics(self, step: int) -> Any:
+        """Returns the metrics that a step was saved with; None if it has none, or if
+        there is no such step."""
+        try:
+            return self._open(step)[1].metrics
+        except StepMissingError:
+            return None
+
+    def delete(self, step: int) -> None:
+        """Deletes a step; ``run.undelete`` restores it until its purge time.
+
+        Raises:
+            StepMissingError: There is no such step.
+            PreconditionError: It is pinned or has a tag.
+        """
+        self._steps.delete(step)
+
+    def reload(self) -> None:
+        """Reads the steps from the server again."""
+        self._steps.reload()
+
+    def close(self) -> None:
+        """Waits for the save in the background, and closes what this class opened.
+
+        Raises:
+            StoreError: The save failed.
+        """
+        self._steps.close()
+
+    def _open(self, step: int | None) -> "tuple[OpenCheckpoint, StepRecord]":
+        wanted = self.latest_step() if step is None else step
+        if wanted is None:
+            raise StepMissingError(f"{self._steps.run.name} has no steps")
+        try:
+            opened = self._steps.run.open(wanted, distributed=ALL_PROCESSES)
+        except NotFoundError as e:
+            raise self._steps.missing(wanted) from e
+        return opened, read_record(opened)
+
+    def _by_name(self, args: Any, what: str) -> dict[str, Any]:
+        """Returns arguments by item, and settles whether there is only one."""
+        is_composite = isinstance(args, ocp.args.Composite)
+        if not isinstance(args, ocp.args.CheckpointArgs) and args is not None:
+            raise InvalidRequestError(
+                f"{what}=: expected one of ocp.args, got {type(args).__name__}"
+            )
+        if self._is_default is None:
+            self._is_default = not is_composite
+        if self._is_default == is_composite and args is not None:
+            expected = "one argument" if self._is_default else "a Composite"
+            raise InvalidRequestError(
+                f"{what}=: expected {expected}, as the steps of this manager have "
+                f"{'one item' if self._is_default else 'named items'}, got "
+                f"{type(args).__name__}"
+            )
+        return dict(args.items()) if is_composite else {DEFAULT_ITEM: args}
+
+    def _check_names(self, names: Mapping[str, Any]) -> None:
+        if self._names is not None and not self._is_default:
+            unknown = sorted(set(names) - self._names - set(self._handlers))
+            if unknown:
+                raise InvalidRequestError(
+                    f"args=: expected items of {sorted(self._names)}, got {unknown}"
+                )
+
+    def _restorable(self, opened: "OpenCheckpoint", record: StepRecord) -> list[str]:
+        """Returns the items that can be restored without an argument."""
+        names = []
+        for name, part in record.parts.items():
+            if part.kind == "files" and self._handler(name) is None:
+                _log.warning(
+                    "%s item %r is not restored: it needs args= or item_handlers=",
+                    *(opened.name, name),
+                )
+                continue
+            names.append(name)
+        return names
+
+    def _part(self, opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part:
+        part = find_part(opened, record, name)
+        if part is None:
+            raise ItemMissingError(
+                f"{opened.name} has no item {name!r}; it has: {', '.join(record.parts)}"
+            )
+        return part
+
+    def _handler(self, name: str) -> Any:
+        return self._handlers.get(name)
+
+
+def _handlers(
+    names: Sequence[str] | None, handlers: Any
+) -> tuple[Mapping[str, Any], bool | None]:
+    """Returns handlers by item, and whether steps have only one item; None: unknown."""
+    if handlers is None:
+        return {}, None if names is None else False
+    if isinstance(handlers, Mapping):
+        return handlers, False
+    if names is not None:
+        raise InvalidRequestError(
+            "item_handlers=: expected a dict by item with item_names=, got "
+            f"{type(handlers).__name__}"
+        )
+    return {DEFAULT_ITEM: handlers}, True
+
+
+def _reject(name: str, value: object, advice: str) -> None:
+    if value is not None:
+        raise InvalidRequestError(
+            f"CheckpointManager: {name}=: expected none, got {type(value).__name__}; "
+            f"{advice}"
+        )

@@ -1,0 +1,59 @@
+"""Resolves what a manager is created with to a run: a ``Run``, or text of a config.
+
+The text is the target of ``connect``, "#", and the name of the run, such as
+``file:///ckpts#prod/llama-8b``; or the target alone, with ``run=``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from storesvc_client._api.client import connect
+from storesvc_client._api.run import Run
+from storesvc_client.errors import InvalidRequestError
+
+
+def open_run(place: Any, run: str | None) -> tuple[Run, Callable[[], object] | None]:
+    """Returns a run, and what closes its connection; None if the caller owns it.
+
+    Args:
+        place: A run, or the target of a store.
+        run: Name of the run, if ``place`` is a target without one.
+
+    Raises:
+        InvalidRequestError: There is no name of a run, or two.
+        StoreError: The store cannot be reached.
+    """
+    if isinstance(place, Run):
+        if run is not None:
+            raise InvalidRequestError(
+                f"run=: expected none with {place!r}, got {run!r}"
+            )
+        return place, None
+    target, name = split_target(str(place), run)
+    client = connect(target)
+    try:
+        return client.run(name), client.close
+    except BaseException:
+        client.close()
+        raise
+
+
+def split_target(place: str, run: str | None) -> tuple[str, str]:
+    """Returns the target of a store and the name of a run.
+
+    >>> split_target("file:///ckpts#prod/llama-8b", None)
+    ('file:///ckpts', 'prod/llama-8b')
+
+    Raises:
+        InvalidRequestError: There is no name, or two.
+    """
+    target, mark, name = place.rpartition("#")
+    if run is not None and not mark:
+        return place, run
+    if run is not None or not mark or not name:
+        raise InvalidRequestError(
+            "directory: expected a Run, or a store and a run such as "
+            f"'file:///ckpts#prod/llama-8b', got {place!r} and run={run!r}; a "
+            "directory of Orbax is imported with storectl import"
+        )
+    return target, name

@@ -1,0 +1,276 @@
+"""The steps of a run as a manager of Orbax sees them: decides, saves, keeps the list.
+
+One save is in the background at a time. The list of steps is read from the server when
+the manager is created, after each save, and by ``reload``; the calls between, such as
+``should_save`` in every step of a loop, ask no server. An error of a save in the
+background is raised once, by the next call that waits for it or saves.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from storesvc_client._api.run import Run
+from storesvc_client._pytree.jax_job import job_of_process
+from storesvc_client._save.handle import Save
+from storesvc_client._values.policies import RetentionPolicy, rule_of
+from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.values import Checkpoint
+from storesvc_client.errors import NotFoundError, PreconditionError
+from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """A step as Orbax's policies take it."""
+
+    step: int
+    time: datetime
+    """Time of its commit."""
+    metrics: Mapping[str, float] | None
+    """Its metrics; None if it has none."""
+
+    @classmethod
+    def of(cls, found: Checkpoint) -> "StepInfo":
+        """Returns the step of a checkpoint."""
+        metrics = dict(found.metrics) or None
+        return cls(step=found.step, time=found.commit_time, metrics=metrics)
+
+
+class StepSequence:
+    """The steps of one run. For one thread, as Orbax's managers are."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        save_policy: Any,
+        keep: RetentionPolicy | None,
+        multiprocessing_options: Any,
+        is_read_only: bool,
+        reports_saving: bool,
+        on_close: Callable[[], object] | None,
+    ) -> None:
+        """Reads the steps of a run, and sets its retention policy if it has none.
+
+        Args:
+            run: The run; it need not exist.
+            save_policy: Orbax's policy that decides when to save.
+            keep: Retention policy; None leaves that of the run unchanged.
+            multiprocessing_options: Orbax's options, for its policies.
+            is_read_only: Whether nothing is saved, deleted or set.
+            reports_saving: Whether policies see that a save is running.
+            on_close: Called by ``close``.
+
+        Raises:
+            PreconditionError: The run has another retention policy.
+        """
+        self.run = run
+        self._save_policy = save_policy
+        self._keep = None if is_read_only else keep
+        self._options = multiprocessing_options
+        self._is_read_only = is_read_only
+        self._reports_saving = reports_saving
+        self._on_close = on_close
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
+        self._pending: tuple[StepInfo, Future[None]] | None = None
+        self._last: Save | None = None
+        self._is_kept = self._keep is None
+        self._committed: list[StepInfo] | None = None
+        self._deleted: set[int] = set()
+        self.reload()
+        self._set_policy()
+        self.infos()  # as in Orbax: what others save later is seen after reload
+
+    @property
+    def is_leader(self) -> bool:
+        """True in process 0 of a job, and in a process alone."""
+        job = job_of_process()
+        return job is None or job.index == 0
+
+    def reload(self) -> None:
+        """Reads the steps from the server when they are needed next."""
+        self._committed = None
+        self._deleted = set(self._deleted_steps())
+
+    def infos(self) -> list[StepInfo]:
+        """Returns the committed steps, ascending."""
+        self._note_commit()
+        if self._committed is None:
+            try:
+                found = [StepInfo.of(each) for each in self.run.checkpoints()]
+            except NotFoundError:
+                found = []
+            self._committed = sorted(found, key=lambda info: info.step)
+        return self._committed
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending."""
+        return [info.step for info in self.infos()]
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether Orbax's policy saves a step; never one that is not newer."""
+        if self._is_read_only:
+            return False
+        before = [*self.infos()]
+        if self._pending is not None:  # counts, as in Orbax
+            before.append(self._pending[0])
+        if before and max(info.step for info in before) >= step:
+            return False
+        context = managers.DecisionContext(
+            is_saving_in_progress=self._reports_saving and self.is_saving,
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self._options,
+        )
+        now = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=None)
+        return bool(self._save_policy.should_save(now, before, context=context))
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns whether jax's preemption service ends the job at a step."""
+        return bool(ocp.utils.reached_preemption(step))
+
+    def check_free(self, step: int) -> None:
+        """Rejects a step that was saved or deleted.
+
+        Raises:
+            StepExistsError: It was.
+        """
+        if step in self.steps():
+            raise StepExistsError(
+                f"save of {self.run.name}@{step}: expected a new step, got one that is "
+                "committed; a step is written once"
+            )
+        if step in self._deleted and step in self._deleted_steps():
+            raise StepExistsError(
+                f"save of {self.run.name}@{step}: expected a new step, got one that "
+                "was deleted and can be undeleted; run.purge frees it"
+            )
+
+    def begin(self, step: int, tree: Any, **options: Any) -> Save:
+        """Starts a save, whose commit is followed by the retention policy.
+
+        Raises:
+            StoreError: As for ``Run.save``, or the save before failed.
+        """
+        self.wait()
+        save = self.run.save(step, tree, **options)
+        info = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=None)
+        self._pending = info, self._finisher.submit(self._finish, save)
+        self._last = save
+        return save
+
+    def is_last(self, save: Save) -> bool:
+        """Returns whether no later save was started."""
+        return save is self._last
+
+    def wait(self) -> None:
+        """Waits for the save in the background.
+
+        Raises:
+            StoreError: It failed, and its error was not raised yet.
+        """
+        if self._pending is not None:
+            future = self._pending[1]
+            future.exception()  # waits; Ctrl-C leaves the save pending
+            self._pending, self._committed = None, None
+            future.result()
+
+    def check_errors(self) -> None:
+        """Raises the error of a save in the background that has failed."""
+        if self._pending is not None and self._pending[1].done():
+            self.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """True while a save is in the background."""
+        return self._pending is not None and not self._pending[1].done()
+
+    def delete(self, step: int) -> None:
+        """Deletes a step.
+
+        Raises:
+            StepMissingError: There is no such step.
+            PreconditionError: It is pinned or has a tag.
+        """
+        if self._is_read_only:
+            _log.warning("%s is read only: step %d stays", self.run.name, step)
+            return
+        if step not in self.steps():
+            raise self.missing(step)
+        if self.is_leader:
+            self.run.delete(step)
+        self._committed = [info for info in self.infos() if info.step != step]
+        self._deleted.add(step)
+
+    def missing(self, step: int) -> StepMissingError:
+        """Returns the error about a step that is not there."""
+        steps = ", ".join(map(str, self.steps()[-5:])) or "none"
+        return StepMissingError(
+            f"{self.run.name} has no step {step}; its newest are: {steps}"
+        )
+
+    def close(self) -> None:
+        """Waits for the save in the background, and ends its thread.
+
+        Raises:
+            StoreError: It failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._finisher.shutdown()
+            if self._on_close is not None:
+                self._on_close()
+
+    def _finish(self, save: Save) -> None:
+        """Waits for a commit, and applies the retention policy."""
+        save.result()
+        self._set_policy()
+        if self._keep is not None and self.is_leader:
+            self.run.retention.apply()
+
+    def _note_commit(self) -> None:
+        """Reads the list again once the save in the background has ended; its error
+        stays for the call that raises it."""
+        pending = self._pending
+        if pending and pending[1].done() and pending[1].exception() is None:
+            self._pending, self._committed = None, None
+
+    def _set_policy(self) -> None:
+        """Sets the retention policy of a run that exists and has none."""
+        if self._is_kept or self._keep is None:
+            return
+        try:
+            found = self.run.retention.get()
+        except NotFoundError:
+            return  # the first save creates the run
+        wanted = rule_of(self._keep)
+        if found is None and self.is_leader:
+            self.run.retention.set(wanted)
+        elif found not in (None, wanted):
+            assert found is not None
+            raise PreconditionError(
+                f"options for {self.run.name}: expected the retention policy of the "
+                f"run, {format_policy(found)}, got {format_policy(wanted)}; change it "
+                "with run.retention.set or storectl retain, or leave max_to_keep= and the "
+                "like out"
+            )
+        self._is_kept = True
+
+    def _deleted_steps(self) -> list[int]:
+        try:
+            return [found.step for found in self.run.checkpoints(deleted=True)]
+        except NotFoundError:
+            return []

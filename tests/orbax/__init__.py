@@ -1,0 +1,1 @@
+"""Tests of Orbax's managers over a store, with Orbax's own as the oracle."""

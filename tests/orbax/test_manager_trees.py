@@ -1,0 +1,318 @@
+"""``CheckpointManager``: trees, targets and items come back as from Orbax's."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import args
+
+from tests.orbax.conftest import NewManager
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+STATE = {
+    "array": np.arange(6, dtype=np.int32).reshape(2, 3),
+    "device": jnp.arange(4.0),
+    "half": jnp.ones(3, jnp.bfloat16),
+    "scalar": jnp.int32(7),
+    "int": 3,
+    "float": 1.5,
+    "none": None,
+    "empty": {},
+    "list": [],
+    "pair": Pair(jnp.ones(1), jnp.zeros(2)),
+    "tuple": (jnp.ones(2), 4),
+}
+
+
+def saved(manager: Any, tree: Any, **options: Any) -> Any:
+    manager.save(1, args=args.StandardSave(tree, **options))
+    manager.wait_until_finished()
+    return manager
+
+
+def described(tree: Any) -> Any:
+    """Returns types, dtypes and values of the leaves of a tree, and its structure."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [
+        (
+            isinstance(leaf, jax.Array),
+            type(leaf) if isinstance(leaf, bool | int | float) else None,
+            np.asarray(leaf).dtype.name,
+            np.asarray(leaf).tolist(),
+        )
+        for leaf in leaves
+    ]
+
+
+def test_a_state_comes_back_in_the_structure_of_the_target(
+    new_manager: NewManager,
+) -> None:
+    manager = saved(new_manager(), STATE)
+    found = manager.restore(1, args=args.StandardRestore(STATE))
+    assert described(found) == described(STATE)
+
+
+def test_abstract_targets_restore_arrays(new_manager: NewManager) -> None:
+    manager = saved(new_manager(), STATE)
+    target = jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
+        ),
+        STATE,
+    )
+    found = manager.restore(1, args=args.StandardRestore(target))
+    assert described(found) == described(STATE)
+
+
+def test_without_a_target_named_tuples_become_dicts(new_manager: NewManager) -> None:
+    tree = {name: STATE[name] for name in STATE if name != "tuple"}
+    manager = saved(new_manager(), tree)
+    expected = {**tree, "pair": tree["pair"]._asdict()}
+    assert described(manager.restore(1)) == described(expected)
+
+
+@pytest.mark.parametrize(
+    ("was", "target"),
+    [
+        (jnp.arange(4.0), jax.ShapeDtypeStruct((4,), jnp.bfloat16)),
+        (jnp.arange(4.0), jax.ShapeDtypeStruct((4,), jnp.int32)),
+        (jnp.arange(4.0), np.zeros(4, np.float64)),
+        (jnp.arange(4.0), np.zeros(4, np.float32)),
+        (3, jnp.int32(0)),
+        (3, 0.0),
+        (jnp.int32(5), 0),
+        (jnp.float32(5), 0.0),
+    ],
+    ids=[
+        "bfloat16",
+        "int32",
+        "host-float64",
+        "host",
+        "array-of-int",
+        "float-of-int",
+        "int-of-array",
+        "float-of-array",
+    ],
+)
+def test_a_leaf_becomes_what_the_target_is(
+    new_manager: NewManager, was: Any, target: Any
+) -> None:
+    manager = saved(new_manager(), {"x": was, "y": jnp.ones(1)})
+    target = {"x": target, "y": jnp.zeros(1)}
+    found = manager.restore(1, args=args.StandardRestore(target))
+    x = target["x"]
+    expected = type(x) if isinstance(x, int | float) else np.dtype(x.dtype)
+    got = found["x"]
+    kind = type(got) if isinstance(got, int | float) else np.dtype(got.dtype)
+    assert kind == expected
+    is_host = isinstance(x, np.ndarray | int | float)
+    assert isinstance(got, jax.Array) == (not is_host)
+    assert np.asarray(got).tolist() == np.asarray(was).tolist()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"w": jnp.zeros(4)},
+        {"w": jnp.zeros(4), "b": 0, "more": jnp.zeros(1)},
+        {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": 0},
+    ],
+    ids=["fewer", "more", "shape"],
+)
+def test_a_target_that_does_not_fit_is_rejected(
+    new_manager: NewManager, target: Any
+) -> None:
+    manager = saved(new_manager(), {"w": jnp.ones(4), "b": 1})
+    with pytest.raises(ValueError, match=r"match|shape|fit"):
+        manager.restore(1, args=args.StandardRestore(target))
+
+
+def test_none_in_a_target_is_not_read(new_manager: NewManager) -> None:
+    manager = saved(new_manager(), {"w": jnp.ones(4), "b": jnp.zeros(1)})
+    target = {"w": None, "b": jnp.ones(1)}
+    found = manager.restore(1, args=args.StandardRestore(target))
+    assert described(found) == described({"w": None, "b": jnp.zeros(1)})
+
+
+def test_typed_keys_come_back(new_manager: NewManager) -> None:
+    tree = {"key": jax.random.key(3), "w": jnp.ones(1)}
+    manager = saved(new_manager(), tree)
+    found = manager.restore(1, args=args.StandardRestore(tree))["key"]
+    assert found.dtype == tree["key"].dtype
+    expected = jax.random.key_data(tree["key"]).tolist()
+    assert jax.random.key_data(found).tolist() == expected
+
+
+def test_the_sharding_is_that_of_the_target(new_manager: NewManager) -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    whole, split = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("x"))
+    )
+    manager = saved(new_manager(), {"w": jax.device_put(jnp.arange(8.0), whole)})
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split)}
+    found = manager.restore(1, args=args.StandardRestore(target))["w"]
+    assert found.sharding.is_equivalent_to(split, 1)
+    assert found.tolist() == [*range(8)]
+
+
+def test_a_target_without_a_sharding_takes_the_saved_one(
+    new_manager: NewManager,
+) -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    split = NamedSharding(mesh, PartitionSpec("x"))
+    manager = saved(new_manager(), {"w": jax.device_put(jnp.arange(8.0), split)})
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    found = manager.restore(1, args=args.StandardRestore(target))["w"]
+    assert found.sharding.is_equivalent_to(split, 1)
+
+
+def test_states_of_optax_come_back(new_manager: NewManager) -> None:
+    params = {"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}
+    tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+    state = {"params": params, "opt": tx.init(params), "step": 3}
+    manager = saved(new_manager(), state)
+    target = jax.tree.map(jnp.zeros_like, {**state, "step": 0})
+    target["step"] = 0
+    found = manager.restore(1, args=args.StandardRestore(target))
+    assert described(found) == described(state)
+
+
+def test_states_of_nnx_come_back(new_manager: NewManager) -> None:
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    manager = saved(new_manager(), state)
+    target = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
+    found = manager.restore(1, args=args.StandardRestore(target))
+    assert type(found) is type(state)
+    assert found["kernel"][...].tolist() == state["kernel"][...].tolist()
+
+
+def pytree_manager(new_manager: NewManager) -> Any:
+    """Returns a manager whose only item is read with ``PyTreeRestore``."""
+    return new_manager(item_handlers=ocp.PyTreeCheckpointHandler())
+
+
+def test_a_part_of_a_tree_is_restored(new_manager: NewManager) -> None:
+    manager = pytree_manager(new_manager)
+    tree = {"params": {"w": jnp.ones(4)}, "opt": {"m": jnp.zeros(4)}}
+    manager.save(1, args=args.PyTreeSave(tree))
+    manager.wait_until_finished()
+    target = {"params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}}
+    found = manager.restore(
+        1,
+        args=args.PyTreeRestore(
+            item=target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        ),
+    )
+    assert described(found) == described({"params": tree["params"]})
+
+
+def test_a_part_that_is_missing_is_rejected(new_manager: NewManager) -> None:
+    manager = pytree_manager(new_manager)
+    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4)}))
+    manager.wait_until_finished()
+    with pytest.raises(ValueError, match="z"):
+        manager.restore(
+            1, args=args.PyTreeRestore({"z": jnp.ones(1)}, partial_restore=True)
+        )
+
+
+def test_restore_args_decide_dtype_sharding_and_type(new_manager: NewManager) -> None:
+    manager = pytree_manager(new_manager)
+    tree = {"w": jnp.arange(8.0), "n": jnp.int32(4), "h": jnp.ones(2)}
+    manager.save(1, args=args.PyTreeSave(tree))
+    manager.wait_until_finished()
+    split = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    found = manager.restore(
+        1,
+        args=args.PyTreeRestore(
+            item=tree,
+            restore_args={
+                "w": ocp.ArrayRestoreArgs(sharding=split, dtype=jnp.bfloat16),
+                "n": ocp.RestoreArgs(restore_type=int),
+                "h": ocp.RestoreArgs(restore_type=np.ndarray),
+            },
+        ),
+    )
+    assert (found["w"].dtype, type(found["n"]), type(found["h"])) == (
+        jnp.bfloat16,
+        int,
+        np.ndarray,
+    )
+    assert found["w"].sharding.is_equivalent_to(split, 1)
+
+
+def test_save_args_decide_the_stored_dtype(new_manager: NewManager) -> None:
+    tree = {"w": jnp.arange(4.0)}
+    given = {"w": ocp.SaveArgs(dtype=np.dtype(jnp.bfloat16))}
+    manager = saved(new_manager(), tree, save_args=given)
+    found = manager.restore(1, args=args.StandardRestore())
+    assert found["w"].dtype == jnp.bfloat16
+
+
+def test_items_come_back_by_name(new_manager: NewManager) -> None:
+    manager = new_manager(item_names=("state", "meta_data"))
+    manager.save(
+        5,
+        args=args.Composite(
+            state=args.StandardSave({"w": jnp.ones(2)}),
+            meta_data=args.JsonSave({"layers": [1, None, "x"]}),
+        ),
+    )
+    manager.wait_until_finished()
+    found = manager.restore(5)
+    assert sorted(found.keys()) == ["meta_data", "state"]
+    assert found.meta_data == {"layers": [1, None, "x"]}
+    assert found["state"]["w"].tolist() == [1.0, 1.0]
+    one = manager.restore(5, args=args.Composite(meta_data=args.JsonRestore()))
+    assert dict(one.items()) == {"meta_data": {"layers": [1, None, "x"]}}
+    with pytest.raises(KeyError, match="other"):
+        manager.restore(5, args=args.Composite(other=args.JsonRestore()))
+
+
+def test_the_mode_of_items_is_settled_once(new_manager: NewManager) -> None:
+    manager = saved(new_manager(), {"w": jnp.ones(1)})
+    composite = args.Composite(state=args.StandardSave({"w": jnp.ones(1)}))
+    with pytest.raises(ValueError, match="Composite"):
+        manager.save(2, args=composite)
+    named = new_manager(item_names=("state",))
+    with pytest.raises(ValueError, match="Composite"):
+        named.save(2, args=args.StandardSave({"w": jnp.ones(1)}))
+
+
+@pytest.mark.parametrize("tree", [{}, jnp.ones(2), {"x": object()}], ids=str)
+def test_what_is_no_tree_of_arrays_is_rejected(
+    new_manager: NewManager, tree: Any
+) -> None:
+    manager = new_manager()
+    with pytest.raises((ValueError, TypeError)):
+        manager.save(1, args=args.StandardSave(tree))
+    assert list(manager.all_steps()) == []
+
+
+def test_item_metadata_has_shapes_and_dtypes(new_manager: NewManager) -> None:
+    manager = saved(new_manager(), {"w": jnp.ones((2, 3)), "b": [jnp.ones(1)]})
+    found = manager.item_metadata(1)
+    tree = getattr(found, "tree", found)
+    assert (tree["w"].shape, tree["b"][0].dtype) == ((2, 3), jnp.float32)
+
+
+def test_item_metadata_is_a_target(new_manager: NewManager) -> None:
+    tree = {"w": jnp.arange(6.0).reshape(2, 3), "n": [jnp.ones(1)]}
+    manager = saved(new_manager(), tree)
+    target = manager.item_metadata(1)
+    found = manager.restore(1, args=args.StandardRestore(target))
+    assert np.asarray(found["w"]).tolist() == tree["w"].tolist()

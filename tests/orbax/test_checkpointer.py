@@ -1,0 +1,167 @@
+"""``Checkpointer`` of version 1 behaves as Orbax's."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import checkpoint_managers as managers
+
+from tests.orbax.conftest import NewManager
+
+STATE = {
+    "w": jnp.arange(4.0),
+    "n": np.arange(3),
+    "i": 3,
+    "text": "words",
+    "none": None,
+    "pair": (jnp.ones(1), 2),
+    "empty": {},
+}
+
+
+def test_a_new_checkpointer_has_nothing(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    assert (checkpointer.latest, list(checkpointer.checkpoints)) == (None, [])
+    with pytest.raises(FileNotFoundError):
+        checkpointer.load()
+
+
+def test_a_state_comes_back(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    assert checkpointer.save(0, STATE)
+    found = checkpointer.load(0, STATE)
+    assert jax.tree.structure(found) == jax.tree.structure(STATE)
+    assert (found["text"], found["i"], found["n"].tolist()) == ("words", 3, [0, 1, 2])
+    assert checkpointer.load()["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert checkpointer.load(checkpointer.latest)["i"] == 3
+
+
+def test_the_policy_and_force_decide(new_checkpointer: NewManager) -> None:
+    policy = managers.FixedIntervalPolicy(2)
+    checkpointer = new_checkpointer(save_decision_policy=policy)
+    tree = {"w": jnp.ones(1)}
+    assert [checkpointer.save(step, tree) for step in range(4)] == [
+        *(True, False, True, False)
+    ]
+    assert checkpointer.save(5, tree, force=True)
+    assert checkpointer.save_async(7, tree) is None
+    assert [found.step for found in checkpointer.checkpoints] == [0, 2, 5]
+
+
+def test_a_step_is_not_saved_twice(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, STATE)
+    for force in (False, True):
+        with pytest.raises(FileExistsError):
+            checkpointer.save(1, STATE, force=force)
+
+
+def test_a_save_in_the_background_is_awaited(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    response = checkpointer.save_async(1, STATE)
+    assert response.result() is True
+    assert not checkpointer.is_saving_in_progress()
+    checkpointer.save_checkpointables_async(2, {"model": STATE}, force=True)
+    checkpointer.wait()
+    assert checkpointer.latest.step == 2
+
+
+def test_the_preservation_policy_decides_what_stays(
+    new_checkpointer: NewManager,
+) -> None:
+    checkpointer = new_checkpointer(
+        save_decision_policy=managers.FixedIntervalPolicy(1),
+        preservation_policy=managers.LatestN(2),
+    )
+    for step in range(4):
+        checkpointer.save(step, {"w": jnp.ones(1)})
+    assert [found.step for found in checkpointer.checkpoints] == [2, 3]
+
+
+def test_checkpointables_come_back_by_name(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    model, meta = {"w": jnp.ones(2)}, {"name": "x", "layers": [1, 2]}
+    checkpointer.save_checkpointables(4, {"model": model, "meta": meta})
+    found = checkpointer.load_checkpointables(4)
+    assert (found["meta"], found["model"]["w"].tolist()) == (meta, [1.0, 1.0])
+    assert list(checkpointer.load_checkpointables(4, {"model": None})) == ["model"]
+    with pytest.raises(KeyError):
+        checkpointer.load_checkpointables(4, {"other": None})
+    with pytest.raises(KeyError):
+        checkpointer.load(4)
+
+
+def test_a_dtype_is_cast_and_a_shape_is_not(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.arange(4.0)})
+    target = {"w": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}
+    assert checkpointer.load(1, target)["w"].dtype == jnp.bfloat16
+    with pytest.raises((KeyError, ValueError)):
+        checkpointer.load(1, {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    with pytest.raises((KeyError, ValueError)):
+        checkpointer.load(1, {"w": jnp.ones(4), "more": jnp.ones(1)})
+
+
+def test_a_placeholder_is_not_read(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.arange(4.0), "b": jnp.ones(1)})
+    found = checkpointer.load(1, {"w": ..., "b": jnp.zeros(1)})
+    assert (found["w"], found["b"].tolist()) == (..., [1.0])
+
+
+def test_metadata_has_shapes_metrics_and_custom_metadata(
+    new_checkpointer: NewManager,
+) -> None:
+    checkpointer = new_checkpointer(custom_metadata={"run": 1})
+    tree = {"w": jnp.ones((2, 3))}
+    checkpointer.save(1, tree, metrics={"loss": 0.5}, custom_metadata={"note": "x"})
+    found = checkpointer.metadata(1)
+    assert (found.step, found.custom_metadata, found.metrics) == (
+        *(1, {"note": "x"}, {"loss": 0.5}),
+    )
+    assert found.metadata["w"].shape == (2, 3)
+    items = checkpointer.checkpointables_metadata(1).metadata
+    assert items["state"]["w"].dtype == jnp.float32
+    assert checkpointer.root_metadata().custom_metadata == {"run": 1}
+    assert dict(checkpointer.latest.metrics) == {"loss": 0.5}
+
+
+class Counter:
+    """Saves itself into a directory, as ``StatefulCheckpointable`` asks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    async def save(self, directory: Any) -> Any:
+        count = self.count
+
+        async def write() -> None:
+            path = await directory.await_creation()
+            (path / "count.json").write_text(json.dumps(count))
+
+        return write()
+
+    async def load(self, directory: Any) -> Any:
+        async def read() -> None:
+            self.count = json.loads((directory / "count.json").read_text())
+
+        return read()
+
+
+def test_an_object_saves_and_loads_itself(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save_checkpointables(
+        1, {"model": {"w": jnp.ones(1)}, "data": Counter(7)}
+    )
+    counter = Counter(0)
+    checkpointer.load_checkpointables(1, {"data": counter})
+    assert counter.count == 7
+
+
+def test_a_checkpointer_is_a_context(new_checkpointer: NewManager) -> None:
+    with new_checkpointer() as checkpointer:
+        checkpointer.save_async(1, STATE)
+    assert new_checkpointer(again=True).latest.step == 1

@@ -53,7 +53,11 @@ class PretrainingJob:
 
     def init(self) -> dict[str, Any]:
         params = {"w": jax.device_put(jnp.arange(8.0), self.sharding)}
-        return {"params": params, "opt_state": self.tx.init(params), "step": 0}
+        whole = NamedSharding(self.sharding.mesh, PartitionSpec())
+        opt_state = jax.tree.map(
+            lambda x: x if x.ndim else jax.device_put(x, whole), self.tx.init(params)
+        )
+        return {"params": params, "opt_state": opt_state, "step": 0}
 
     def resumed(self) -> dict[str, Any]:
         """Returns the newest state, or the first one."""
@@ -102,6 +106,7 @@ class PretrainingJob:
         return state
 
 
+@pytest.mark.slow
 def test_a_job_like_maxtext_resumes_to_the_same_state(library: tuple[Any, Any]) -> None:
     module, directory = library
     PretrainingJob(module, directory, every=2).train(until=5)
@@ -168,6 +173,7 @@ def model_and_optimizer(seed: int) -> tuple[Any, Any]:
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
+@pytest.mark.slow
 def test_a_manager_like_tunix_restores_in_place(tuning: TuningCheckpoints) -> None:
     model, optimizer = model_and_optimizer(0)
     assert tuning.maybe_restore(model, optimizer) == (0, {})

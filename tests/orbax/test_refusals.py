@@ -76,7 +76,7 @@ class OwnPolicy:
         (managers.AnyPreservationPolicy([]), "AnyPreservationPolicy"),
         (OwnPolicy(), "OwnPolicy"),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=["closest", "inexact", "at-most", "none", "computed", "no-member", "own"],
 )
 def test_a_preservation_policy_without_an_equal_is_rejected_by_name(
     policy: Any, named: str
@@ -93,13 +93,16 @@ def test_a_preservation_policy_without_an_equal_is_rejected_by_name(
         lambda metrics: min(metrics.values()),
         lambda metrics: float(metrics["loss"]),
     ],
+    ids=["sum", "constant", "all", "converted"],
 )
 def test_a_function_of_other_values_than_one_metric_is_rejected(function: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match="best_fn"):
         metric_of("best_fn", function)
 
 
-@pytest.mark.parametrize("function", [loss, lambda metrics: metrics.get("loss")])
+@pytest.mark.parametrize(
+    "function", [loss, lambda metrics: metrics.get("loss")], ids=["item", "get"]
+)
 def test_a_function_of_one_metric_is_its_name(function: Any) -> None:
     assert metric_of("best_fn", function) == "loss"
 
@@ -123,6 +126,7 @@ def test_options_of_two_kinds_are_rejected() -> None:
             "prevent_write_metrics",
         ),
     ],
+    ids=["checkpointers", "handler_registry", "logger", "options"],
 )
 def test_an_argument_that_cannot_be_followed_is_rejected_by_name(
     our_manager: NewManager, arguments: dict[str, Any], named: str
@@ -174,6 +178,7 @@ def test_a_metric_of_best_fn_that_is_missing_is_rejected(
 def test_arrays_are_never_cut_or_padded(our_manager: NewManager) -> None:
     manager = our_manager()
     manager.save(1, args=args.StandardSave(TREE))
+    manager.wait_until_finished()
     with pytest.raises(store.InvalidRequestError, match="strict"):
         manager.restore(1, args=args.StandardRestore(TREE, strict=False))
 
@@ -185,9 +190,10 @@ def test_the_error_of_a_save_in_the_background_is_raised_once(
     run = manager.directory.run
     manager.save(1, args=args.StandardSave(TREE))
     manager.wait_until_finished()
+    assert manager.all_steps() == [1]
     run.save(2, TREE).result()  # another job takes the step
-    manager.save(2, args=args.StandardSave({"w": jnp.zeros(1)}))
     with pytest.raises(store.AlreadyExistsError):
+        manager.save(2, args=args.StandardSave({"w": jnp.zeros(1)}))
         manager.wait_until_finished()
     manager.wait_until_finished()
     manager.check_for_errors()

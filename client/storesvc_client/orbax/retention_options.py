@@ -6,7 +6,7 @@ a value that the server applies. What has no equal value is rejected by its name
 Decides only: reads no store.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, Final
@@ -180,10 +180,8 @@ def _every_steps(policy: Any) -> RetentionPolicy:
 
 def _steps_of(policy: Any) -> Sequence[int]:
     """Returns the steps of ``CustomSteps``, which keeps them in a private field."""
-    steps = getattr(policy, "_steps_set", None)
-    if steps is None:
-        steps = getattr(policy, "steps", ())
-    return [*steps]
+    steps: Iterable[int] | None = getattr(policy, "_steps_set", None)
+    return [*(policy.steps if steps is None else steps)]
 
 
 def _by_name(policy: Any) -> RetentionPolicy | None:

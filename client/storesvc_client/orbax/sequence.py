@@ -263,9 +263,9 @@ class StepSequence:
             assert found is not None
             raise PreconditionError(
                 f"options for {self.run.name}: expected the retention policy of the "
-                f"run, {format_policy(found)}, got {format_policy(wanted)}; change "
-                "it with run.retention.set or storectl retain, or leave max_to_keep= and the "
-                "like out"
+                f"run, {format_policy(found)}, got {format_policy(wanted)}; change it "
+                "by run.retention.set or storectl retain, or leave max_to_keep= and "
+                "the like out"
             )
         self._is_kept = True
 

@@ -17,7 +17,7 @@ from storesvc_client.orbax.handler_files import pack_files, unpack_files
 from tests.orbax.conftest import NewManager
 
 
-class TextHandler(ocp.CheckpointHandler):
+class TextHandler(ocp.CheckpointHandler):  # type: ignore[misc]  # no annotations
     """Keeps texts in files, as a handler of a user would."""
 
     def save(self, directory: Any, args: "TextSave") -> None:
@@ -37,13 +37,13 @@ class TextHandler(ocp.CheckpointHandler):
 
 @ocp.args.register_with_handler(TextHandler, for_save=True)
 @dataclasses.dataclass
-class TextSave(ocp.args.CheckpointArgs):
+class TextSave(ocp.args.CheckpointArgs):  # type: ignore[misc]  # no annotations
     item: dict[str, str]
 
 
 @ocp.args.register_with_handler(TextHandler, for_restore=True)
 @dataclasses.dataclass
-class TextRestore(ocp.args.CheckpointArgs):
+class TextRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]  # no annotations
     pass
 
 
@@ -112,7 +112,7 @@ def test_what_a_handler_fails_with_leaves_the_run_as_it_was(
 ) -> None:
     manager = our_manager()
     with pytest.raises(TypeError):
-        manager.save(1, args=args.Composite(notes=TextSave({"x": 3})))  # type: ignore[dict-item]  # the point
+        manager.save(1, args=args.Composite(notes=TextSave({"x": 3})))
     assert manager.all_steps() == []
 
 

@@ -192,8 +192,8 @@ def test_the_error_of_a_save_in_the_background_is_raised_once(
     manager.wait_until_finished()
     assert manager.all_steps() == [1]
     run.save(2, TREE).result()  # another job takes the step
+    manager.save(2, args=args.StandardSave({"w": jnp.zeros(1)}))
     with pytest.raises(store.AlreadyExistsError):
-        manager.save(2, args=args.StandardSave({"w": jnp.zeros(1)}))
         manager.wait_until_finished()
     manager.wait_until_finished()
     manager.check_for_errors()

@@ -50,7 +50,7 @@ def content_of(place: str, args: Any, handler: Any) -> Content:
     """
     match args:
         case ocp.args.StandardSave() | ocp.args.PyTreeSave():
-            if jax.tree.structure(args.item) == jax.tree.structure(0):
+            if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
                 got = type(args.item).__name__
                 raise InvalidRequestError(f"{place}: {_NO_TREE.format(got)}")
             return TreeContent(_cast(place, args.item, args.save_args))

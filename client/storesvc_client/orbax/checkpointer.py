@@ -390,7 +390,7 @@ class Checkpointer:
             PreconditionError: It is pinned or has a tag.
         """
         self._steps.wait()
-        self._steps.delete(getattr(step, "step", step))
+        self._steps.delete(_number(step))
         return True
 
     def reload(self) -> None:
@@ -425,7 +425,7 @@ class Checkpointer:
     def _open(
         self, step: "int | CheckpointMetadata | None"
     ) -> "tuple[OpenCheckpoint, StepRecord]":
-        wanted = self._steps.latest() if step is None else getattr(step, "step", step)
+        wanted = self._steps.latest() if step is None else _number(step)
         if wanted is None:
             raise StepMissingError(f"{self._steps.run.name} has no steps")
         try:
@@ -456,6 +456,10 @@ class Checkpointer:
             metrics=record.metrics,
             **timestamps(opened.info),
         )
+
+
+def _number(step: int | CheckpointMetadata) -> int:
+    return step.step if isinstance(step, CheckpointMetadata) else step
 
 
 def _as_often_as_possible() -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs
@@ -117,7 +118,7 @@ def _device(saved: LeafInfo, shape: Any, dtype: Any, sharding: Any) -> LeafTarge
     """Returns how a leaf becomes an array on devices."""
     placement = _placement(saved, sharding)
     shape = tuple(shape)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or saved.kind == "prng_key":
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or saved.kind == "prng_key":
         return LeafTarget(
             jax.ShapeDtypeStruct(shape, dtype, sharding=placement), _unchanged
         )

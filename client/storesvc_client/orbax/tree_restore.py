@@ -91,6 +91,7 @@ def with_structure(item: Any, restore_args: Any) -> Any:
     """
     if restore_args is None or item is None:
         return item if restore_args is None else restore_args
+    treedef: Any
     leaves, treedef = jax.tree.flatten(item, is_leaf=lambda x: x is None)
     try:
         given = treedef.flatten_up_to(restore_args)

@@ -1,7 +1,7 @@
 """Orbax's managers over a store: change one import, keep the training loop.
 
-``CheckpointManager`` has the methods of Orbax's class, and ``Checkpointer`` those of
-its version 1. Arguments, options and policies are Orbax's own classes, so this package
+``CheckpointManager`` and ``Checkpointer`` have the methods of Orbax's classes in its
+versions 0 and 1. Arguments, options and policies are Orbax's own classes, so this package
 needs orbax-checkpoint (``storesvc[orbax]``); nothing else of storesvc does.
 ``docs/orbax.md`` lists where the behaviour differs.
 

@@ -35,7 +35,7 @@ _SCALAR_TYPES: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafTarget:
-    """What to ask a checkpoint for, and what to return of it."""
+    """Leaf to ask a checkpoint for, and how to convert the restored value."""
 
     like: Any
     """Leaf for ``like=``."""

@@ -97,7 +97,7 @@ def metric_of(place: str, function: Callable[[Any], Any]) -> str:
         function: The function.
 
     Raises:
-        InvalidRequestError: It computes more than one metric as it is.
+        InvalidRequestError: It returns another value than one metric.
     """
     probe = _Probe()
     try:

@@ -40,7 +40,7 @@ class JsonContent:
 
 @dataclass(frozen=True, slots=True)
 class FilesContent:
-    """What a function writes into a folder."""
+    """Files that a function writes into a folder."""
 
     write: Callable[[Path], object]
 
@@ -50,7 +50,7 @@ Content: TypeAlias = TreeContent | JsonContent | FilesContent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContents:
-    """What ``Run.save`` gets for one step."""
+    """Tree and items of one step, for ``Run.save``."""
 
     tree: Any
     items: Mapping[str, Any]

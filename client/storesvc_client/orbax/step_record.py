@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What a manager keeps beside the arrays of a step."""
+    """Items, metrics and metadata of a step."""
 
     parts: Mapping[str, Part]
     """By the name that Orbax's callers use."""

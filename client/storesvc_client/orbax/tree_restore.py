@@ -1,7 +1,7 @@
 """Restores the tree of one item as Orbax does: into a target, or as it was saved.
 
 A target has the structure to return. None in it, or Orbax's placeholder ``...``, is
-returned as it is, and what was saved there is not read. Everything else must be in the
+returned unchanged, and what was saved there is not read. Everything else must be in the
 checkpoint, and, unless the restore is partial, the checkpoint must have nothing else.
 """
 

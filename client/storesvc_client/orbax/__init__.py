@@ -1,8 +1,8 @@
 """Orbax's managers over a store: change one import, keep the training loop.
 
 ``CheckpointManager`` and ``Checkpointer`` have the methods of Orbax's classes in its
-versions 0 and 1. Arguments, options and policies are Orbax's own classes, so this package
-needs orbax-checkpoint (``storesvc[orbax]``); nothing else of storesvc does.
+versions 0 and 1. Arguments, options and policies are Orbax's own classes, so this
+package needs orbax-checkpoint (``storesvc[orbax]``); nothing else of storesvc does.
 ``docs/orbax.md`` lists where the behaviour differs.
 
 Example:

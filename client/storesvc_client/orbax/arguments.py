@@ -123,7 +123,7 @@ def _target_of(place: str, args: Any) -> tuple[Any, bool]:
 
 
 def _cast(place: str, tree: Any, save_args: Any) -> Any:
-    """Returns a tree in the dtypes of Orbax's ``SaveArgs``; logs what has no effect."""
+    """Returns a tree in the dtypes of Orbax's ``SaveArgs``."""
     if save_args is None:
         return tree
 

@@ -14,6 +14,7 @@ from orbax.checkpoint import args
 
 from storesvc_client import orbax
 from tests.orbax.conftest import NewManager
+from tests.support.stable_ids import stable_id
 
 
 class Pair(NamedTuple):
@@ -293,7 +294,7 @@ def test_the_mode_of_items_is_settled_once(new_manager: NewManager) -> None:
         named.save(2, args=args.StandardSave({"w": jnp.ones(1)}))
 
 
-@pytest.mark.parametrize("tree", [{}, jnp.ones(2), {"x": object()}], ids=str)
+@pytest.mark.parametrize("tree", [{}, jnp.ones(2), {"x": object()}], ids=stable_id)
 def test_what_is_no_tree_of_arrays_is_rejected(
     new_manager: NewManager, tree: Any
 ) -> None:

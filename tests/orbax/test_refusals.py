@@ -21,6 +21,7 @@ from storesvc_client.orbax.retention_options import (
 )
 from storesvc_client.orbax.step_record import StepRecord
 from tests.orbax.conftest import NewManager
+from tests.support.stable_ids import stable_id
 
 TREE = {"w": jnp.ones(1)}
 
@@ -53,7 +54,7 @@ def loss(metrics: Any) -> Any:
             None,
         ),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_a_preservation_policy_becomes_a_retention_policy(
     policy: Any, expected: store.RetentionPolicy | None
@@ -229,7 +230,7 @@ def test_a_text_without_a_run_is_rejected(place: str, run: str | None) -> None:
         {"version": 1, "items": {"a": {"kind": "json", "place": 3}}},
         {"version": 1, "items": []},
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_a_damaged_record_is_damage(value: Any) -> None:
     with pytest.raises(store.DataLossError, match="prod/run@1 item 'orbax'"):

@@ -202,20 +202,19 @@ class UploadService:
     ) -> upload_api.FinishWriterResponse:
         opening = await first(request_iterator, "open")
         receipts, writer = self._store.receipts, opening.open.writer
-        name = UploadName.from_resource(opening.open.upload)
         # The list takes as long as the read of the slot, and needs nothing of it.
-        async with beside(receipts.staged(name, writer)) as tables:
+        staged = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
+        async with beside(staged) as tables:
             upload = await self._open(opening.open)
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
                 sums = await offload(opening.chunk_count, parts.joined)
                 places = await receipts.finish(upload, writer, sums, tables)
-                left = await self._unfinished_count(upload)
-        return upload_api.FinishWriterResponse(
-            chunk_count=len(sums),
-            stored_bytes=int(places.length.sum()),
-            unfinished_writer_count=left,
-        )
+                return upload_api.FinishWriterResponse(
+                    chunk_count=len(sums),
+                    stored_bytes=int(places.length.sum()),
+                    unfinished_writer_count=await self._unfinished_count(upload),
+                )
 
     @asynccontextmanager
     async def _receipt(

@@ -17,6 +17,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, seal, unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.contract import Writer, frame, sums
 from tests.support.in_process_server import InProcessServer
 from tests.support.stored_records import sealed_of_version_1
@@ -243,7 +244,10 @@ def test_exchanged_records_of_uploads_commit_nothing(
         (places.checkpoint(7), places.checkpoint(8)),
     ):
         exchange(root, place, second)
+        # a server keeps the records of the uploads that it has read
+        other_server = grpc.insecure_channel(serve(root).address)
         for writer in writers:
+            writer.stub = UploadServiceStub(other_server)
             with pytest.raises(grpc.RpcError) as caught:
                 writer.commit()
             assert grpc.StatusCode.DATA_LOSS == caught.value.code()

@@ -52,7 +52,7 @@ def cp(
     create: bool,
     as_json: bool,
 ) -> None:
-    """Copy a run, or one checkpoint of it, to a run of this or another store.
+    """Copy a run or a checkpoint, also to another store.
 
     SRC and DST are paths in the store of the command, or in another one: CONTEXT:PATH,
     or STORE//PATH with a STORE as of --store. Steps, metrics, labels, items, pins and

@@ -55,9 +55,10 @@ def import_(
     trust_uncommitted: bool,
     as_json: bool,
 ) -> None:
-    """Import checkpoints that other projects wrote, the lowest step first.
+    """Import checkpoints that other projects wrote.
 
     SRC is a format and a location: orbax:///ckpts/run, safetensors:gs://bucket/model.
+    The lowest step is imported first.
     Steps that were imported before are skipped, so an import that was interrupted is
     repeated to finish it. Labels of a checkpoint record where it comes from.
 

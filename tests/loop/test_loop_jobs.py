@@ -264,6 +264,25 @@ def test_a_process_that_leaves_fails_the_saves_that_it_has_not_begun() -> None:
     assert JointSave(first, "a/b", 3, other).ended() is None
 
 
+def test_a_save_that_all_have_begun_does_not_fail_once_a_later_one_does() -> None:
+    job = ThreadJob(2)
+    first, second = job.process(0), job.process(1)
+    stays, leaves = Departures(first, "loop/0"), Departures(second, "loop/0")
+    saves = [JointSave(first, "a/b", step, stays) for step in range(3)]
+    JointSave(second, "a/b", 0, leaves)
+    leaves.leave("its steps have ended")
+
+    failed = [save.ended() for save in reversed(saves[1:])]
+
+    assert [None, "process 1 has left the loop: its steps have ended"] == [
+        outcome and outcome.failure for outcome in failed
+    ]
+    assert saves[0].ended() is None
+    later = saves[2].ended()
+    assert later is not None
+    assert "process 1 has left the loop: its steps have ended" == later.failure
+
+
 def test_decisions_are_read_in_order() -> None:
     decisions = [Decision(step=step, saves=step % 2 == 0) for step in range(5)]
 

@@ -27,7 +27,8 @@ class Departures:
         self._job = job
         self._place = f"{loop}/left"
         self._saves = 0
-        self._found = ""
+        self._found: tuple[int, str] | None = None
+        """Number of the first save that fails, and why."""
 
     def count_save(self) -> int:
         """Counts a save that this process begins; returns its number from 0."""
@@ -44,6 +45,11 @@ class Departures:
 
     def before(self, number: int) -> str:
         """Returns which process has left before a save, and why; "" if none has."""
-        if not self._found:
-            self._found = self._job.read(f"{self._place}/{number}") or ""
-        return self._found
+        # A later save may have found it while this one, which has all processes, still
+        # waits for them.
+        if self._found is None or number < self._found[0]:
+            why = self._job.read(f"{self._place}/{number}")
+            if not why:
+                return ""
+            self._found = number, why
+        return self._found[1]

@@ -102,6 +102,39 @@ def test_a_step_shares_the_chunks_of_the_one_before_it(
     assert second.checkpoint.stored_bytes - step_bytes == second.reused_bytes
 
 
+class DeletingRoot(ZarrRoot):
+    """A location; step 100 of the run is gone when step 200 is opened, as after a
+    retention pass."""
+
+    def __init__(self, path: Path, run: store.Run, *, purges: bool) -> None:
+        super().__init__(path)
+        self._run = run
+        self._purges = purges
+
+    def open(self, step: int) -> ForeignStep:
+        if step == 200:
+            self._run.delete(100)
+            if self._purges:
+                self._run.purge(100)
+        return super().open(step)
+
+
+@pytest.mark.parametrize("purges", [False, True])
+def test_a_step_is_imported_whole_if_the_one_before_it_is_gone(
+    root: ZarrRoot, run: store.Run, tmp_path: Path, *, purges: bool
+) -> None:
+    changing = DeletingRoot(tmp_path / "foreign", run, purges=purges)
+
+    _, second = run.import_from(ForeignRun(changing))
+
+    assert [200] == run.steps()
+    assert (second.checkpoint.stored_bytes, 0) == (
+        second.sent_bytes,
+        second.reused_bytes,
+    )
+    assert run.verify(200).ok
+
+
 def test_each_foreign_chunk_is_read_once(tmp_path: Path, run: store.Run) -> None:
     root = ZarrRoot(tmp_path / "foreign")
     tall = np.arange(10_000_000, dtype=np.float32).reshape(5000, 2000)

@@ -16,7 +16,7 @@ removes it when its lease has expired.
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final, Protocol
 
@@ -43,6 +43,7 @@ from storesvc_client.errors import (
     UnavailableError,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MEMORY_BYTES: Final = 1 << 30
 """Maximum memory of a transfer, if the client allows as much for saves. Reading is
@@ -118,6 +119,21 @@ class SharedBuffer:
             self._slab_queue.drop(self._buffer)
 
 
+class _TransferWriter(Writer):
+    """The writer of a transfer. Its base only saves bytes, and may be gone: a transfer
+    of many steps takes long, and a retention policy may delete the steps before."""
+
+    def begin(self) -> upload_api.Upload:
+        """See ``Writer.begin``; begins without the base if that is gone."""
+        try:
+            return super().begin()
+        except NotFoundError:
+            if self.described.base is None:
+                raise
+            self.described = replace(self.described, base=None)
+            return super().begin()
+
+
 def transfer(
     session: Session,
     description: Description,
@@ -147,7 +163,7 @@ def transfer(
     staging = StagingPool(memory_bytes - memory_bytes // READING_SHARE)
     meter = Meter("save", str(description), progress)
     slab_queue = SlabQueue(staging, is_open=True)
-    writer = Writer(session.connection, description, plan.tree, meter)
+    writer = _TransferWriter(session.connection, description, plan.tree, meter)
     upload = Upload(session, writer, plan, slab_queue, meter)
     try:
         with (

@@ -1,13 +1,24 @@
 """Files at the target of an export: complete or absent, written by one at a time."""
 
 import os
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import storesvc_client as store
-from storesvc_client._export.orbax import _new_directory
-from storesvc_client._export.target import LocalTarget, Target, lock, open_target
+from storesvc_client._export.claims import MARK, ClaimedStep
+from storesvc_client._export.orbax import COMMITTED, _new_directory, _new_step
+from storesvc_client._export.target import (
+    LocalTarget,
+    NewFile,
+    RemoteTarget,
+    Target,
+    lock,
+    open_target,
+)
 
 
 def write_and_fail(target: Target) -> None:
@@ -61,6 +72,64 @@ def test_two_exports_do_not_write_one_file_or_step(tmp_path: Path) -> None:
         _new_directory(tmp_path / "1"),
     ):
         pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_in_a_bucket_is_completed_by_the_export_that_began_last(
+    *, fails: bool
+) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://claims/{fails}"
+    step = open_target(f"{url}/1")
+    first = ExitStack()
+    lost = first.enter_context(_new_step(open_target, url, "1"))
+    with lost.create("first") as file:
+        file.write(b"of the first export")
+
+    with (
+        suppress(*([RuntimeError] if fails else [])),
+        _new_step(open_target, url, "1") as target,
+    ):
+        with target.create("second") as file:
+            file.write(b"of the second export")
+        with pytest.raises(store.PreconditionError, match="another export writes it"):
+            lost.create("second")
+        if fails:
+            raise RuntimeError
+    with pytest.raises(store.PreconditionError, match="another export writes it"):
+        first.close()
+
+    last = MARK if fails else COMMITTED
+    assert sorted([last, "second"]) == step.names()
+    assert b"of the second export" == step.read("second", 0, 99)
+
+
+def test_an_export_that_loses_its_step_at_the_end_leaves_it_unfinished() -> None:
+    pytest.importorskip("fsspec")
+    step = open_target("memory://claims/end/1")
+
+    class Late(RemoteTarget):
+        """A target on which another export begins while the last file is written."""
+
+        @contextmanager
+        def create(self, path: str) -> Generator[NewFile]:
+            if path == COMMITTED:
+                step.remove("")
+                ClaimedStep(step)
+            with super().create(path) as file:
+                yield file
+
+    def opened(url: str) -> Target:
+        target = cast("RemoteTarget", open_target(url))
+        return Late(target._files, target._root, target.url)
+
+    with (
+        pytest.raises(store.PreconditionError, match="another export writes it"),
+        _new_step(opened, "memory://claims/end", "1"),
+    ):
+        pass
+
+    assert [MARK] == step.names()
 
 
 def test_a_file_that_another_export_has_completed_is_not_taken(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ become JSON items of Orbax; metrics its item "metrics".
 
 The step appears as a whole. On a disk it is written as a directory that Orbax ignores,
 and renamed. In a bucket ``commit_success.txt`` comes last, without which Orbax ignores
-a step. A retry removes what an unfinished export has left.
+a step. A retry removes what an unfinished export has left; ``claims.py`` keeps two
+exports from completing one step.
 """
 
 import json
@@ -27,6 +28,7 @@ from storesvc.format.items import item_of
 from storesvc.format.key_spaces import view_of_arrays
 from storesvc.format.layout import ROOT
 from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._export.claims import MARK, ClaimedStep
 from storesvc_client._export.orbax_data import (
     DATA,
     DataFiles,
@@ -68,9 +70,6 @@ METRICS: Final = "metrics"
 
 UNFINISHED: Final = ".orbax-checkpoint-tmp-storesvc"
 """Suffix of the directory of an unfinished step; Orbax ignores such names."""
-
-_MARK: Final = ".storesvc-export"
-"""File of an unfinished step in a bucket."""
 
 _ITEM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -290,14 +289,13 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
         return
     target = opened(f"{root.url}/{step}")
     names = target.names()
-    if names and (COMMITTED in names or _MARK not in names):
+    if names and (COMMITTED in names or MARK not in names):
         raise _exists(target.url)
     if names:  # of an export that has failed
         target.remove("")
-    _put(target, _MARK, b"An export of storesvc that is not finished.\n")
-    yield target
-    _put(target, COMMITTED, b"Written by storesvc.\n")
-    target.remove(_MARK)
+    claimed = ClaimedStep(target)
+    yield claimed
+    claimed.complete(COMMITTED, b"Written by storesvc.\n")
 
 
 @contextmanager

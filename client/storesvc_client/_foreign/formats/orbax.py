@@ -25,11 +25,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
+from storesvc_client._foreign.bounded_json import as_object, read_json
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import orbax_items as items
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
-from storesvc_client._foreign.json_files import as_object, read_json
 from storesvc_client._foreign.location import Location, checked_path
 from storesvc_client._foreign.rows import Row, encoded_row, tree_of
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
@@ -221,7 +221,7 @@ class _StepReader:
     def _step_metadata(self) -> datetime | None:
         """Takes times, metrics and custom metadata; returns the time of the writing."""
         path = _join(self.folder, STEP_METADATA)
-        fields = as_object(f"{self.location.url}/{path}", self._json(path))
+        fields = as_object(self._json(path), what=f"{self.location.url}/{path}")
         self.metrics.update(items.as_metrics(fields.get("metrics") or {}) or {})
         self._label("orbax.custom_metadata", fields.get("custom_metadata"))
         created = _moment(fields.get("init_timestamp_nsecs"))
@@ -347,7 +347,7 @@ class _StepReader:
             return
         path = _join(folder, STRINGS)
         place = f"{self.location.url}/{path}"
-        texts = as_object(place, self._json(path) if STRINGS in names else {})
+        texts = as_object(self._json(path) if STRINGS in names else {}, what=place)
         for entry in wanted:
             text = texts.get(entry.name)
             if not isinstance(text, str):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from storesvc_client._foreign.json_files import read_json
+from storesvc_client._foreign.bounded_json import read_json
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.rows import Row, file_item_row, item_row
 from storesvc_client._values.item_values import encode_item

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from storesvc.format.keys import InvalidKeyError, join_key
 from storesvc.format.trees import SavedSharding
-from storesvc_client._foreign.json_files import as_object, parse_json
+from storesvc_client._foreign.bounded_json import as_object, parse_json
 from storesvc_client._values.containers import Container
 from storesvc_client.errors import DataLossError, PreconditionError
 
@@ -76,8 +76,8 @@ def parse_tree(place: str, value: Any, *, prefix: tuple[str, ...]) -> TreeMetada
         PreconditionError: Two entries have one name, so that only one of their arrays
             is stored; or an entry is of an unknown type.
     """
-    fields = as_object(place, value)
-    rows = as_object(f"{place} field tree_metadata", fields.get("tree_metadata"))
+    fields = as_object(value, what=place)
+    rows = as_object(fields.get("tree_metadata"), what=f"{place} field tree_metadata")
     entries, containers = [], []
     for text, row in rows.items():
         keys, kinds, value_type = _entry(f"{place} entry {text[:200]!r}", row)
@@ -141,7 +141,7 @@ def parse_shardings(place: str, value: Any) -> dict[str, SavedSharding]:
     """
     found: dict[str, SavedSharding] = {}
     parsed: dict[str, SavedSharding | None] = {}  # many arrays share a sharding
-    for encoded, text in as_object(place, value).items():
+    for encoded, text in as_object(value, what=place).items():
         try:
             name = base64.b64decode(encoded, validate=True).decode()
         except (binascii.Error, ValueError) as e:
@@ -149,7 +149,7 @@ def parse_shardings(place: str, value: Any) -> dict[str, SavedSharding]:
         if not isinstance(text, str):
             raise DataLossError(f"{place}: expected texts, got {type(text).__name__}")
         if text not in parsed:
-            row = as_object(place, parse_json(place, text))
+            row = as_object(parse_json(text, what=place), what=place)
             parsed[text] = _sharding(place, row)
         sharding = parsed[text]
         if sharding is not None:

@@ -7,22 +7,31 @@ such a step is rejected, and both names are in the message.
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Region
-from storesvc.format.items import InvalidItemError, ItemName, check_items
-from storesvc.format.keys import InvalidKeyError, check_keys, join_key
-from storesvc.format.trees import Leaf, Tree
+from storesvc.format.items import InvalidItemError, ItemName, is_item
+from storesvc.format.keys import InvalidKeyError, join_key
+from storesvc.format.trees import (
+    InvalidTreeError,
+    Leaf,
+    Tree,
+    pack_leaves,
+    unpack_leaves,
+)
 from storesvc_client._foreign.foreign_step import ForeignArray
-from storesvc_client._values.documents import CONTAINERS, pack_document
-from storesvc_client._values.item_values import Encoded, encode_item
-from storesvc_client.errors import DataLossError, PreconditionError
+from storesvc_client._foreign.location import Location
+from storesvc_client._foreign.plain_array import PlainArray
+from storesvc_client._values.item_values import encode_item
+from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
+
+FILE_CHUNK_BYTES: Final = 8 << 20
+"""Bytes of a file that are read together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -74,6 +83,22 @@ def array_row(
     return Row(leaf=leaf, array=array, name=name)
 
 
+def encoded_row(
+    key: str, path_kinds: str, kind: "pb.LeafKind.ValueType", data: bytes, *, name: str
+) -> Row:
+    """Returns the row of an encoded value, such as a text in a tree.
+
+    Args:
+        key: Its key.
+        path_kinds: One letter for each part of the key.
+        kind: Kind of the value.
+        data: Its bytes.
+        name: Its name in its format, for messages.
+    """
+    leaf = _byte_leaf(key, path_kinds, kind, len(data), chunk_bytes=len(data))
+    return Row(leaf=leaf, array=BytesArray(data), name=name)
+
+
 def item_row(item: str, value: Any, *, name: str) -> Row:
     """Returns the row of an item that holds a document next to the arrays.
 
@@ -89,7 +114,10 @@ def item_row(item: str, value: Any, *, name: str) -> Row:
         encoded = encode_item(value)
     except ValueError as e:
         raise DataLossError(f"{name}: {e}") from e
-    return _encoded_row(ItemName(item), encoded, name)
+    found = ItemName(item)
+    return encoded_row(
+        found.key, found.path_kinds, encoded.kind, encoded.data, name=name
+    )
 
 
 def text_row(item: str, data: bytes, *, name: str) -> Row:
@@ -109,54 +137,73 @@ def text_row(item: str, data: bytes, *, name: str) -> Row:
         raise DataLossError(f"{name}: expected UTF-8, got other bytes ({e})") from e
 
 
+def file_item_row(
+    location: Location, path: str, item: str, process: int | None = None
+) -> Row:
+    """Returns the row of an item that has the bytes of a file, read on demand.
+
+    Args:
+        location: Location of the file.
+        path: Path of the file.
+        item: Name of the item.
+        process: Number of the process whose value it is; None: of all.
+
+    Raises:
+        NotFoundError: There is no such file.
+    """
+    size = location.size(path)
+    name = f"{location.url}/{path}"
+    if size is None:
+        raise NotFoundError(f"{name}: expected a file, found none")
+    found = ItemName(item, process)
+    leaf = _byte_leaf(
+        found.key,
+        found.path_kinds,
+        pb.LEAF_KIND_BYTES,
+        size,
+        chunk_bytes=min(size, FILE_CHUNK_BYTES),
+    )
+    array = PlainArray(
+        location=location,
+        path=path,
+        start=0,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        row=f"item {item!r}",
+    )
+    return Row(leaf=leaf, array=array, name=name)
+
+
 def tree_of(
-    rows: Iterable[Row], *, advice: str, structure: bytes = b""
+    rows: Iterable[Row], *, place: str, advice: str, structure: bytes = b""
 ) -> tuple[Tree, tuple[ForeignArray, ...]]:
     """Returns the tree of rows, and the array of each of its rows.
 
     Args:
         rows: Leaves and items, in any order.
-        advice: What to do if two leaves cannot be in one tree, for the message.
+        place: Name of the step in messages.
+        advice: What to do if no checkpoint can hold the rows, for the message.
         structure: Document for ``Tree.structure``.
 
     Raises:
-        PreconditionError: Two leaves have one key, or one is an ancestor of another.
+        PreconditionError: No checkpoint can hold the rows: two leaves have one key, or
+            one is an ancestor of another, or an item has no valid name.
     """
-    leaves: list[Row] = []
-    items: list[Row] = []
-    for row in rows:
-        (items if row.leaf.path_kinds.startswith("r") else leaves).append(row)
-    leaves.sort(key=attrgetter("leaf.key"))
-    items.sort(key=attrgetter("leaf.key"))
+    ordered = sorted(rows, key=lambda row: (is_item(row.leaf.key), row.leaf.key))
+    leaves = tuple(row.leaf for row in ordered)
+    # The rules of tree.proto are checked by its reader; chunks may be of any size.
+    small = (replace(leaf, chunk_shape=(1,) * len(leaf.shape)) for leaf in leaves)
     try:
-        check_keys([row.leaf.key for row in leaves])
-        check_items([row.leaf for row in items])
-    except InvalidKeyError as e:
-        raise PreconditionError(f"{_collision(leaves) or e}; {advice}") from e
-    except InvalidItemError as e:
-        raise PreconditionError(str(e)) from e
-    ordered = [*leaves, *items]
-    tree = Tree(tuple(row.leaf for row in ordered), structure)
-    return tree, tuple(row.array for row in ordered)
-
-
-def containers_document(
-    containers: Iterable[tuple[str, Sequence[str], str]],
-) -> bytes:
-    """Returns the document for ``Tree.structure`` of containers that leaves do not
-    show: name, path and path kinds of each, as ``_values/containers.py`` reads it.
-
-    Raises:
-        PreconditionError: A path is too long for a key, or is no Unicode.
-        StructureError: It is too large.
-    """
-    try:
-        rows = sorted(
-            [what, join_key(parts), kinds] for what, parts, kinds in containers
-        )
-    except InvalidKeyError as e:
-        raise PreconditionError(str(e)) from e
-    return CONTAINERS + pack_document({"containers": rows}) if rows else b""
+        table = pb.LeafTable()
+        for part in pack_leaves(Tree(tuple(small), structure)):
+            table.MergeFromString(part)
+        unpack_leaves(table)
+    except (InvalidTreeError, InvalidItemError, ValueError) as e:
+        why = _collision([row for row in ordered if not is_item(row.leaf.key)]) or e
+        raise PreconditionError(
+            f"{place}: a checkpoint cannot hold its arrays: {why}; {advice}"
+        ) from e
+    return Tree(leaves, structure), tuple(row.array for row in ordered)
 
 
 class BytesArray:
@@ -174,17 +221,22 @@ class BytesArray:
         return done
 
 
-def _encoded_row(item: ItemName, encoded: Encoded, name: str) -> Row:
-    size = len(encoded.data)
-    leaf = Leaf(
-        key=item.key,
-        path_kinds=item.path_kinds,
-        kind=encoded.kind,
+def _byte_leaf(
+    key: str,
+    path_kinds: str,
+    kind: "pb.LeafKind.ValueType",
+    size: int,
+    *,
+    chunk_bytes: int,
+) -> Leaf:
+    return Leaf(
+        key=key,
+        path_kinds=path_kinds,
+        kind=kind,
         dtype="uint8",
         shape=(size,),
-        chunk_shape=(max(1, size),),
+        chunk_shape=(max(1, chunk_bytes),),
     )
-    return Row(leaf=leaf, array=BytesArray(encoded.data), name=name)
 
 
 def _collision(rows: Sequence[Row]) -> str:

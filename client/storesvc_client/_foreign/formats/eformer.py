@@ -104,7 +104,9 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         rows += _indexed_rows(location, folder, digest)
     else:
         rows += tensor_rows(location, folder, digest)
-    tree, ordered = tree_of(rows, advice="save it again with other names")
+    tree, ordered = tree_of(
+        rows, place=place(location, folder), advice="save it again with other names"
+    )
     return ForeignStep(
         step=step,
         url=f"eformer:{place(location, folder)}",

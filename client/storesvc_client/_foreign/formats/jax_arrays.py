@@ -15,18 +15,16 @@ from typing import Any, Final
 
 import xxhash
 
+from storesvc.format.keys import InvalidKeyError, join_key
 from storesvc_client._foreign.bounded_json import parse_object
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats.jax_pytreedef import Node, parse_nodes
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, named_steps, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.tree_rows import (
-    array_row,
-    containers_document,
-    tree_of,
-)
+from storesvc_client._foreign.tree_rows import array_row, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 MAX_STRUCTURE_BYTES: Final = 64 << 20
@@ -102,13 +100,13 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         )
         for n, array in zip(stored, arrays, strict=True)
     ]
-    described = [(node.what, node.parts, node.path_kinds) for node in nodes]
-    described = [each for each in described if each[0] != "leaf"]
-    described += [("none", node.parts, node.path_kinds) for node in none]
+    containers = [_container(node.what, node) for node in nodes if node.what != "leaf"]
+    containers += [_container("none", node) for node in none]
     tree, ordered = tree_of(
         rows,
+        place=place(location, folder),
         advice="save it again with other names",
-        structure=containers_document(described),
+        structure=pack_document_of(containers),
     )
     return ForeignStep(
         step=step,
@@ -148,6 +146,13 @@ def _open(
 
 def _name(leaf: Node) -> str:
     return "/".join(leaf.parts)
+
+
+def _container(what: str, node: Node) -> Container:
+    try:
+        return Container(what, join_key(node.parts), node.path_kinds)
+    except InvalidKeyError as e:
+        raise PreconditionError(f"container {_name(node)[:200]!r}: {e}") from e
 
 
 def _checked(array: TensorStoreArray, form: Any, name: str) -> TensorStoreArray:

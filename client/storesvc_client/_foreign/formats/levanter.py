@@ -102,7 +102,9 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         for path, array in _named(paths, arrays)
     ]
     rows.append(text_row("metadata", metadata.data, name=METADATA))
-    tree, ordered = tree_of(rows, advice="save it again with other names")
+    tree, ordered = tree_of(
+        rows, place=place(location, folder), advice="save it again with other names"
+    )
     return ForeignStep(
         step=step,
         url=f"levanter:{place(location, folder)}",

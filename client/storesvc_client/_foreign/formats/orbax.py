@@ -31,8 +31,8 @@ from storesvc_client._foreign.formats import orbax_items as items
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
 from storesvc_client._foreign.location import Location, checked_path
-from storesvc_client._foreign.rows import Row, encoded_row, tree_of
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
+from storesvc_client._foreign.tree_rows import Row, encoded_row, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
@@ -197,7 +197,12 @@ class _StepReader:
             self._tree("", self.folder, names)
         else:
             self._items(names)
-        tree, arrays = tree_of(self.url, self.rows, pack_document_of(self.containers))
+        tree, arrays = tree_of(
+            self.rows,
+            place=self.url,
+            advice="import a part of it, or write it again with other names",
+            structure=pack_document_of(self.containers),
+        )
         return ForeignStep(
             step=self.step,
             url=self.url,
@@ -311,7 +316,7 @@ class _StepReader:
         ):
             leaf = _leaf(entry, array, shardings.get(entry.name), impls.get(entry.name))
             self._describes(entry.key, f"{leaf.dtype}{leaf.shape}".encode())
-            self.rows.append(Row(leaf=leaf, array=array))
+            self.rows.append(Row(leaf=leaf, array=array, name=entry.name))
 
     def _places(
         self,
@@ -357,7 +362,13 @@ class _StepReader:
                 )
             data = text.encode(errors="surrogatepass")
             self.rows.append(
-                encoded_row(entry.key, entry.path_kinds, pb.LEAF_KIND_TEXT, data)
+                encoded_row(
+                    entry.key,
+                    entry.path_kinds,
+                    pb.LEAF_KIND_TEXT,
+                    data,
+                    name=entry.name,
+                )
             )
 
     def _key_impls(self, folder: str, names: Sequence[str]) -> dict[str, str]:

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from storesvc_client._foreign.bounded_json import read_json
 from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.rows import Row, file_item_row, item_row
-from storesvc_client._values.item_values import encode_item
+from storesvc_client._foreign.tree_rows import Row, file_item_row, item_row
 from storesvc_client.errors import PreconditionError, StoreError
 
 COMMITTED: Final = "commit_success.txt"
@@ -113,10 +112,9 @@ def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str,
 def _json_row(location: Location, path: str, item: str) -> Row:
     value, _ = read_json(location, path)
     try:
-        encoded = encode_item(value)
+        return item_row(item, value, name=f"{location.url}/{path}")
     except StoreError:  # such as NaN, which is no JSON
         return file_item_row(location, path, item)
-    return item_row(item, encoded.kind, encoded.data)
 
 
 def _state_rows(

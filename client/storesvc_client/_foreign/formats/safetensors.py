@@ -171,7 +171,9 @@ def read_step(
     rows = tensor_rows(location, folder, digest, file=file, keep_names=keep_names)
     rows += _configuration(location, folder, digest)
     tree, arrays = tree_of(
-        rows, advice="keep the names whole (keep_names), or rename a tensor"
+        rows,
+        place=place(location, folder),
+        advice="keep the names whole (keep_names), or rename a tensor",
     )
     return ForeignStep(
         step=step,

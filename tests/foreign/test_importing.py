@@ -166,7 +166,7 @@ def test_a_step_whose_files_changed_since_its_import_is_rejected(
     run.import_from(ForeignRun(root))
     root.write(200, {"z": np.ones(3)})
 
-    with pytest.raises(store.AlreadyExistsError, match="when its files were other"):
+    with pytest.raises(store.AlreadyExistsError, match="before its files changed"):
         run.import_from(ForeignRun(root))
 
 

@@ -118,6 +118,27 @@ def test_a_list_shows_what_was_written_after_the_previous_one(
 
 
 @pytest.mark.emulated
+def test_the_stamp_of_a_file_changes_when_it_is_written_again(
+    location: Location, tmp_path: Path
+) -> None:
+    before = location.stamps("sub")
+    assert ["data", "deep/"] == list(before)
+    assert "" == before["deep/"]
+    assert before == location.stamps("sub")
+    assert {} == location.stamps("absent")
+    if "memory" in location.url:
+        fsspec.filesystem("memory").pipe_file(f"{location.url}/sub/data", b"9876543210")
+    elif location.is_local:
+        (tmp_path / "sub/data").write_bytes(b"9876543210")
+        os.utime(tmp_path / "sub/data", (1, 1))
+    else:
+        with location.opening():
+            store = ts.KvStore.open(location.kvstore()).result()
+        store.write("sub/data", b"9876543210").result()
+    assert before["data"] != location.stamps("sub")["data"]
+
+
+@pytest.mark.emulated
 def test_tensorstore_reads_at_the_same_place_in_a_bucket(gcs: FakeGcs) -> None:
     found = filled(gcs_root())
     with found.opening():

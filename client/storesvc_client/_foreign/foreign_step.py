@@ -71,8 +71,10 @@ class ForeignStep:
     """Provenance, such as custom metadata as JSON; without the labels that every import
     adds."""
     digest: str = ""
-    """Digest of the files that describe the step, in hexadecimal: equal if and only if
-    a second read of the step would describe the same bytes."""
+    """Digest in hexadecimal of the files that describe the step and, where these do not
+    change with its elements, of the stamps of its data files (``file_stamps.py``). If
+    it is equal, a second read of the step would return the same bytes; it may differ
+    for a copy of the files."""
     is_verified: bool = False
     """True if the format stores checksums of all elements, which reading compares."""
 

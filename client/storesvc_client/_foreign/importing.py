@@ -61,8 +61,8 @@ def import_steps(
 
     Raises:
         NotFoundError: The location has no such step, or none at all.
-        AlreadyExistsError: The run has another checkpoint at one of the steps; nothing
-            was imported.
+        AlreadyExistsError: The run has another checkpoint at one of the steps, or one
+            that was imported before the files changed; nothing was imported.
         StoreError: A step could not be read or stored; those before it are imported.
     """
     # 1. Reject what cannot be imported before anything is stored.
@@ -118,18 +118,22 @@ def _check_same(source: ForeignStep, present: Checkpoint) -> None:
         if digest or source.digest
         else present.labels.get(f"{PREFIX}url") == source.url
     )
-    if not is_same:
-        url = present.labels.get(f"{PREFIX}url")
-        got = (
-            f"one that was imported from {url}" if url else "one that was not imported"
-        )
-        why = " when its files were other ones" if url == source.url else ""
+    if is_same:
+        return
+    place, url = f"{present.run}@{present.step}", present.labels.get(f"{PREFIX}url")
+    if url == source.url:
         raise AlreadyExistsError(
-            f"{present.run}@{present.step}: expected no checkpoint, or the one of "
-            f"{source.url}, got {got}{why}; import into another run, or only the other "
-            "steps",
+            f"{place}: expected the checkpoint of {url} as it is now, got one that was "
+            "imported from there before its files changed; import into another run, or "
+            f"delete the step (storectl rm {place}) and import it once it is purged",
             reason="CHECKPOINT_EXISTS",
         )
+    got = f"one that was imported from {url}" if url else "one that was not imported"
+    raise AlreadyExistsError(
+        f"{place}: expected no checkpoint, or the one of {source.url}, got {got}; "
+        "import into another run, or only the other steps",
+        reason="CHECKPOINT_EXISTS",
+    )
 
 
 def _import(

@@ -9,7 +9,7 @@ folder of the repository.
 import errno
 import os
 import stat
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +54,16 @@ class LocalLocation:
                     f"{each.name}/" if each.is_dir() else each.name for each in entries
                 )
         return []
+
+    def stamps(self, folder: str = "") -> Mapping[str, str]:
+        """See ``Location``; the file that a symbolic link leads to counts."""
+        with self._translated(folder):
+            place = self._inside(checked_path(self.url, folder, is_folder=True))
+            with os.scandir(place) as entries:
+                found = sorted((each.name, each) for each in entries)
+                is_cache = self._bounds != self._root
+                return dict(_stamped(e, is_cache=is_cache) for _, e in found)
+        return {}
 
     def size(self, path: str) -> int | None:
         """See ``Location``."""
@@ -182,6 +192,23 @@ class LocalLocation:
             raise UnavailableError(
                 f"{self.url}/{path}: cannot be read ({e.strerror}); check the storage"
             ) from e
+
+
+def _stamped(entry: "os.DirEntry[str]", *, is_cache: bool) -> tuple[str, str]:
+    """Returns the name of a file or folder, and its stamp.
+
+    In a cache of Hugging Face, a file is a link to one of which the name is a digest of
+    the contents: it is the same on each machine, and so is the stamp.
+    """
+    if entry.is_dir():
+        return f"{entry.name}/", ""
+    try:
+        found = entry.stat()
+    except FileNotFoundError:  # a link to nothing, which no format reads
+        return entry.name, "absent"
+    if is_cache and entry.is_symlink():
+        return entry.name, f"{found.st_size} {Path(entry.path).readlink().name}"
+    return entry.name, f"{found.st_size} {found.st_mtime_ns}"
 
 
 def _bounds(root: Path) -> Path:

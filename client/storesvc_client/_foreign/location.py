@@ -48,6 +48,15 @@ class Location(Protocol):
     def size(self, path: str) -> int | None:
         """Returns the size of a file in bytes; None if there is no such file."""
 
+    def stamps(self, folder: str = "") -> Mapping[str, str]:
+        """Returns the names in a folder as ``names`` does, each with its stamp: what
+        the storage knows of a file without reading it.
+
+        A stamp is the size, and the generation, ETag or time of the last change. It
+        changes when the file is written again, and it may change when the file is
+        copied. That of a folder is empty.
+        """
+
     def read(self, path: str, *, limit: int) -> bytes:
         """Returns the contents of a file.
 

@@ -81,7 +81,8 @@ class ForeignInfo:
     chunk_count: int
     """Number of pieces that the format reads as a whole."""
     digest: str
-    """Digest of the files that describe it, in hexadecimal."""
+    """Digest of the files that describe it, and of what the storage knows of its data
+    files, in hexadecimal."""
     is_verified: bool
     """True if reading compares checksums of all elements."""
 

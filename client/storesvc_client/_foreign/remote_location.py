@@ -21,6 +21,22 @@ from storesvc_client.errors import (
 _BUCKETS: Final = ("gs", "s3")
 _DENIED: Final = frozenset({401, 403})
 
+_VERSION_FIELDS: Final = (
+    "generation",
+    "ETag",
+    "etag",
+    "blob_id",
+    "Last-Modified",
+    "LastModified",
+    "updated",
+    "mtime",
+    "created",
+)
+"""Fields in which file systems of fsspec report the version of a file, the most exact
+ones first."""
+
+_VERSIONS: Final = frozenset(_VERSION_FIELDS)
+
 
 class RemoteLocation:
     """A folder that fsspec reads. Thread-safe.
@@ -86,20 +102,14 @@ class RemoteLocation:
 
     def names(self, folder: str = "") -> Sequence[str]:
         """See ``Location``."""
-        inside = checked_path(self.url, folder, is_folder=True)
-        place = self._place(inside)
-        with self._translated(inside, is_absent_error=False):
-            self._files.invalidate_cache()
-            rows = self._files.ls(place, detail=True)
-            start = f"{place}/".lstrip("/")
-            return sorted(
-                {
-                    f"{name}/" if row["type"] == "directory" else name
-                    for row in rows
-                    if (name := _name_below(start, str(row["name"])))
-                }
-            )
-        return []
+        return sorted(self._listed(folder))
+
+    def stamps(self, folder: str = "") -> Mapping[str, str]:
+        """See ``Location``."""
+        listed = sorted(self._listed(folder).items())
+        return {
+            name: "" if name.endswith("/") else self._stamp(row) for name, row in listed
+        }
 
     def size(self, path: str) -> int | None:
         """See ``Location``."""
@@ -173,6 +183,30 @@ class RemoteLocation:
         if self._storage is None:
             return nullcontext()
         return endpoint_in_environment(self._storage)
+
+    def _listed(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        """Returns the names in a folder, and what fsspec reports of each."""
+        inside = checked_path(self.url, folder, is_folder=True)
+        place = self._place(inside)
+        with self._translated(inside, is_absent_error=False):
+            self._files.invalidate_cache()
+            rows = self._files.ls(place, detail=True)
+            start = f"{place}/".lstrip("/")
+            return {
+                f"{name}/" if row["type"] == "directory" else name: row
+                for row in rows
+                if (name := _name_below(start, str(row["name"])))
+            }
+        return {}
+
+    def _stamp(self, row: Mapping[str, Any]) -> str:
+        """Returns the stamp of a file; a web server is asked for each, as its lists
+        have names only."""
+        if _VERSIONS.isdisjoint(row):
+            with self._translated(str(row["name"])):
+                row = self._files.info(row["name"])
+        version = next((row[field] for field in _VERSION_FIELDS if field in row), "")
+        return f"{row.get('size')} {version}"
 
     def _place(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root

@@ -15,6 +15,7 @@ from typing import Final
 
 import xxhash
 
+from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats.eformer_index import (
     IndexedArray,
@@ -126,7 +127,9 @@ def _indexed_rows(
     index = location.read(path, limit=MAX_INDEX_BYTES)
     digest.update(index)
     entries = parse_index(index, what=place(location, path))
-    arrays = open_folders(location, folder, [entry.path for entry in entries])
+    paths = [entry.path for entry in entries]
+    arrays = open_folders(location, folder, paths)
+    digest.update(stamp_of_folders(location, folder, paths))
     return [_row(entry, array) for entry, array in zip(entries, arrays, strict=True)]
 
 

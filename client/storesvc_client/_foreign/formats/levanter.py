@@ -13,6 +13,7 @@ from typing import Final
 
 import xxhash
 
+from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import (
@@ -83,8 +84,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     else:
         paths = find_arrays(location, folder)
         arrays = open_folders(location, folder, paths)
-        described = [(p, a.shape, a.dtype) for p, a in _named(paths, arrays)]
-        digest.update(repr(described).encode())
+        digest.update(stamp_of_folders(location, folder, paths))
     if not paths:
         raise DataLossError(
             f"{place(location, folder)}: expected arrays, found none; use another "

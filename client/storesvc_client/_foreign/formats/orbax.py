@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
 from storesvc_client._foreign.bounded_json import as_object, read_json
+from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import orbax_items as items
 from storesvc_client._foreign.formats import orbax_metadata as metadata
@@ -274,7 +275,7 @@ class _StepReader:
             name = items.item_name(original)
             if name != original:
                 self.labels[f"orbax.item.{name}"] = original
-            self._describes(row.leaf.key, str(row.leaf.shape).encode())
+        self._describes(path, stamp_of_folders(self.location, path, [""]))
 
     def _takes_metrics(self, path: str, names: Sequence[str]) -> bool:
         if items.METRICS not in names:
@@ -297,10 +298,6 @@ class _StepReader:
             f"orbax.{item}.custom_metadata" if item else "orbax.tree_metadata",
             found.custom_metadata,
         )
-        if MANIFEST in names:  # it names all data, directly or not
-            manifest = _join(folder, MANIFEST)
-            data = self.location.read(manifest, limit=_MANIFEST_BYTES)
-            self._describes(manifest, data)
         self._strings(folder, found, names)
         shardings: Mapping[str, SavedSharding] = {}
         if SHARDINGS in names:
@@ -310,13 +307,25 @@ class _StepReader:
             )
         impls = self._key_impls(folder, names)
         entries = [e for e in found.entries if e.value_type != metadata.STRING]
-        places = self._places(folder, found, entries, is_ocdbt=MANIFEST in names)
+        is_ocdbt = MANIFEST in names if found.is_ocdbt is None else found.is_ocdbt
+        places = self._places(folder, found, entries, is_ocdbt=is_ocdbt)
         for entry, array in zip(
             entries, open_arrays(self.location, places), strict=True
         ):
             leaf = _leaf(entry, array, shardings.get(entry.name), impls.get(entry.name))
             self._describes(entry.key, f"{leaf.dtype}{leaf.shape}".encode())
             self.rows.append(Row(leaf=leaf, array=array, name=entry.name))
+        self._data(folder, [e.name for e in entries], is_ocdbt=is_ocdbt)
+
+    def _data(self, folder: str, arrays: Sequence[str], *, is_ocdbt: bool) -> None:
+        """Adds what changes with the elements of arrays to the digest."""
+        if is_ocdbt and arrays:  # the manifest names all data, directly or not
+            manifest = _join(folder, MANIFEST)
+            data = self.location.read(manifest, limit=_MANIFEST_BYTES)
+            self._describes(manifest, data)
+        elif arrays:
+            stamp = stamp_of_folders(self.location, folder, arrays)
+            self._describes(folder, stamp)
 
     def _places(
         self,
@@ -330,8 +339,6 @@ class _StepReader:
         if not entries:
             return
         base = self.location.kvstore(folder)
-        if found.is_ocdbt is not None:
-            is_ocdbt = found.is_ocdbt
         for entry in entries:
             if is_ocdbt:
                 kvstore = ocdbt(base, f"{entry.name}/")

@@ -233,13 +233,15 @@ def _files(
     location: Location, folder: str, file: str, digest: xxhash.xxh3_128
 ) -> Iterator[_File]:
     """Yields the files of a checkpoint; adds what describes them to `digest`."""
-    names = location.names(folder)
+    stamps = location.stamps(folder)
+    names = list(stamps)
     found = file or find_file(names, what=place(location, folder))
     if found is None or found not in names:
         raise NotFoundError(
             f"{place(location, folder)}: expected safetensors files, got none"
         )
     if not found.endswith(INDEX_SUFFIX):
+        digest.update(f"{found}\0{stamps[found]}\0".encode())
         path = join(folder, found)
         yield _File(path=path, header=_header(location, path, digest))
         return
@@ -248,6 +250,7 @@ def _files(
     digest.update(index)
     what = f"{location.url}/{path}"
     for name, tensors in sorted(parse_index(index, names=names, what=what).items()):
+        digest.update(f"{name}\0{stamps[name]}\0".encode())
         path = join(folder, name)
         header = _header(location, path, digest)
         _check_names(tensors, header, what=what, file=name)
@@ -266,7 +269,6 @@ def _header(location: Location, path: str, digest: xxhash.xxh3_128) -> Header:
     length = location.read_range(path, 0, LENGTH_BYTES)
     count = header_bytes(length, size=size, what=what)
     header = location.read_range(path, LENGTH_BYTES, LENGTH_BYTES + count)
-    digest.update(f"{path.rpartition('/')[2]}\0{size}\0".encode())
     digest.update(header)
     return parse_header(header, size=size, what=what)
 

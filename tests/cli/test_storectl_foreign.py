@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import storesvc_client as store
 from tests.support.command_line import document, printed, refusal, storectl, table
@@ -109,3 +110,60 @@ def test_commands_that_change_a_store_take_no_checkpoint_of_another_project(
     result = storectl(NOWHERE, command, f"{run}@5")
     assert 2 == result.exit_code
     assert "which ls, tree, stat, get, cat and diff read" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a file of safetensors whose tensors have dots in their names."""
+    folder = tmp_path_factory.mktemp("safetensors")
+    tensors = {"a.w": np.ones(2), "a": np.zeros(3)}
+    save_file(tensors, folder / "model.safetensors")
+    return f"safetensors:{folder}"
+
+
+def test_keep_names_makes_each_name_of_a_tensor_one_key(
+    named: str, tmp_path: Path
+) -> None:
+    step = f"{named}@0"
+    assert "'a' is also a container" in refusal(NOWHERE, "ls", step)
+
+    found = document(NOWHERE, "ls", f"{step}:**", "--keep-names")
+    assert ["a", "a.w"] == [each["key"] for each in found]
+    assert [0] == [
+        each["step"] for each in document(NOWHERE, "ls", named, "--keep-names")
+    ]
+    assert "a.w" in printed(NOWHERE, "tree", step, "--keep-names")
+    assert 2 == document(NOWHERE, "stat", step, "--keep-names")["leaf_count"]
+    assert 1 == document(NOWHERE, "get", f"{step}:a.w", "--keep-names")[0]["mean"]
+    same = document(NOWHERE, "diff", step, step, "--keep-names")
+    assert [] == same["differences"]
+
+    root = (tmp_path / "store").as_uri()
+    store.connect(root).close()
+    printed(root, "import", named, "a/b", "--keep-names")
+    with store.connect(root) as client:
+        assert ["a", "a.w"] == list(client.run("a/b").open(0).leaves)
+
+
+def test_a_step_that_was_imported_with_other_keys_is_not_skipped(
+    tmp_path: Path,
+) -> None:
+    save_file({"a.w": np.ones(2)}, tmp_path / "model.safetensors")
+    root = (tmp_path / "store").as_uri()
+    store.connect(root).close()
+    printed(root, "import", f"safetensors:{tmp_path}", "a/b")
+
+    assert "import into another run" in refusal(
+        root, "import", f"safetensors:{tmp_path}", "a/b", "--keep-names"
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ls", "ls a/b", "tree a/b@1", "stat a/b@1", "get a/b@1:w", "diff a/b@1 a/b@2"],
+)
+def test_keep_names_goes_with_safetensors_only(command: str, run: str) -> None:
+    for arguments in (command.split(), ["ls", run], ["import", run, "a/b"]):
+        result = storectl(NOWHERE, *arguments, "--keep-names")
+        assert 2 == result.exit_code
+        assert "--keep-names goes with safetensors" in result.stderr

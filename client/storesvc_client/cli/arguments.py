@@ -203,6 +203,16 @@ def etag(text: str) -> str:
     return text if text.startswith('"') else f'"{text}"'
 
 
+def keep_names_option(command: _Command) -> _Command:
+    """Adds the option ``--keep-names`` to a command, as its argument ``keep_names``."""
+    return click.option(
+        "--keep-names",
+        is_flag=True,
+        help="Make the name of each tensor of safetensors one key; without it, a name "
+        "is split at its dots.",
+    )(command)
+
+
 def json_option(command: _Command) -> _Command:
     """Adds the option ``--json`` to a command, as its argument ``as_json``."""
     return click.option(

@@ -17,9 +17,9 @@ import click
 from storesvc.format.layout import STORE
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.foreign import ForeignStore
+from storesvc_client.cli.foreign import ForeignStore, names_error
 from storesvc_client.cli.native_log import native_log_hidden
-from storesvc_client.cli.paths import is_foreign
+from storesvc_client.cli.paths import has_names, is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Client
@@ -149,16 +149,26 @@ class Connection:
             client._connection.patience = self.timeout  # noqa: SLF001
             return client
 
-    def open_for(self, path: "StorePath | None") -> "Readable":
+    def open_for(
+        self, path: "StorePath | None", *, keep_names: bool = False
+    ) -> "Readable":
         """Returns what a path leads into, to be used as a context manager: the store,
         or checkpoints of another project, for which no store is opened.
 
+        Args:
+            path: The path.
+            keep_names: Whether the names of tensors of safetensors are kept whole.
+
         Raises:
+            UsageError: `keep_names` is set, and the path leads to no safetensors.
             Refusal: As for ``open``.
             StoreError: As for ``open``.
         """
-        run = str(path or "")
-        return ForeignStore() if is_foreign(run) else self.open()
+        if keep_names and not has_names(path):
+            raise names_error()
+        if is_foreign(str(path or "")):
+            return ForeignStore(keep_names=keep_names)
+        return self.open()
 
     def _certificates(self) -> list[Path | None]:
         """Returns the TLS files; those from the environment apply to servers only."""

@@ -91,6 +91,12 @@ def is_foreign(text: str) -> bool:
     return bool(colon) and scheme in FORMATS
 
 
+def has_names(path: object) -> bool:
+    """Returns whether a path leads to safetensors, whose tensors have names and no
+    paths."""
+    return str(path or "").startswith("safetensors:")
+
+
 def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":
     """Returns the path of checkpoints of another project; its run is their URL.
 

@@ -167,7 +167,7 @@ def read_step(
         NotFoundError: There is no checkpoint.
         PreconditionError: A checkpoint cannot hold the tensors.
     """
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(b"keep_names" if keep_names else b"")  # other keys
     rows = tensor_rows(location, folder, digest, file=file, keep_names=keep_names)
     rows += _configuration(location, folder, digest)
     tree, arrays = tree_of(

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc_client._values.texts import ABSENT, count_text, sizes_text, value_text
-from storesvc_client.cli.arguments import json_option, readable_whole
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    readable_whole,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.foreign import names_error
 from storesvc_client.cli.output import Column, print_json, print_table
-from storesvc_client.cli.paths import CheckpointPath, is_foreign
+from storesvc_client.cli.paths import CheckpointPath, has_names, is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Diff, ItemDifference, LeafDifference
@@ -35,6 +40,7 @@ _ITEM_COLUMNS: Final = (
 @click.command()
 @click.argument("before", type=readable_whole, metavar="BEFORE")
 @click.argument("after", type=readable_whole, metavar="AFTER")
+@keep_names_option
 @json_option
 @pass_connection
 def diff(
@@ -42,6 +48,7 @@ def diff(
     *,
     before: CheckpointPath,
     after: CheckpointPath,
+    keep_names: bool,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints, leaf by leaf and item by item.
@@ -58,8 +65,12 @@ def diff(
       storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
       storectl diff orbax:gs://bucket/run@500 prod/llama-8b@500
     """
+    if keep_names and not (has_names(before) or has_names(after)):
+        raise names_error()
     if is_foreign(before.run) or is_foreign(after.run):
-        found: Diff | Comparison = _compared(connection, before, after)
+        found: Diff | Comparison = _compared(
+            connection, before, after, keep_names=keep_names
+        )
     else:
         with connection.open() as client:
             run, of = client.run(before.run), client.run(after.run)
@@ -75,12 +86,19 @@ def diff(
 
 
 def _compared(
-    connection: Connection, before: CheckpointPath, after: CheckpointPath
+    connection: Connection,
+    before: CheckpointPath,
+    after: CheckpointPath,
+    *,
+    keep_names: bool,
 ) -> "Comparison":
     """Compares elements, as checkpoints of other projects have no digests."""
     from storesvc_client._foreign.comparison import compare
 
-    with connection.open_for(before) as old, connection.open_for(after) as new:
+    with (
+        connection.open_for(before, keep_names=keep_names and has_names(before)) as old,
+        connection.open_for(after, keep_names=keep_names and has_names(after)) as new,
+    ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))
 

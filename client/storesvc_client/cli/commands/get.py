@@ -17,7 +17,11 @@ from storesvc_client._values.texts import (
     shape_text,
     size_text,
 )
-from storesvc_client.cli.arguments import json_option, readable_leaves
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    readable_leaves,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import data_of, echo_data
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
@@ -51,6 +55,7 @@ _COLUMNS: Final = (
     "file of its own in a new directory.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@keep_names_option
 @json_option
 @pass_connection
 def get(
@@ -59,6 +64,7 @@ def get(
     path: LeafPath,
     output: str | None,
     force: bool,
+    keep_names: bool,
     as_json: bool,
 ) -> None:
     """Summarize leaves, or write them to files.
@@ -81,10 +87,10 @@ def get(
     if output is None:
         if force:
             raise click.UsageError("--force goes with --output")
-        _print(connection, path, as_json=as_json)
+        _print(connection, path, keep_names=keep_names, as_json=as_json)
         return
     file_format = _format_of(output, force=force)
-    with connection.open_for(path) as client:
+    with connection.open_for(path, keep_names=keep_names) as client:
         selection = select_leaves(client, path)
         if file_format is None:
             _write_directory(client, selection, Path(output))
@@ -97,10 +103,12 @@ def get(
         click.echo(f"{output}: {count_text(count, 'leaf')}, {size_text(size_bytes)}")
 
 
-def _print(connection: Connection, path: LeafPath, *, as_json: bool) -> None:
+def _print(
+    connection: Connection, path: LeafPath, *, keep_names: bool, as_json: bool
+) -> None:
     from storesvc_client.cli.leaf_summary import summarize
 
-    with connection.open_for(path) as client:
+    with connection.open_for(path, keep_names=keep_names) as client:
         selection = select_leaves(client, path)
         if not as_json and selection.names_encoded(path.glob):
             with _reading(client, selection) as arrays:

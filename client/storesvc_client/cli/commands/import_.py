@@ -5,9 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client.cli.arguments import json_option, label, run_path
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    label,
+    run_path,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.paths import RunPath
+from storesvc_client.cli.foreign import names_error
+from storesvc_client.cli.paths import RunPath, has_names
 from storesvc_client.cli.transfers import show_transfers, step_list
 
 if TYPE_CHECKING:
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     help="Import steps of Orbax in a bucket without commit_success.txt, too: copies of "
     "a directory have none.",
 )
+@keep_names_option
 @json_option
 @pass_connection
 def import_(
@@ -53,6 +60,7 @@ def import_(
     jobs: int | None,
     labels: Sequence[tuple[str, str]],
     trust_uncommitted: bool,
+    keep_names: bool,
     as_json: bool,
 ) -> None:
     """Import checkpoints that other projects wrote.
@@ -68,12 +76,16 @@ def import_(
       storectl import orbax:gs://bucket/llama-8b prod/llama-8b --latest
       storectl import safetensors:/models/llama prod/llama --steps 0 --label team=a
     """
+    if keep_names and not has_names(source):
+        raise names_error()
     if steps is not None and latest:
         raise click.UsageError("expected one of --steps and --latest")
     from storesvc_client import open_foreign, progress_bar
     from storesvc_client._api.run import run_import
 
-    foreign = open_foreign(source, trust_uncommitted=trust_uncommitted)
+    foreign = open_foreign(
+        source, trust_uncommitted=trust_uncommitted, keep_names=keep_names
+    )
     wanted = _latest(foreign) if latest else steps
     with connection.open() as client:
         transfers = run_import(

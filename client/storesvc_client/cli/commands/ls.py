@@ -14,9 +14,13 @@ from storesvc_client._values.texts import (
     size_text,
     time_text,
 )
-from storesvc_client.cli.arguments import json_option, readable_path
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    readable_path,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import ForeignStore
+from storesvc_client.cli.foreign import ForeignStore, names_error
 from storesvc_client.cli.leaf_selection import select_leaves
 from storesvc_client.cli.output import Column, Listing
 from storesvc_client.cli.paths import (
@@ -25,6 +29,7 @@ from storesvc_client.cli.paths import (
     NamespacePath,
     RunPath,
     StorePath,
+    has_names,
     is_foreign,
 )
 
@@ -161,6 +166,7 @@ _LEAVES: Final = Listing(
     is_flag=True,
     help="List the deleted checkpoints of a run, and when they are purged.",
 )
+@keep_names_option
 @json_option
 @pass_connection
 def ls(
@@ -169,6 +175,7 @@ def ls(
     path: StorePath | None,
     limit: int | None,
     deleted: bool,
+    keep_names: bool,
     as_json: bool,
 ) -> None:
     """List runs, checkpoints or leaves.
@@ -188,15 +195,17 @@ def ls(
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
+    if keep_names and not has_names(path):
+        raise names_error()
     damaged: list[DataLossError] = []
     if isinstance(path, RunPath) and is_foreign(path.run):
         if deleted:
             raise click.UsageError("--deleted goes with a run of a store")
-        written = ForeignStore().run(path.run).checkpoints()
+        written = ForeignStore(keep_names=keep_names).run(path.run).checkpoints()
         _FOREIGN.show(written, limit=limit, as_json=as_json)
         return
     if isinstance(path, CheckpointPath | LeafPath):
-        with connection.open_for(path) as opened:
+        with connection.open_for(path, keep_names=keep_names) as opened:
             leaves = select_leaves(opened, path).leaves
         _LEAVES.show(leaves, limit=limit, as_json=as_json)
         return

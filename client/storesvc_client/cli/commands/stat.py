@@ -17,7 +17,11 @@ from storesvc_client._values.texts import (
     sizes_text,
     time_text,
 )
-from storesvc_client.cli.arguments import json_option, readable_checkpoint
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    readable_checkpoint,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.leaf_selection import Selection, select_leaf
@@ -41,10 +45,15 @@ _SHOWN_ITEMS: Final = 20
 
 @click.command()
 @click.argument("path", type=readable_checkpoint, metavar="PATH")
+@keep_names_option
 @json_option
 @pass_connection
 def stat(
-    connection: Connection, *, path: CheckpointPath | LeafPath, as_json: bool
+    connection: Connection,
+    *,
+    path: CheckpointPath | LeafPath,
+    keep_names: bool,
+    as_json: bool,
 ) -> None:
     """Show the details of a checkpoint, or of one leaf.
 
@@ -53,7 +62,7 @@ def stat(
       storectl stat prod/llama-8b@latest
       storectl stat prod/llama-8b@500:params/embed/embedding
     """
-    with connection.open_for(path) as client:
+    with connection.open_for(path, keep_names=keep_names) as client:
         if isinstance(path, LeafPath):
             _print_leaf(select_leaf(client, path), as_json=as_json)
         elif isinstance(client, ForeignStore):

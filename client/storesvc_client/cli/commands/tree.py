@@ -7,7 +7,11 @@ import click
 
 from storesvc_client._values.leaf_tree import Line, Node, draw, grow
 from storesvc_client._values.texts import count_text, item_text, size_text
-from storesvc_client.cli.arguments import json_option, readable_checkpoint
+from storesvc_client.cli.arguments import (
+    json_option,
+    keep_names_option,
+    readable_checkpoint,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import Column, json_value, print_json, print_table
@@ -24,6 +28,7 @@ _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
     metavar="N",
     help="Draw N levels; the last one counts the leaves below it.",
 )
+@keep_names_option
 @json_option
 @pass_connection
 def tree(
@@ -31,6 +36,7 @@ def tree(
     *,
     path: CheckpointPath | LeafPath,
     depth: int | None,
+    keep_names: bool,
     as_json: bool,
 ) -> None:
     """Draw the leaves of a checkpoint as a tree.
@@ -46,7 +52,7 @@ def tree(
       storectl tree prod/llama-8b@500 --depth 2
       storectl tree 'prod/llama-8b@500:opt_state/**'
     """
-    with connection.open_for(path) as client:
+    with connection.open_for(path, keep_names=keep_names) as client:
         selection = select_leaves(client, path)
     if as_json:
         print_json(_document(selection, depth=depth))

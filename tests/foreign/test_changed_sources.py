@@ -70,8 +70,8 @@ def test_a_step_whose_elements_changed_since_its_import_is_rejected(
 
     with pytest.raises(
         store.AlreadyExistsError,
-        match="imported from there before its files changed, or under other keys; import "
-        r"into another run, or delete the step \(storectl rm .*\) and import it once it is purged",
+        match=r"before its files changed, .*; import into another run, or delete the "
+        r"step \(storectl rm .*\) and import it once it is purged",
     ):
         run.import_from(url)
     assert first.checkpoint == run.checkpoint(first.checkpoint.step)

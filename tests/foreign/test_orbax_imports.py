@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import storesvc_client as store
@@ -23,6 +24,49 @@ def test_a_state_of_each_writer_is_imported(
     assert [True] * len(done) == [one.is_new for one in done]
     assert_same(tree, run.restore(like=tree))
     assert run.verify().ok
+
+
+def test_an_export_is_imported_with_its_checksums_compared(
+    tmp_path: Path, run: store.Run
+) -> None:
+    tree = {"w": np.arange(6.0), "z": np.zeros((3, 2)), "step": 7}
+    run.save(7, tree).result()
+    run.export(7, f"orbax:{tmp_path / 'ours'}")
+    WRITERS["v0-zarr3"](tmp_path / "theirs", tree)
+
+    ours = store.open_foreign(f"orbax:{tmp_path / 'ours'}").open()
+    theirs = store.open_foreign(f"orbax:{tmp_path / 'theirs'}").open()
+
+    assert (True, False) == (ours.info.is_verified, theirs.info.is_verified)
+    assert_same(tree, ours.restore(like=tree))
+    assert ours.report.is_verified
+
+
+def test_an_export_with_a_text_has_no_checksums_of_all(
+    tmp_path: Path, run: store.Run
+) -> None:
+    run.save(7, {"w": np.ones(2), "name": "a text"}).result()
+    run.export(7, f"orbax:{tmp_path / 'ours'}")
+
+    assert not store.open_foreign(f"orbax:{tmp_path / 'ours'}").checkpoint().is_verified
+
+
+def test_a_flipped_bit_of_an_export_is_damage(tmp_path: Path, run: store.Run) -> None:
+    tree = {"w": np.arange(600.0)}
+    run.save(7, tree).result()
+    run.export(7, f"orbax:{tmp_path / 'ours'}")
+    (data,) = (
+        path
+        for path in (tmp_path / "ours").rglob("d/*")
+        if tree["w"].tobytes() in path.read_bytes()
+    )
+    flipped = bytearray(data.read_bytes())
+    flipped[flipped.index(tree["w"].tobytes())] ^= 1
+    data.unlink()  # it may be a link to a file of the store
+    data.write_bytes(flipped)
+
+    with pytest.raises(store.DataLossError, match="leaf 'w'"):
+        store.open_foreign(f"orbax:{tmp_path / 'ours'}").open().restore(like=tree)
 
 
 def test_storectl_imports_a_step_of_a_manager(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def _check_same(source: ForeignStep, present: Checkpoint) -> None:
         raise AlreadyExistsError(
             f"{place}: expected the checkpoint of {url} as it is now, got one that was "
             "imported from there before its files changed, or under other keys; import "
-            f"into another run, or delete the step (storectl rm {place}) and import it once it is purged",
+            f"into another run, or delete the step (storectl rm {place}) and import it "
+            "once it is purged",
             reason="CHECKPOINT_EXISTS",
         )
     got = f"one that was imported from {url}" if url else "one that was not imported"

@@ -7,7 +7,7 @@ a store, and a cache for the nodes of OCDBT databases. Chunks are never cached.
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -94,6 +94,12 @@ class TensorStoreArray:
                 f"{MAX_CHUNK_BYTES}, got {self.shape} {self.dtype} in chunks of "
                 f"{chunk}; write it again in smaller chunks"
             )
+
+    @property
+    def has_checksums(self) -> bool:
+        """True if each chunk is stored with a checksum, which reading compares."""
+        codec = self._store.codec
+        return codec is not None and _is_checked(codec.to_json().get("codecs", []))
 
     def read(self, region: Region, into: NDArray[Any]) -> "TensorStoreRead":
         """Starts to read a region; see ``ForeignArray``."""
@@ -212,6 +218,20 @@ def translated(what: str) -> Iterator[None]:
             f"{what}: its stored bytes are missing or damaged ({reason}); use another "
             "checkpoint"
         ) from e
+
+
+def _is_checked(codecs: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether codecs of zarr 3 store a checksum of the elements: outside of
+    shards, or of each chunk in them; that of the index of a shard does not count.
+
+    >>> _is_checked([{"name": "bytes"}, {"name": "crc32c"}])
+    True
+    """
+    return any(
+        codec.get("name") == "crc32c"
+        or _is_checked(codec.get("configuration", {}).get("codecs", []))
+        for codec in codecs
+    )
 
 
 def _check_memory(size: int, row: str) -> None:

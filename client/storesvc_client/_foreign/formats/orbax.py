@@ -182,6 +182,8 @@ class _StepReader:
     containers: list[Container] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    verified: int = 0
+    """Number of rows of which reading compares checksums."""
     described: Any = field(default_factory=hashlib.sha256)
     """Digest of the files that describe the step."""
 
@@ -214,6 +216,7 @@ class _StepReader:
             metrics=self.metrics,
             labels=self.labels,
             digest=self.described.hexdigest(),
+            is_verified=0 < self.verified == len(self.rows),
         )
 
     def _json(self, path: str) -> Any:
@@ -315,6 +318,8 @@ class _StepReader:
             leaf = _leaf(entry, array, shardings.get(entry.name), impls.get(entry.name))
             self._describes(entry.key, f"{leaf.dtype}{leaf.shape}".encode())
             self.rows.append(Row(leaf=leaf, array=array, name=entry.name))
+            # an absent chunk, where chunks may be absent, has no checksum
+            self.verified += found.is_whole and array.has_checksums
         self._data(folder, [e.name for e in entries], is_ocdbt=is_ocdbt)
 
     def _data(self, folder: str, arrays: Sequence[str], *, is_ocdbt: bool) -> None:

@@ -39,6 +39,7 @@ def test_an_export_is_imported_with_its_checksums_compared(
 
     assert (True, False) == (ours.info.is_verified, theirs.info.is_verified)
     assert_same(tree, ours.restore(like=tree))
+    assert ours.report is not None
     assert ours.report.is_verified
 
 

@@ -149,21 +149,14 @@ def _import(
     time: datetime,
 ) -> Transfer:
     """Imports one step."""
-    provenance = {
-        "url": source.url,
-        "format": source.format,
-        "digest": source.digest,
-        "time": time.isoformat(timespec="seconds"),
-        "create_time": ""
-        if source.create_time is None
-        else source.create_time.isoformat(),
-    }
     what = f"import of {source.url}"
     description = describe_transfer(
         stub,
         source.step,
         present,
-        labels=with_provenance(what, PREFIX, {**source.labels, **labels}, provenance),
+        labels=with_provenance(
+            what, PREFIX, {**source.labels, **labels}, _provenance(source, time)
+        ),
         metrics=source.metrics,
     )
     tree = stored_tree(source.tree)
@@ -187,3 +180,15 @@ def _import(
         seconds=result.report.seconds,
         is_verified=source.is_verified,
     )
+
+
+def _provenance(source: ForeignStep, time: datetime) -> dict[str, str]:
+    """Returns where a step comes from, as labels without their prefix."""
+    created = source.create_time
+    return {
+        "url": source.url,
+        "format": source.format,
+        "digest": source.digest,
+        "time": time.isoformat(timespec="seconds"),
+        "create_time": "" if created is None else created.isoformat(),
+    }

@@ -22,7 +22,7 @@ from storesvc_client._foreign.formats.jax_pytreedef import Node, parse_nodes
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, named_steps, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.tree_rows import array_row, tree_of
+from storesvc_client._foreign.tree_rows import Row, array_row, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
@@ -89,15 +89,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     stored = [n for n, form in enumerate(forms) if form not in _NONE]
     arrays = _open(location, join(folder, _STORE), stored, leaves)
     rows = [
-        array_row(
-            leaves[n].parts,
-            _checked(array, forms[n], _name(leaves[n])),
-            name=_name(leaves[n]),
-            dtype=array.dtype,
-            shape=array.shape,
-            chunk_shape=array.chunk_shape,
-            path_kinds=leaves[n].path_kinds,
-        )
+        _row(leaves[n], array, forms[n])
         for n, array in zip(stored, arrays, strict=True)
     ]
     containers = [_container(node.what, node) for node in nodes if node.what != "leaf"]
@@ -146,6 +138,19 @@ def _open(
 
 def _name(leaf: Node) -> str:
     return "/".join(leaf.parts)
+
+
+def _row(leaf: Node, array: TensorStoreArray, form: Any) -> Row:
+    name = _name(leaf)
+    return array_row(
+        leaf.parts,
+        _checked(array, form, name),
+        name=name,
+        dtype=array.dtype,
+        shape=array.shape,
+        chunk_shape=array.chunk_shape,
+        path_kinds=leaf.path_kinds,
+    )
 
 
 def _container(what: str, node: Node) -> Container:

@@ -28,7 +28,7 @@ from storesvc_client._foreign.tensorstore_array import (
     list_keys,
     ocdbt,
 )
-from storesvc_client._foreign.tree_rows import array_row, text_row, tree_of
+from storesvc_client._foreign.tree_rows import Row, array_row, text_row, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._foreign.zarr_folders import find_arrays, open_folders
 from storesvc_client.errors import DataLossError, NotFoundError
@@ -90,17 +90,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
             f"{place(location, folder)}: expected arrays, found none; use another "
             "checkpoint"
         )
-    rows = [
-        array_row(
-            path.split("/") if path else [],
-            array,
-            name=path,
-            dtype=array.dtype,
-            shape=array.shape,
-            chunk_shape=array.chunk_shape,
-        )
-        for path, array in _named(paths, arrays)
-    ]
+    rows = [_row(path, array) for path, array in _named(paths, arrays)]
     rows.append(text_row("metadata", metadata.data, name=METADATA))
     tree, ordered = tree_of(
         rows, place=place(location, folder), advice="save it again with other names"
@@ -137,6 +127,17 @@ def _open_database(
         for path in paths
     ]
     return paths, list(open_arrays(location, places))
+
+
+def _row(path: str, array: TensorStoreArray) -> Row:
+    return array_row(
+        path.split("/") if path else [],
+        array,
+        name=path,
+        dtype=array.dtype,
+        shape=array.shape,
+        chunk_shape=array.chunk_shape,
+    )
 
 
 def _named(

@@ -95,7 +95,8 @@ async def read_listed(
     if found is None and path in await bucket.list(path):
         found = await read_record(bucket, path, kind, of=of)
         if found is not None:
-            _log.warning("%s: one read found no object, and the next one did", path)
+            # the usual cause: it was created in between, as a run by its first save
+            _log.info("%s: one read found no object, and the next one did", path)
     return found
 
 

@@ -307,8 +307,51 @@ def test_what_is_no_tree_of_arrays_is_rejected(
 def test_item_metadata_has_shapes_and_dtypes(new_manager: NewManager) -> None:
     manager = saved(new_manager(), {"w": jnp.ones((2, 3)), "b": [jnp.ones(1)]})
     found = manager.item_metadata(1)
-    tree = getattr(found, "tree", found)
-    assert (tree["w"].shape, tree["b"][0].dtype) == ((2, 3), jnp.float32)
+    for tree in (found, found.tree):
+        assert (tree["w"].shape, tree["b"][0].dtype) == ((2, 3), jnp.float32)
+        assert (len(tree), sorted(tree.keys()), "c" in tree) == (2, ["b", "w"], False)
+    assert (found.get("c", 3), found.custom_metadata) == (3, None)
+    shapes = jax.tree.map(lambda x: x.shape, found)
+    assert (shapes["w"], shapes.custom_metadata) == ((2, 3), None)
+    paths = [path for path, _ in jax.tree.leaves_with_path(found)]
+    assert {jax.tree_util.keystr(path) for path in paths} == {"['b'][0]", "['w']"}
+
+
+def test_metadata_of_the_only_tree_is_kept(new_manager: NewManager) -> None:
+    given = {"rope": [1, 2.5, None], "deep": {"a": "b"}}
+    manager = saved(new_manager(), {"w": jnp.ones(1)}, custom_metadata=given)
+    assert manager.item_metadata(1).custom_metadata == given
+    assert manager.metadata(1).custom_metadata == {}
+    assert manager.restore(1)["w"].tolist() == [1.0]
+
+
+def test_metadata_of_each_tree_is_kept(new_manager: NewManager) -> None:
+    manager = new_manager(item_names=("a", "b", "c"))
+    tree = {"w": jnp.ones(1)}
+    manager.save(
+        1,
+        args=args.Composite(
+            a=args.PyTreeSave(tree, custom_metadata={"of": "a"}),
+            b=args.StandardSave(tree, custom_metadata={"of": ["b"]}),
+            c=args.StandardSave(tree),
+        ),
+        custom_metadata={"of": "step"},
+    )
+    manager.wait_until_finished()
+    found = manager.item_metadata(1)
+    expected = [{"of": "a"}, {"of": ["b"]}, None]
+    assert [found[name].custom_metadata for name in "abc"] == expected
+    assert manager.metadata(1).custom_metadata == {"of": "step"}
+
+
+@pytest.mark.parametrize("value", [{"a": object()}, {"a": (1, 2)}, {1: 2}], ids=str)
+def test_metadata_of_a_tree_that_would_come_back_changed_is_rejected(
+    our_manager: NewManager, value: Any
+) -> None:
+    manager = our_manager()  # Orbax fails later, or makes a list and texts of it
+    with pytest.raises(ValueError, match=r"item 'default': custom_metadata="):
+        manager.save(1, args=args.StandardSave(STATE, custom_metadata=value))
+    assert manager.all_steps() == []
 
 
 def test_item_metadata_is_a_target(our_manager: NewManager) -> None:
@@ -317,6 +360,10 @@ def test_item_metadata_is_a_target(our_manager: NewManager) -> None:
     target = manager.item_metadata(1)
     found = manager.restore(1, args=args.StandardRestore(target))
     assert np.asarray(found["w"]).tolist() == tree["w"].tolist()
+    assert type(found) is dict
+    halves = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), target)
+    again = manager.restore(1, args=args.PyTreeRestore(halves))
+    assert (type(again), type(again["w"])) == (dict, type(tree["w"]))
 
 
 def test_tuples_and_integer_keys_are_kept_without_a_target(

@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from storesvc_client._values.item_values import encode_item
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.step_items import (
     Content,
@@ -23,6 +24,7 @@ from storesvc_client.orbax.step_items import (
     restore_files,
 )
 from storesvc_client.orbax.step_record import Part
+from storesvc_client.orbax.tree_metadata import plain_tree
 from storesvc_client.orbax.tree_restore import restore_tree, with_structure
 
 if TYPE_CHECKING:
@@ -53,7 +55,10 @@ def content_of(place: str, args: Any, handler: Any) -> Content:
             if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
                 got = type(args.item).__name__
                 raise InvalidRequestError(f"{place}: {_NO_TREE.format(got)}")
-            return TreeContent(_cast(place, args.item, args.save_args))
+            return TreeContent(
+                _cast(place, args.item, args.save_args),
+                custom_metadata=_json(place, args.custom_metadata),
+            )
         case ocp.args.JsonSave():
             return JsonContent(args.item)
         case _:
@@ -118,8 +123,18 @@ def _target_of(place: str, args: Any) -> tuple[Any, bool]:
                 f"{place}: expected {field.name}={field.default}, which is all that a "
                 f"store can follow, got {getattr(args, field.name)!r}"
             )
-    target = with_structure(args.item, getattr(args, "restore_args", None))
+    restore_args = plain_tree(getattr(args, "restore_args", None))
+    target = with_structure(plain_tree(args.item), restore_args)
     return target, bool(getattr(args, "partial_restore", False))
+
+
+def _json(place: str, metadata: Any) -> Any:
+    """Returns the metadata of a tree, if it comes back as it is."""
+    try:
+        encode_item(metadata)
+    except ValueError as e:
+        raise InvalidRequestError(f"{place}: custom_metadata=: {e}") from e
+    return metadata
 
 
 def _cast(place: str, tree: Any, save_args: Any) -> Any:

@@ -34,6 +34,7 @@ from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
 from storesvc_client.orbax.step_items import find_part, read_record, step_contents
 from storesvc_client.orbax.step_path import StepPath
 from storesvc_client.orbax.step_record import DEFAULT_ITEM, Part, StepRecord
+from storesvc_client.orbax.tree_metadata import TreeMetadata
 from storesvc_client.orbax.tree_restore import tree_structs
 
 if TYPE_CHECKING:
@@ -302,8 +303,8 @@ class CheckpointManager:
         return self._steps.is_saving
 
     def item_metadata(self, step: int) -> Any:
-        """Returns the tree of a step with a ``ShapeDtypeStruct`` for each array, or a
-        ``Composite`` of these by item.
+        """Returns the ``TreeMetadata`` of a step, or a ``Composite`` of these by item:
+        the tree with a ``ShapeDtypeStruct`` for each array, and ``custom_metadata``.
 
         Raises:
             StepMissingError: There is no such step.
@@ -323,7 +324,7 @@ class CheckpointManager:
             )
         opened, record = self._open(step)
         structs = {
-            name: tree_structs(opened, part.place) if part.kind == "tree" else None
+            name: _tree_metadata(opened, part) if part.kind == "tree" else None
             for name, part in record.parts.items()
         }
         is_default = record.is_default if self._is_default is None else self._is_default
@@ -426,6 +427,12 @@ class CheckpointManager:
 
     def _handler(self, name: str) -> Any:
         return self._handlers.get(name)
+
+
+def _tree_metadata(opened: "OpenCheckpoint", part: Part) -> TreeMetadata:
+    return TreeMetadata(
+        tree=tree_structs(opened, part.place), custom_metadata=part.custom_metadata
+    )
 
 
 def _handlers(

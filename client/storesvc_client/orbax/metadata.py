@@ -24,8 +24,8 @@ class StepMetadata:
     item_handlers: Mapping[str, str]
     """Kind of each item: "tree", "json" or "files"."""
     item_metadata: Any
-    """Trees of ``ShapeDtypeStruct`` by item, or the one of the only item; None for
-    items that are no trees."""
+    """``TreeMetadata`` by item, or the one of the only item; None for items that are no
+    trees."""
     metrics: Any
     init_timestamp_nsecs: int
     """Start of the save."""

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,6 +29,8 @@ class TreeContent:
     """A pytree of arrays."""
 
     tree: Any
+    custom_metadata: Any = None
+    """A value of JSON that is kept with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ def step_contents(
     for name, content in contents.items():
         part = parts[name]
         match content:
-            case TreeContent(tree=found):
+            case TreeContent(tree=found, custom_metadata=custom):
+                parts[name] = replace(part, custom_metadata=custom)
                 _check_filled(f"{place} item {name!r}", found)
                 if part.place:
                     tree[part.place] = found

@@ -33,6 +33,8 @@ class Part:
     kind: Kind
     place: str
     """Name of the item of the checkpoint; of a tree its first key, "" at the root."""
+    custom_metadata: Any = None
+    """What the argument of a tree was given for it, a value of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +53,7 @@ class StepRecord:
 
     def value(self) -> dict[str, Any]:
         """Returns the record as a value of JSON."""
-        parts = {
-            name: {"kind": part.kind, "place": part.place}
-            for name, part in self.parts.items()
-        }
+        parts = {name: _row(part) for name, part in self.parts.items()}
         return {
             "version": _VERSION,
             "items": parts,
@@ -128,8 +127,15 @@ def _item_name(name: str, taken: Iterable[str]) -> str:
     return found
 
 
+def _row(part: Part) -> dict[str, Any]:
+    row: dict[str, Any] = {"kind": part.kind, "place": part.place}
+    if part.custom_metadata is not None:
+        row["custom_metadata"] = part.custom_metadata
+    return row
+
+
 def _part(row: Any) -> Part:
     kind, place = row["kind"], row["place"]
     if kind not in get_args(Kind) or type(place) is not str:
         raise ValueError(f"an item is {row!r}")
-    return Part(kind=kind, place=place)
+    return Part(kind=kind, place=place, custom_metadata=row.get("custom_metadata"))

@@ -4,7 +4,6 @@ Trees and JSON values are stored as such; every other argument belongs to a hand
 which writes files.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,11 @@ from etils import epath
 
 from storesvc_client._values.item_values import encode_item
 from storesvc_client.errors import InvalidRequestError
+from storesvc_client.orbax.ignored_options import (
+    IgnoredOptions,
+    check_not_called,
+    options_of_save,
+)
 from storesvc_client.orbax.step_items import (
     Content,
     FilesContent,
@@ -34,24 +38,29 @@ _REFUSED: Final = {
     ocp.args.ArraySave: "use StandardSave({'name': array})",
     ocp.args.ArrayRestore: "use StandardRestore({'name': array})",
 }
+_TREES_OF_SAVES: Final = (ocp.args.StandardSave, ocp.args.PyTreeSave)
+"""A class below them belongs to a handler of the caller."""
+
 _NO_TREE: Final = "expected a pytree with containers, got {}; use a dict of it"
 
-_log = logging.getLogger(__name__)
 
-
-def content_of(place: str, args: Any, handler: Any) -> Content:
+def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> Content:
     """Returns the content that an argument of a save describes.
 
     Args:
         place: Name of the item, for messages.
         args: The argument.
         handler: Handler of the item, if one was given to the manager.
+        ignored: Logs options without an effect.
 
     Raises:
         InvalidRequestError: The argument has no equal; says what to use.
     """
     match args:
-        case ocp.args.StandardSave() | ocp.args.PyTreeSave():
+        case _ if type(args) in _TREES_OF_SAVES:
+            check_not_called(place, args, handler)
+            names = options_of_save(place, args)
+            ignored.log(names, of=type(args).__name__, why="it has a format of its own")
             if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
                 got = type(args.item).__name__
                 raise InvalidRequestError(f"{place}: {_NO_TREE.format(got)}")
@@ -60,6 +69,7 @@ def content_of(place: str, args: Any, handler: Any) -> Content:
                 custom_metadata=_json(place, args.custom_metadata),
             )
         case ocp.args.JsonSave():
+            check_not_called(place, args, handler)
             return JsonContent(args.item)
         case _:
             used = _handler_of(place, args, handler)
@@ -93,6 +103,7 @@ def restored_part(
         given = _default_arguments(handler) if args is None else args
         used = _handler_of(place, given, handler)
         return restore_files(opened, part, _reader(used, given))
+    check_not_called(place, args, handler)
     match args:
         case None:
             pass
@@ -143,7 +154,7 @@ def _cast(place: str, tree: Any, save_args: Any) -> Any:
         return tree
 
     def cast(value: Any, given: Any) -> Any:
-        dtype = getattr(given, "dtype", None)
+        dtype = None if given is None else given.dtype
         return value if dtype is None else value.astype(dtype)
 
     try:

@@ -17,6 +17,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from storesvc_client._save.handle import Save
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.orbax.ignored_options import IgnoredOptions
 from storesvc_client.orbax.metadata import (
     CheckpointMetadata,
     RootMetadata,
@@ -27,6 +28,7 @@ from storesvc_client.orbax.metadata import (
 )
 from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.retention_options import retention_of_policy
+from storesvc_client.orbax.save_options import NEEDLESS
 from storesvc_client.orbax.sequence import StepSequence
 from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
 from storesvc_client.orbax.step_items import (
@@ -105,9 +107,9 @@ class Checkpointer:
             preservation_policy: Orbax's policy; None leaves that of the run unchanged.
             step_name_format: Rejected: steps are numbers in a store.
             custom_metadata: Metadata of the run, kept unless it has some.
-            cleanup_tmp_directories: Without effect: the server collects what
+            cleanup_tmp_directories: Logged, without effect: the server collects what
                 unfinished saves left.
-            lightweight_initialize: Without effect: steps are listed in one call.
+            lightweight_initialize: Logged, without effect: one call lists all steps.
             run: Name of the run, if ``directory`` is a target without one.
 
         Raises:
@@ -115,7 +117,13 @@ class Checkpointer:
             PreconditionError: The run has another retention policy.
             StoreError: The store cannot be reached.
         """
-        del cleanup_tmp_directories, lightweight_initialize
+        self._ignored = IgnoredOptions("Checkpointer")
+        for option, is_set in (
+            ("cleanup_tmp_directories", cleanup_tmp_directories),
+            ("lightweight_initialize", lightweight_initialize),
+        ):
+            if is_set:
+                self._ignored.log([option], of="arguments", why=NEEDLESS[option])
         for name, value in (
             ("context", context),
             ("step_name_format", step_name_format),

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.orbax.arguments import content_of, restored_part
+from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_handler
 from storesvc_client.orbax.metadata import (
     RootMetadata,
     StepMetadata,
@@ -98,6 +99,13 @@ class CheckpointManager:
             self._best = metric_of("best_fn", self._options.best_fn)
         self._names = None if item_names is None else frozenset(item_names)
         self._handlers, self._is_default = _handlers(item_names, item_handlers)
+        self._ignored = IgnoredOptions("CheckpointManager")
+        for name, handler in self._handlers.items():
+            self._ignored.log(
+                options_of_handler(f"item_handlers= of {name!r}", handler),
+                of=f"{type(handler).__name__} of {name!r}",
+                why="it has a format and limits of its own",
+            )
         opened, close = open_run(directory, run)
         try:
             self._steps = StepSequence(
@@ -183,7 +191,9 @@ class CheckpointManager:
         contents = step_contents(
             place,
             {
-                name: content_of(f"{place} item {name!r}", given, self._handler(name))
+                name: content_of(
+                    f"{place} item {name!r}", given, self._handler(name), self._ignored
+                )
                 for name, given in by_name.items()
             },
             default=DEFAULT_ITEM,

@@ -1,0 +1,124 @@
+"""No option of Orbax is accepted in silence: followed, logged once, or rejected."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import args, type_handlers
+
+import storesvc_client as store
+from storesvc_client import orbax
+from tests.orbax.conftest import NewManager
+
+TREE = {"w": jnp.ones(1)}
+LOGGER = "storesvc_client.orbax.ignored_options"
+
+
+def test_options_of_a_handler_are_logged(
+    our_manager: NewManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=LOGGER)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
+    our_manager(item_handlers={"state": handler})
+    (line,) = caplog.messages
+    assert "PyTreeCheckpointHandler of 'state'" in line
+    for name in ("use_ocdbt", "use_zarr3", "save_concurrent_gb"):
+        assert name in line
+
+
+def test_options_of_saves_are_logged_once_for_each_manager(
+    our_manager: NewManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"w": ocp.SaveArgs(chunk_byte_size=4, shard_axes=(0,))}
+    for _ in range(2):
+        manager = our_manager()
+        caplog.clear()
+        caplog.set_level("INFO", logger=LOGGER)
+        for step in (1, 2):
+            save = args.PyTreeSave(
+                TREE, save_args=given, ocdbt_target_data_file_size=1 << 20
+            )
+            assert manager.save(step, args=save)
+        manager.wait_until_finished()
+        (line,) = [each for each in caplog.messages if "without effect" in each]
+        assert "ocdbt_target_data_file_size, SaveArgs.chunk_byte_size, " in line
+        assert "SaveArgs.shard_axes" in line
+
+
+def test_options_at_their_defaults_are_not_logged(
+    our_manager: NewManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=LOGGER)
+    given = {"w": ocp.SaveArgs(dtype=np.dtype(jnp.bfloat16))}
+    our_manager().save(1, args=args.PyTreeSave(TREE, save_args=given))
+    assert caplog.messages == []
+
+
+def test_aggregate_is_rejected_for_standard_saves(new_manager: NewManager) -> None:
+    save = args.StandardSave(TREE, save_args={"w": ocp.SaveArgs(aggregate=True)})
+    with pytest.raises(ValueError, match="aggregate"):
+        new_manager().save(1, args=save)
+
+
+def test_what_is_no_save_args_is_rejected(our_manager: NewManager) -> None:
+    save = args.StandardSave(TREE, save_args={"w": np.zeros(1, np.int8)})
+    with pytest.raises(
+        store.InvalidRequestError, match="save_args=: expected SaveArgs"
+    ):
+        our_manager().save(1, args=save)
+
+
+class OtherHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]  # no annotations
+    """A handler of a user."""
+
+
+@pytest.mark.parametrize(
+    ("save", "restore"),
+    [
+        (args.StandardSave(TREE), args.StandardRestore(TREE)),
+        (args.PyTreeSave(TREE), None),
+        (args.JsonSave({"a": 1}), args.JsonRestore()),
+    ],
+    ids=["standard", "pytree", "json"],
+)
+def test_a_handler_that_would_not_be_called_is_rejected(
+    our_manager: NewManager, save: Any, restore: Any
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match="OtherHandler"):
+        our_manager(item_handlers=OtherHandler()).save(1, args=save)
+    plain = our_manager()
+    plain.save(1, args=save)
+    plain.wait_until_finished()
+    other = our_manager(again=True, item_handlers=OtherHandler())
+    with pytest.raises(store.InvalidRequestError, match="OtherHandler"):
+        other.restore(1, args=restore)
+
+
+@pytest.mark.parametrize("name", ["type_handler_registry", "handler_impl"])
+def test_other_types_of_leaves_are_rejected(our_manager: NewManager, name: str) -> None:
+    value: Any = OtherHandler()
+    if name == "type_handler_registry":
+        value = type_handlers.create_type_handler_registry()
+    handler = ocp.PyTreeCheckpointHandler(**{name: value})
+    with pytest.raises(store.InvalidRequestError, match=name):
+        our_manager(item_handlers=handler)
+
+
+def test_arguments_of_version_1_are_logged(
+    runs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=LOGGER)
+    with orbax.Checkpointer(
+        runs(), cleanup_tmp_directories=True, lightweight_initialize=True
+    ):
+        pass
+    assert [
+        name in line
+        for name, line in zip(
+            ("cleanup_tmp_directories", "lightweight_initialize"),
+            caplog.messages,
+            strict=True,
+        )
+    ] == [True, True]

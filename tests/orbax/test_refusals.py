@@ -121,7 +121,7 @@ def test_options_of_two_kinds_are_rejected() -> None:
     [
         ({"checkpointers": object()}, "checkpointers"),
         ({"handler_registry": object()}, "handler_registry"),
-        ({"logger": object()}, "logger"),
+        ({"logger": object()}, "step_logger"),
         (
             {"options": ocp.CheckpointManagerOptions(prevent_write_metrics=True)},
             "prevent_write_metrics",

@@ -95,6 +95,7 @@ class Checkpointer:
         custom_metadata: Mapping[str, Any] | None = None,
         cleanup_tmp_directories: bool = False,
         lightweight_initialize: bool = False,
+        logger: Any = None,
         run: str | None = None,
     ) -> None:
         """Opens a run, and sets its retention policy if it has none.
@@ -110,6 +111,7 @@ class Checkpointer:
             cleanup_tmp_directories: Logged, without effect: the server collects what
                 unfinished saves left.
             lightweight_initialize: Logged, without effect: one call lists all steps.
+            logger: As for ``CheckpointManager``.
             run: Name of the run, if ``directory`` is a target without one.
 
         Raises:
@@ -136,7 +138,7 @@ class Checkpointer:
         keep = None
         if preservation_policy is not None:
             keep = retention_of_policy(preservation_policy)
-        opened, close = open_run(directory, run)
+        opened, close = open_run(directory, run, logger)
         try:
             self._steps = StepSequence(
                 opened,

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.orbax.arguments import content_of, restored_part
+from storesvc_client.orbax.deprecated_items import arguments_of_items
 from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_handler
 from storesvc_client.orbax.metadata import (
     RootMetadata,
@@ -77,7 +78,9 @@ class CheckpointManager:
             metadata: Metadata of the run, kept unless it has some.
             item_names: Names of the items; None settles them by use.
             item_handlers: Handlers of items by name, or of the only item.
-            logger: Rejected; ``connect(step_logger=)`` takes it.
+            logger: ``log_entry`` of it receives the statistics of each save and
+                restore, if the manager opens the store; a ``Run`` has the one of
+                ``connect(step_logger=)``.
             handler_registry: Rejected; use ``item_handlers``.
             run: Name of the run, if ``directory`` is a target without one.
 
@@ -88,7 +91,6 @@ class CheckpointManager:
         """
         _reject("checkpointers", checkpointers, "use item_names= and item_handlers=")
         _reject("handler_registry", handler_registry, "use item_handlers=")
-        _reject("logger", logger, "pass it as connect(step_logger=)")
         self._options = default_options() if options is None else options
         for line in needless_options(self._options):
             _log.info("options: %s", line)
@@ -106,7 +108,7 @@ class CheckpointManager:
                 of=f"{type(handler).__name__} of {name!r}",
                 why="it has a format and limits of its own",
             )
-        opened, close = open_run(directory, run)
+        opened, close = open_run(directory, run, logger)
         try:
             self._steps = StepSequence(
                 opened,
@@ -148,8 +150,8 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        items: None = None,
-        save_kwargs: None = None,
+        items: Any = None,
+        save_kwargs: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool | None = False,  # noqa: FBT001, FBT002 - Orbax's
         args: Any = None,
@@ -159,8 +161,9 @@ class CheckpointManager:
 
         Args:
             step: The step.
-            items: Rejected, as Orbax deprecates it; use ``args``.
-            save_kwargs: Rejected, too.
+            items: Deprecated: the item, or items by name, whose handlers the manager
+                has; use ``args``.
+            save_kwargs: Deprecated: keywords of the argument of ``items``.
             metrics: Values of JSON; numbers become metrics of the checkpoint.
             force: Whether to save whatever the policy says, and a step that is lower
                 than the newest.
@@ -176,8 +179,7 @@ class CheckpointManager:
             InvalidRequestError: An argument has no equal; says what to use.
             StoreError: The save before failed, or this one could not begin.
         """
-        _reject("items", items, "use args=ocp.args.StandardSave(tree)")
-        _reject("save_kwargs", save_kwargs, "use args=")
+        args = self._arguments(args, items, save_kwargs, for_restore=False)
         by_name = self._by_name(args, "args")
         if args is None or not by_name:
             raise InvalidRequestError("save: expected args=, got none")
@@ -212,8 +214,8 @@ class CheckpointManager:
     def restore(
         self,
         step: int | None,
-        items: None = None,
-        restore_kwargs: None = None,
+        items: Any = None,
+        restore_kwargs: Mapping[str, Any] | None = None,
         directory: None = None,
         args: Any = None,
     ) -> Any:
@@ -221,8 +223,9 @@ class CheckpointManager:
 
         Args:
             step: The step; None: the newest.
-            items: Rejected, as Orbax deprecates it; use ``args``.
-            restore_kwargs: Rejected, too.
+            items: Deprecated: the target, or targets by name, of items whose handlers
+                the manager has; use ``args``.
+            restore_kwargs: Deprecated: keywords of the argument of ``items``.
             directory: Rejected; use a manager of the other run.
             args: ``StandardRestore``, ``PyTreeRestore``, ``JsonRestore``, an argument
                 of a registered handler, or a ``Composite`` of these or of None by item.
@@ -237,8 +240,7 @@ class CheckpointManager:
             MismatchError: The step does not fit the target; lists every leaf.
             StoreError: As for ``Run.restore``.
         """
-        _reject("items", items, "use args=ocp.args.StandardRestore(tree)")
-        _reject("restore_kwargs", restore_kwargs, "use args=")
+        args = self._arguments(args, items, restore_kwargs, for_restore=True)
         _reject("directory", directory, "use a manager of the other run")
         opened, record = self._open(step)
         if self._is_default is None:
@@ -387,6 +389,20 @@ class CheckpointManager:
         except NotFoundError as e:
             raise self._steps.missing(wanted) from e
         return opened, read_record(opened)
+
+    def _arguments(
+        self, args: Any, items: Any, keywords: Any, *, for_restore: bool
+    ) -> Any:
+        """Returns ``args``, or what the deprecated arguments stand for."""
+        if items is None and keywords is None:
+            return args
+        if args is not None:
+            raise InvalidRequestError(
+                "items=: expected none with args=, got both; use args="
+            )
+        return arguments_of_items(
+            items, keywords, self._handlers, for_restore=for_restore
+        )
 
     def _by_name(self, args: Any, what: str) -> dict[str, Any]:
         """Returns arguments by item, and settles whether there is only one."""

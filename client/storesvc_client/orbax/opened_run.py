@@ -9,18 +9,22 @@ from typing import Any
 
 from storesvc_client._api.client import connect
 from storesvc_client._api.run import Run
+from storesvc_client._values.telemetry import StepLogger
 from storesvc_client.errors import InvalidRequestError
 
 
-def open_run(place: Any, run: str | None) -> tuple[Run, Callable[[], object] | None]:
+def open_run(
+    place: Any, run: str | None, logger: StepLogger | None = None
+) -> tuple[Run, Callable[[], object] | None]:
     """Returns a run, and what closes its connection; None if the caller owns it.
 
     Args:
         place: A run, or the target of a store.
         run: Name of the run, if ``place`` is a target without one.
+        logger: Receives the statistics of each save and restore; None: none does.
 
     Raises:
-        InvalidRequestError: There is no name of a run, or two.
+        InvalidRequestError: There is no name of a run, or two, or a logger for a run.
         StoreError: The store cannot be reached.
     """
     if isinstance(place, Run):
@@ -28,9 +32,14 @@ def open_run(place: Any, run: str | None) -> tuple[Run, Callable[[], object] | N
             raise InvalidRequestError(
                 f"run=: expected none with {place!r}, got {run!r}"
             )
+        if logger is not None:
+            raise InvalidRequestError(
+                f"logger=: expected none with {place!r}, whose client has one, got "
+                f"{type(logger).__name__}; pass it as connect(step_logger=)"
+            )
         return place, None
     target, name = split_target(str(place), run)
-    client = connect(target)
+    client = connect(target, step_logger=logger)
     try:
         return client.run(name), client.close
     except BaseException:

@@ -16,13 +16,20 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
+from storesvc_client._api.retention import APPLY_SECONDS
 from storesvc_client._api.run import Run
+from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._save.handle import Save
 from storesvc_client._values.policies import RetentionPolicy, rule_of
 from storesvc_client._values.policy_text import format_policy
 from storesvc_client._values.values import Checkpoint
-from storesvc_client.errors import NotFoundError, PreconditionError
+from storesvc_client.errors import (
+    NotFoundError,
+    PreconditionError,
+    StoreError,
+    UnavailableError,
+)
 from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
 
 _log = logging.getLogger(__name__)
@@ -167,7 +174,12 @@ class StepSequence:
         self.wait()
         save = self.run.save(step, tree, **options)
         info = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=None)
-        self._pending = info, self._finisher.submit(self._finish, save)
+        job = job_of_process()
+        key = ""
+        if job is not None and self._keep is not None:
+            what = f"orbax/{self.run.name}"
+            key = f"storesvc/{what}/{ordinal(job, what)}"
+        self._pending = info, self._finisher.submit(self._finish, save, key)
         self._last = save
         return save
 
@@ -234,12 +246,51 @@ class StepSequence:
             if self._on_close is not None:
                 self._on_close()
 
-    def _finish(self, save: Save) -> None:
-        """Waits for a commit, and applies the retention policy."""
-        save.result()
-        self._set_policy()
-        if self._keep is not None and self.is_leader:
-            self.run.retention.apply()
+    def _finish(self, save: Save, key: str) -> None:
+        """Waits for a commit, and for the retention policy, which process 0 applies.
+
+        Args:
+            save: The save.
+            key: Where process 0 posts that it has applied the policy, so that all
+                processes list the same steps; "" in a process alone.
+        """
+        job = job_of_process() if key else None
+        if job is not None and not self.is_leader:
+            save.result()
+            self._await_leader(job, key)
+            self._set_policy()
+            return
+        failed = "process 0 failed before"
+        try:
+            save.result()
+            self._set_policy()
+            if self._keep is not None:
+                self.run.retention.apply()
+            failed = ""
+        except StoreError as e:
+            failed = str(e)
+            raise
+        finally:
+            if job is not None:
+                job.post(key, failed)
+
+    def _await_leader(self, job: Job, key: str) -> None:
+        """Waits until process 0 has applied the retention policy.
+
+        Raises:
+            UnavailableError: It could not, or did not answer.
+        """
+        failed = job.read(key, seconds=APPLY_SECONDS)
+        if failed:
+            raise UnavailableError(
+                f"retention of {self.run.name}: expected process 0 to apply it, got "
+                f"its error: {failed}"
+            )
+        if failed is None:
+            raise UnavailableError(
+                f"retention of {self.run.name}: expected process 0 to apply it in "
+                f"{APPLY_SECONDS:g} s, got no answer; see its log"
+            )
 
     def _note_commit(self) -> None:
         """Reads the list again once the save in the background has ended; its error

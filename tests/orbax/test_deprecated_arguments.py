@@ -77,7 +77,7 @@ class Entries:
 @pytest.mark.parametrize("name", ["orbax", "storesvc"])
 def test_a_logger_receives_each_save_and_restore(tmp_path: Path, name: str) -> None:
     logger, place = Entries(), f"file://{tmp_path}/store#prod/llama"
-    cls = orbax.CheckpointManager if name == "storesvc" else ocp.CheckpointManager
+    cls: Any = orbax.CheckpointManager if name == "storesvc" else ocp.CheckpointManager
     manager = cls(place if name == "storesvc" else tmp_path / "steps", logger=logger)
     with manager:
         manager.save(3, args=args.StandardSave(TREE))

@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import args, type_handlers
+from orbax.checkpoint.experimental.v1 import Context
 
 import storesvc_client as store
 from storesvc_client import orbax
@@ -122,3 +123,45 @@ def test_arguments_of_version_1_are_logged(
             strict=True,
         )
     ] == [True, True]
+
+
+def test_a_context_decides_whether_a_load_is_partial(
+    new_checkpointer: NewManager,
+) -> None:
+    context = Context()
+    context.pytree.loading.partial_load = True
+    checkpointer = new_checkpointer(context=context)
+    checkpointer.save(1, {"w": jnp.ones(1), "b": jnp.ones(1)})
+    assert checkpointer.load(1, {"w": jnp.zeros(1)})["w"].tolist() == [1.0]
+    with Context(), pytest.raises((ValueError, KeyError)):
+        checkpointer.load(1, {"w": jnp.zeros(1)})
+
+
+def test_options_of_a_context_are_logged_once(
+    runs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=LOGGER)
+    context = Context()
+    with orbax.Checkpointer(runs(), context=context) as checkpointer:
+        checkpointer.save(1, TREE)
+    assert [line for line in caplog.messages if "context" in line] == []
+    context.array.saving.use_ocdbt = False
+    with orbax.Checkpointer(runs(), context=context) as checkpointer:
+        checkpointer.save(1, TREE)
+        checkpointer.load(1)
+    (line,) = [line for line in caplog.messages if "context" in line]
+    assert "array.saving.use_ocdbt;" in line
+
+
+def test_a_context_that_changes_what_is_saved_is_rejected(
+    runs: Any,
+) -> None:
+    context = Context()
+    context.array.saving.storage_options.dtype = jnp.bfloat16
+    with pytest.raises(store.InvalidRequestError, match=r"storage_options\.dtype"):
+        orbax.Checkpointer(runs(), context=context)
+    checkpointer = orbax.Checkpointer(runs())
+    with context, pytest.raises(store.InvalidRequestError, match="dtype"):
+        checkpointer.save(1, TREE)
+    with pytest.raises(store.InvalidRequestError, match="expected a Context"):
+        orbax.Checkpointer(runs(), context=object())

@@ -4,19 +4,21 @@ A checkpointable is a pytree, or an object that saves itself into a directory
 (``StatefulCheckpointable``), such as an iterator of Grain.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import orbax.checkpoint as ocp
-from etils import epath
 from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc_client._save.handle import Save
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.orbax.checkpointables import (
+    checkpointable_content,
+    restored_checkpointable,
+)
+from storesvc_client.orbax.context_options import context_settings
 from storesvc_client.orbax.ignored_options import IgnoredOptions
 from storesvc_client.orbax.metadata import (
     CheckpointMetadata,
@@ -31,17 +33,9 @@ from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
 from storesvc_client.orbax.sequence import StepSequence
 from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
-from storesvc_client.orbax.step_items import (
-    Content,
-    FilesContent,
-    TreeContent,
-    find_part,
-    read_record,
-    restore_files,
-    step_contents,
-)
+from storesvc_client.orbax.step_items import find_part, read_record, step_contents
 from storesvc_client.orbax.step_path import StepPath
-from storesvc_client.orbax.tree_restore import restore_tree, tree_structs
+from storesvc_client.orbax.tree_restore import tree_structs
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
@@ -88,7 +82,7 @@ class Checkpointer:
         self,
         directory: "Run | str",
         *,
-        context: None = None,
+        context: Any = None,
         save_decision_policy: Any = None,
         preservation_policy: Any = None,
         step_name_format: None = None,
@@ -103,7 +97,9 @@ class Checkpointer:
         Args:
             directory: A ``Run``, or a store and a run, such as
                 "file:///ckpts#prod/llama-8b".
-            context: Rejected: it describes files, which a store does not have.
+            context: Orbax's ``Context``; an active one counts before it, as in Orbax.
+                ``partial_load`` is followed, options of files are logged, and those
+                that change what is saved or loaded are rejected.
             save_decision_policy: Orbax's policy; None saves as often as possible.
             preservation_policy: Orbax's policy; None leaves that of the run unchanged.
             step_name_format: Rejected: steps are numbers in a store.
@@ -126,15 +122,13 @@ class Checkpointer:
         ):
             if is_set:
                 self._ignored.log([option], of="arguments", why=NEEDLESS[option])
-        for name, value in (
-            ("context", context),
-            ("step_name_format", step_name_format),
-        ):
-            if value is not None:
-                raise InvalidRequestError(
-                    f"Checkpointer: {name}=: expected none, as a store has no "
-                    f"directories, got {type(value).__name__}; leave it out"
-                )
+        self._context = context
+        context_settings(context, self._ignored)
+        if step_name_format is not None:
+            raise InvalidRequestError(
+                "Checkpointer: step_name_format=: expected none, as a store has no "
+                f"directories, got {type(step_name_format).__name__}; leave it out"
+            )
         keep = None
         if preservation_policy is not None:
             keep = retention_of_policy(preservation_policy)
@@ -290,6 +284,7 @@ class Checkpointer:
                 "as a step is written once, got True; run.delete and run.purge free a "
                 "step"
             )
+        context_settings(self._context, self._ignored)
         self._steps.check_free(step)
         if not force and not self._steps.should_save(step):
             return None
@@ -297,7 +292,10 @@ class Checkpointer:
         place = f"save of {self._steps.run.name}@{step}"
         contents = step_contents(
             place,
-            {name: _content(value) for name, value in checkpointables.items()},
+            {
+                name: checkpointable_content(value)
+                for name, value in checkpointables.items()
+            },
             default=STATE,
             is_default=True,
             metrics=None if metrics is None else dict(metrics),
@@ -353,8 +351,12 @@ class Checkpointer:
         wanted = abstract_checkpointables
         if wanted is None:
             wanted = dict.fromkeys(record.parts)
+        settings = context_settings(self._context, self._ignored)
         return {
-            name: _restored(opened, self._part(opened, record, name), name, target)
+            name: restored_checkpointable(
+                *(opened, self._part(opened, record, name), name, target),
+                partial=settings.is_partial,
+            )
             for name, target in wanted.items()
         }
 
@@ -480,68 +482,3 @@ def _as_often_as_possible() -> Any:
             managers.PreemptionCheckpointingPolicy(),
         ]
     )
-
-
-def _content(value: Any) -> Content:
-    """Returns the content of a checkpointable."""
-    if not _is_stateful(value):
-        return TreeContent(value)
-
-    def write(folder: Path) -> None:
-        _run(value.save(_CreatedPath(folder)))
-
-    return FilesContent(write)
-
-
-def _restored(opened: "OpenCheckpoint", part: "Part", name: str, target: Any) -> Any:
-    """Returns a checkpointable, or loads it into an object and returns that."""
-    if part.kind == "tree":
-        return restore_tree(opened, part.place, target)
-    if part.kind == "json":
-        return opened.items[part.place]
-    if not _is_stateful(target):
-        raise InvalidRequestError(
-            f"{opened.name} checkpointable {name!r}: expected the object to load it "
-            f"into, which has save and load, got {type(target).__name__}"
-        )
-
-    def read(folder: Path) -> Any:
-        _run(target.load(epath.Path(folder)))
-        return target
-
-    return restore_files(opened, part, read)
-
-
-class _CreatedPath:
-    """A directory that exists; Orbax passes one that it creates in the background."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = epath.Path(folder)
-
-    def __truediv__(self, part: str) -> "_CreatedPath":
-        return _CreatedPath(Path(self.path) / part)
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    async def await_creation(self) -> Any:
-        """Returns the directory."""
-        return self.path
-
-
-def _is_stateful(value: Any) -> bool:
-    """Returns whether an object saves itself, as ``StatefulCheckpointable`` does."""
-    methods: list[Callable[..., Any] | None] = [
-        getattr(type(value), name, None) for name in ("save", "load")
-    ]
-    return all(map(asyncio.iscoroutinefunction, methods))
-
-
-def _run(started: Awaitable[Any]) -> Any:
-    """Runs a coroutine, and the work in the background that it returns."""
-
-    async def both() -> Any:
-        background = await started
-        return await background if background is not None else None
-
-    return asyncio.run(both())

@@ -1,0 +1,105 @@
+"""Options of Orbax's ``Context``, version 1: followed, logged, or rejected by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final
+
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.orbax.ignored_options import IgnoredOptions
+
+_GROUPS: Final = (
+    *("array", "asynchronous", "atomicity", "checkpointables", "deletion", "file"),
+    *("memory", "multiprocessing", "pathways", "pytree", "safetensors"),
+)
+
+_FOLLOWED: Final = frozenset({"pytree.loading.partial_load"})
+
+_REFUSED: Final = {
+    "array.saving.storage_options.dtype": "save state.astype(dtype)",
+    "array.saving.scoped_storage_options_creator": "save state.astype(dtype)",
+    "array.loading.enable_padding_and_truncation": "arrays are never padded or cut",
+    "array.loading.raise_array_data_missing_error": "damage is always an error",
+    "asynchronous.post_finalization_callback": "wait for save_async(...).result()",
+    "checkpointables.registry": "use objects with save and load",
+    "memory.serialization_status_callback": "connect(step_logger=) has statistics",
+    "multiprocessing.active_processes": "all processes of a job save",
+    "pathways.checkpointing_impl": "each process saves its own shards",
+    "checkpoint_layout": "import other layouts with storectl import",
+}
+"""Options that change what is saved or returned, or whom it calls, with advice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSettings:
+    """What a context decides in a store."""
+
+    is_partial: bool = False
+    """Whether a checkpoint may have leaves that a target lacks."""
+
+
+def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
+    """Returns what the active context decides, or the given one if none is active.
+
+    Args:
+        given: Orbax's ``Context``; None: its defaults.
+        ignored: Logs options without an effect.
+
+    Raises:
+        InvalidRequestError: An option cannot be followed; names it.
+    """
+    from orbax.checkpoint.experimental.v1 import Context
+
+    # Orbax has no public access to the context of a with block.
+    from orbax.checkpoint.experimental.v1._src.context.context import get_context
+
+    if given is not None and not isinstance(given, Context):
+        raise InvalidRequestError(
+            f"context=: expected a Context of Orbax, got {type(given).__name__}"
+        )
+    context = get_context(given)
+    defaults = dict(_options(Context()))
+    names = [
+        name
+        for name, value in _options(context)
+        if not _is_same(value, defaults[name]) and name not in _FOLLOWED
+    ]
+    for name in names:
+        if name in _REFUSED:
+            raise InvalidRequestError(
+                f"context=: expected no {name}=, which a store cannot follow; "
+                f"{_REFUSED[name]}"
+            )
+    ignored.log(names, of="context=", why="it has a format and limits of its own")
+    return ContextSettings(is_partial=context.pytree.loading.partial_load)
+
+
+def _options(context: Any) -> Iterator[tuple[str, Any]]:
+    yield "checkpoint_layout", context.checkpoint_layout
+    for group in _GROUPS:
+        yield from _below(group, getattr(context, group, None))
+
+
+def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not is_dataclass(value):
+        yield name, value
+        return
+    for field in fields(value):
+        yield from _below(f"{name}.{field.name}", getattr(value, field.name))
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Returns whether an option is at its default; objects that are made for each
+    context are compared by what they hold."""
+    if value is default:
+        return True
+    if type(value) is not type(default):
+        return False
+    if type(value).__eq__ is not object.__eq__:
+        return bool(value == default)
+    if "Registry" in type(value).__name__:
+        return _handlers(value) == _handlers(default)
+    return bool(repr(vars(value)) == repr(vars(default)))
+
+
+def _handlers(registry: Any) -> list[str]:
+    return [repr(entry) for entry in registry.get_all_entries()]

@@ -133,8 +133,15 @@ def test_a_context_decides_whether_a_load_is_partial(
     checkpointer = new_checkpointer(context=context)
     checkpointer.save(1, {"w": jnp.ones(1), "b": jnp.ones(1)})
     assert checkpointer.load(1, {"w": jnp.zeros(1)})["w"].tolist() == [1.0]
-    with Context(), pytest.raises((ValueError, KeyError)):
-        checkpointer.load(1, {"w": jnp.zeros(1)})
+
+
+def test_an_active_context_counts_before_that_of_the_checkpointer(runs: Any) -> None:
+    context = Context()
+    context.pytree.loading.partial_load = True
+    with orbax.Checkpointer(runs(), context=context) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(1), "b": jnp.ones(1)})
+        with Context(), pytest.raises(store.MismatchError, match="b"):
+            checkpointer.load(1, {"w": jnp.zeros(1)})
 
 
 def test_options_of_a_context_are_logged_once(

@@ -140,7 +140,7 @@ def _target_of(place: str, args: Any) -> tuple[Any, bool]:
 
 
 def _json(place: str, metadata: Any) -> Any:
-    """Returns the metadata of a tree, if it comes back as it is."""
+    """Returns the metadata of a tree, if a restore returns an equal value."""
     try:
         encode_item(metadata)
     except ValueError as e:

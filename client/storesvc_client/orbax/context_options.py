@@ -26,15 +26,15 @@ _REFUSED: Final = {
     "pathways.checkpointing_impl": "each process saves its own shards",
     "checkpoint_layout": "import other layouts with storectl import",
 }
-"""Options that change what is saved or returned, or whom it calls, with advice."""
+"""Options that change what is saved, returned or called, with advice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSettings:
-    """What a context decides in a store."""
+    """Decisions of a context that a store follows."""
 
     is_partial: bool = False
-    """Whether a checkpoint may have leaves that a target lacks."""
+    """True if a checkpoint may have leaves that a target lacks."""
 
 
 def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
@@ -94,11 +94,12 @@ def _is_same(value: Any, default: Any) -> bool:
         return True
     if type(value) is not type(default):
         return False
-    if type(value).__eq__ is not object.__eq__:
-        return bool(value == default)
+    if value == default:
+        return True
     if "Registry" in type(value).__name__:
         return _handlers(value) == _handlers(default)
-    return bool(repr(vars(value)) == repr(vars(default)))
+    held, other = (getattr(each, "__dict__", None) for each in (value, default))
+    return held is not None and repr(held) == repr(other)
 
 
 def _handlers(registry: Any) -> list[str]:

@@ -34,7 +34,7 @@ class Part:
     place: str
     """Name of the item of the checkpoint; of a tree its first key, "" at the root."""
     custom_metadata: Any = None
-    """What the argument of a tree was given for it, a value of JSON."""
+    """Metadata that the caller saved with a tree, a value of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,15 +135,16 @@ def open_foreign(
     Raises:
         InvalidRequestError: The URL names no known format or location, or a package is
             missing.
-        NotFoundError: There are no checkpoints of that format.
+        NotFoundError: Orbax wrote no checkpoints there; the other formats raise it
+            when steps are listed.
         PreconditionError: The storage denies access.
         UnavailableError: The storage does not answer.
     """
     scheme, place = split_url(url)
     if trust_uncommitted and scheme != _COMMITTING:
         raise InvalidRequestError(
-            f"{url}: expected trust_uncommitted= with checkpoints of Orbax only; leave "
-            "it out"
+            f"{url}: expected trust_uncommitted= (--trust-uncommitted) with "
+            "checkpoints of Orbax only; leave it out"
         )
     options: dict[str, Any] = {}
     if trust_uncommitted:

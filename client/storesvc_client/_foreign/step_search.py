@@ -8,7 +8,7 @@ from typing import Any, Final
 from storesvc_client._foreign.bounded_json import parse_object
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_folders import step_folders, step_of, url_parts
-from storesvc_client.errors import DataLossError, PreconditionError
+from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 METADATA: Final = "metadata.json"
 """File in which levanter and eformer state the step; both write it last."""
@@ -30,7 +30,10 @@ class StepMetadata:
 
 
 def named_steps(
-    location: Location, *, is_finished: Callable[[str, Sequence[str]], bool]
+    location: Location,
+    *,
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
 ) -> dict[int, str]:
     """Returns the folder of each step that the name of a folder states.
 
@@ -39,31 +42,40 @@ def named_steps(
     Args:
         location: Where to search.
         is_finished: Returns whether a folder, of which the names are given, is a step.
+        expected: What a location of the format holds, for the message.
 
     Raises:
+        NotFoundError: There is no folder of a step, finished or not.
         PreconditionError: Two folders are of one step.
     """
     names = location.names()
     if is_finished("", names):
         return {_step_of_url(location) or 0: ""}
-    return {
+    found = {
         step: folder
         for step, folder in step_folders(names, what=location.url).items()
         if is_finished(folder, location.names(folder))
     }
+    _check_found(location, names, found, expected)
+    return found
 
 
 def stated_steps(
-    location: Location, *, is_finished: Callable[[str, Sequence[str]], bool]
+    location: Location,
+    *,
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
 ) -> dict[int, str]:
     """Returns the folder of each step that a ``metadata.json`` states.
 
     Args:
         location: Where to search.
         is_finished: As for ``named_steps``.
+        expected: As for ``named_steps``.
 
     Raises:
         DataLossError: A ``metadata.json`` is damaged.
+        NotFoundError: As for ``named_steps``.
         PreconditionError: Two folders are of one step.
     """
     names = location.names()
@@ -83,7 +95,15 @@ def stated_steps(
                 f"{location.url}: expected one folder of step {step}, got "
                 f"{found[step]!r} and {folder!r}; give the URL of one of them"
             )
+    _check_found(location, names, found, expected)
     return found
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Returns what a message shows of the names at a location."""
+    if not names:
+        return "nothing: there is no such folder, or it is empty"
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def read_metadata(location: Location, folder: str) -> StepMetadata:
@@ -115,6 +135,25 @@ def place(location: Location, folder: str) -> str:
 def join(folder: str, name: str) -> str:
     """Returns the path of a name in a folder; "" is the location itself."""
     return f"{folder}/{name}" if folder else name
+
+
+def _check_found(
+    location: Location, names: Sequence[str], found: Mapping[int, str], expected: str
+) -> None:
+    """Rejects a location without any step, finished or not: its URL is a wrong one.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    is_begun = any(
+        name.endswith("/") and step_of(name.removesuffix("/")) is not None
+        for name in names
+    )
+    if not found and not is_begun:
+        raise NotFoundError(
+            f"{location.url}: expected {expected}, got {names_text(names)}; check the "
+            "location and the format"
+        )
 
 
 def _stated_step(location: Location, folder: str, names: Sequence[str]) -> int:

@@ -88,7 +88,12 @@ class EformerRoot:
         return _read_step(self._location, folder, step)
 
     def _folders(self) -> dict[int, str]:
-        return stated_steps(self._location, is_finished=_is_finished)
+        return stated_steps(
+            self._location,
+            is_finished=_is_finished,
+            expected="checkpoints of eformer or EasyDeL, folders such as run-100/ with "
+            f"{_INDEX} and {METADATA}",
+        )
 
 
 def _is_finished(folder: str, names: Sequence[str]) -> bool:

@@ -70,6 +70,8 @@ class JaxRoot:
         return named_steps(
             self._location,
             is_finished=lambda _, names: {_STRUCTURE, f"{_STORE}/"} <= set(names),
+            expected=f"a tree that jax saved, with {_STRUCTURE} and {_STORE}/, or "
+            "folders of such trees that name steps",
         )
 
 

@@ -70,7 +70,10 @@ class LevanterRoot:
 
     def _folders(self) -> dict[int, str]:
         return stated_steps(
-            self._location, is_finished=lambda _, names: METADATA in names
+            self._location,
+            is_finished=lambda _, names: METADATA in names,
+            expected=f"checkpoints of levanter, folders such as step-100/ with "
+            f"{METADATA}",
         )
 
 

@@ -32,6 +32,7 @@ from storesvc_client._foreign.formats import orbax_items as items
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
 from storesvc_client._foreign.location import Location, checked_path
+from storesvc_client._foreign.step_search import names_text
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.tree_rows import Row, encoded_row, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
@@ -152,7 +153,8 @@ class OrbaxRoot:
         if not found and not any(name.startswith("metadata/") for name in names):
             raise NotFoundError(
                 f"{self.url}: expected checkpoints of Orbax, folders such as 100/ or a "
-                f"file {STEP_METADATA}, got {', '.join(names[:5]) or 'nothing'}"
+                f"file {STEP_METADATA}, got {names_text(names)}; check the location "
+                "and the format"
             )
         return found
 

@@ -34,7 +34,7 @@ from storesvc_client._foreign.formats.safetensors_header import (
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.plain_array import PlainArray
 from storesvc_client._foreign.step_folders import file_name
-from storesvc_client._foreign.step_search import join, named_steps, place
+from storesvc_client._foreign.step_search import join, named_steps, names_text, place
 from storesvc_client._foreign.tree_rows import (
     Row,
     array_row,
@@ -103,10 +103,20 @@ class SafetensorsRoot:
         """Returns the folder of each finished step."""
         if self._file:
             names = self._location.names()
-            return {0: ""} if file_name(self._file, what=self.url) in names else {}
+            if file_name(self._file, what=self.url) not in names:
+                raise NotFoundError(
+                    f"{self._location.url}: expected a file {self._file}, got "
+                    f"{names_text(names)}; check the location"
+                )
+            return {0: ""}
         if self._location.names(_SNAPSHOTS):
             return {0: self._snapshot()}
-        return named_steps(self._location, is_finished=self._is_finished)
+        return named_steps(
+            self._location,
+            is_finished=self._is_finished,
+            expected="a file *.safetensors, an index of several, or folders such as "
+            "checkpoint-100/ with them",
+        )
 
     def _is_finished(self, folder: str, names: Sequence[str]) -> bool:
         return find_file(names, what=place(self._location, folder)) is not None

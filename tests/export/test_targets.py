@@ -199,6 +199,11 @@ def test_a_url_that_cannot_be_written_is_rejected(url: str, problem: str) -> Non
         open_target(url)
 
 
+def test_a_host_that_does_not_answer_is_an_error_of_its_own() -> None:
+    with pytest.raises(store.UnavailableError, match="target .ftp:"):
+        open_target("ftp://127.0.0.1:1/x")
+
+
 def test_a_file_url_is_a_local_directory(tmp_path: Path) -> None:
     spaced = tmp_path / "a b"
 

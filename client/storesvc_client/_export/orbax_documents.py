@@ -103,7 +103,8 @@ def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
             raise PreconditionError(
                 f"{source.describe(row)}: expected a name of its own in Orbax, which "
                 f"joins the parts of a path by '.', got {found.name!r}, which leaf "
-                f"{source.leaf(other.row).key!r} has; leave one out with select="
+                f"{source.leaf(other.row).key!r} has; leave one out with "
+                "select= (--select)"
             )
     return list(by_name.values())
 
@@ -111,7 +112,7 @@ def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
 def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
     leaf = source.leaf(row)
     value_type = _VALUE_TYPES.get(leaf.kind)
-    remedy = "leave it out with select="
+    remedy = "leave it out with select= (--select)"
     if value_type is None:
         kind = KINDS.get(leaf.kind, UNKNOWN)
         raise PreconditionError(

@@ -86,6 +86,8 @@ def open_target(url: str, storage_options: Mapping[str, Any] | None = None) -> T
 
     Raises:
         InvalidRequestError: The URL has an unknown scheme, or a package is missing.
+        PreconditionError: The storage denies access, or its host is unknown.
+        UnavailableError: The storage does not answer.
     """
     scheme, colon, _ = url.partition("://")
     if not colon:
@@ -107,7 +109,8 @@ def open_target(url: str, storage_options: Mapping[str, Any] | None = None) -> T
             "pip install fsspec"
         ) from e
     try:
-        files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        with translated(f"target {url!r}"):  # some file systems connect at once
+            files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
     except (ImportError, ValueError) as e:
         package = _PACKAGES.get(scheme)
         hint = f"pip install {package}" if package else "use a path, gs:// or s3://"

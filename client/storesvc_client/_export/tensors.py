@@ -142,7 +142,7 @@ def plan_tensors(
             raise PreconditionError(
                 f"{source.describe(row)}: expected a name of its own, got {name!r}, "
                 f"which leaf {source.leaf(other.row).key!r} has; rename one of them "
-                "with rename=, or leave one out with select="
+                "with rename=, or leave one out with select= (--select)"
             )
     return [by_name[name] for name in sorted(by_name)]
 
@@ -155,10 +155,10 @@ def _check_held(
     if leaf.kind not in ARRAYS:
         raise PreconditionError(
             f"{source.describe(row)}: expected an array, got a {kind}, which {target} "
-            "would not give back; leave it out with select="
+            "would not give back; leave it out with select= (--select)"
         )
     if dtype not in dtypes:
-        remedy = "leave it out with select="
+        remedy = "leave it out with select= (--select)"
         if is_floating(dtype):
             remedy = f"cast it (cast='float32', --dtype float32), or {remedy}"
         raise PreconditionError(

@@ -171,9 +171,10 @@ def test_a_wrong_copy_is_a_usage_error(
 
 
 def test_a_copy_to_the_same_run_is_rejected(prod: str) -> None:
-    result = storectl("-s", prod, "cp", "prod/llama", "prod/llama")
+    for target in "prod/llama", f"{prod.removeprefix('file://')}/.//prod/llama":
+        result = storectl("-s", prod, "cp", "prod/llama", target)
 
-    assert (1, True) == (result.exit_code, "the same one" in result.stderr)
+        assert (1, True) == (result.exit_code, "the same one" in result.stderr)
 
 
 @pytest.mark.parametrize(

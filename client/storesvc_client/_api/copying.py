@@ -70,10 +70,7 @@ class RunCopy:
         if self._from.connection is self._to.connection and (
             self._from.name == self._to.name
         ):
-            raise InvalidRequestError(
-                f"copy of {self._from.name}: expected another run to copy to, got the "
-                "same one"
-            )
+            raise self._same_run()
 
     def checkpoints(self, steps: Iterable[int] | None) -> Iterator[Transfer]:
         """Copies checkpoints, and yields each once it is committed or skipped.
@@ -92,6 +89,8 @@ class RunCopy:
         present = committed(self._to)
         for checkpoint in wanted:
             if checkpoint.step in present:
+                if checkpoint.uid == present[checkpoint.step].uid:
+                    raise self._same_run()  # by another address of its store
                 self._check_same(checkpoint, present[checkpoint.step])
         # 2. The run.
         self._create(RunInfo.from_message(record))
@@ -147,6 +146,13 @@ class RunCopy:
         """Sets the retention policy of the source in the target."""
         policy = Retention(self._from).get()
         Retention(self._to).set(policy)
+
+    def _same_run(self) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"copy of {self._from.name}: expected another run to copy to, got the same "
+            "one; give the run to create, such as "
+            f"{self._from.name}-copy"
+        )
 
     def _url(self, checkpoint: Checkpoint) -> str:
         return f"{self._place}@{checkpoint.step}"

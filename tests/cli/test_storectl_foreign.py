@@ -167,3 +167,64 @@ def test_keep_names_goes_with_safetensors_only(command: str, run: str) -> None:
         result = storectl(NOWHERE, *arguments, "--keep-names")
         assert 2 == result.exit_code
         assert "--keep-names goes with safetensors" in result.stderr
+
+
+@pytest.mark.parametrize("scheme", ["eformer", "jax", "levanter", "orbax"])
+@pytest.mark.parametrize("name", ["absent", "empty", "file", "other"])
+def test_a_location_without_checkpoints_is_an_error_that_says_what_is_there(
+    scheme: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    got = "notes.txt" if name == "other" else "nothing: there is no such folder"
+
+    for command, *to in ("ls",), ("import", "prod/x", "--create"):
+        text = refusal(f"{tmp_path}/s", command, f"{scheme}:{tmp_path}/{name}", *to)
+        assert f"file://{tmp_path}/{name}: expected " in text
+        assert f"got {got}" in text
+        assert text.endswith("check the location and the format")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_missing_file_of_safetensors_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("x")
+
+    text = refusal(NOWHERE, "ls", f"safetensors:{tmp_path}/lora.safetensors")
+
+    assert "expected a file lora.safetensors, got model.safetensors" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ls", "orbx:/run"), "a format of another project: eformer:, jax:"),
+        (("ls", "/ckpts/run"), "the store itself goes with --store"),
+        (("tree", "orbax:/run@best"), "such as orbax:/run@latest; other projects have"),
+        (("cp", "orbax:/run", "prod/x"), "storectl import reads it"),
+        (("cp", "prod/x", "orbax:/run"), "storectl export writes it"),
+        (("config", "set", "p", "--store", "orbax:/run"), "storectl ls orbax:/run"),
+    ],
+)
+def test_a_wrong_path_is_an_error_that_names_the_right_one(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = storectl(NOWHERE, *arguments)
+
+    assert (2, "") == (result.exit_code, result.stdout)
+    assert message in result.stderr
+
+
+def test_an_import_of_one_step_creates_a_store_and_ls_shows_no_labels_of_it(
+    run: str, tmp_path: Path
+) -> None:
+    root = f"{tmp_path / 'store'}"
+    line = (root, "import", f"{run}@5", "prod/import", "--label", "team=a")
+
+    assert "holds no store" in refusal(*line)
+    assert printed(*line, "--create").startswith("prod/import@5: ")
+    assert [["5", "orbax.item.model-config=model_config team=a"]] == [
+        [row[0], row[-1]] for row in table(printed(root, "ls", "prod/import"))[1:]
+    ]
+    assert "import.digest" in document(root, "ls", "prod/import")[0]["labels"]

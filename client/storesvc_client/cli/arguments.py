@@ -118,6 +118,12 @@ def _checkpoint(text: str, path: StorePath) -> CheckpointPath | LeafPath:
     match path:
         case CheckpointPath() | LeafPath():
             return path
+        case RunPath(run) if is_foreign(text):
+            url = run.rpartition("@")[0] or run
+            raise click.BadParameter(
+                f"{text!r}: expected a step or latest at the end, such as "
+                f"{url}@latest; other projects have no tags"
+            )
         case _:
             raise click.BadParameter(
                 f"{text!r}: expected a checkpoint, such as prod/llama-8b@latest"

@@ -195,7 +195,7 @@ class Connection:
         if not is_store:
             raise Refusal(
                 f"{root} holds no store; expected the root of one, which a first "
-                "save or storectl serve creates"
+                "save, storectl serve, or --create of import and cp creates"
             )
 
 

@@ -79,6 +79,8 @@ class LeafPath:
 StorePath: TypeAlias = NamespacePath | RunPath | CheckpointPath | LeafPath
 
 
+_FORMATS_TEXT: Final = ", ".join(f"{scheme}:" for scheme in FORMATS)
+
 _STEP_OF_FOREIGN: Final = re.compile(r"@(0|[1-9][0-9]*|latest)(?::(.*))?\Z", re.DOTALL)
 """Step and glob after the URL of a run of another project, which may contain both
 characters itself."""
@@ -137,8 +139,13 @@ def parse_target(text: str) -> str:
     ('file:///ckpts', 'ckpt.example:7070,other:7171')
 
     Raises:
-        InvalidNameError: The target is a memory store.
+        InvalidNameError: The target is a memory store, or no store.
     """
+    if is_foreign(text) and "/" in text:  # a host may have the name of a format
+        raise InvalidNameError(
+            f"store {text!r}: expected a store, got checkpoints of another project; "
+            f"give them as the path of a command, such as storectl ls {text}"
+        )
     if text.startswith("memory:"):
         raise InvalidNameError(
             f"store {text!r}: a memory store ends with the command that opens it; "
@@ -171,10 +178,17 @@ def _with_port(server: str) -> str:
 
 
 def _parse_run(text: str) -> NamespacePath | RunPath:
+    if text.startswith(("/", "./", "../", "~")) or "://" in text:
+        raise InvalidNameError(
+            f"path {text!r}: expected a path in a store, such as prod/llama-8b; the "
+            "store itself goes with --store, and a location of another project begins "
+            f"with its format: {_FORMATS_TEXT}"
+        )
     if ":" in text:
         raise InvalidNameError(
             f"path {text!r}: expected a checkpoint before the colon, "
-            "such as prod/llama-8b@latest:params/**"
+            "such as prod/llama-8b@latest:params/**, or a format of another project: "
+            f"{_FORMATS_TEXT}"
         )
     if "/" not in text:
         check_id(text, "namespace")

@@ -20,6 +20,7 @@ from storesvc_client.cli.contexts import check_name
 from storesvc_client.cli.paths import (
     CheckpointPath,
     RunPath,
+    is_foreign,
     parse_path,
     parse_target,
 )
@@ -57,6 +58,18 @@ def parse_place(text: str) -> Place:
     Raises:
         InvalidNameError: The text does not have one of the forms.
     """
+    try:
+        return _parsed(text)
+    except InvalidNameError as e:  # a context may have the name of a format
+        if not is_foreign(text):
+            raise
+        raise InvalidNameError(
+            f"place {text!r}: expected a run of a store, got a format of another "
+            "project; storectl import reads it, and storectl export writes it"
+        ) from e
+
+
+def _parsed(text: str) -> Place:
     address, slashes, path = text.rpartition("//")
     if slashes:
         if not address or address.endswith((":", "/")):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from storesvc.format.names import Which
 from storesvc_client.cli.arguments import (
     json_option,
     keep_names_option,
@@ -13,15 +14,31 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import names_error
-from storesvc_client.cli.paths import RunPath, has_names
+from storesvc_client.cli.paths import (
+    CheckpointPath,
+    LeafPath,
+    RunPath,
+    has_names,
+    parse_foreign_path,
+)
 from storesvc_client.cli.transfers import show_transfers, step_list
 
 if TYPE_CHECKING:
     from storesvc_client import ForeignRun
 
 
+def _source(text: str) -> RunPath | CheckpointPath:
+    match parse_foreign_path(text):
+        case RunPath() | CheckpointPath() as path:
+            return path
+        case LeafPath(checkpoint):
+            raise click.BadParameter(
+                f"{text!r}: expected whole checkpoints, such as {checkpoint}"
+            )
+
+
 @click.command("import")
-@click.argument("source", metavar="SRC")
+@click.argument("source", type=_source, metavar="SRC")
 @click.argument("path", type=run_path, metavar="RUN")
 @click.option(
     "--steps", type=step_list, metavar="STEPS", help="Import these steps: 100,200."
@@ -48,12 +65,13 @@ if TYPE_CHECKING:
     "a directory have none.",
 )
 @keep_names_option
+@click.option("--create", is_flag=True, help="Create the store if there is none.")
 @json_option
 @pass_connection
 def import_(
     connection: Connection,
     *,
-    source: str,
+    source: RunPath | CheckpointPath,
     path: RunPath,
     steps: Sequence[int] | None,
     latest: bool,
@@ -61,33 +79,43 @@ def import_(
     labels: Sequence[tuple[str, str]],
     trust_uncommitted: bool,
     keep_names: bool,
+    create: bool,
     as_json: bool,
 ) -> None:
     """Import checkpoints that other projects wrote.
 
-    SRC is a format and a location: orbax:///ckpts/run, safetensors:gs://bucket/model.
-    The lowest step is imported first.
-    Steps that were imported before are skipped, so an import that was interrupted is
-    repeated to finish it. Labels of a checkpoint record where it comes from.
+    SRC is a format and a location: orbax:/ckpts/run, safetensors:gs://bucket/model;
+    @STEP or @latest after it means that step alone. Steps that were imported before are
+    skipped, so an import that was interrupted is repeated to finish it. Labels of a
+    checkpoint record where it comes from.
 
     \b
     Examples:
-      storectl import orbax:///ckpts/llama-8b prod/llama-8b
-      storectl import orbax:gs://bucket/llama-8b prod/llama-8b --latest
+      storectl import orbax:/ckpts/llama-8b prod/llama-8b
+      storectl import orbax:gs://bucket/llama-8b prod/llama-8b --create
       storectl import safetensors:/models/llama prod/llama --steps 0 --label team=a
     """
-    if keep_names and not has_names(source):
+    if keep_names and not has_names(source.run):
         raise names_error()
+    which: Which | None = "latest" if latest else None
+    if isinstance(source, CheckpointPath):
+        if steps is not None or latest:
+            raise click.UsageError(
+                "expected one of --steps, --latest and a step in SRC"
+            )
+        which = source.which
     if steps is not None and latest:
         raise click.UsageError("expected one of --steps and --latest")
     from storesvc_client import open_foreign, progress_bar
     from storesvc_client._api.run import run_import
 
     foreign = open_foreign(
-        source, trust_uncommitted=trust_uncommitted, keep_names=keep_names
+        source.run, trust_uncommitted=trust_uncommitted, keep_names=keep_names
     )
-    wanted = _latest(foreign) if latest else steps
-    with connection.open() as client:
+    wanted = steps if which is None else _steps(foreign, which)
+    if create:
+        foreign.steps()  # rejects a wrong location before a store is created
+    with connection.open(create=create) as client:
         transfers = run_import(
             client.run(path.run),
             foreign,
@@ -99,6 +127,9 @@ def import_(
         show_transfers(transfers, as_json=as_json)
 
 
-def _latest(foreign: "ForeignRun") -> list[int] | None:
+def _steps(foreign: "ForeignRun", which: Which) -> list[int] | None:
+    """Returns one step of a run; None if the newest one is wanted and there is none."""
+    if isinstance(which, int):
+        return [which]
     found = foreign.steps()
     return [max(found)] if found else None

@@ -1,5 +1,6 @@
 """``storectl ls``: lists runs, checkpoints or leaves."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +44,17 @@ if TYPE_CHECKING:
     )
 
 
+_RECORDS: Final = ("copy.", "import.", "orbax.commit_time")
+"""Beginnings of labels that record where a checkpoint comes from; ``stat`` shows
+them."""
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return pairs_text(
+        {key: text for key, text in labels.items() if not key.startswith(_RECORDS)}
+    )
+
+
 def _run_row(run: "RunInfo") -> tuple[str, ...]:
     latest = ABSENT if run.latest_step is None else str(run.latest_step)
     return run.name, latest, time_text(run.create_time)
@@ -55,7 +67,7 @@ def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
         pairs_text(checkpoint.metrics),
-        pairs_text(checkpoint.labels),
+        _labels_text(checkpoint.labels),
     )
 
 
@@ -66,7 +78,7 @@ def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
         pairs_text(checkpoint.metrics),
-        pairs_text(checkpoint.labels),
+        _labels_text(checkpoint.labels),
     )
 
 
@@ -77,7 +89,7 @@ def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
         _moment_text(checkpoint.purge_time),
         size_text(checkpoint.size_bytes),
         pairs_text(checkpoint.metrics),
-        pairs_text(checkpoint.labels),
+        _labels_text(checkpoint.labels),
     )
 
 
@@ -180,7 +192,8 @@ def ls(
 ) -> None:
     """List runs, checkpoints or leaves.
 
-    Without PATH: all runs. Checkpoints come newest first, leaves by key.
+    Without PATH: all runs. Checkpoints come newest first, leaves by key. Labels that an
+    import or a copy sets are shown by storectl stat, and with --json.
 
     \b
     Examples:

@@ -200,7 +200,7 @@ def test_a_url_that_cannot_be_written_is_rejected(url: str, problem: str) -> Non
 
 
 def test_a_host_that_does_not_answer_is_an_error_of_its_own() -> None:
-    with pytest.raises(store.UnavailableError, match="target .ftp:"):
+    with pytest.raises(store.UnavailableError, match=r"target .ftp:"):
         open_target("ftp://127.0.0.1:1/x")
 
 

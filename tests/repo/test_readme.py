@@ -6,6 +6,8 @@ Each block runs by itself:
   each ``print``;
 - a ``console`` block runs over the store that the ``python`` block before it leaves,
   or else over that of docs/storectl.md, and prints what it shows;
+- a block that names ``/tmp/old`` has the checkpoints of other projects there, and a
+  ``console`` block may go there: ``$ cd /tmp/old``;
 - a ``sh`` block is not run: its programs, targets, extras and options exist.
 """
 
@@ -34,6 +36,7 @@ from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.bench.__main__ import OTHERS
 from tests.bench.speed.works import WORKS
+from tests.support.old_checkpoints import write_old_checkpoints
 from tests.support.storectl_lines import check_line
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,8 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 DOCUMENTS = [README, *sorted(DOCS.glob("*.md"))]
 STORE = "file:///tmp/ckpts"
+OLD = "/tmp/old"
+"""Folder of what other projects wrote, in the examples."""
 MOMENT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+\d\d:\d\d"
 
 each_document = pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def steady(text: str) -> str:
 def executed(block: Block, root: Path) -> list[str]:
     """Returns what an example prints over a root; repeated lines count once."""
     printed = io.StringIO()
-    source = block.text.replace(STORE, root.as_uri())
+    source = block.text.replace(STORE, root.as_uri()).replace(OLD, str(_old(root)))
     with contextlib.redirect_stdout(printed):
         exec(compile(source, str(block), "exec"), {"__name__": "__main__"})
     return [line for line, _ in groupby(printed.getvalue().splitlines())]
@@ -108,6 +113,29 @@ def shown_prints(block: Block) -> list[str]:
     comments = re.findall(r"^ *print\(.*\)  # (.*)$", block.text, re.MULTILINE)
     assert len(comments) == block.text.count("print(")
     return [comment for comment, _ in groupby(comments)]
+
+
+def _old(root: Path) -> Path:
+    """Returns the folder of what other projects wrote, beside a store."""
+    return root.with_name("old")
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What other projects wrote."""
+    folder = tmp_path_factory.mktemp("old")
+    write_old_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture
+def root(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The root of a store to create, beside what other projects wrote if the document
+    names it."""
+    root = tmp_path / "store"
+    if OLD in block.document.read_text():
+        shutil.copytree(request.getfixturevalue("old"), _old(root))
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +160,8 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 
 @each_block("python")
-def test_an_example_prints_what_it_shows(block: Block, tmp_path: Path) -> None:
-    assert shown_prints(block) == executed(block, tmp_path)
+def test_an_example_prints_what_it_shows(block: Block, root: Path) -> None:
+    assert shown_prints(block) == executed(block, root)
 
 
 def _steps(client: store.Client) -> list[int]:
@@ -158,9 +186,8 @@ def test_the_training_loop_resumes_where_it_was_killed(tmp_path: Path) -> None:
 
 @each_block("console", slow_in=DOCS)
 def test_the_command_line_prints_what_a_document_shows(
-    block: Block, sample: Path, tmp_path: Path
+    block: Block, sample: Path, root: Path
 ) -> None:
-    root = tmp_path / "store"
     before = [
         found
         for found in blocks_of(block.document)
@@ -172,14 +199,20 @@ def test_the_command_line_prints_what_a_document_shows(
         shutil.copytree(sample, root)
     commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", block.text, re.MULTILINE)
 
+    folder = ROOT
     assert commands
     for command, output in commands:
         if command.startswith("export"):
             assert (f"export STORECTL_STORE={STORE}", "") == (command, output)
             continue
+        if command.startswith("cd"):
+            assert (f"cd {OLD}", "") == (command, output)
+            folder = _old(root)
+            continue
         ran = subprocess.run(
             command.replace("storectl", f"{sys.executable} -m storesvc_client.cli", 1),
             shell=True,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -43,6 +43,22 @@ def test_numbers_in_names_become_indexes_where_the_target_has_them() -> None:
     assert_equal(expected, run.restore(10, like=like, select="tx/**"))
 
 
+def test_numbers_in_names_of_an_imported_checkpoint_become_indexes_too(
+    run: store.Run,
+) -> None:
+    run.import_from(f"eformer:{EFORMER}", steps=[20])
+    state = {"layers": [{"kernel": KERNEL}, {"bias": BIAS}]}
+
+    assert_equal(state, run.restore(20, like=state))
+    with run.loop(every=store.Steps(1)) as loop:
+        restored, start = loop.restore_or(state)
+    assert 21 == start
+    assert_equal(state, restored)
+    run.save(21, run.restore(20)).result()  # by this library: its keys are exact
+    with pytest.raises(MismatchError, match="a number and its text are different"):
+        run.restore(21, like=state)
+
+
 def test_a_target_of_another_shape_is_rejected() -> None:
     run = store.open_foreign(f"eformer:{EFORMER}")
     like = {"layers": [{"kernel": jnp.zeros((3, 3))}, {"bias": jnp.zeros(3)}]}

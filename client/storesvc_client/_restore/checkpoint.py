@@ -38,6 +38,7 @@ from storesvc_client._values.durations import (
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.transfers import IMPORTED
 from storesvc_client._values.values import (
     Checkpoint,
     ProcessReading,
@@ -216,6 +217,7 @@ class OpenCheckpoint(OpenTree):
                     rules=rules,
                     cast=cast,
                     missing=missing,
+                    has_text_keys=IMPORTED in self.info.labels,
                 )
             with self._held():  # 2. until every chunk is read
                 assembly = self._assembly(

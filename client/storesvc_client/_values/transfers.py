@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from storesvc_client._values.texts import size_text
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
+
+IMPORTED: Final = "import.format"
+"""Label of an imported checkpoint: its format, in which a key that is a number is a
+text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

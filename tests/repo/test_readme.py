@@ -116,7 +116,7 @@ def shown_prints(block: Block) -> list[str]:
 
 
 def _old(root: Path) -> Path:
-    """Returns the folder of what other projects wrote, beside a store."""
+    """Returns the folder of what other projects wrote, next to a store."""
     return root.with_name("old")
 
 
@@ -130,7 +130,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The root of a store to create, beside what other projects wrote if the document
+    """The root of a store to create, next to what other projects wrote if the document
     names it."""
     root = tmp_path / "store"
     if OLD in block.document.read_text():

@@ -1,7 +1,7 @@
 """Writes what docs/migration.md starts from: a run of each other project.
 
-Orbax and safetensors are their own packages; the checkpoints of EasyDeL are those of
-``tests/golden/foreign``, and those of levanter are written as ``test_levanter.py``
+Orbax and safetensors write their own. The run of EasyDeL is the one in
+``tests/golden/foreign``; the step of levanter is written as ``test_levanter.py``
 explains.
 """
 

@@ -170,6 +170,27 @@ def test_a_wrong_copy_is_a_usage_error(
     assert message in result.stderr
 
 
+def test_a_copy_of_a_run_without_checkpoints_says_so(prod: str) -> None:
+    with store.connect(prod) as client:
+        client.run("prod/llama").tags.delete("best")
+        for step in client.run("prod/llama").steps():
+            client.run("prod/llama").delete(step)
+    line = ("-s", prod, "cp", "prod/llama", "prod/other")
+
+    assert "storectl: no checkpoints\n" == storectl(*line).stderr
+    assert [] == json.loads(printed(*line, "--json"))
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_a_root_that_the_system_rejects_is_an_error(
+    command: str, tmp_path: Path
+) -> None:
+    result = storectl("-s", f"{tmp_path}/{'x' * 300}", command)
+
+    assert (1, "") == (result.exit_code, result.stdout)
+    assert "an error of the system: File name too long; check" in result.stderr
+
+
 def test_a_copy_to_the_same_run_is_rejected(prod: str) -> None:
     for target in "prod/llama", f"{prod.removeprefix('file://')}/.//prod/llama":
         result = storectl("-s", prod, "cp", "prod/llama", target)

@@ -184,7 +184,13 @@ class Connection:
         url = urlsplit(self.target)
         if url.scheme == "file" and not (url.netloc or url.query or url.fragment):
             root = str(Path(unquote(url.path)))
-            is_store = (Path(root) / STORE).exists()
+            try:
+                is_store = (Path(root) / STORE).exists()
+            except OSError as e:
+                raise Refusal(
+                    f"{root}: expected the root of a store, got an error of the "
+                    f"system: {e.strerror}; check the path and its permissions"
+                ) from e
         elif url.scheme in _BUCKETS:
             from storesvc_client._rpc.embedded import holds_store
 

@@ -33,6 +33,10 @@ def show_transfers(
     finally:
         if as_json and done:
             print_json([_document(transfer) for transfer in done])
+    if not done and as_json:
+        print_json([])
+    elif not done:
+        click.echo("storectl: no checkpoints", err=True)
     return done
 
 

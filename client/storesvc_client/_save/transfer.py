@@ -14,8 +14,9 @@ A transfer that fails leaves its upload to the next one of the step, and the col
 removes it when its lease has expired.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final, Protocol
@@ -170,10 +171,12 @@ def transfer(
             meter,
             upload.named(),
             ThreadPoolExecutor(2, f"storesvc-transfer-{description.step}") as threads,
+            _ended_by_interrupts(slab_queue),  # from before the threads begin
         ):
             writing = threads.submit(upload.write, "")
             filling = threads.submit(_fill, upload, filler, slab_queue, known, meter)
-            _await(writing, filling, slab_queue)
+            writing.result()  # raises the error of reading, too
+            filling.result()
             if known is not None:
                 _check_sums(str(description), plan.tree, known, upload.sums)
             return upload.commit()
@@ -200,17 +203,15 @@ def _fill(
     slab_queue.end()
 
 
-def _await(
-    writing: "Future[None]", filling: "Future[None]", slab_queue: SlabQueue
-) -> None:
-    """Waits for both parts. Writing raises the error of reading."""
+@contextmanager
+def _ended_by_interrupts(slab_queue: SlabQueue) -> Generator[None]:
+    """Ends both parts of a transfer at Ctrl-C in the context."""
     try:
-        writing.result()
-        filling.result()
+        yield
     except Exception:
         raise
     except BaseException:
-        # Ctrl-C: an error of the store, so that the upload is kept and resumed
+        # an error of the store, so that the upload is kept and resumed
         slab_queue.fail(UnavailableError("the transfer was interrupted"))
         raise
 

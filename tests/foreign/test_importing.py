@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -317,6 +319,66 @@ def test_ctrl_c_ends_an_import_that_is_then_repeated(
     run.import_from(ForeignRun(ZarrRoot(tmp_path)))
     assert [] == list(run.uploads.list())
     assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
+
+
+class Pending(Future[None]):
+    """A read that does not begin; the third wait for it ends with a call."""
+
+    def __init__(self, third: Callable[[], None]) -> None:
+        super().__init__()
+        self._third = third
+        self._waits = 0
+
+    def result(self, timeout: float | None = None) -> None:
+        self._waits += 1
+        if self._waits == 3:
+            self._third()
+        return super().result(timeout)
+
+
+class Waiting:
+    """An array whose reads do not begin; the first one fails, or is interrupted."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.readings: list[Pending] = []
+
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:
+        self.readings.append(Pending(self._end))
+        return self.readings[-1]
+
+    def _end(self) -> None:
+        if self._error is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            self.readings[0].set_exception(self._error)
+
+
+class WaitingRoot(ZarrRoot):
+    """A location whose last array is one."""
+
+    def __init__(self, path: Path, error: Exception | None) -> None:
+        super().__init__(path)
+        self.last = Waiting(error)
+
+    def open(self, step: int) -> ForeignStep:
+        found = super().open(step)
+        return replace(found, arrays=[*found.arrays[:-1], self.last])
+
+
+@pytest.mark.parametrize("error", [None, store.UnavailableError("it is gone")])
+def test_reads_that_no_import_waits_for_any_more_are_cancelled(
+    error: Exception | None, tmp_path: Path, run: store.Run
+) -> None:
+    root = WaitingRoot(tmp_path, error)
+    root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
+
+    with pytest.raises(KeyboardInterrupt if error is None else type(error)):
+        run.import_from(ForeignRun(root))
+
+    left = root.last.readings if error is None else root.last.readings[1:]
+    assert [True] * len(left) == [reading.cancelled() for reading in left]
+    assert 2 == len(root.last.readings)
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ class _Read:
         except Exception as e:
             raise DataLossError(f"leaf {self._key!r}: {e}") from e
 
+    def cancel(self) -> None:
+        self._future.cancel()
+
 
 class ZarrRoot:
     """Steps below a directory: ``STEP/KEY`` is an array, ``STEP/tree.json`` lists them;

@@ -29,6 +29,9 @@ class Reading(Protocol):
             TimeoutError: It has not ended within `timeout` seconds.
         """
 
+    def cancel(self) -> Any:
+        """Ends the read as soon as it can be; its result is not needed any more."""
+
 
 class ForeignArray(Protocol):
     """The elements of one row. Threads may share it."""

@@ -37,6 +37,12 @@ class _InFlight:
     buffer: Bytes
     readings: tuple[Reading, ...]
 
+    def cancel(self) -> None:
+        """Ends the reads, after a failure or Ctrl-C: threads that still read would
+        delay the exit of the process."""
+        for reading in self.readings:
+            reading.cancel()
+
 
 class _CopiedReading:
     """A read whose elements are copied once it has ended."""
@@ -52,6 +58,10 @@ class _CopiedReading:
         """See ``Reading.result``."""
         self._reading.result(timeout)
         self._into[...] = self._aside
+
+    def cancel(self) -> None:
+        """See ``Reading.cancel``."""
+        self._reading.cancel()
 
 
 class StepFiller:
@@ -85,6 +95,9 @@ class StepFiller:
                 if _has_ended(started):
                     self._end(started, slab_queue, meter)
             raise
+        finally:
+            for started in in_flight:
+                started.cancel()
 
     def _fill(
         self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
@@ -97,7 +110,8 @@ class StepFiller:
             while in_flight and (
                 len(in_flight) >= self._jobs or size + unit.size > limit
             ):
-                size -= self._end(in_flight.popleft(), slab_queue, meter)
+                size -= self._end(in_flight[0], slab_queue, meter)
+                in_flight.popleft()
             with meter.phase("wait"):
                 buffer = slab_queue.memory(unit.size)
             if buffer is None:
@@ -105,7 +119,8 @@ class StepFiller:
             in_flight.append(self._start(unit, buffer))
             size += unit.size
         while in_flight:
-            self._end(in_flight.popleft(), slab_queue, meter)
+            self._end(in_flight[0], slab_queue, meter)
+            in_flight.popleft()
 
     def _start(self, unit: Unit, buffer: Bytes) -> _InFlight:
         if any(read.is_padded for read in unit.reads):
@@ -136,6 +151,7 @@ class StepFiller:
         with meter.phase("read"):
             for reading, read in zip(started.readings, started.unit.reads, strict=True):
                 if not self._await(reading, read, slab_queue):
+                    started.cancel()
                     return started.unit.size
         slabs = started.unit.slabs
         if len(slabs) == 1:

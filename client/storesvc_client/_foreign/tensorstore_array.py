@@ -149,6 +149,10 @@ class TensorStoreRead:
         if self._target is not self._into:
             self._into[...] = self._target
 
+    def cancel(self) -> None:
+        """See ``Reading``."""
+        self._future.cancel()
+
 
 def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Returns the spec of the keys of an OCDBT database that begin with a path.

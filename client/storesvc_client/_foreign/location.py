@@ -10,24 +10,10 @@ aiohttp; each error names the package to install. Files of this machine need non
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Any, Protocol
 
-from storesvc_client.errors import DataLossError, InvalidRequestError
-
-PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gs": "'storesvc[gcs]'",
-        "hf": "huggingface_hub",
-        "http": "aiohttp",
-        "https": "aiohttp",
-        "memory": "'storesvc[interop]'",
-        "s3": "'storesvc[s3]'",
-    }
-)
-"""Schemes of locations that fsspec reads, and what pip installs for each."""
+from storesvc_client._storage.outside import local_folder
+from storesvc_client.errors import DataLossError
 
 
 class Location(Protocol):
@@ -108,8 +94,8 @@ def open_location(
     """Returns the location at a URL or a path; reads nothing.
 
     Args:
-        url: A path, ``file:///PATH``, or a URL of one of ``PACKAGES``. Options of a
-            bucket may follow as for the root of a store:
+        url: A path, ``file:///PATH``, or a URL of one of ``outside.PACKAGES``. Options
+            of a bucket may follow as for the root of a store:
             ``s3://B/P?endpoint=https://minio:9000&region=us-east-1``.
         storage_options: Options of fsspec's file system, such as ``token`` or
             ``anon``; they take precedence.
@@ -119,26 +105,12 @@ def open_location(
     """
     from storesvc_client._foreign.local_location import LocalLocation
 
-    text = os.fspath(url)
-    if not text or "\0" in text:
-        raise InvalidRequestError(f"location: expected a URL or a path, got {url!r}")
-    if "://" not in text and not text.startswith("file:"):
-        return LocalLocation(Path(text))
-    parts = urlsplit(text)
-    if parts.scheme == "file":
-        if parts.netloc or not parts.path.startswith("/") or parts.query:
-            raise InvalidRequestError(
-                f"location {text!r}: expected file:///PATH; write a '?' as %3F"
-            )
-        return LocalLocation(Path(unquote(parts.path)))
-    if parts.scheme not in PACKAGES or "::" in text:
-        raise InvalidRequestError(
-            f"location {text!r}: expected a path, file:///PATH, or a URL that begins "
-            f"with {', '.join(f'{scheme}://' for scheme in PACKAGES)}"
-        )
+    local = local_folder(url, noun="location")
+    if local is not None:
+        return LocalLocation(local)
     from storesvc_client._foreign.remote_location import RemoteLocation
 
-    return RemoteLocation.at(text, storage_options or {})
+    return RemoteLocation.at(os.fspath(url), storage_options or {})
 
 
 def checked_path(url: str, path: str, *, is_folder: bool = False) -> str:

@@ -1,25 +1,26 @@
 """A location that fsspec reads: a bucket, a repository, a web server, or memory."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-from storesvc.errors import InvalidFieldError
-from storesvc.storage.gcs import TOKEN, endpoint_in_environment, endpoint_of
-from storesvc.storage.location import GRPC_DRIVER, Storage, storage_at
-from storesvc_client._foreign.location import PACKAGES, checked_path
+from storesvc.storage.gcs import endpoint_in_environment
+from storesvc.storage.location import Storage
+from storesvc_client._foreign.location import checked_path
+from storesvc_client._storage.outside import (
+    files_error,
+    name_below,
+    open_outside,
+    text_of,
+)
 from storesvc_client.errors import (
     DataLossError,
-    InvalidRequestError,
     NotFoundError,
     PreconditionError,
     StoreError,
     UnavailableError,
 )
-
-_BUCKETS: Final = ("gs", "s3")
-_DENIED: Final = frozenset({401, 403})
 
 _VERSION_FIELDS: Final = (
     "generation",
@@ -52,7 +53,7 @@ class RemoteLocation:
         self.url = url
         self._files = files
         """File system of fsspec."""
-        self._root = folder.rstrip("/")
+        self._root = folder
         """The folder in the form of that file system."""
         self._storage = storage
         """The bucket as TensorStore opens it; None for other locations."""
@@ -62,40 +63,15 @@ class RemoteLocation:
         """Returns the location at a URL.
 
         Args:
-            url: URL of a scheme of ``PACKAGES``.
+            url: URL of a scheme of ``outside.PACKAGES``.
             options: Options of the file system.
 
         Raises:
             InvalidRequestError: The URL or an option is invalid, or a package is
                 missing.
         """
-        scheme = urlsplit(url).scheme
-        storage, plain = None, url.rstrip("/")
-        if scheme in _BUCKETS:
-            try:
-                storage = storage_at(url)
-            except InvalidFieldError as e:
-                raise InvalidRequestError(f"location {url!r}: {e}") from e
-            if storage.spec["driver"] == GRPC_DRIVER:
-                raise InvalidRequestError(
-                    f"location {url!r}: expected no driver=, got {GRPC_DRIVER}; other "
-                    "projects' checkpoints are read over HTTP, leave it out"
-                )
-            plain = storage.name
-        try:
-            files_of = _file_system(scheme)
-            given = {**_options(storage), **options}
-            files = files_of(use_listings_cache=False, **given)
-            # fsspec's only way from a URL to the form of its paths
-            folder = str(files._strip_protocol(plain))  # noqa: SLF001
-        except ImportError as e:
-            raise InvalidRequestError(
-                f"location {plain}: {scheme}:// needs {e.name or 'another package'}; "
-                f"pip install {PACKAGES[scheme]}"
-            ) from e
-        except (TypeError, ValueError) as e:
-            raise InvalidRequestError(f"location {plain}: {e}") from e
-        return cls(plain, files, folder, storage)
+        found = open_outside(url, options, noun="location")
+        return cls(found.url, found.files, found.folder, found.storage)
 
     def __repr__(self) -> str:
         return f"<RemoteLocation {self.url}>"
@@ -195,7 +171,7 @@ class RemoteLocation:
             return {
                 f"{name}/" if row["type"] == "directory" else name: row
                 for row in rows
-                if (name := _name_below(start, str(row["name"])))
+                if (name := name_below(start, str(row["name"])))
             }
         return {}
 
@@ -240,67 +216,15 @@ class RemoteLocation:
         except (FileNotFoundError, NotADirectoryError) as e:
             if _is_unreached(e):
                 raise UnavailableError(
-                    f"{place}: cannot be read ({_text(e.__cause__)}); check the "
+                    f"{place}: cannot be read ({text_of(e.__cause__)}); check the "
                     "storage, and try again"
                 ) from e
             if not is_absent_error:
                 return
             raise NotFoundError(f"{place}: expected a file, found none") from e
         except Exception as e:
-            code = getattr(e, "status", getattr(e, "code", None))
-            if isinstance(e, PermissionError) or code in _DENIED:
-                raise PreconditionError(
-                    f"{place}: access denied ({_text(e)}); use credentials that may "
-                    "read it"
-                ) from e
-            raise UnavailableError(
-                f"{place}: cannot be read ({_text(e)}); check the storage, and try "
-                "again"
-            ) from e
-
-
-def _file_system(scheme: str) -> Callable[..., Any]:
-    """Returns the class of fsspec's file system for a scheme.
-
-    Of gcsfs, the class that only calls the JSON API: that of the registry first asks
-    a gRPC service for the type of the bucket, which waits for minutes where ``gs://``
-    leads to another endpoint (seen in 2026.10.1).
-    """
-    if scheme == "gs":
-        from gcsfs.core import GCSFileSystem
-
-        of_buckets: Callable[..., Any] = GCSFileSystem
-        return of_buckets
-    import fsspec
-
-    of_scheme: Callable[..., Any] = fsspec.get_filesystem_class(scheme)
-    return of_scheme
-
-
-def _options(storage: Storage | None) -> dict[str, Any]:
-    """Returns fsspec's options for the options of a root, and for what TensorStore
-    reads from the environment: both must reach the same storage."""
-    import os
-
-    if storage is None:
-        return {}
-    endpoint = endpoint_of(storage)
-    found: dict[str, Any] = {}
-    if endpoint is not None:
-        found["endpoint_url"] = endpoint
-    if storage.spec["driver"] == "s3":
-        region = storage.spec.get("aws_region")
-        return {**found, "client_kwargs": {"region_name": region}} if region else found
-    if TOKEN in os.environ:  # an emulator's
-        found["token"] = "anon"  # noqa: S105 - no secret
-    return found
-
-
-def _name_below(start: str, full: str) -> str:
-    """Returns the name of a file or folder right below a prefix; "" if it is not."""
-    text = full.lstrip("/").rstrip("/")
-    name = text.removeprefix(start)
-    return "" if name == text or "/" in name or "?" in name else name
+            remedy = "check the storage, and try again"
+            raise files_error(e, place, verb="read", remedy=remedy) from e
 
 
 def _is_unreached(e: OSError) -> bool:
@@ -309,7 +233,3 @@ def _is_unreached(e: OSError) -> bool:
     return isinstance(e.__cause__, OSError) and (
         not isinstance(e.__cause__, FileNotFoundError | NotADirectoryError)
     )
-
-
-def _text(e: BaseException | None) -> str:
-    return (str(e) or type(e).__name__).splitlines()[0][:200]

@@ -1,0 +1,205 @@
+"""Places outside a store: parses their URLs, and opens fsspec's file systems for them.
+
+What reads other projects' checkpoints and what exports to them share this, so a URL and
+its options mean the same in both.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from storesvc.errors import InvalidFieldError
+from storesvc.storage.gcs import TOKEN, endpoint_of
+from storesvc.storage.location import GRPC_DRIVER, Storage, storage_at
+from storesvc_client.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    StoreError,
+    UnavailableError,
+)
+
+PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "gs": "'storesvc[gcs]'",
+        "hf": "huggingface_hub",
+        "http": "aiohttp",
+        "https": "aiohttp",
+        "memory": "'storesvc[interop]'",
+        "s3": "'storesvc[s3]'",
+    }
+)
+"""Schemes that fsspec opens, and what pip installs for each."""
+
+_BUCKETS: Final = ("gs", "s3")
+_DENIED: Final = frozenset({401, 403})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideFiles:
+    """A folder in a file system of fsspec, whose caches are off."""
+
+    url: str
+    """URL of the folder, without options."""
+    files: Any
+    """The file system."""
+    folder: str
+    """The folder in the form of the file system's paths, without a "/" at its end."""
+    storage: Storage | None
+    """The bucket as TensorStore opens it; None for other places."""
+
+
+def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
+    """Returns the path of a place on this machine; None for a URL of ``PACKAGES``.
+
+    Args:
+        url: A path, ``file:///PATH``, or a URL of one of ``PACKAGES``.
+        noun: What the place is, for messages, such as "location".
+
+    Raises:
+        InvalidRequestError: The URL names no such place.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise InvalidRequestError(f"{noun}: expected a URL or a path, got {url!r}")
+    if "://" not in text and not text.startswith("file:"):
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme == "file":
+        if parts.netloc or not parts.path.startswith("/") or parts.query:
+            raise InvalidRequestError(
+                f"{noun} {text!r}: expected file:///PATH; write a '?' as %3F"
+            )
+        return Path(unquote(parts.path))
+    if parts.scheme not in PACKAGES or "::" in text:
+        raise InvalidRequestError(
+            f"{noun} {text!r}: expected a path, file:///PATH, or a URL that begins "
+            f"with {', '.join(f'{scheme}://' for scheme in PACKAGES)}"
+        )
+    return None
+
+
+def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideFiles:
+    """Opens the file system of a URL; sends no request.
+
+    Args:
+        url: URL of a scheme of ``PACKAGES``. Options of a bucket follow as for the root
+            of a store.
+        options: Options of the file system; they take precedence.
+        noun: What the place is, for messages, such as "location".
+
+    Raises:
+        InvalidRequestError: The URL or an option is invalid, or a package is missing.
+    """
+    scheme = urlsplit(url).scheme
+    storage, plain = None, url.rstrip("/")
+    if scheme in _BUCKETS:
+        storage = _bucket(url, noun)
+        plain = storage.name
+    try:
+        given = {**_options(storage), **options}
+        files = _file_system(scheme)(use_listings_cache=False, **given)
+        # fsspec's only way from a URL to the form of its paths
+        folder = str(files._strip_protocol(plain)).rstrip("/")  # noqa: SLF001
+    except ImportError as e:
+        raise InvalidRequestError(
+            f"{noun} {plain}: {scheme}:// needs {e.name or 'another package'}; "
+            f"pip install {PACKAGES[scheme]}"
+        ) from e
+    except (TypeError, ValueError) as e:
+        raise InvalidRequestError(f"{noun} {plain}: {e}") from e
+    return OutsideFiles(url=plain, files=files, folder=folder, storage=storage)
+
+
+def is_denied(e: BaseException) -> bool:
+    """Returns whether an error of a file system is a denied access."""
+    code = getattr(e, "status", getattr(e, "code", None))
+    # gcsfs raises a plain OSError for the status 403
+    is_forbidden = isinstance(e, OSError) and str(e).startswith("Forbidden: ")
+    return is_forbidden or isinstance(e, PermissionError) or code in _DENIED
+
+
+def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreError:
+    """Returns the error of this library for one of a file system, which raises those of
+    the libraries below it.
+
+    Args:
+        e: The error.
+        place: URL of the file or folder.
+        verb: What failed, such as "read".
+        remedy: What to do when the storage fails.
+    """
+    if is_denied(e):
+        return PreconditionError(
+            f"{place}: access denied ({text_of(e)}); use credentials that may {verb} it"
+        )
+    done = {"write": "written"}.get(verb, verb)
+    return UnavailableError(f"{place}: cannot be {done} ({text_of(e)}); {remedy}")
+
+
+def text_of(e: BaseException | None) -> str:
+    """Returns the first line of the text of an error, or its type."""
+    return (str(e) or type(e).__name__).splitlines()[0][:200]
+
+
+def name_below(start: str, full: str) -> str:
+    """Returns the name of a file or folder right below a prefix; "" if it is not."""
+    text = full.lstrip("/").rstrip("/")
+    name = text.removeprefix(start)
+    return "" if name == text or "/" in name or "?" in name else name
+
+
+def _bucket(url: str, noun: str) -> Storage:
+    """Returns the bucket of a URL.
+
+    Raises:
+        InvalidRequestError: The URL or an option is invalid.
+    """
+    try:
+        storage = storage_at(url)
+    except InvalidFieldError as e:
+        raise InvalidRequestError(f"{noun} {url!r}: {e}") from e
+    if storage.spec["driver"] == GRPC_DRIVER:
+        raise InvalidRequestError(
+            f"{noun} {url!r}: expected no driver=, got {GRPC_DRIVER}; other projects' "
+            "checkpoints are read and written over HTTP, leave it out"
+        )
+    return storage
+
+
+def _file_system(scheme: str) -> Callable[..., Any]:
+    """Returns the class of fsspec's file system for a scheme.
+
+    Of gcsfs, the class that only calls the JSON API: that of the registry first asks
+    a gRPC service for the type of the bucket, which waits for minutes where ``gs://``
+    leads to another endpoint (seen in 2026.10.1).
+    """
+    if scheme == "gs":
+        from gcsfs.core import GCSFileSystem
+
+        of_buckets: Callable[..., Any] = GCSFileSystem
+        return of_buckets
+    import fsspec
+
+    of_scheme: Callable[..., Any] = fsspec.get_filesystem_class(scheme)
+    return of_scheme
+
+
+def _options(storage: Storage | None) -> dict[str, Any]:
+    """Returns fsspec's options for the options of a root, and for what TensorStore
+    reads from the environment: both must reach the same storage."""
+    if storage is None:
+        return {}
+    endpoint = endpoint_of(storage)
+    found: dict[str, Any] = {}
+    if endpoint is not None:
+        found["endpoint_url"] = endpoint
+    if storage.spec["driver"] == "s3":
+        region = storage.spec.get("aws_region")
+        return {**found, "client_kwargs": {"region_name": region}} if region else found
+    if TOKEN in os.environ:  # an emulator's
+        found["token"] = "anon"  # noqa: S105 - no secret
+    return found

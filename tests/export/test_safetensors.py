@@ -302,7 +302,7 @@ def test_progress_ends_with_all_bytes(
         ("npz:/x.npz", {"max_shard_bytes": 5}, "expected only for safetensors"),
         ("safetensors:/x", {"max_shard_bytes": 0}, "at least 1, got 0"),
         ("safetensors:/x.safetensors", {"max_shard_bytes": 5}, "give a folder"),
-        ("safetensors:nowhere://x", {}, "use a path, gs:// or s3://"),
+        ("safetensors:nowhere://x", {}, "expected a path, file:///PATH, or a URL"),
         ("orbax:/x", {"layout": "v2"}, "expected one of 'v0', 'v1', got 'v2'"),
     ],
 )

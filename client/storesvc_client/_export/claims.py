@@ -27,7 +27,7 @@ class ClaimedStep:
         """Claims a step.
 
         Args:
-            target: The step, which has no files.
+            target: The step; what it holds is of an export that has failed.
         """
         self._target = target
         self.url = target.url

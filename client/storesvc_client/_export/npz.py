@@ -5,7 +5,6 @@ format holds the dtypes of NumPy itself: a leaf of bfloat16 is rejected unless i
 cast, because ``numpy.load`` would return raw bytes.
 """
 
-import posixpath
 import zipfile
 from collections.abc import Sequence
 from io import BytesIO
@@ -16,7 +15,7 @@ from numpy.lib import format as npy
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._export.report import Written
 from storesvc_client._export.source import ExportCall, Source
-from storesvc_client._export.target import NewFile
+from storesvc_client._export.target import NewFile, split_file
 from storesvc_client._export.tensor_reads import read_tensors
 from storesvc_client._export.tensors import Tensor, plan_tensors
 from storesvc_client._values.progress import Meter
@@ -40,7 +39,7 @@ def write_npz(call: ExportCall) -> Written:
         StoreError: The checkpoint could not be read, or the target not be written.
     """
     source, meter = call.source, call.meter
-    folder, name = posixpath.split(call.where)
+    folder, name = split_file(call.where)
     if not name.endswith(SUFFIX):
         raise InvalidRequestError(
             f"target {call.where!r}: expected a file whose name ends in {SUFFIX}"
@@ -55,7 +54,7 @@ def write_npz(call: ExportCall) -> Written:
     )
     for tensor in tensors:
         _check_member(source, tensor)
-    target = call.opened(folder or ".")
+    target = call.opened(folder)
     if target.size(name) is not None:
         raise PreconditionError(
             f"{call.where} exists; remove it, or choose another target"

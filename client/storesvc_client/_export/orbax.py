@@ -287,15 +287,17 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
             yield LocalTarget(directory)
             _put(LocalTarget(directory), COMMITTED, b"Written by storesvc.\n")
         return
-    target = opened(f"{root.url}/{step}")
+    target = root.below(step)
     names = target.names()
     if names and (COMMITTED in names or MARK not in names):
         raise _exists(target.url)
-    if names:  # of an export that has failed
-        target.remove("")
     claimed = ClaimedStep(target)
+    for name in names:  # of an export that has failed
+        if name != MARK:
+            target.remove(name)
     yield claimed
-    claimed.complete(COMMITTED, b"Written by storesvc.\n")
+    claimed.complete(COMMITTED, b"Written by storesvc.
+")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ are right are kept.
 """
 
 import json
-import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,7 +29,7 @@ from storesvc_client._export.safetensors_layout import (
     shard_names,
 )
 from storesvc_client._export.source import ExportCall, Source
-from storesvc_client._export.target import COPY_BYTES, OpenTarget, Target
+from storesvc_client._export.target import COPY_BYTES, OpenTarget, Target, split_file
 from storesvc_client._export.tensor_reads import read_tensors
 from storesvc_client._export.tensors import Tensor, plan_tensors
 from storesvc_client._values.progress import Meter
@@ -106,10 +105,10 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
 
 def _target(url: str, opened: OpenTarget) -> tuple[Target, str]:
     """Returns the folder of a URL, and the name of the file if the URL names one."""
-    if not url.endswith(SUFFIX):
+    folder, name = split_file(url)
+    if not name.endswith(SUFFIX):
         return opened(url), ""
-    folder, name = posixpath.split(url)
-    return opened(folder or "."), name
+    return opened(folder), name
 
 
 def _check_single(

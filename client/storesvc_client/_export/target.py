@@ -10,13 +10,22 @@ A file appears under its name when it is complete:
 
 import fcntl
 import os
+import posixpath
 import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
-from urllib.parse import unquote, urlsplit
 
+from storesvc_client._storage.outside import (
+    OutsideFiles,
+    files_error,
+    local_folder,
+    name_below,
+    open_outside,
+)
 from storesvc_client.errors import (
     InvalidRequestError,
     LimitError,
@@ -28,14 +37,6 @@ from storesvc_client.errors import (
 COPY_BYTES: Final = 8 << 20
 """Bytes of a file that are read at once."""
 
-_PACKAGES: Final = {
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "s3": "s3fs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
 _NO_SPACE: Final = frozenset({28, 122})  # ENOSPC, EDQUOT
 
 
@@ -72,6 +73,9 @@ class Target(Protocol):
         """Removes a file, or a folder with all that it holds; nothing if there is
         none."""
 
+    def below(self, folder: str) -> "Target":
+        """Returns a folder of it."""
+
 
 OpenTarget: TypeAlias = Callable[[str], Target]
 """Returns the target at a URL or a local path; see ``open_target``."""
@@ -81,41 +85,28 @@ def open_target(url: str, storage_options: Mapping[str, Any] | None = None) -> T
     """Returns the target at a URL or a local path.
 
     Args:
-        url: The URL or path.
-        storage_options: Options of fsspec's file system, such as ``endpoint_url``.
+        url: The URL or path, with the options of a ``Location`` of an import.
+        storage_options: Options of fsspec's file system, such as ``token``; they take
+            precedence.
 
     Raises:
-        InvalidRequestError: The URL has an unknown scheme, or a package is missing.
-        PreconditionError: The storage denies access, or its host is unknown.
-        UnavailableError: The storage does not answer.
+        InvalidRequestError: The URL names no such place, or a package is missing.
     """
-    scheme, colon, _ = url.partition("://")
-    if not colon:
-        if not url:
-            raise InvalidRequestError("target: expected a path or a URL, got ''")
-        return LocalTarget(Path(url).absolute())
-    if scheme == "file":
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise InvalidRequestError(
-                f"target {url!r}: expected file:///PATH, got a host"
-            )
-        return LocalTarget(Path(unquote(parts.path)))
-    try:
-        import fsspec
-    except ImportError as e:
-        raise InvalidRequestError(
-            f"target {url!r}: expected the package fsspec, which writes to such URLs; "
-            "pip install fsspec"
-        ) from e
-    try:
-        with translated(f"target {url!r}"):  # some file systems connect at once
-            files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
-    except (ImportError, ValueError) as e:
-        package = _PACKAGES.get(scheme)
-        hint = f"pip install {package}" if package else "use a path, gs:// or s3://"
-        raise InvalidRequestError(f"target {url!r}: {e}; {hint}") from e
-    return RemoteTarget(files, root.rstrip("/"), url.rstrip("/"))
+    local = local_folder(url, noun="target")
+    if local is not None:
+        return LocalTarget(local.absolute())
+    return RemoteTarget(open_outside(url, storage_options or {}, noun="target"))
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """Returns the URL of the folder of a file, with its options, and the file's name.
+
+    >>> split_file("gs://bucket/models/all.npz?endpoint=http://localhost:9000")
+    ('gs://bucket/models?endpoint=http://localhost:9000', 'all.npz')
+    """
+    path, mark, options = url.partition("?") if "://" in url else (url, "", "")
+    folder, name = posixpath.split(path)
+    return f"{folder}{mark}{options}" or ".", name
 
 
 @contextmanager
@@ -195,26 +186,34 @@ class LocalTarget:
             else:
                 place.unlink(missing_ok=True)
 
+    def below(self, folder: str) -> "LocalTarget":
+        """See ``Target``."""
+        return LocalTarget(self._root / folder)
+
 
 class RemoteTarget:
     """A prefix of a bucket, or whatever else fsspec writes to."""
 
-    def __init__(self, files: Any, root: str, url: str) -> None:
-        self._files = files
-        self._root = root
-        self.url = url
+    def __init__(self, place: OutsideFiles) -> None:
+        self.place = place
+        self.url = place.url
+        self._files = place.files
 
     @property
     def local(self) -> Path | None:
         """See ``Target``."""
         return None
 
-    def _path(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+    def below(self, folder: str) -> "RemoteTarget":
+        """See ``Target``."""
+        inside = self._path(folder)
+        return RemoteTarget(
+            replace(self.place, url=f"{self.url}/{folder}", folder=inside)
+        )
 
     def size(self, path: str) -> int | None:
         """See ``Target``."""
-        with translated(f"{self.url}/{path}"):
+        with self._translated(path, "read"):
             try:
                 self._files.invalidate_cache()
                 return int(self._files.size(self._path(path)))
@@ -223,24 +222,26 @@ class RemoteTarget:
 
     def names(self, folder: str = "") -> list[str]:
         """See ``Target``."""
-        with translated(f"{self.url}/{folder}"):
+        place = self._path(folder)
+        with self._translated(folder, "read"):
             try:
                 self._files.invalidate_cache()
-                found = self._files.ls(self._path(folder), detail=False)
+                found = self._files.ls(place, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+        start = f"{place}/".lstrip("/")
+        return sorted({each for name in found if (each := name_below(start, name))})
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """See ``Target``."""
-        with translated(f"{self.url}/{path}"):
+        with self._translated(path, "read"):
             found: bytes = self._files.cat_file(self._path(path), start=start, end=stop)
         return found
 
     @contextmanager
     def create(self, path: str) -> Generator[NewFile]:
         """See ``Target``."""
-        with translated(f"{self.url}/{path}"):
+        with self._translated(path, "write"):
             try:
                 file = self._files.open(self._path(path), "wb")
             except NotImplementedError as e:
@@ -248,26 +249,58 @@ class RemoteTarget:
                     f"target {self.url}: expected a URL that can be written, such as "
                     "gs:// or s3://, got one that can only be read"
                 ) from e
-            try:
-                yield file
-            except BaseException:
-                # closing it would complete the upload
-                with suppress(AttributeError, NotImplementedError, OSError):
-                    file.discard()
-                with suppress(AttributeError):
-                    file.closed = True
-                with suppress(OSError):  # of a storage that had made it at once
+        try:
+            yield _RemoteFile(file, partial(self._translated, path, "write"))
+            with self._translated(path, "write"):
+                file.close()
+        except BaseException:
+            # closing it would complete the upload
+            with suppress(Exception):
+                file.discard()
+            with suppress(AttributeError):
+                file.closed = True
+            if self.place.storage is None:  # memory has made it at once
+                with suppress(OSError):
                     self._files.rm(self._path(path))
-                raise
-            file.close()
+            raise
 
     def remove(self, path: str) -> None:
         """See ``Target``."""
-        with (
-            translated(f"{self.url}/{path}"),
-            suppress(FileNotFoundError),
-        ):
-            self._files.rm(self._path(path), recursive=True)
+        with self._translated(path, "write"), suppress(FileNotFoundError):
+            self._files.invalidate_cache()
+            # one by one: the bulk deletion of s3fs keeps its errors to itself
+            for name in self._files.find(self._path(path)):
+                self._files.rm_file(name)
+
+    def _path(self, path: str) -> str:
+        return f"{self.place.folder}/{path}" if path else self.place.folder
+
+    @contextmanager
+    def _translated(self, path: str, verb: str) -> Generator[None]:
+        """Raises errors of fsspec as errors of this library."""
+        place = f"{self.url}/{path}" if path else self.url
+        try:
+            yield
+        except StoreError:  # some are OSErrors too
+            raise
+        except Exception as e:
+            remedy = "check the storage, and export again"
+            raise files_error(e, place, verb=verb, remedy=remedy) from e
+
+
+class _RemoteFile:
+    """A file of fsspec, whose errors are those of this library."""
+
+    def __init__(
+        self, file: NewFile, translating: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._file = file
+        self._translating = translating
+
+    def write(self, data: Any) -> int:
+        """See ``NewFile``."""
+        with self._translating():
+            return self._file.write(data)
 
 
 def lock(descriptor: int, part: Path, place: Path) -> None:

@@ -23,6 +23,15 @@ pytestmark = pytest.mark.emulated
 TREE: dict[str, Any] = {"w": np.arange(500.0), "b": {"c": np.arange(6).reshape(2, 3)}}
 
 
+LARGE: dict[str, Any] = {
+    "w": np.random.default_rng(0).random(40_000),
+    "n": np.arange(9),
+}
+"""A tree of 320 kB, far more than the documents of a step."""
+
+PAYLOAD_BYTES = 320_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
     """Keeps Orbax from logging, which makes no difference to what it does."""
@@ -154,3 +163,105 @@ def test_an_option_of_the_file_system_takes_precedence(
     )
 
     assert ["x.npz"] == list(open_location(root).names())
+
+
+def test_the_bucket_of_the_store_copies_the_data_files_itself(
+    bucket: Bucket, saved: Save, tmp_path: Path
+) -> None:
+    opened = saved(bucket.new_root(), LARGE, items={"config": {"x": 1}})
+    target, emulator = bucket.new_root(), bucket.emulator
+    emulator.clear()
+
+    report = opened.export(f"orbax:{target}")
+
+    assert report.copied_bytes == emulator.copied_bytes >= PAYLOAD_BYTES
+    moved = sum(each.received_bytes + each.sent_bytes for each in emulator.log)
+    assert moved < PAYLOAD_BYTES / 4
+    found = restored(target, tmp_path)
+    np.testing.assert_array_equal(LARGE["w"], found["w"])
+    np.testing.assert_array_equal(LARGE["n"], found["n"])
+
+
+def test_the_hold_on_the_checkpoint_ends_after_the_copies(
+    bucket: Bucket, saved: Save
+) -> None:
+    opened = saved(bucket.new_root(), LARGE)
+    bucket.emulator.clear()
+
+    opened.export(f"orbax:{bucket.new_root()}")
+
+    log = bucket.emulator.log
+    copied = [at for at, each in enumerate(log) if each.copied_bytes]
+    ended = [
+        at
+        for at, each in enumerate(log)
+        if each.method == "DELETE" and "hold" in each.target
+    ]
+    assert max(copied) < min(ended)
+
+
+def test_copies_are_complete_before_the_step_is(bucket: Bucket, saved: Save) -> None:
+    opened = saved(bucket.new_root(), LARGE)
+    bucket.emulator.clear()
+
+    opened.export(f"orbax:{bucket.new_root()}")
+
+    log = bucket.emulator.log
+    copied = [at for at, each in enumerate(log) if each.copied_bytes]
+    written = [
+        at
+        for at, each in enumerate(log)
+        if each.method in ("PUT", "POST") and COMMITTED in each.target
+    ]
+    assert 0 < len(copied)
+    assert max(copied) < min(written)
+
+
+def test_what_the_bucket_cannot_copy_is_read_and_written(
+    bucket: Bucket, saved: Save, tmp_path: Path
+) -> None:
+    opened = saved(bucket.new_root(), LARGE)
+    bucket.emulator.clear()
+
+    cast = opened.export(f"orbax:{bucket.new_root()}", cast="float32")
+    chosen = opened.export(f"orbax:{bucket.new_root()}", select="w")
+    elsewhere = opened.export(f"orbax:{tmp_path}")
+
+    copied = [each.copied_bytes for each in (cast, chosen, elsewhere)]
+    assert ([0, 0, 0], 0) == (copied, bucket.emulator.copied_bytes)
+
+
+def test_a_bucket_that_denies_copies_is_read_and_written(
+    bucket: Bucket, saved: Save, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.disable(logging.NOTSET)
+    opened, target = saved(bucket.new_root(), LARGE), bucket.new_root()
+    _deny_copies(bucket)
+
+    report = opened.export(f"orbax:{target}")
+
+    assert 0 == report.copied_bytes
+    assert "the bucket did not copy them" in caplog.text
+    np.testing.assert_array_equal(LARGE["w"], restored(target, tmp_path)["w"])
+
+
+def test_a_copy_that_fails_leaves_no_finished_step(
+    bucket: Bucket, saved: Save, tmp_path: Path
+) -> None:
+    opened, target = saved(bucket.new_root(), LARGE), bucket.new_root()
+    _deny_copies(bucket, 400)
+
+    with pytest.raises(store.UnavailableError, match="export again"):
+        opened.export(f"orbax:{target}")
+    assert COMMITTED not in open_location(target).names("100")
+    bucket.emulator.clear()
+    opened.export(f"orbax:{target}")
+
+    np.testing.assert_array_equal(LARGE["w"], restored(target, tmp_path)["w"])
+
+
+def _deny_copies(bucket: Bucket, code: int = 403) -> None:
+    """Has the storage reject the next copy with a status; on S3, a copy is a PUT of a
+    data file below the step."""
+    pattern = r"POST .*/rewriteTo/|PUT .*/100/default/d/"
+    bucket.emulator.fault(pattern, Status(code), times=1)

@@ -128,6 +128,11 @@ class Emulator:
         return self._log.stored_bytes
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes that the storage has copied itself since the log was cleared."""
+        return self._log.copied_bytes
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of response bodies since the log was cleared."""
         return self._log.sent_bytes

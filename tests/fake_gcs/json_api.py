@@ -7,6 +7,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -209,17 +210,16 @@ class JsonApi:
             component_count=source.component_count,
         )
         document = object_document(request.origin, to, new_name, made)
-        if how == "copyTo":
-            return json_answer(document)
-        return json_answer(
-            {
+        if how == "rewriteTo":
+            document = {
                 "kind": "storage#rewriteResponse",
                 "totalBytesRewritten": document["size"],
                 "objectSize": document["size"],
                 "done": True,
                 "resource": document,
             }
-        )
+        copied_bytes = len(source.content.data)
+        return replace(json_answer(document), copied_bytes=copied_bytes)
 
 
 def _patched(properties: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ class Logged:
     """Bytes of the response's body."""
     stored_bytes: int
     """Size of the object that it uploaded."""
+    copied_bytes: int
+    """Size of the object that it made of another one, without its bytes."""
     began_seconds: float
     """``time.monotonic`` at the end of the request."""
     seconds: float
@@ -47,6 +49,11 @@ class Log:
     def stored_bytes(self) -> int:
         """Bytes that uploads stored."""
         return sum(entry.stored_bytes for entry in self.entries)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that the storage copied itself."""
+        return sum(entry.copied_bytes for entry in self.entries)
 
     @property
     def sent_bytes(self) -> int:

@@ -124,6 +124,8 @@ class Answer:
     body: Data = b""
     stored_bytes: int = 0
     """Size of the object that the request uploaded."""
+    copied_bytes: int = 0
+    """Size of the object that the request made of another one."""
 
 
 def json_answer(

@@ -25,6 +25,7 @@ class Outcome:
     sent_bytes: int = 0
     """Bytes of its body to send."""
     stored_bytes: int = 0
+    copied_bytes: int = 0
     breaks: bool = False
     """True if the connection then breaks."""
 
@@ -45,7 +46,8 @@ def outcome_of(
         case Reset() | Stall():
             return Outcome(answer=None, breaks=True)
         case Lost() | Mute():
-            return Outcome(answer=None, stored_bytes=do().stored_bytes, breaks=True)
+            done = _sent(do())
+            return replace(done, answer=None, sent_bytes=0, breaks=True)
         case Truncate(body_bytes):
             whole = _sent(do())
             sent_bytes = min(body_bytes, whole.sent_bytes)
@@ -65,7 +67,10 @@ def _corrupted(answer: Answer) -> Answer:
 
 def _sent(answer: Answer) -> Outcome:
     return Outcome(
-        answer=answer, sent_bytes=len(answer.body), stored_bytes=answer.stored_bytes
+        answer=answer,
+        sent_bytes=len(answer.body),
+        stored_bytes=answer.stored_bytes,
+        copied_bytes=answer.copied_bytes,
     )
 
 

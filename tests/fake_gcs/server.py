@@ -139,8 +139,9 @@ def _entry(request: Request, outcome: Outcome, began: float) -> Logged:
         target=request.target,
         status=None if outcome.answer is None else outcome.answer.status,
         received_bytes=len(request.body),
-        sent_bytes=outcome.sent_bytes,
+        sent_bytes=0 if request.method == "HEAD" else outcome.sent_bytes,
         stored_bytes=outcome.stored_bytes,
+        copied_bytes=outcome.copied_bytes,
         began_seconds=began,
         seconds=time.monotonic() - began,
     )

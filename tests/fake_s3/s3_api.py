@@ -21,6 +21,10 @@ from tests.fake_gcs.refusals import RefusedError
 from tests.fake_gcs.resources import part_of
 
 MOST_LISTED: Final = 1000
+MODIFIED: Final = "2026-01-01T00:00:00.000Z"
+"""Time at which every object was written, in XML."""
+
+_COPY_SOURCE: Final = "x-amz-copy-source"
 
 _CODES: Final = {
     HTTPStatus.BAD_REQUEST: "InvalidArgument",
@@ -70,6 +74,8 @@ class S3Api:
         found = self._buckets.get(unquote(bucket))
         if not name:
             return _of_bucket(request, found)
+        if request.method == "PUT" and _COPY_SOURCE in request.headers:
+            return self._copy(request, found, unquote(name))
         calls = {"GET": _read, "HEAD": _read, "PUT": _write, "DELETE": _delete}
         if request.method not in calls:
             status = HTTPStatus.METHOD_NOT_ALLOWED
@@ -77,6 +83,22 @@ class S3Api:
         if request.method not in self._conditional_methods:
             request = replace(request, headers=_unconditional(request.headers))
         return calls[request.method](request, found, unquote(name))
+
+    def _copy(self, request: Request, bucket: Bucket, name: str) -> Answer:
+        """Copies an object to a name, as S3 does up to 5 GB."""
+        place = unquote(request.headers[_COPY_SOURCE]).lstrip("/")
+        from_bucket, _, from_name = place.partition("/")
+        source = self._buckets.get(from_bucket).read(from_name, NO_CONDITIONS)
+        wanted = request.headers.get(f"{_COPY_SOURCE}-if-match")
+        if wanted not in (None, "*", etag(source)):
+            status = HTTPStatus.PRECONDITION_FAILED
+            raise RefusedError(status, "At least one of the pre-conditions is not met")
+        if "PUT" in self._conditional_methods:
+            _check(request.headers, bucket.get(name))
+        made = bucket.insert(name, source.content, {}, NO_CONDITIONS)
+        inside = _text("ETag", etag(made)) + _text("LastModified", MODIFIED)
+        answer = _document("CopyObjectResult", inside)
+        return replace(answer, copied_bytes=len(source.content.data))
 
 
 # --- Buckets --------------------------------------------------------------------------
@@ -102,7 +124,7 @@ def _listed(bucket: Bucket, page: Page) -> str:
     lines = [
         f"<Contents>{_text('Key', name)}"
         f"<Size>{len(bucket[name].content.data)}</Size>"
-        "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        f"<LastModified>{MODIFIED}</LastModified>"
         f"{_text('ETag', etag(bucket[name]))}</Contents>"
         for name in page.names
     ]

@@ -85,6 +85,7 @@ def export_checkpoint(
         leaf_count=len(source.rows),
         size_bytes=written.size_bytes,
         linked_bytes=written.linked_bytes,
+        copied_bytes=written.copied_bytes,
         dropped_items=tuple(dropped),
         seconds=meter.seconds,
     )

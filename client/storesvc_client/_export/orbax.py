@@ -28,6 +28,7 @@ from storesvc.format.items import item_of
 from storesvc.format.key_spaces import view_of_arrays
 from storesvc.format.layout import ROOT
 from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._export.bucket_copies import copy_within_bucket
 from storesvc_client._export.claims import MARK, ClaimedStep
 from storesvc_client._export.orbax_data import (
     DATA,
@@ -140,7 +141,12 @@ def write_orbax(
     )
     files = tuple(f"{source.info.step}/{each}" for each in (name, *rows))
     return (
-        Written(files=files, size_bytes=size, linked_bytes=data.linked_bytes),
+        Written(
+            files=files,
+            size_bytes=size,
+            linked_bytes=data.linked_bytes,
+            copied_bytes=data.copied_bytes,
+        ),
         dropped,
     )
 
@@ -247,9 +253,11 @@ def _write_arrays(
     arrays = step.arrays
     sizes = [source.tree.grids[leaf.row] for leaf in arrays]
     meter.total_bytes = sum(grid.count * grid.chunk_bytes for grid in sizes)
-    data = link_data(source, arrays, target, step.item)
-    if data is None:
-        data = copy_data(source, arrays, target, step.item, meter)
+    data = (
+        link_data(source, arrays, target, step.item)
+        or copy_within_bucket(source, arrays, target, step.item, meter)
+        or copy_data(source, arrays, target, step.item, meter)
+    )
     uuid = uuid4()
     view = view_of_arrays(
         [leaf.array for leaf in arrays],
@@ -296,8 +304,7 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
         if name != MARK:
             target.remove(name)
     yield claimed
-    claimed.complete(COMMITTED, b"Written by storesvc.
-")
+    claimed.complete(COMMITTED, b"Written by storesvc.\n")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from uuid import uuid4
 
@@ -52,8 +52,10 @@ class DataFiles:
 
     places: ChunkLocations
     """Location of each chunk, relative to the item."""
-    linked_bytes: int
+    linked_bytes: int = 0
     """Bytes of the files that are hard links."""
+    copied_bytes: int = 0
+    """Bytes of the files that the bucket copied itself."""
 
 
 def chunk_keys(source: Source, leaves: Sequence[OrbaxLeaf]) -> list[str]:
@@ -65,29 +67,43 @@ def chunk_keys(source: Source, leaves: Sequence[OrbaxLeaf]) -> list[str]:
     ]
 
 
+def is_stored_as_exported(source: Source, leaves: Sequence[OrbaxLeaf]) -> bool:
+    """Returns whether the data files can be taken as they are: no leaf is cast, and
+    none is left out, whose bytes a file would still hold."""
+    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in leaves)
+    return source.is_whole and not is_cast
+
+
+def with_names(places: ChunkLocations) -> ChunkLocations:
+    """Returns the locations of chunks in data files that are taken as they are, with
+    the names of the files in an item."""
+    names = tuple(DATA + name.replace("/", "-") for name in places.files)
+    return replace(places, files=names)
+
+
 def link_data(
     source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
-    a leaf is cast or left out, or the files cannot be linked. A file with leaves that
-    were left out would still hold their bytes.
+    a leaf is cast or left out, or the files cannot be linked.
 
     Raises:
         DataLossError: A data file is missing or too short.
     """
     folder = target.local
-    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in leaves)
-    if folder is None or source.pool is None or is_cast or not source.is_whole:
+    if folder is None or source.pool is None:
         return None
-    places = source.places.take(_ordinals(source, leaves))
-    names = [DATA + name.replace("/", "-") for name in places.files]
+    if not is_stored_as_exported(source, leaves):
+        return None
+    places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
+    links = with_names(places)
     used, ends = np.unique(places.file), places.ends
     size = 0
     with translated(f"{folder / item}"):
         (folder / item / DATA).mkdir(parents=True, exist_ok=True)
         for file in used.tolist():
             source_path = source.pool / places.files[file]
-            link = folder / item / names[file]
+            link = folder / item / links.files[file]
             size += _checked_size(source, places.files[file], int(ends[file]))
             try:
                 os.link(source_path, link, follow_symlinks=False)
@@ -97,23 +113,7 @@ def link_data(
                 target.remove(f"{item}/{DATA.rstrip('/')}")
                 return None
         sync_directory(folder / item / DATA)
-    return DataFiles(places=_named(places, names), linked_bytes=size)
-
-
-def _ordinals(source: Source, leaves: Sequence[OrbaxLeaf]) -> NDArray[np.int64]:
-    """Returns the ordinals of the chunks of some leaves, in their order."""
-    first = source.tree.first_chunk
-    parts = [np.arange(first[leaf.row], first[leaf.row + 1]) for leaf in leaves]
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _named(places: ChunkLocations, names: Sequence[str]) -> ChunkLocations:
-    return ChunkLocations(
-        files=tuple(names),
-        file=places.file,
-        offset=places.offset,
-        length=places.length,
-    )
+    return DataFiles(places=links, linked_bytes=size)
 
 
 def _checked_size(source: Source, name: str, end: int) -> int:
@@ -169,7 +169,7 @@ def copy_data(
             rows.append((name, at, len(data) + CHECKSUM_BYTES))
             at += len(data) + CHECKSUM_BYTES
             meter.add(len(data) + CHECKSUM_BYTES)
-    return DataFiles(places=ChunkLocations.of_rows(rows), linked_bytes=0)
+    return DataFiles(places=ChunkLocations.of_rows(rows))
 
 
 def _chunks(

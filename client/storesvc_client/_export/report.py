@@ -13,6 +13,8 @@ class Written:
     """Bytes of the elements, as exported."""
     linked_bytes: int = 0
     """Bytes of the data files that are hard links."""
+    copied_bytes: int = 0
+    """Bytes of the data files that the bucket copied itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,9 @@ class ExportReport:
     linked_bytes: int
     """Bytes of the data files that are hard links into the store; 0 if all bytes were
     copied."""
+    copied_bytes: int
+    """Bytes of the data files that the store's bucket copied itself, without a transfer
+    to this process and back."""
     dropped_items: tuple[str, ...]
     """Items that the format cannot hold, and that ``drop_items=True`` left out."""
     seconds: float

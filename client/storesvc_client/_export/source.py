@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.grids import Region
 from storesvc.format.items import describe
 from storesvc.format.trees import Leaf, Tree
+from storesvc.storage.location import Storage
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._export.renames import Rule
 from storesvc_client._export.target import OpenTarget
@@ -21,6 +25,16 @@ ReadRegions: TypeAlias = Callable[
 ]
 """Reads distinct regions of rows, each row once, and passes on their buffers, in any
 thread; times are added to the meter, bytes are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPool:
+    """The data files of a run in a bucket that this process reaches."""
+
+    storage: Storage
+    """The root of the store."""
+    path: str
+    """Folder of the data files, relative to the root; it ends in "/"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -42,10 +56,18 @@ class Source:
     """Location of each chunk of ``tree``."""
     pool: Path | None
     """Directory of the data files; None if this process cannot link them."""
+    bucket_pool: BucketPool | None
+    """The data files in a bucket; None if they are elsewhere, or out of reach."""
 
     def leaf(self, row: int) -> Leaf:
         """Returns a row of the leaf table."""
         return self.tree.leaves[row]
+
+    def ordinals(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ordinals of the chunks of some rows, in their order."""
+        first = self.tree.first_chunk
+        parts = [np.arange(first[row], first[row + 1]) for row in rows]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def describe(self, row: int) -> str:
         """Returns the name of a leaf or an item in messages."""

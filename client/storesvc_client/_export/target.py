@@ -12,19 +12,22 @@ import fcntl
 import os
 import posixpath
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+from storesvc.storage.location import Storage
 from storesvc_client._storage.outside import (
     OutsideFiles,
     files_error,
+    is_denied,
     local_folder,
     name_below,
     open_outside,
+    text_of,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -191,6 +194,10 @@ class LocalTarget:
         return LocalTarget(self._root / folder)
 
 
+class RefusedCopyError(Exception):
+    """A bucket does not copy an object; it can still be read and written."""
+
+
 class RemoteTarget:
     """A prefix of a bucket, or whatever else fsspec writes to."""
 
@@ -272,6 +279,49 @@ class RemoteTarget:
             for name in self._files.find(self._path(path)):
                 self._files.rm_file(name)
 
+    def is_in_bucket_of(self, storage: Storage) -> bool:
+        """Returns whether a root of a store is in the bucket of this folder."""
+        return self.place.is_in_bucket_of(storage)
+
+    def copy_objects(
+        self, storage: Storage, paths: Sequence[str], copies: Sequence[str]
+    ) -> None:
+        """Copies objects within the bucket; no byte passes through this process.
+
+        Args:
+            storage: A root in the same bucket.
+            paths: The objects, relative to the root.
+            copies: Where their copies are, relative to this folder.
+
+        Raises:
+            RefusedCopyError: An object is not there, or the storage denies the copy, or
+                has no such operation.
+            UnavailableError: The storage failed.
+        """
+        root = f"{storage.spec['bucket']}/{storage.spec['path']}"
+        with self._translated("", "write"):
+            try:
+                # lists are not searched for patterns
+                self._files.copy(
+                    [f"{root}{path}" for path in paths],
+                    [self._path(path) for path in copies],
+                )
+            except Exception as e:
+                if isinstance(e, FileNotFoundError):
+                    raise RefusedCopyError(f"it has no {text_of(e)}") from e
+                if isinstance(e, NotImplementedError) or is_denied(e):
+                    raise RefusedCopyError(text_of(e)) from e
+                raise
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Returns the sizes in bytes of the files in a folder, by name."""
+        place = self._path(folder)
+        with self._translated(folder, "read"):
+            self._files.invalidate_cache()
+            found = self._files.ls(place, detail=True)
+        start = f"{place}/".lstrip("/")
+        return {name_below(start, row["name"]): int(row["size"] or 0) for row in found}
+
     def _path(self, path: str) -> str:
         return f"{self.place.folder}/{path}" if path else self.place.folder
 
@@ -281,7 +331,7 @@ class RemoteTarget:
         place = f"{self.url}/{path}" if path else self.url
         try:
             yield
-        except StoreError:  # some are OSErrors too
+        except (StoreError, RefusedCopyError):  # some are OSErrors too
             raise
         except Exception as e:
             remedy = "check the storage, and export again"
@@ -289,7 +339,7 @@ class RemoteTarget:
 
 
 class _RemoteFile:
-    """A file of fsspec, whose errors are those of this library."""
+    """A file of fsspec that raises errors of this library."""
 
     def __init__(
         self, file: NewFile, translating: Callable[[], AbstractContextManager[None]]

@@ -315,7 +315,7 @@ class OpenCheckpoint(OpenTree):
 
     def _exported(self, select: Sequence[Pattern] | None) -> "Source":
         """Returns what an export reads."""
-        from storesvc_client._export.source import Source
+        from storesvc_client._export.source import BucketPool, Source
 
         root = self._session.data_root
         pool = RunPaths(self._name.run).pool
@@ -329,6 +329,9 @@ class OpenCheckpoint(OpenTree):
             read=self._read,
             places=self._manifest.places,
             pool=root / pool if isinstance(root, Path) else None,
+            bucket_pool=None
+            if root is None or isinstance(root, Path)
+            else BucketPool(storage=root.storage, path=pool),
         )
 
     @contextmanager

@@ -50,6 +50,18 @@ class OutsideFiles:
     """The folder in the form of the file system's paths, without a "/" at its end."""
     storage: Storage | None
     """The bucket as TensorStore opens it; None for other places."""
+    endpoint: str | None
+    """URL of the API that the file system calls; None for its default."""
+
+    def is_in_bucket_of(self, root: Storage) -> bool:
+        """Returns whether a root of a store is in the same bucket."""
+        own = self.storage
+        return (
+            own is not None
+            and _provider(own) == _provider(root)
+            and own.spec["bucket"] == root.spec["bucket"]
+            and self.endpoint == endpoint_of(root)
+        )
 
 
 def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
@@ -111,7 +123,13 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
         ) from e
     except (TypeError, ValueError) as e:
         raise InvalidRequestError(f"{noun} {plain}: {e}") from e
-    return OutsideFiles(url=plain, files=files, folder=folder, storage=storage)
+    return OutsideFiles(
+        url=plain,
+        files=files,
+        folder=folder,
+        storage=storage,
+        endpoint=_endpoint(given),
+    )
 
 
 def is_denied(e: BaseException) -> bool:
@@ -123,8 +141,8 @@ def is_denied(e: BaseException) -> bool:
 
 
 def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreError:
-    """Returns the error of this library for one of a file system, which raises those of
-    the libraries below it.
+    """Returns the error of this library for an error of a file system, which may come
+    from any library below it.
 
     Args:
         e: The error.
@@ -168,6 +186,17 @@ def _bucket(url: str, noun: str) -> Storage:
             "checkpoints are read and written over HTTP, leave it out"
         )
     return storage
+
+
+def _provider(storage: Storage) -> str:
+    return storage.name.partition("://")[0]
+
+
+def _endpoint(options: Mapping[str, Any]) -> str | None:
+    """Returns the endpoint among the options of a file system."""
+    inner = options.get("client_kwargs") or {}
+    found = inner.get("endpoint_url") or options.get("endpoint_url")
+    return None if found is None else str(found).rstrip("/")
 
 
 def _file_system(scheme: str) -> Callable[..., Any]:

@@ -126,6 +126,8 @@ def _text(report: "ExportReport") -> str:
     ]
     if report.linked_bytes:
         parts.append(f"{size_text(report.linked_bytes)} of data files linked")
+    if report.copied_bytes:
+        parts.append(f"{size_text(report.copied_bytes)} copied within the bucket")
     if report.dropped_items:
         parts.append(f"without the items {', '.join(report.dropped_items)}")
     return ", ".join(parts)

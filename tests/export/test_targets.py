@@ -111,6 +111,9 @@ def test_an_export_that_loses_its_step_at_the_end_leaves_it_unfinished() -> None
     class Late(RemoteTarget):
         """A target on which another export begins while the last file is written."""
 
+        def below(self, folder: str) -> "Late":
+            return Late(super().below(folder).place)
+
         @contextmanager
         def create(self, path: str) -> Generator[NewFile]:
             if path == COMMITTED:
@@ -121,7 +124,7 @@ def test_an_export_that_loses_its_step_at_the_end_leaves_it_unfinished() -> None
 
     def opened(url: str) -> Target:
         target = cast("RemoteTarget", open_target(url))
-        return Late(target._files, target._root, target.url)
+        return Late(target.place)
 
     with (
         pytest.raises(store.PreconditionError, match="another export writes it"),

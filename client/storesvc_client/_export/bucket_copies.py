@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from storesvc_client._export.claims import ClaimedStep
 from storesvc_client._export.orbax_data import (
     DATA,
     DataFiles,
@@ -43,6 +44,8 @@ def copy_within_bucket(
         StoreError: The storage failed.
     """
     pool = source.bucket_pool
+    if isinstance(target, ClaimedStep):
+        target = target.claimed()
     if (
         pool is None
         or not isinstance(target, RemoteTarget)

@@ -51,6 +51,20 @@ class ClaimedStep:
             self._target.remove(name)
         raise self._lost()
 
+    def claimed(self) -> Target:
+        """Returns the target itself, for copies within its bucket.
+
+        Raises:
+            PreconditionError: Another export writes the step.
+        """
+        if self._found() != self._text:
+            raise self._lost()
+        return self._target
+
+    def below(self, folder: str) -> Target:
+        """See ``Target``."""
+        return self._target.below(folder)
+
     def size(self, path: str) -> int | None:
         """See ``Target``."""
         return self._target.size(path)
@@ -69,9 +83,7 @@ class ClaimedStep:
         Raises:
             PreconditionError: Another export writes the step.
         """
-        if self._found() != self._text:
-            raise self._lost()
-        return self._target.create(path)
+        return self.claimed().create(path)
 
     def remove(self, path: str) -> None:
         """See ``Target``."""

@@ -122,7 +122,7 @@ def _old(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What other projects wrote."""
+    """A folder of checkpoints that other projects wrote."""
     folder = tmp_path_factory.mktemp("old")
     write_old_checkpoints(folder)
     return folder

@@ -34,6 +34,17 @@ The tree::
     ├── FormatUnsupportedError
     ├── CorruptDataError
     ├── LimitExceededError
+    │   └── QuotaExceededError
+    ├── IdentityRequiredError
+    ├── InvalidTokenError
+    ├── TokenExpiredError
+    ├── TokenAudienceError
+    ├── UnknownIssuerError
+    ├── InvalidCertificateError
+    ├── IssuerUnreachableError
+    ├── PermissionDeniedError
+    ├── AuditUnavailableError
+    ├── LendingUnsupportedError
     ├── StorageDeniedError
     ├── StorageFullError
     ├── StorageUnavailableError
@@ -185,6 +196,50 @@ class LimitExceededError(StoreError):
         super().__init__(message, **metadata)
         self.retry_seconds = retry_seconds
         """Seconds until a retry may succeed; None: a retry cannot succeed."""
+
+
+class QuotaExceededError(LimitExceededError):
+    """A quota of the caller or of a namespace is used up."""
+
+
+class IdentityRequiredError(StoreError):
+    """The call has neither a token nor a client certificate."""
+
+
+class InvalidTokenError(StoreError):
+    """A token is malformed, its signature does not match, or a claim breaks a rule."""
+
+
+class TokenExpiredError(StoreError):
+    """A token has expired."""
+
+
+class TokenAudienceError(StoreError):
+    """A token was issued for another audience."""
+
+
+class UnknownIssuerError(StoreError):
+    """No tokens of this issuer are accepted."""
+
+
+class InvalidCertificateError(StoreError):
+    """A client certificate does not have exactly one URI name."""
+
+
+class IssuerUnreachableError(StoreError):
+    """The keys of an issuer cannot be read now."""
+
+
+class PermissionDeniedError(StoreError):
+    """The caller may not do this."""
+
+
+class AuditUnavailableError(StoreError):
+    """The audit log cannot record the call, so it changed nothing."""
+
+
+class LendingUnsupportedError(StoreError):
+    """The server lends no credentials for its storage."""
 
 
 class StorageDeniedError(StoreError):

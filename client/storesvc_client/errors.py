@@ -14,6 +14,8 @@ The tree, with what a caller would do::
     ├── PreconditionError                          do the missing step first
     ├── DataLossError                              use another checkpoint
     ├── LimitError                                 free space, or send less
+    ├── UnauthenticatedError    (PermissionError)  get another token or certificate
+    ├── PermissionDeniedError   (PermissionError)  ask for the permission it names
     └── UnavailableError        (ConnectionError)  retry later
 
 ``StoreError.reason`` has the precise cause: the name of an ``ErrorReason`` of the
@@ -109,6 +111,14 @@ class LimitError(StoreError):
     """A limit of the server, or of its storage, is exceeded."""
 
 
+class UnauthenticatedError(StoreError, PermissionError):
+    """The server requires another token or client certificate, and names which."""
+
+
+class PermissionDeniedError(StoreError, PermissionError):
+    """The policy of the server denies the call; names the caller and the permission."""
+
+
 class UnavailableError(StoreError, ConnectionError):
     """The server cannot be reached, or does not answer before a timeout."""
 
@@ -149,6 +159,17 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "STORAGE_FULL": LimitError,
     "STORAGE_UNAVAILABLE": UnavailableError,
     "STALLED": UnavailableError,
+    "IDENTITY_REQUIRED": UnauthenticatedError,
+    "TOKEN_INVALID": UnauthenticatedError,
+    "TOKEN_EXPIRED": UnauthenticatedError,
+    "TOKEN_AUDIENCE_MISMATCH": UnauthenticatedError,
+    "ISSUER_UNKNOWN": UnauthenticatedError,
+    "ISSUER_UNREACHABLE": UnavailableError,
+    "CERTIFICATE_INVALID": UnauthenticatedError,
+    "PERMISSION_DENIED": PermissionDeniedError,
+    "AUDIT_UNAVAILABLE": UnavailableError,
+    "QUOTA_EXCEEDED": LimitError,
+    "LENDING_UNSUPPORTED": PreconditionError,
 }
 """Error class of each reason of the contract."""
 
@@ -160,6 +181,8 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: LimitError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 """Error classes for unknown reasons, and for responses without a reason."""
 

@@ -27,6 +27,8 @@ MAX_METADATA_BYTES: Final = 200
 RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
     errors.StorageFullError: 60,
     errors.StorageUnavailableError: 1,
+    errors.IssuerUnreachableError: 1,
+    errors.AuditUnavailableError: 10,
 }
 """Retry delays of errors that time alone may resolve; ``LimitExceededError`` has its
 own."""
@@ -135,6 +137,39 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     ),
     errors.StorageUnavailableError: Wire(
         code_pb2.UNAVAILABLE, pb.ERROR_REASON_STORAGE_UNAVAILABLE
+    ),
+    errors.QuotaExceededError: Wire(
+        code_pb2.RESOURCE_EXHAUSTED, pb.ERROR_REASON_QUOTA_EXCEEDED
+    ),
+    errors.IdentityRequiredError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_IDENTITY_REQUIRED
+    ),
+    errors.InvalidTokenError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_TOKEN_INVALID
+    ),
+    errors.TokenExpiredError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_TOKEN_EXPIRED
+    ),
+    errors.TokenAudienceError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_TOKEN_AUDIENCE_MISMATCH
+    ),
+    errors.UnknownIssuerError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_ISSUER_UNKNOWN
+    ),
+    errors.InvalidCertificateError: Wire(
+        code_pb2.UNAUTHENTICATED, pb.ERROR_REASON_CERTIFICATE_INVALID
+    ),
+    errors.IssuerUnreachableError: Wire(
+        code_pb2.UNAVAILABLE, pb.ERROR_REASON_ISSUER_UNREACHABLE
+    ),
+    errors.PermissionDeniedError: Wire(
+        code_pb2.PERMISSION_DENIED, pb.ERROR_REASON_PERMISSION_DENIED
+    ),
+    errors.AuditUnavailableError: Wire(
+        code_pb2.UNAVAILABLE, pb.ERROR_REASON_AUDIT_UNAVAILABLE
+    ),
+    errors.LendingUnsupportedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_LENDING_UNSUPPORTED
     ),
     errors.StalledError: Wire(code_pb2.DEADLINE_EXCEEDED, pb.ERROR_REASON_STALLED),
 }

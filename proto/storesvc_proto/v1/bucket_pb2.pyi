@@ -269,6 +269,7 @@ class RunRecord(google.protobuf.message.Message):
     PURGE_DELAY_FIELD_NUMBER: builtins.int
     EPOCH_FLOOR_FIELD_NUMBER: builtins.int
     WRITE_ID_FIELD_NUMBER: builtins.int
+    CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
     uid: builtins.str
     """A random UUID."""
     epoch_floor: builtins.int
@@ -277,6 +278,8 @@ class RunRecord(google.protobuf.message.Message):
     """Of the last UpdateRun: its `request_id`, a colon, and a digest of its body in 16
     hexadecimal digits. Without the digest it matches any body.
     """
+    change_principal: builtins.str
+    """The principal of the last UpdateRun; empty: anonymous, or an earlier release."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the run was created."""
@@ -303,9 +306,10 @@ class RunRecord(google.protobuf.message.Message):
         purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
         epoch_floor: builtins.int = ...,
         write_id: builtins.str = ...,
+        change_principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch_floor", b"epoch_floor", "labels", b"labels", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["change_principal", b"change_principal", "create_time", b"create_time", "epoch_floor", b"epoch_floor", "labels", b"labels", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid", "write_id", b"write_id"]) -> None: ...
 
 Global___RunRecord: typing_extensions.TypeAlias = RunRecord
 
@@ -413,6 +417,7 @@ class TagRecord(google.protobuf.message.Message):
     UPDATE_TIME_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     WRITE_ID_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The step of its checkpoint."""
     upload: builtins.str
@@ -423,6 +428,8 @@ class TagRecord(google.protobuf.message.Message):
     """The number of the last announced change."""
     write_id: builtins.str
     """Of the last change, like `RunRecord.write_id`."""
+    principal: builtins.str
+    """The principal that made the last change; empty: anonymous, or an earlier release."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was first set."""
@@ -441,9 +448,10 @@ class TagRecord(google.protobuf.message.Message):
         update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         sequence: builtins.int = ...,
         write_id: builtins.str = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "update_time", b"update_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "protected", b"protected", "sequence", b"sequence", "step", b"step", "update_time", b"update_time", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "principal", b"principal", "protected", b"protected", "sequence", b"sequence", "step", b"step", "update_time", b"update_time", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___TagRecord: typing_extensions.TypeAlias = TagRecord
 
@@ -460,6 +468,7 @@ class HoldRecord(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     RENEW_TIME_FIELD_NUMBER: builtins.int
     RENEWALS_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The step of the checkpoint."""
     upload: builtins.str
@@ -468,6 +477,8 @@ class HoldRecord(google.protobuf.message.Message):
     """Owner of the hold, as text for people."""
     renewals: builtins.int
     """Number of renewals."""
+    principal: builtins.str
+    """The principal that created it; empty: anonymous, or an earlier release."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """Duration of the lease after each renewal."""
@@ -490,9 +501,10 @@ class HoldRecord(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         renewals: builtins.int = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "renew_time", b"renew_time", "ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "owner", b"owner", "renew_time", b"renew_time", "renewals", b"renewals", "step", b"step", "ttl", b"ttl", "upload", b"upload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "owner", b"owner", "principal", b"principal", "renew_time", b"renew_time", "renewals", b"renewals", "step", b"step", "ttl", b"ttl", "upload", b"upload"]) -> None: ...
 
 Global___HoldRecord: typing_extensions.TypeAlias = HoldRecord
 
@@ -683,6 +695,8 @@ class CheckpointRecord(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     ITEM_COUNT_FIELD_NUMBER: builtins.int
     UPDATE_SEQUENCE_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
+    CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """The state of the slot."""
     step: builtins.int
@@ -729,6 +743,12 @@ class CheckpointRecord(google.protobuf.message.Message):
     update_sequence: builtins.int
     """The number of the last announced update. A number of its own, so that an update
     does not hide the deletion or undeletion before it from a watch.
+    """
+    principal: builtins.str
+    """The principal that began its upload; empty: anonymous, or an earlier release."""
+    change_principal: builtins.str
+    """The principal of the last change after the commit; empty: as before, or the service
+    itself.
     """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -783,9 +803,11 @@ class CheckpointRecord(google.protobuf.message.Message):
         owner: builtins.str = ...,
         item_count: builtins.int = ...,
         update_sequence: builtins.int = ...,
+        principal: builtins.str = ...,
+        change_principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "update_sequence", b"update_sequence", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "change_principal", b"change_principal", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "principal", b"principal", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "update_sequence", b"update_sequence", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 
@@ -841,6 +863,8 @@ class UploadRecord(google.protobuf.message.Message):
     PREDECESSOR_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     VALUES_DIGEST_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The training step."""
     epoch: builtins.int
@@ -868,6 +892,8 @@ class UploadRecord(google.protobuf.message.Message):
     """XXH3-128 of the leaf digests of writer 0, with which the digests of other writers
     are compared; empty: it sent none.
     """
+    principal: builtins.str
+    """The principal that began it; empty: anonymous, or an earlier release."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Carried to the checkpoint."""
@@ -883,6 +909,12 @@ class UploadRecord(google.protobuf.message.Message):
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
         """Duration of the lease after each renewal; the first one is this record."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The groups of this principal: others that a binding names together with it may write
+        and commit the upload, too.
+        """
 
     def __init__(
         self,
@@ -901,9 +933,11 @@ class UploadRecord(google.protobuf.message.Message):
         predecessor: builtins.str = ...,
         owner: builtins.str = ...,
         values_digest: builtins.bytes = ...,
+        principal: builtins.str = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "owner", b"owner", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "values_digest", b"values_digest", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "groups", b"groups", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "owner", b"owner", "predecessor", b"predecessor", "principal", b"principal", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "values_digest", b"values_digest", "writer_count", b"writer_count"]) -> None: ...
 
 Global___UploadRecord: typing_extensions.TypeAlias = UploadRecord
 

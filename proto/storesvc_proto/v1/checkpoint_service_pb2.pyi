@@ -81,6 +81,7 @@ class Run(google.protobuf.message.Message):
     RETENTION_FIELD_NUMBER: builtins.int
     PURGE_DELAY_FIELD_NUMBER: builtins.int
     ETAG_FIELD_NUMBER: builtins.int
+    CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}`."""
     uid: builtins.str
@@ -89,6 +90,8 @@ class Run(google.protobuf.message.Message):
     """The newest committed step; absent: there is none. Output only."""
     etag: builtins.str
     """Changes with every UpdateRun. Output only."""
+    change_principal: builtins.str
+    """The principal of the last UpdateRun; empty: anonymous, or unknown. Output only."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its first upload began, or UpdateRun created it. Output only."""
@@ -116,9 +119,10 @@ class Run(google.protobuf.message.Message):
         retention: storesvc_proto.v1.retention_pb2.RetentionPolicy | None = ...,
         purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
         etag: builtins.str = ...,
+        change_principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "latest_step", b"latest_step", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "etag", b"etag", "labels", b"labels", "latest_step", b"latest_step", "name", b"name", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "change_principal", b"change_principal", "create_time", b"create_time", "etag", b"etag", "labels", b"labels", "latest_step", b"latest_step", "name", b"name", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_latest_step", b"_latest_step"]) -> typing.Literal["latest_step"] | None: ...
 
 Global___Run: typing_extensions.TypeAlias = Run
@@ -183,6 +187,8 @@ class Checkpoint(google.protobuf.message.Message):
     ETAG_FIELD_NUMBER: builtins.int
     KEY_SPACE_FIELD_NUMBER: builtins.int
     ITEM_COUNT_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
+    CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
     uid: builtins.str
@@ -213,6 +219,12 @@ class Checkpoint(google.protobuf.message.Message):
     """Name of its key space, below `trees/` of its run."""
     item_count: builtins.int
     """Number of items: names, whatever the number of processes that wrote a value."""
+    principal: builtins.str
+    """The principal that saved it; empty: anonymous, or unknown."""
+    change_principal: builtins.str
+    """The principal of the last change after the commit, such as its deletion; empty:
+    anonymous, or the service itself.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its upload began."""
@@ -260,9 +272,11 @@ class Checkpoint(google.protobuf.message.Message):
         etag: builtins.str = ...,
         key_space: builtins.str = ...,
         item_count: builtins.int = ...,
+        principal: builtins.str = ...,
+        change_principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "etag", b"etag", "item_count", b"item_count", "key_space", b"key_space", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["change_principal", b"change_principal", "chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "etag", b"etag", "item_count", b"item_count", "key_space", b"key_space", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "own_bytes", b"own_bytes", "pinned", b"pinned", "principal", b"principal", "purge_time", b"purge_time", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
 
@@ -279,6 +293,7 @@ class Tag(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     UPDATE_TIME_FIELD_NUMBER: builtins.int
     ETAG_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/tags/{tag}`."""
     checkpoint: builtins.str
@@ -289,6 +304,8 @@ class Tag(google.protobuf.message.Message):
     """Whether a change requires its etag."""
     etag: builtins.str
     """Changes with every change of the tag."""
+    principal: builtins.str
+    """The principal of the last change; empty: anonymous, or unknown."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was first set."""
@@ -307,9 +324,10 @@ class Tag(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         etag: builtins.str = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "update_time", b"update_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "etag", b"etag", "name", b"name", "protected", b"protected", "uid", b"uid", "update_time", b"update_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "etag", b"etag", "name", b"name", "principal", b"principal", "protected", b"protected", "uid", b"uid", "update_time", b"update_time"]) -> None: ...
 
 Global___Tag: typing_extensions.TypeAlias = Tag
 
@@ -326,6 +344,7 @@ class Hold(google.protobuf.message.Message):
     TTL_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/holds/{hold}`. The id is the `request_id`
     without its hyphens.
@@ -336,6 +355,8 @@ class Hold(google.protobuf.message.Message):
     """`Checkpoint.uid`."""
     owner: builtins.str
     """Owner of the hold, as text for people."""
+    principal: builtins.str
+    """The principal that created it; empty: anonymous, or unknown."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """Duration of the lease after each renewal."""
@@ -358,9 +379,10 @@ class Hold(google.protobuf.message.Message):
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "owner", b"owner", "ttl", b"ttl", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "owner", b"owner", "principal", b"principal", "ttl", b"ttl", "uid", b"uid"]) -> None: ...
 
 Global___Hold: typing_extensions.TypeAlias = Hold
 

@@ -11,6 +11,11 @@ by the status code if they do not know the reason, and MUST NOT parse the messag
 The message is one sentence: place, expected, got, what to do. If a later retry may
 succeed, a `google.rpc.RetryInfo` has the delay.
 
+Any call MAY fail because of the identity of the caller, with `IDENTITY_REQUIRED`,
+`TOKEN_INVALID`, `TOKEN_EXPIRED`, `TOKEN_AUDIENCE_MISMATCH`, `ISSUER_UNKNOWN`,
+`ISSUER_UNREACHABLE`, `CERTIFICATE_INVALID` or `PERMISSION_DENIED`; because of limits,
+with `QUOTA_EXCEEDED`; if it changes something, with `AUDIT_UNAVAILABLE`.
+
 Any call MAY also fail because of the storage, with `CORRUPT_DATA`,
 `FORMAT_UNSUPPORTED`, `STORAGE_DENIED`, `STORAGE_FULL` or `STORAGE_UNAVAILABLE`; any
 stream with `STALLED`. The "Errors:" of each rpc list its specific reasons.
@@ -130,6 +135,39 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """`INVALID_ARGUMENT`: an item in the leaf table of an upload breaks a rule of its
     name, kind or size, or of the processes that it is of; metadata `item` names it.
     """
+    ERROR_REASON_IDENTITY_REQUIRED: _ErrorReason.ValueType  # 37
+    """`UNAUTHENTICATED`: the server requires a token or a client certificate, and the call
+    has none.
+    """
+    ERROR_REASON_TOKEN_INVALID: _ErrorReason.ValueType  # 38
+    """`UNAUTHENTICATED`: the token is malformed, its signature does not match, or one of
+    its claims breaks a rule; metadata `claim` names the claim.
+    """
+    ERROR_REASON_TOKEN_EXPIRED: _ErrorReason.ValueType  # 39
+    """`UNAUTHENTICATED`: the token has expired; get another one and retry."""
+    ERROR_REASON_TOKEN_AUDIENCE_MISMATCH: _ErrorReason.ValueType  # 40
+    """`UNAUTHENTICATED`: the token was issued for another audience."""
+    ERROR_REASON_ISSUER_UNKNOWN: _ErrorReason.ValueType  # 41
+    """`UNAUTHENTICATED`: the server accepts no tokens of this issuer."""
+    ERROR_REASON_ISSUER_UNREACHABLE: _ErrorReason.ValueType  # 42
+    """`UNAVAILABLE`: the keys of the token's issuer cannot be read now; retry."""
+    ERROR_REASON_CERTIFICATE_INVALID: _ErrorReason.ValueType  # 43
+    """`UNAUTHENTICATED`: the client certificate does not have exactly one URI name."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 44
+    """`PERMISSION_DENIED`: the caller may not do this; metadata has its `principal`, the
+    missing `permission` and the `resource`. What the caller may not even list is
+    reported as `NOT_FOUND` instead.
+    """
+    ERROR_REASON_AUDIT_UNAVAILABLE: _ErrorReason.ValueType  # 45
+    """`UNAVAILABLE`: the call must be recorded in the audit log first, which failed;
+    nothing was changed. Retry once the log is writable.
+    """
+    ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 46
+    """`RESOURCE_EXHAUSTED`: a quota of the caller or of the namespace is used up; metadata
+    has the `quota` and its `scope`. With a `RetryInfo` if time alone resolves it.
+    """
+    ERROR_REASON_LENDING_UNSUPPORTED: _ErrorReason.ValueType  # 47
+    """`FAILED_PRECONDITION`: the server lends no credentials for its storage."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -231,6 +269,39 @@ ERROR_REASON_INVALID_ITEM: ErrorReason.ValueType  # 36
 """`INVALID_ARGUMENT`: an item in the leaf table of an upload breaks a rule of its
 name, kind or size, or of the processes that it is of; metadata `item` names it.
 """
+ERROR_REASON_IDENTITY_REQUIRED: ErrorReason.ValueType  # 37
+"""`UNAUTHENTICATED`: the server requires a token or a client certificate, and the call
+has none.
+"""
+ERROR_REASON_TOKEN_INVALID: ErrorReason.ValueType  # 38
+"""`UNAUTHENTICATED`: the token is malformed, its signature does not match, or one of
+its claims breaks a rule; metadata `claim` names the claim.
+"""
+ERROR_REASON_TOKEN_EXPIRED: ErrorReason.ValueType  # 39
+"""`UNAUTHENTICATED`: the token has expired; get another one and retry."""
+ERROR_REASON_TOKEN_AUDIENCE_MISMATCH: ErrorReason.ValueType  # 40
+"""`UNAUTHENTICATED`: the token was issued for another audience."""
+ERROR_REASON_ISSUER_UNKNOWN: ErrorReason.ValueType  # 41
+"""`UNAUTHENTICATED`: the server accepts no tokens of this issuer."""
+ERROR_REASON_ISSUER_UNREACHABLE: ErrorReason.ValueType  # 42
+"""`UNAVAILABLE`: the keys of the token's issuer cannot be read now; retry."""
+ERROR_REASON_CERTIFICATE_INVALID: ErrorReason.ValueType  # 43
+"""`UNAUTHENTICATED`: the client certificate does not have exactly one URI name."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 44
+"""`PERMISSION_DENIED`: the caller may not do this; metadata has its `principal`, the
+missing `permission` and the `resource`. What the caller may not even list is
+reported as `NOT_FOUND` instead.
+"""
+ERROR_REASON_AUDIT_UNAVAILABLE: ErrorReason.ValueType  # 45
+"""`UNAVAILABLE`: the call must be recorded in the audit log first, which failed;
+nothing was changed. Retry once the log is writable.
+"""
+ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 46
+"""`RESOURCE_EXHAUSTED`: a quota of the caller or of the namespace is used up; metadata
+has the `quota` and its `scope`. With a `RetryInfo` if time alone resolves it.
+"""
+ERROR_REASON_LENDING_UNSUPPORTED: ErrorReason.ValueType  # 47
+"""`FAILED_PRECONDITION`: the server lends no credentials for its storage."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

@@ -11,6 +11,11 @@ by the status code if they do not know the reason, and MUST NOT parse the messag
 The message is one sentence: place, expected, got, what to do. If a later retry may
 succeed, a `google.rpc.RetryInfo` has the delay.
 
+Any call MAY fail because of the identity of the caller, with `IDENTITY_REQUIRED`,
+`TOKEN_INVALID`, `TOKEN_EXPIRED`, `TOKEN_AUDIENCE_MISMATCH`, `ISSUER_UNKNOWN`,
+`ISSUER_UNREACHABLE`, `CERTIFICATE_INVALID` or `PERMISSION_DENIED`; because of limits,
+with `QUOTA_EXCEEDED`; if it changes something, with `AUDIT_UNAVAILABLE`.
+
 Any call MAY also fail because of the storage, with `CORRUPT_DATA`,
 `FORMAT_UNSUPPORTED`, `STORAGE_DENIED`, `STORAGE_FULL` or `STORAGE_UNAVAILABLE`; any
 stream with `STALLED`. The "Errors:" of each rpc list its specific reasons.

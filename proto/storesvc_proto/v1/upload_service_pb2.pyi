@@ -131,6 +131,7 @@ class Upload(google.protobuf.message.Message):
     FINISHED_WRITER_COUNT_FIELD_NUMBER: builtins.int
     UNFINISHED_WRITERS_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`. Output only. The id
     is the `request_id` without its hyphens.
@@ -160,6 +161,8 @@ class Upload(google.protobuf.message.Message):
     256 bytes. The error of a save that loses its step names the owner of the new
     upload.
     """
+    principal: builtins.str
+    """The principal that began it; empty: anonymous, or unknown. Output only."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of the checkpoint: at most 64, keys and values of at most 256 bytes."""
@@ -204,9 +207,10 @@ class Upload(google.protobuf.message.Message):
         finished_writer_count: builtins.int = ...,
         unfinished_writers: collections.abc.Iterable[builtins.int] | None = ...,
         owner: builtins.str = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration", "renew_time", b"renew_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "owner", b"owner", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "unfinished_writers", b"unfinished_writers", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "owner", b"owner", "principal", b"principal", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "unfinished_writers", b"unfinished_writers", "writer_count", b"writer_count"]) -> None: ...
 
 Global___Upload: typing_extensions.TypeAlias = Upload
 

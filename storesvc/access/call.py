@@ -7,6 +7,7 @@ collection in the background, is the server's own, and is permitted everything.
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from storesvc.access.permissions import Permission
 from storesvc.access.policy import Policy, Resource
@@ -33,6 +34,27 @@ class Call:
     """True once a permission was checked. A call that ends well without is a bug."""
     granted: list[tuple[Permission, Resource]] = field(default_factory=list)
     """The checks that passed."""
+    detail: dict[str, str] = field(default_factory=dict)
+    """Values for the audit log, such as ``step``, ``upload``, ``tag``."""
+
+
+class CallObserver(Protocol):
+    """Takes part in each call of the contract, such as the audit log and the quotas."""
+
+    async def permitted(self, call: Call) -> None:
+        """Continues a call whose permissions are checked, before it changes anything.
+
+        Raises:
+            StoreError: The call must not continue; ``ended`` follows.
+        """
+
+    async def ended(self, call: Call, error: Exception | None) -> None:
+        """Takes note of the end of a call, also if it was denied or cancelled.
+
+        Args:
+            call: The call.
+            error: Error that ended it; None: it ended well.
+        """
 
 
 current: ContextVar[Call | None] = ContextVar("storesvc_call", default=None)

@@ -5,6 +5,7 @@ here, so that no layer between needs an argument for it. Work without a call, su
 collection in the background, is the server's own, and is permitted everything.
 """
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 from storesvc.access.permissions import Permission
 from storesvc.access.policy import Policy, Resource
 from storesvc.access.principals import Principal
-from storesvc.errors import PermissionDeniedError
+from storesvc.errors import PermissionDeniedError, RunNotFoundError, StoreError
 from storesvc.format.names import RunName
 
 
@@ -36,6 +37,18 @@ class Call:
     """The checks that passed."""
     detail: dict[str, str] = field(default_factory=dict)
     """Values for the audit log, such as ``step``, ``upload``, ``tag``."""
+    observers: "tuple[CallObserver, ...]" = ()
+    """Take part in the call, in this order."""
+
+    async def permit(self) -> None:
+        """Ends the checks of the request: the call may begin its work.
+
+        Raises:
+            StoreError: An observer rejects it.
+        """
+        self.is_checked = True
+        for observer in self.observers:
+            await observer.permitted(self)
 
 
 class CallObserver(Protocol):
@@ -48,7 +61,7 @@ class CallObserver(Protocol):
             StoreError: The call must not continue; ``ended`` follows.
         """
 
-    async def ended(self, call: Call, error: Exception | None) -> None:
+    async def ended(self, call: Call, error: BaseException | None) -> None:
         """Takes note of the end of a call, also if it was denied or cancelled.
 
         Args:
@@ -80,23 +93,73 @@ def require(permission: Permission, resource: Resource) -> None:
     """Checks that the caller has a permission on a resource.
 
     Raises:
-        PermissionDeniedError: It has not. ``storesvc.rpc`` reports a run that the
-            caller may not list as one that does not exist.
+        RunNotFoundError: The caller may not see the run, whether it exists or not.
+        PermissionDeniedError: The caller lacks the permission.
     """
     call = current.get()
     if call is None:
         return
-    call.is_checked = True
     if not may(permission, resource):
-        raise PermissionDeniedError(
-            f"{call.method} of {resource}: expected the permission {permission}, which "
-            f"{call.principal} does not have; ask an administrator of the store for a "
-            "role that includes it",
-            principal=call.principal.name,
-            permission=permission,
-            resource=str(resource),
-        )
+        raise _denial(call, permission, resource)
     call.granted.append((permission, resource))
+
+
+def require_own(
+    owner: str,
+    groups: Iterable[str],
+    permission: Permission,
+    run: RunName,
+    *,
+    otherwise: Permission,
+) -> None:
+    """Checks that the caller may use an object that a principal created.
+
+    It may if it is that principal, if one binding that gives the permission on the run
+    names both, as for the hosts of a job, or if it has the permission to use the
+    objects of others.
+
+    Args:
+        owner: Name of the principal that created it; empty: anyone may use it.
+        groups: Groups of that principal.
+        permission: Permission that the creator needed.
+        run: Run of the object.
+        otherwise: Permission to use the objects of others.
+
+    Raises:
+        PermissionDeniedError: The caller may not.
+    """
+    call = current.get()
+    if call is None or call.policy is None or owner in ("", call.principal.name):
+        return
+    if call.policy.binds_both(call.principal, (owner, groups), permission, run):
+        return
+    if not may(otherwise, run):
+        raise PermissionDeniedError(
+            f"{call.method} of {run}: it belongs to {owner}, and {call.principal} does "
+            f"not have the permission {otherwise}; call as {owner}, or ask an "
+            "administrator of the store for a role that includes it",
+            principal=call.principal.name,
+            permission=otherwise,
+            resource=str(run),
+        )
+
+
+def _denial(call: Call, permission: Permission, resource: Resource) -> StoreError:
+    if isinstance(resource, RunName) and not may_list(resource):
+        return RunNotFoundError(
+            f"run {resource} does not exist (no run is similar); list the runs to see "
+            "all",
+            run=str(resource),
+            nearest="",
+        )
+    return PermissionDeniedError(
+        f"{call.method} of {resource}: expected the permission {permission}, which "
+        f"{call.principal} does not have; ask an administrator of the store for a role "
+        "that includes it",
+        principal=call.principal.name,
+        permission=permission,
+        resource=str(resource),
+    )
 
 
 def principal_name() -> str:
@@ -104,3 +167,15 @@ def principal_name() -> str:
     itself."""
     call = current.get()
     return call.principal.name if call is not None else ""
+
+
+def group_names() -> list[str]:
+    """Returns the groups of the caller for records, sorted."""
+    call = current.get()
+    return sorted(call.principal.groups) if call is not None else []
+
+
+def is_restricted() -> bool:
+    """Returns whether a policy applies to the call in progress."""
+    call = current.get()
+    return call is not None and call.policy is not None

@@ -95,6 +95,29 @@ class Policy:
             for binding in self.bindings
         )
 
+    def binds_both(
+        self,
+        principal: Principal,
+        other: tuple[str, Iterable[str]],
+        permission: Permission,
+        run: RunName,
+    ) -> bool:
+        """Returns whether one binding gives a permission to two principals.
+
+        Args:
+            principal: One of them.
+            other: Name and groups of the other.
+            permission: The permission.
+            run: The run that it is for.
+        """
+        return any(
+            permission in ROLES[binding.role]
+            and binding.covers(run)
+            and binding.names(principal.name, principal.groups)
+            and binding.names(*other)
+            for binding in self.bindings
+        )
+
 
 def _covers(pattern: str, resource: Resource) -> bool:
     if pattern == ALL_RUNS:

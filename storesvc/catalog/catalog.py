@@ -11,6 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
+from storesvc.access.call import may_list
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import suggestions
 from storesvc.catalog.records import corrupted_in_transit, read_listed
@@ -76,7 +77,8 @@ class Catalog:
     async def runs(
         self, namespace: str | None, *, after: RunName | None, limit: int
     ) -> list[tuple[RunName, RunSummary | CorruptDataError]]:
-        """Returns the runs that have a committed checkpoint or were set up, by name.
+        """Returns the runs that have a committed checkpoint or were set up, by name;
+        only those that the caller may list.
 
         If the record of a run or of its newest checkpoint is damaged, its row is that
         error.
@@ -87,7 +89,9 @@ class Catalog:
             limit: Maximum number of runs.
         """
         names = await self.run_names(namespace)
-        names = [name for name in names if after is None or name > after]
+        names = [
+            name for name in names if (after is None or name > after) and may_list(name)
+        ]
 
         async def look(name: RunName) -> RunSummary | None:
             summary = await self._summary(name)
@@ -386,7 +390,8 @@ class Catalog:
         return RunSummary(name, found[0], await self._newest(name, _LISTED))
 
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
-        return suggestions.run_not_found(name, await self.run_names(name.namespace))
+        existing = await self.run_names(name.namespace)
+        return suggestions.run_not_found(name, filter(may_list, existing))
 
 
 def _is_listed(summary: RunSummary) -> bool:

@@ -19,6 +19,8 @@ another call has returned.
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
 from storesvc.catalog import transitions
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import MARGIN
@@ -97,6 +99,7 @@ class Holds:
             if found is None:
                 record = await self._new(checkpoint, uid, owner=owner, ttl=ttl)
             else:
+                _check_principal(name, found[0])
                 _check_same(name, found[0], checkpoint, uid)
                 record = self._renewed(found[0])
             # 1. Write the hold.
@@ -132,6 +135,7 @@ class Holds:
                     f"{name} does not exist, or was collected; create another one",
                     hold=name.hold,
                 )
+            _check_principal(name, found[0])
             # The record may come from a clock that is behind this one: a hold counts
             # as expired only if no plausible clock error explains its age.
             if expire_time(found[0]) + MARGIN <= self._clock.now():
@@ -148,7 +152,14 @@ class Holds:
         return await update_record(attempt, record=str(name), hold=name.hold)
 
     async def delete(self, name: HoldName) -> None:
-        """Releases a hold; does nothing if it does not exist."""
+        """Releases a hold; does nothing if it does not exist.
+
+        Raises:
+            PermissionDeniedError: Another principal created it.
+        """
+        # Without a policy there is nothing to check, and nothing is read.
+        if access.is_restricted() and (found := await self._read(name)):
+            _check_principal(name, found[0])
         await self._bucket.delete(RunPaths(name.run).hold(name.hold))
 
     async def list(
@@ -188,6 +199,7 @@ class Holds:
             step=held.step,
             upload=held.upload,
             owner=owner,
+            principal=access.principal_name(),
             ttl=duration(ttl),
             create_time=now,
             renew_time=now,
@@ -249,6 +261,21 @@ class Holds:
 def expire_time(record: pb.HoldRecord) -> datetime:
     """Returns the time at which a hold expires unless it is renewed."""
     return record.renew_time.ToDatetime(UTC) + record.ttl.ToTimedelta()
+
+
+def _check_principal(name: HoldName, record: pb.HoldRecord) -> None:
+    """Checks that the caller may renew and release a hold.
+
+    Raises:
+        PermissionDeniedError: Another principal created it.
+    """
+    access.require_own(
+        record.principal,
+        (),
+        Permission.HOLDS_CREATE,
+        name.run,
+        otherwise=Permission.HOLDS_MANAGE,
+    )
 
 
 def _check_same(

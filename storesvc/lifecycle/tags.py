@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
 from storesvc.catalog import transitions
 from storesvc.catalog.announcements import NOTHING
 from storesvc.catalog.catalog import Catalog
@@ -264,6 +266,8 @@ def _is_repeated(found: tuple[pb.TagRecord, Generation] | None, write_id: str) -
 def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None:
     """Rejects a change without the etag that it needs, or with another one."""
     is_set = before is not None and bool(before.upload)
+    if before and is_set and before.protected:
+        access.require(Permission.TAGS_MANAGE, name.run)
     transitions.check_etag(
         f"tag {name}", etag, etag_of(before) if before and is_set else "none"
     )

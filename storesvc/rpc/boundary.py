@@ -76,18 +76,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not is_of_contract(handler_call_details.method):
             return handler
-        method = (
-            handler.unary_unary
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.stream_stream
-        )
-        return replaced(handler, translating(method))
+        return replaced(handler, translating(method_of(handler)))
 
 
 def is_of_contract(method: str) -> bool:
     """Returns whether an rpc ("/package.Service/Method") belongs to this contract."""
     return method.startswith(_CONTRACT)
+
+
+def method_of(handler: Any) -> Callable[[Any, Context], Any]:
+    """Returns the method that a handler calls."""
+    method: Callable[[Any, Context], Any] = (
+        handler.unary_unary
+        or handler.unary_stream
+        or handler.stream_unary
+        or handler.stream_stream
+    )
+    return method
 
 
 def replaced(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:

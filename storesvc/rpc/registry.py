@@ -22,6 +22,7 @@ from storesvc.rpc.diff import DiffCalls
 from storesvc.rpc.holds import HoldCalls
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.message_budget import MessageBudget
+from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_request
 from storesvc.rpc.requests import parsed
 from storesvc.rpc.runs import RunCalls
@@ -103,7 +104,7 @@ def handler_of(
         if name not in raw_requests:
             request = _class(rpc.input_type)
             parsing = _parsing_each if rpc.client_streaming else _parsing
-            method = parsing(method, request)
+            method = parsing(name, method, request)
         serializer = _class(rpc.output_type).SerializeToString
         methods[name] = KINDS[rpc.client_streaming, rpc.server_streaming](
             method,
@@ -113,12 +114,14 @@ def handler_of(
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _parsing(method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that parses one serialised request and checks its size."""
+def _parsing(rpc: str, method: _Method, kind: type[Message]) -> _Method:
+    """Returns a method that parses one serialised request, and checks its size and its
+    permissions."""
 
     async def call(data: bytes, context: Context) -> Any:
         request = parsed(kind, data)
         check_request(request)
+        await authorize(rpc, request)
         return await method(request, context)
 
     # Methods with one request and a stream of responses write these to the context.
@@ -126,26 +129,35 @@ def _parsing(method: _Method, kind: type[Message]) -> _Method:
     return call
 
 
-def _parsing_each(method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that parses each request of a stream when it is awaited."""
+def _parsing_each(rpc: str, method: _Method, kind: type[Message]) -> _Method:
+    """Returns a method that parses each request of a stream when it is awaited, and
+    checks the permissions that the first one requires."""
 
     async def call(stream: AsyncIterator[bytes], context: Context) -> Any:
-        return await method(_parsed_each(kind, stream), context)
+        return await method(_parsed_each(rpc, kind, stream), context)
 
     async def generate(
         stream: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[Any]:
-        async with aclosing(method(_parsed_each(kind, stream), context)) as responses:
+        requests = _parsed_each(rpc, kind, stream)
+        async with aclosing(method(requests, context)) as responses:
             async for response in responses:
                 yield response
 
     return generate if inspect.isasyncgenfunction(method) else call
 
 
-async def _parsed_each(kind: type[M], stream: AsyncIterator[bytes]) -> AsyncIterator[M]:
+async def _parsed_each(
+    rpc: str, kind: type[M], stream: AsyncIterator[bytes]
+) -> AsyncIterator[M]:
+    is_first = True
     async with released(stream):
         async for data in stream:
-            yield parsed(kind, data)
+            request = parsed(kind, data)
+            if is_first:
+                await authorize(rpc, request)
+                is_first = False
+            yield request
 
 
 def _class(described: Descriptor) -> type[Message]:

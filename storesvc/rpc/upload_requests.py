@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Final
 
+from storesvc.access.call import require
+from storesvc.access.permissions import Permission
 from storesvc.errors import InvalidFieldError
 from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.rpc import requests
+from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.streams import check_part, missing, unexpected
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
@@ -102,10 +105,12 @@ def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:
 async def opening_of(
     stream: AsyncIterator[Frame | upload_api.WriteChunksRequest],
 ) -> upload_api.WriterRef:
-    """Returns the opening of a WriteChunks stream, its first message.
+    """Returns the opening of a WriteChunks stream, its first message, once the
+    permissions that it requires are checked.
 
     Raises:
         InvalidFieldError: There is none, or it has another part.
+        PermissionDeniedError: The caller may not write the upload.
     """
     opening = await anext(stream, None)
     if opening is None:
@@ -113,13 +118,19 @@ async def opening_of(
     if isinstance(opening, Frame):
         raise unexpected("open", "frame")
     check_part(opening, "open")
+    await authorize("WriteChunks", opening)
     return opening.open
 
 
 async def stored_parts(
-    stream: AsyncIterator[Frame | upload_api.WriteChunksRequest],
+    run: RunName, stream: AsyncIterator[Frame | upload_api.WriteChunksRequest]
 ) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
-    """Yields the parts of the messages after the opening."""
+    """Yields the parts of the messages after the opening.
+
+    Raises:
+        InvalidFieldError: A message has another part.
+        PermissionDeniedError: The caller may not refer to data files of the run.
+    """
     async for request in stream:
         if isinstance(request, Frame):
             check_counts(request.columns)
@@ -127,4 +138,5 @@ async def stored_parts(
         else:
             check_part(request, "frame", "placed")
             check_counts(request)
+            require(Permission.UPLOADS_PLACE, run)
             yield request.placed

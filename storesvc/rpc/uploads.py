@@ -7,6 +7,8 @@ from contextlib import aclosing, asynccontextmanager
 from operator import attrgetter
 from typing import Final, TypeVar
 
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.fair_semaphore import FairSemaphore
@@ -144,7 +146,9 @@ class UploadService:
         """Returns the runs below a parent; a single run need not exist."""
         if "/runs/" in parent:
             return [RunName.from_resource(parent)]
-        return await self._store.catalog.run_names(requests.namespace_of(parent))
+        namespace = requests.namespace_of(parent)
+        runs = await self._store.catalog.run_names(namespace)
+        return [run for run in runs if access.may(Permission.UPLOADS_GET, run)]
 
     async def KeepUploadAlive(
         self, request: upload_api.KeepUploadAliveRequest, context: Context
@@ -183,7 +187,7 @@ class UploadService:
         written = self._store.receiver.write(
             upload,
             opening.writer,
-            stored_parts(parts),
+            stored_parts(upload.name.run, parts),
             watch,
             # A client without free buffers sends nothing until it gets an
             # acknowledgement, so it is not late while the server stores a batch.

@@ -15,6 +15,8 @@ from typing import Final
 
 from cachetools import LRUCache
 
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import duration, read_record, timestamp, write_record
@@ -178,6 +180,8 @@ class Uploads:
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(step))
             return record
+        if slot and slot[0].state == slots.UPLOADING:
+            access.require(Permission.UPLOADS_SUPERSEDE, name.run)
         run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
         predecessor = slots.predecessor(slot and slot[0])
@@ -262,6 +266,7 @@ class Uploads:
                 leaf.
         """
         record = await self.record(name)
+        _check_principal(name, record)
         found = await self._catalog.slot(name.run, record.step)
         slots.check_owner(name, record, found and found[0])
         if writer_count != record.writer_count:
@@ -325,11 +330,13 @@ class Uploads:
 
         Raises:
             UploadNotFoundError: The upload does not exist.
+            PermissionDeniedError: Another principal began it.
         """
         record = self._records.get(name)
         if record is None:
             record = await self.record(name)
             self._keep(name, record)
+        _check_principal(name, record)
         return record
 
     async def slot(
@@ -391,6 +398,7 @@ class Uploads:
         record = await self._found(name)
         if record is None:
             return
+        _check_principal(name, record)
         step = record.step
         slot = await self._catalog.slot(name.run, step)
         if slot is None or not slots.owns(name, record, slot[0]):
@@ -455,6 +463,8 @@ class Uploads:
                 f"{name}: its request id was used with another body; use a new id",
                 upload=name.upload,
             )
+        if found is not None:
+            _check_principal(name, found)
         return found
 
     async def _described(
@@ -470,6 +480,8 @@ class Uploads:
             create_time=timestamp(self._clock.now()),
             lease_duration=duration(new.lease),
             owner=new.owner,
+            principal=access.principal_name(),
+            groups=access.group_names(),
             request_digest=identity,
             values_digest=values_digest,
         )
@@ -508,3 +520,18 @@ class Uploads:
                 raise slots.absent(name) from None
             return found
         return record
+
+
+def _check_principal(name: UploadName, record: pb.UploadRecord) -> None:
+    """Checks that the caller may write, commit and abort an upload.
+
+    Raises:
+        PermissionDeniedError: Another principal began it.
+    """
+    access.require_own(
+        record.principal,
+        record.groups,
+        Permission.UPLOADS_WRITE,
+        name.run,
+        otherwise=Permission.UPLOADS_MANAGE,
+    )

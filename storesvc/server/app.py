@@ -19,8 +19,10 @@ from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
 from storesvc.rpc import registry
 from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
+from storesvc.rpc.calls import CallInterceptor
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.read_only import ReadOnly
+from storesvc.rpc.security import OPEN, Security
 from storesvc.server.tls import Tls
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
@@ -92,6 +94,7 @@ async def running(
     tls: Tls | None = None,
     notice_seconds: float = 0,
     read_only: str = "",
+    security: Security = OPEN,
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
 
@@ -102,12 +105,16 @@ async def running(
         notice_seconds: Seconds between the health change and the end of accepting
             calls, so that clients and load balancers can switch to another server.
         read_only: The root if calls that change the store are rejected, else "".
+        security: Authentication and authorization of the callers.
 
     Raises:
         InvalidFieldError: The address cannot be bound, or the certificates are
             unusable.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [
+        ErrorInterceptor(),
+        CallInterceptor(security),
+    ]
     if read_only:
         interceptors.append(ReadOnly(read_only))
     server = grpc.aio.server(

@@ -1,0 +1,290 @@
+"""The permissions that each rpc of the contract requires.
+
+``RULES`` has each rpc; a test fails if one is missing, and a call without a rule is
+denied. The rules read the request alone. What depends on a record is checked where the
+record is read: that an upload, a hold or a protected tag is the caller's own
+(`storesvc.access.call`), and that an upload takes over another one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
+from storesvc.access.policy import AllRuns, Namespace, Resource
+from storesvc.errors import InvalidFieldError, PermissionDeniedError
+from storesvc.format.names import (
+    CheckpointName,
+    HoldName,
+    RunName,
+    TagName,
+    UploadName,
+)
+from storesvc.gc.collector import DEFAULT_GRACE
+from storesvc.rpc import requests
+
+Need: TypeAlias = tuple[Permission, Resource]
+"""A permission, and the object that it is needed for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """Needs no identity: the call is answered before anybody has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """Needs an identity, and no permission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """Needs an identity; the response has only rows that the caller may see."""
+
+    needs: Callable[[Any], Iterator[Need]]
+    """Permissions that the request requires anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requires:
+    """Needs permissions."""
+
+    needs: Callable[[Any], Iterator[Need]]
+    """Returns them for a request.
+
+    Raises:
+        InvalidNameError: A name of the request is malformed.
+        InvalidFieldError: Another field is.
+    """
+
+
+Rule: TypeAlias = Public | Identified | Filtered | Requires
+
+
+def resource_of(parent: str) -> Resource:
+    """Returns the run, the namespace or all runs that a parent names.
+
+    Raises:
+        InvalidNameError: The name is malformed.
+        InvalidFieldError: It has another form.
+    """
+    if "/runs/" in parent:
+        return RunName.from_resource(parent)
+    namespace = requests.namespace_of(parent)
+    return AllRuns() if namespace is None else Namespace(namespace)
+
+
+async def authorize(rpc: str, request: Any) -> None:
+    """Checks the permissions that a request requires, and lets the observers of the
+    call take part; the call may then begin its work.
+
+    Args:
+        rpc: Name of the rpc.
+        request: Its request, or the first message of its stream.
+
+    Raises:
+        RunNotFoundError: The caller may not see a run that the request names.
+        PermissionDeniedError: The caller lacks a permission.
+        InvalidNameError: A name of the request is malformed.
+        InvalidFieldError: Another field is.
+        StoreError: An observer rejects the call.
+    """
+    current = access.current.get()
+    if current is None:
+        return
+    match RULES.get(rpc):
+        case Public() | Identified():
+            pass
+        case Filtered(needs=needs) | Requires(needs=needs):
+            for permission, resource in needs(request):
+                access.require(permission, resource)
+        case None:
+            raise PermissionDeniedError(
+                f"{rpc}: expected an rpc with a rule, got one that has none"
+            )
+    await current.permit()
+
+
+def _run(permission: Permission, field: str = "name") -> Requires:
+    """Requires a permission on the run that a field names."""
+
+    def needs(request: Any) -> Iterator[Need]:
+        yield permission, RunName.from_resource(getattr(request, field))
+
+    return Requires(needs)
+
+
+def _checkpoint(permission: Permission, *fields: str) -> Requires:
+    """Requires a permission on the runs of the checkpoints that fields name."""
+
+    def needs(request: Any) -> Iterator[Need]:
+        for field in fields or ("name",):
+            yield permission, CheckpointName.from_resource(getattr(request, field)).run
+
+    return Requires(needs)
+
+
+def _upload(permission: Permission) -> Requires:
+    """Requires a permission on the run of the upload that a request names."""
+
+    def needs(request: Any) -> Iterator[Need]:
+        yield permission, UploadName.from_resource(request.name).run
+
+    return Requires(needs)
+
+
+def _writer(permission: Permission) -> Requires:
+    """Requires a permission on the run of the upload that a stream opens."""
+
+    def needs(opening: Any) -> Iterator[Need]:
+        yield permission, UploadName.from_resource(opening.open.upload).run
+
+    return Requires(needs)
+
+
+def _hold(permission: Permission) -> Requires:
+    """Requires a permission on the run of the hold that a request names."""
+
+    def needs(request: Any) -> Iterator[Need]:
+        yield permission, HoldName.from_resource(request.name).run
+
+    return Requires(needs)
+
+
+def _rows(request: Any) -> Iterator[Need]:
+    """Requires nothing but a valid parent: the rows are filtered."""
+    resource_of(request.parent)
+    return iter(())
+
+
+def _rows_or(permission: Permission) -> Filtered:
+    """Requires a permission on a run; of a namespace, the rows are filtered."""
+
+    def needs(request: Any) -> Iterator[Need]:
+        resource = resource_of(request.parent)
+        if isinstance(resource, RunName):
+            yield permission, resource
+
+    return Filtered(needs)
+
+
+def _update_run(request: Any) -> Iterator[Need]:
+    run = RunName.from_resource(request.run.name)
+    paths = set(request.update_mask.paths)
+    yield Permission.RUNS_UPDATE, run
+    if paths & {"retention", "purge_delay"}:
+        yield Permission.RUNS_SET_POLICY, run
+
+
+def _apply_retention(request: Any) -> Iterator[Need]:
+    run = RunName.from_resource(request.name)
+    is_trial = request.validate_only
+    yield (
+        (Permission.CHECKPOINTS_LIST if is_trial else Permission.CHECKPOINTS_DELETE),
+        run,
+    )
+
+
+def _update_checkpoint(request: Any) -> Iterator[Need]:
+    run = CheckpointName.from_resource(request.checkpoint.name).run
+    paths = set(request.update_mask.paths)
+    if paths != {"pinned"}:
+        yield Permission.CHECKPOINTS_UPDATE, run
+    if "pinned" in paths:
+        yield Permission.CHECKPOINTS_PIN, run
+
+
+def _set_tag(request: Any) -> Iterator[Need]:
+    run = TagName.from_resource(request.name).run
+    yield Permission.TAGS_SET, run
+    if request.HasField("protected"):
+        yield Permission.TAGS_MANAGE, run
+
+
+def _delete_tag(request: Any) -> Iterator[Need]:
+    yield Permission.TAGS_DELETE, TagName.from_resource(request.name).run
+
+
+def _begin_upload(opening: Any) -> Iterator[Need]:
+    yield Permission.UPLOADS_BEGIN, RunName.from_resource(opening.parent)
+
+
+def _join_upload(opening: Any) -> Iterator[Need]:
+    yield Permission.UPLOADS_WRITE, UploadName.from_resource(opening.open.upload).run
+
+
+def _collect(request: Any) -> Iterator[Need]:
+    resource = resource_of(request.parent)
+    yield Permission.GARBAGE_COLLECT, resource
+    if request.HasField("grace") and request.grace.ToTimedelta() < DEFAULT_GRACE:
+        yield Permission.GARBAGE_COLLECT_EARLY, resource
+
+
+def _lend(request: Any) -> Iterator[Need]:
+    match request.WhichOneof("purpose"):
+        case "upload":
+            run = UploadName.from_resource(request.upload.upload).run
+            yield Permission.CREDENTIALS_LEND_WRITE, run
+        case "hold":
+            run = HoldName.from_resource(request.hold).run
+            yield Permission.CREDENTIALS_LEND_READ, run
+        case _:
+            raise InvalidFieldError("purpose: expected an upload or a hold, got none")
+
+
+def _quota(request: Any) -> Iterator[Need]:
+    yield Permission.QUOTAS_GET, resource_of(request.parent)
+
+
+RULES: Final = MappingProxyType[str, Rule](
+    {
+        # CheckpointService
+        "ListRuns": Filtered(_rows),
+        "GetRun": _run(Permission.RUNS_GET),
+        "UpdateRun": Requires(_update_run),
+        "ApplyRetention": Requires(_apply_retention),
+        "ListCheckpoints": _run(Permission.CHECKPOINTS_LIST, "parent"),
+        "GetCheckpoint": _checkpoint(Permission.CHECKPOINTS_GET),
+        "ReadManifest": _checkpoint(Permission.CHECKPOINTS_READ),
+        "DiffCheckpoints": _checkpoint(Permission.CHECKPOINTS_READ, "base", "name"),
+        "UpdateCheckpoint": Requires(_update_checkpoint),
+        "DeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_DELETE),
+        "UndeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_UNDELETE),
+        "PurgeCheckpoint": _checkpoint(Permission.CHECKPOINTS_PURGE),
+        "WatchCheckpoints": _rows_or(Permission.CHECKPOINTS_WATCH),
+        "SetTag": Requires(_set_tag),
+        "DeleteTag": Requires(_delete_tag),
+        "ListTags": _run(Permission.TAGS_LIST, "parent"),
+        "CreateHold": _checkpoint(Permission.HOLDS_CREATE, "parent"),
+        "RenewHold": _hold(Permission.HOLDS_CREATE),
+        "DeleteHold": _hold(Permission.HOLDS_CREATE),
+        "ListHolds": _run(Permission.HOLDS_LIST, "parent"),
+        # UploadService
+        "BeginUpload": Requires(_begin_upload),
+        "JoinUpload": Requires(_join_upload),
+        "GetUpload": _upload(Permission.UPLOADS_GET),
+        "ListUploads": _rows_or(Permission.UPLOADS_GET),
+        "KeepUploadAlive": _upload(Permission.UPLOADS_WRITE),
+        "FindChunks": _writer(Permission.UPLOADS_WRITE),
+        "WriteChunks": _writer(Permission.UPLOADS_WRITE),
+        "FinishWriter": _writer(Permission.UPLOADS_WRITE),
+        "CommitUpload": _upload(Permission.UPLOADS_COMMIT),
+        "AbortUpload": _upload(Permission.UPLOADS_ABORT),
+        # ChunkService
+        "ReadChunks": _checkpoint(Permission.CHECKPOINTS_READ),
+        # MaintenanceService
+        "GetServerInfo": Identified(),
+        "VerifyCheckpoint": _checkpoint(Permission.CHECKPOINTS_VERIFY),
+        "CollectGarbage": Requires(_collect),
+        "GetUsage": _run(Permission.USAGE_GET),
+        # AccessService
+        "GetLoginOptions": Public(),
+        "GetIdentity": Identified(),
+        "TestPermissions": Identified(),
+        "LendCredentials": Requires(_lend),
+        "GetQuota": Requires(_quota),
+    }
+)
+"""The rule of each rpc, by its name; names are unique over the services."""

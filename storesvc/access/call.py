@@ -12,7 +12,7 @@ from typing import Protocol
 
 from storesvc.access.permissions import Permission
 from storesvc.access.policy import Policy, Resource
-from storesvc.access.principals import Principal
+from storesvc.access.principals import ANONYMOUS, Principal
 from storesvc.errors import PermissionDeniedError, RunNotFoundError, StoreError
 from storesvc.format.names import RunName
 
@@ -160,6 +160,12 @@ def _denial(call: Call, permission: Permission, resource: Resource) -> StoreErro
         permission=permission,
         resource=str(resource),
     )
+
+
+def principal() -> Principal:
+    """Returns the caller; anonymous without a call."""
+    call = current.get()
+    return call.principal if call is not None else ANONYMOUS
 
 
 def principal_name() -> str:

@@ -14,6 +14,7 @@ READING: Final = frozenset(
         *("DiffCheckpoints", "WatchCheckpoints", "ListTags", "ListHolds"),
         *("ReadChunks", "GetUpload", "ListUploads"),
         *("GetServerInfo", "VerifyCheckpoint", "GetUsage"),
+        *("GetLoginOptions", "GetIdentity", "TestPermissions", "GetQuota"),
     }
 )
 """The rpcs of the contract that change nothing in the bucket."""

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from storesvc.rpc.access import AccessService
 from storesvc.rpc.boundary import KINDS, Context
 from storesvc.rpc.checkpoints import CheckpointCalls
 from storesvc.rpc.chunks import ChunkService
@@ -26,11 +27,13 @@ from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_request
 from storesvc.rpc.requests import parsed
 from storesvc.rpc.runs import RunCalls
+from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.streams import released
 from storesvc.rpc.tags import TagCalls
 from storesvc.rpc.uploads import UploadService
 from storesvc.store import Store
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -52,8 +55,11 @@ _MAINTENANCE: Final = maintenance_service_pb2.DESCRIPTOR.services_by_name[
     "MaintenanceService"
 ]
 
+_ACCESS: Final = access_service_pb2.DESCRIPTOR.services_by_name["AccessService"]
+
 SERVICES: Final = tuple(
-    service.full_name for service in (_CHECKPOINTS, _UPLOADS, _CHUNKS, _MAINTENANCE)
+    service.full_name
+    for service in (_CHECKPOINTS, _UPLOADS, _CHUNKS, _MAINTENANCE, _ACCESS)
 )
 """Full names of the services, for the health service."""
 
@@ -72,13 +78,16 @@ class CheckpointService(CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCall
         self._sent = MessageBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
 
 
-def handlers(store: Store) -> tuple[grpc.GenericRpcHandler, ...]:
+def handlers(
+    store: Store, security: Security = OPEN
+) -> tuple[grpc.GenericRpcHandler, ...]:
     """Returns the handlers of all services of a store."""
     return (
         handler_of(_CHECKPOINTS, CheckpointService(store)),
         handler_of(_UPLOADS, UploadService(store), raw_requests={"WriteChunks"}),
         handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
         handler_of(_MAINTENANCE, MaintenanceService(store)),
+        handler_of(_ACCESS, AccessService(security)),
     )
 
 

@@ -90,6 +90,7 @@ COUNTS: Final = MappingProxyType(
         "storesvc.v1.Run.labels": MAX_ENTRIES,
         "storesvc.v1.RetentionPolicies.policies": _MAX_RULES,
         "storesvc.v1.KeepSteps.steps": _MAX_RULES,
+        "storesvc.v1.TestPermissionsRequest.permissions": MAX_ENTRIES,
         "google.protobuf.FieldMask.paths": MAX_ENTRIES,
     }
 )

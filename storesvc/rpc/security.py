@@ -1,18 +1,41 @@
 """The parts of a server that decide about its callers."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from storesvc.access.call import CallObserver
 from storesvc.access.policy import Policy
-from storesvc.access.principals import LOCAL, Principal
+from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
+from storesvc.identity.authenticator import is_local
 from storesvc.rpc.boundary import Context
+from storesvc_proto.v1 import access_service_pb2 as access_api
+
+
+class Lender(Protocol):
+    """Lends credentials for the storage."""
+
+    async def lend(
+        self, request: access_api.LendCredentialsRequest
+    ) -> access_api.LendCredentialsResponse:
+        """Returns a credential for an upload or a hold.
+
+        Raises:
+            LendingUnsupportedError: The storage has no such credentials.
+            StoreError: The upload or the hold does not exist, or has ended.
+        """
+
+
+class Quotas(Protocol):
+    """Knows the quotas of namespaces."""
+
+    async def describe(self, namespace: str) -> Sequence[access_api.Quota]:
+        """Returns the quotas of a namespace and of the caller, with their usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """Authentication, authorization, and what takes part in each call."""
+    """Authentication, authorization, and the parts that depend on the caller."""
 
     authenticate: Callable[[Context], Awaitable[Principal]]
     """Returns the caller of a call, or raises why its credentials are rejected."""
@@ -20,11 +43,17 @@ class Security:
     """Returns the policy in force; None permits everything."""
     observers: tuple[CallObserver, ...] = ()
     """Take part in each call, in this order."""
+    login_options: Callable[[], Sequence[access_api.LoginOption]] = list
+    """Returns the issuers that people can log in with."""
+    lender: Lender | None = None
+    """Lends credentials; None: none are lent."""
+    quotas: Quotas | None = None
+    """Knows the quotas; None: there are none."""
 
 
-async def _local(_: Context) -> Principal:
-    return LOCAL
+async def _by_machine(context: Context) -> Principal:
+    return LOCAL if is_local(context.peer()) else ANONYMOUS
 
 
-OPEN: Final = Security(authenticate=_local, policy=lambda: None)
-"""Permits everything to everyone who can connect."""
+OPEN: Final = Security(authenticate=_by_machine, policy=lambda: None)
+"""Permits everything to every caller that can connect."""

@@ -122,7 +122,7 @@ async def running(
         # Off: a second server at the same address must fail, not take half the calls.
         options=(*OPTIONS, ("grpc.so_reuseport", 0)),
     )
-    server.add_generic_rpc_handlers(registry.handlers(store))
+    server.add_generic_rpc_handlers(registry.handlers(store, security))
     health = HealthCalls(registry.SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:

@@ -23,6 +23,7 @@ from storesvc.server.app import (
     running,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
+from storesvc.server.security import security_of
 from storesvc.server.tls import Tls
 from storesvc.storage.location import is_writable, storage_at
 
@@ -50,6 +51,10 @@ class Serving:
     """Interval between garbage collections; 0: none in the background."""
     is_read_only: bool = False
     """True to reject calls that change the store, and to collect nothing."""
+    policy: Path | None = None
+    """File with the policy; None: there is none."""
+    anonymous: str = ""
+    """Role of every caller, in addition to the policy; empty: none."""
 
     @property
     def address(self) -> str:
@@ -64,19 +69,27 @@ class Serving:
             insecure: True to permit plaintext for other machines.
 
         Raises:
-            InvalidFieldError: Other machines could connect in plaintext, or the
-                interval is negative.
+            InvalidFieldError: Other machines could connect in plaintext or without a
+                policy, or the interval is negative.
         """
         if self.gc_interval < timedelta(0):
             raise InvalidFieldError(
                 "gc interval: expected 0 or more, got "
                 f"{self.gc_interval.total_seconds():g} s"
             )
-        if not (self.tls or insecure or is_loopback(self.host)):
+        if insecure or is_loopback(self.host):
+            return
+        if not self.tls:
             raise InvalidFieldError(
                 f"host {self.host}: expected a loopback address or TLS, because "
                 "plaintext lets any peer read and write the store; pass --tls-cert and "
                 "--tls-key, or --insecure"
+            )
+        if not (self.policy or self.anonymous):
+            raise InvalidFieldError(
+                f"host {self.host}: expected a loopback address or a policy, because "
+                "without one any client may read and write the store; pass --policy, "
+                "or --anonymous with the role of every client"
             )
 
 
@@ -132,6 +145,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     #    must stop, too.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
+    security = security_of(serving.policy, anonymous=serving.anonymous)
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     async with running(
@@ -140,6 +154,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         tls=serving.tls,
         notice_seconds=NOTICE_SECONDS,
         read_only=serving.root if serving.is_read_only else "",
+        security=security,
     ) as port:
         # 2. Report the address only now: calls are accepted.
         ready(replace(serving, port=port))

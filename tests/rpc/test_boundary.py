@@ -17,11 +17,13 @@ from grpc_status import rpc_status
 from storesvc.errors import RunNotFoundError
 from storesvc.format.names import InvalidNameError
 from storesvc.rpc import registry
+from storesvc.rpc.access import AccessService
 from storesvc.rpc.boundary import ErrorInterceptor
 from storesvc.rpc.chunks import ChunkService
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.uploads import UploadService
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -35,6 +37,7 @@ SERVICES: Final = {
         (chunk_service_pb2, ChunkService),
         (maintenance_service_pb2, MaintenanceService),
         (upload_service_pb2, UploadService),
+        (access_service_pb2, AccessService),
     )
     for service in file.DESCRIPTOR.services_by_name.values()
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -76,6 +77,7 @@ def test_a_call_that_is_cancelled_holds_nothing(
 
 def test_every_call_of_the_contract_is_swept() -> None:
     modules = (
+        access_service_pb2,
         checkpoint_service_pb2,
         chunk_service_pb2,
         maintenance_service_pb2,

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -20,6 +21,7 @@ from tests.support.server_process import ServerProcess
 METHODS: list[MethodDescriptor] = [
     method
     for file in (
+        access_service_pb2,
         checkpoint_service_pb2,
         chunk_service_pb2,
         maintenance_service_pb2,

@@ -12,6 +12,7 @@ import pytest
 import storesvc_client as store
 from storesvc.rpc.read_only import READING
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -20,6 +21,7 @@ from storesvc_proto.v1 import (
 from tests.support.server_process import EndedError, ServerProcess
 
 WRITING = {
+    "LendCredentials",
     *("UpdateRun", "ApplyRetention", "UpdateCheckpoint", "DeleteCheckpoint"),
     *("UndeleteCheckpoint", "PurgeCheckpoint", "SetTag", "DeleteTag", "CreateHold"),
     *("RenewHold", "DeleteHold", "CollectGarbage", "BeginUpload", "JoinUpload"),
@@ -157,7 +159,7 @@ def test_a_root_without_a_store_is_not_served_read_only(tmp_path: Path) -> None:
 
 def test_every_rpc_is_classified_as_reading_or_writing() -> None:
     files = (
-        *(checkpoint_service_pb2, chunk_service_pb2),
+        *(access_service_pb2, checkpoint_service_pb2, chunk_service_pb2),
         *(maintenance_service_pb2, upload_service_pb2),
     )
     services = [

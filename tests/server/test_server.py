@@ -17,6 +17,7 @@ import storesvc_client as store
 from storesvc.rpc.registry import SERVICES
 from storesvc.server.app import OPTIONS, is_loopback
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -97,6 +98,7 @@ def test_health_is_reported_for_the_process_and_each_service(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     files = (
+        access_service_pb2,
         checkpoint_service_pb2,
         chunk_service_pb2,
         maintenance_service_pb2,

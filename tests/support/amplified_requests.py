@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 
 from storesvc_proto.v1 import (
+    access_service_pb2,
     checkpoint_service_pb2,
     chunk_service_pb2,
     maintenance_service_pb2,
@@ -21,6 +22,7 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support.contract import Writer
 
 SERVICES: Final = (
+    *access_service_pb2.DESCRIPTOR.services_by_name.values(),
     *checkpoint_service_pb2.DESCRIPTOR.services_by_name.values(),
     *chunk_service_pb2.DESCRIPTOR.services_by_name.values(),
     *maintenance_service_pb2.DESCRIPTOR.services_by_name.values(),

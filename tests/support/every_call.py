@@ -12,11 +12,13 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
+from storesvc_proto.v1 import access_service_pb2 as access
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import chunk_service_pb2 as chunks
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1 import retention_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as uploads
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
@@ -30,13 +32,14 @@ _runs = itertools.count()
 class Saved:
     """A new namespace with one run, which has one checkpoint, at step 1."""
 
-    def __init__(self, address: str) -> None:
-        channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
+        channel = channel or grpc.insecure_channel(address)
         self.run = RunName(f"every-{next(_runs)}", "run")
         self.address = address
         self.checkpoints = CheckpointServiceStub(channel)
         self.chunks = ChunkServiceStub(channel)
         self.maintenance = MaintenanceServiceStub(channel)
+        self.access = AccessServiceStub(channel)
         self.uploads = UploadServiceStub(channel)
         self.writer(1).save()
 
@@ -340,21 +343,27 @@ def write_within_a_chunk(s: Saved) -> Start:
     """WriteChunks that ends within a chunk."""
     opening = uploads.WriteChunksRequest(open=_begun(s).ref())
     requests = [opening, next(_pieces())]
+    start = many_answers(s.uploads.WriteChunks, requests)
+    return _failing(start, grpc.StatusCode.INVALID_ARGUMENT)
 
-    def start() -> Any:
-        started = many_answers(s.uploads.WriteChunks, requests)()
+
+def _failing(start: Start, code: grpc.StatusCode) -> Start:
+    """Returns a start of a call that ends with a status."""
+
+    def start_it() -> Any:
+        started = start()
 
         def end() -> None:
             try:
                 started.end()
             except grpc.RpcError as e:
                 assert isinstance(e, grpc.Call)
-                if e.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                if e.code() is not code:
                     raise
 
         return started._replace(end=end)
 
-    return start
+    return start_it
 
 
 def _pieces() -> Iterator[uploads.WriteChunksRequest]:
@@ -421,6 +430,35 @@ def get_usage(s: Saved) -> Start:
     )
 
 
+def get_login_options(s: Saved) -> Start:
+    """GetLoginOptions."""
+    return one_answer(s.access.GetLoginOptions, access.GetLoginOptionsRequest())
+
+
+def get_identity(s: Saved) -> Start:
+    """GetIdentity."""
+    return one_answer(s.access.GetIdentity, access.GetIdentityRequest())
+
+
+def permissions_tested(s: Saved) -> Start:
+    """TestPermissions."""
+    request = access.TestPermissionsRequest(resource=s.run.resource)
+    return one_answer(s.access.TestPermissions, request)
+
+
+def lend_credentials(s: Saved) -> Start:
+    """LendCredentials, of a server that lends none."""
+    request = access.LendCredentialsRequest(upload=_begun(s).ref())
+    start = one_answer(s.access.LendCredentials, request)
+    return _failing(start, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+def get_quota(s: Saved) -> Start:
+    """GetQuota."""
+    request = access.GetQuotaRequest(parent=f"namespaces/{s.run.namespace}")
+    return one_answer(s.access.GetQuota, request)
+
+
 CALLS: Final[dict[str, list[Make]]] = {
     "ListRuns": [list_runs],
     "GetRun": [get_run],
@@ -457,5 +495,10 @@ CALLS: Final[dict[str, list[Make]]] = {
     "VerifyCheckpoint": [verify_checkpoint],
     "CollectGarbage": [collect_garbage],
     "GetUsage": [get_usage],
+    "GetLoginOptions": [get_login_options],
+    "GetIdentity": [get_identity],
+    "TestPermissions": [permissions_tested],
+    "LendCredentials": [lend_credentials],
+    "GetQuota": [get_quota],
 }
 """Functions that make a call, by its name."""

@@ -48,9 +48,20 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Serve only clients with a certificate of these authorities (PEM).",
 )
 @click.option(
+    "--policy",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Who may do what (TOML); read again when it changes.",
+)
+@click.option(
+    "--anonymous",
+    type=click.Choice(("reader", "writer", "manager", "admin")),
+    help="Role of every client, also of those without an identity.",
+)
+@click.option(
     "--insecure",
     is_flag=True,
-    help="Serve other machines without TLS: anyone may read and write.",
+    help="Serve other machines without TLS or a policy: anyone may read and write.",
 )
 @click.option(
     "--read-only",
@@ -82,6 +93,8 @@ def serve(
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
+    policy: Path | None,
+    anonymous: str | None,
     insecure: bool,
     read_only: bool,
     ready_file: Path | None,
@@ -91,14 +104,14 @@ def serve(
     """Serve a store until SIGTERM or Ctrl-C.
 
     The server finishes calls in flight before it exits. Only this machine can connect,
-    unless --host is given, which needs TLS or --insecure. TLS files are read again when
-    they change.
+    unless --host is given, which needs TLS and a policy, or --insecure. TLS files and
+    the policy are read again when they change.
 
     \b
     Examples:
       storectl serve --root /ckpts
       storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
-          --tls-cert chain.pem --tls-key key.pem --tls-client-ca clients.pem
+          --tls-cert chain.pem --tls-key key.pem --policy policy.toml
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
@@ -122,6 +135,8 @@ def serve(
         tls=tls,
         gc_interval=gc_interval,
         is_read_only=read_only,
+        policy=policy,
+        anonymous=anonymous or "",
     )
     try:
         process.serve(what, insecure=insecure, ready_file=ready_file)

@@ -1,0 +1,152 @@
+"""Authenticates the callers of a server.
+
+A bearer token decides if there is one, then a client certificate, then the machine: a
+caller on a loopback address or a Unix socket is ``local``. A token or a certificate
+that is not valid rejects the call; nothing weaker is tried instead.
+"""
+
+import hashlib
+import ipaddress
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+import grpc.aio
+from cachetools import TTLCache
+
+from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
+from storesvc.errors import (
+    IdentityRequiredError,
+    InvalidTokenError,
+    UnknownIssuerError,
+)
+from storesvc.identity import certificates, tokens
+from storesvc.identity.issuer_config import Issuer
+from storesvc.identity.issuers import IssuerKeys, verify
+from storesvc.identity.policy_document import PolicyDocument
+
+KNOWN_TOKENS: Final = 10_000
+"""Maximum verified tokens that are remembered."""
+
+KNOWN_SECONDS: Final = 300.0
+"""Time for which a verified token is remembered."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_AUTHORIZATION: Final = "authorization"
+_BEARER: Final = "bearer "
+
+
+class Authenticator:
+    """Authenticates callers by the policy in force."""
+
+    def __init__(self, document: Callable[[], PolicyDocument]) -> None:
+        """Creates it; reads no keys.
+
+        Args:
+            document: Returns the policy in force.
+        """
+        self._document = document
+        self._issuers: dict[Issuer, IssuerKeys] = {}
+        self._known: TTLCache[bytes, Principal] = TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
+
+    async def authenticate(self, context: Context) -> Principal:
+        """Returns the caller of a call.
+
+        Raises:
+            IdentityRequiredError: It has no credentials, and needs some.
+            InvalidCertificateError: Its certificate has no single URI name.
+            InvalidTokenError: Its token is malformed or breaks a rule.
+            TokenExpiredError: Its token has expired.
+            TokenAudienceError: Its token is for another audience.
+            UnknownIssuerError: Its token is of another issuer.
+            IssuerUnreachableError: The keys of the issuer cannot be read now.
+        """
+        token = bearer_of(context.invocation_metadata() or ())
+        if token is not None:
+            return await self._principal_of(token)
+        by_certificate = certificates.principal_of(context.auth_context())
+        if by_certificate is not None:
+            return by_certificate
+        if is_local(context.peer()):
+            return LOCAL
+        if self._document().policy.anonymous:
+            return ANONYMOUS
+        raise IdentityRequiredError(
+            "the call has no identity: expected a token or a client certificate, got "
+            "neither; connect with token= or cert=, or run `storectl login`"
+        )
+
+    async def _principal_of(self, token: str) -> Principal:
+        """Returns the principal of a token, verified now or recently."""
+        issuers = {each.issuer: each for each in self._document().issuers}
+        digest = hashlib.sha256(token.encode()).digest()
+        found = tokens.unverified(token)
+        issuer = issuers.get(_text(found.claims.get("iss")))
+        if issuer is None:
+            raise UnknownIssuerError(
+                "token: expected one of an issuer that the policy of this server "
+                "lists, got one of another; get a token of one of them, or ask an "
+                "administrator of the store",
+                claim="iss",
+            )
+        now = datetime.now(UTC)
+        # The configuration is part of the key: a changed one verifies again.
+        key = hashlib.sha256(digest + repr(issuer).encode()).digest()
+        known = self._known.get(key)
+        if known is None:
+            keys = await self._keys(issuer).keys(found.kid)
+            verify(token, keys, issuer)
+            known = self._known[key] = tokens.principal_of(
+                issuer, found.claims, now=now
+            )
+        elif known.expire_time and known.expire_time + issuer.leeway <= now:
+            tokens.principal_of(issuer, found.claims, now=now)  # raises why
+        return known
+
+    def _keys(self, issuer: Issuer) -> IssuerKeys:
+        """Returns the keys of an issuer; forgets issuers that are configured no
+        more."""
+        if issuer not in self._issuers:
+            current = set(self._document().issuers)
+            kept = {
+                each: keys for each, keys in self._issuers.items() if each in current
+            }
+            self._issuers = {**kept, issuer: IssuerKeys(issuer)}
+        return self._issuers[issuer]
+
+
+def bearer_of(metadata: Any) -> str | None:
+    """Returns the bearer token in the metadata of a call; None: there is none.
+
+    Raises:
+        InvalidTokenError: There are several, or the scheme is another one.
+    """
+    found = [value for key, value in metadata if key == _AUTHORIZATION]
+    if not found:
+        return None
+    text = found[0] if isinstance(found[0], str) else ""
+    if len(found) > 1 or text[: len(_BEARER)].lower() != _BEARER:
+        raise InvalidTokenError(
+            "authorization: expected one bearer token, got several values or another "
+            "scheme; send `authorization: Bearer TOKEN` once",
+            claim="",
+        )
+    return text[len(_BEARER) :].strip()
+
+
+def is_local(peer: str) -> bool:
+    """Returns whether a peer, in gRPC's notation, is on this machine."""
+    kind, _, address = unquote(peer).partition(":")
+    if kind == "unix":
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return kind in ("ipv4", "ipv6") and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,311 @@
+"""Parses the policy file of a server.
+
+The text is TOML. Nothing is adjusted: an unknown key, another type or a value out of
+range is an error that names its place. The tables are described in `docs/security.md`.
+
+>>> document = parse('[[bindings]]\\nrole = "reader"\\nruns = ["**"]\\nwho = ["local"]')
+>>> document.policy.bindings[0].role
+'reader'
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from storesvc.access.permissions import ROLES
+from storesvc.access.policy import ALL_RUNS, GROUP, Binding, Policy
+from storesvc.errors import InvalidFieldError
+from storesvc.identity.issuer_config import DEFAULT_ALGORITHMS, Issuer
+from storesvc.lending.config import Lending
+from storesvc.quota.limits import QuotaRule
+
+MAX_BYTES: Final = 1 << 20
+"""Maximum bytes of a policy file."""
+
+_NONE: Final = "none"
+_SIZE: Final = re.compile(r"([1-9][0-9]*) ?(B|KiB|MiB|GiB|TiB|PiB)")
+_SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME: Final = re.compile(r"([1-9][0-9]*) ?([smhd])")
+_TIME_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PART: Final = re.compile(r"[a-z0-9*?\[\]!-]+")
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9-]*:")
+_RESERVED: Final = ("local", "group:", "spiffe:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDocument:
+    """The contents of a policy file."""
+
+    policy: Policy
+    issuers: tuple[Issuer, ...] = ()
+    """Issuers whose tokens are accepted."""
+    quotas: tuple[QuotaRule, ...] = ()
+    """Limits of namespaces; the first rule that matches a namespace applies."""
+    principal_quota: QuotaRule | None = None
+    """Limits of each principal; None: none."""
+    lending: Lending | None = None
+    """Configuration of lent credentials; None: none are lent."""
+
+
+def parse(text: str, *, file: str = "policy") -> PolicyDocument:
+    """Parses a policy.
+
+    Args:
+        text: The text.
+        file: Name of the file, for errors.
+
+    Raises:
+        InvalidFieldError: It is no TOML, or a key or a value is invalid; names its
+            place.
+    """
+    if len(text) > MAX_BYTES:
+        raise InvalidFieldError(
+            f"{file}: expected at most {MAX_BYTES} bytes, got {len(text)}"
+        )
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise InvalidFieldError(
+            f"{file}: expected TOML, got a text that is not ({e})"
+        ) from e
+    root = _Table(given, file)
+    anonymous = root.choice("anonymous", (*ROLES, _NONE), default=_NONE)
+    bindings = tuple(map(_binding, root.tables("bindings")))
+    issuers = tuple(map(_issuer, root.tables("issuers")))
+    quotas = tuple(_quota(table, of_namespaces=True) for table in root.tables("quotas"))
+    of_principal = root.table("quotas_per_principal")
+    lending = root.table("lending")
+    root.check_keys()
+    _check_unique(file, "issuers", "name", [each.name for each in issuers])
+    _check_unique(file, "issuers", "issuer", [each.issuer for each in issuers])
+    return PolicyDocument(
+        policy=Policy(
+            bindings=bindings, anonymous="" if anonymous == _NONE else anonymous
+        ),
+        issuers=issuers,
+        quotas=quotas,
+        principal_quota=(
+            _quota(of_principal, of_namespaces=False) if of_principal else None
+        ),
+        lending=_lending(lending) if lending else None,
+    )
+
+
+def _binding(table: "_Table") -> Binding:
+    binding = Binding(
+        role=table.choice("role", tuple(ROLES)),
+        runs=table.texts("runs"),
+        who=table.texts("who"),
+    )
+    for at, pattern in enumerate(binding.runs):
+        _check_runs(f"{table.place}.runs[{at}]", pattern)
+    for at, pattern in enumerate(binding.who):
+        if not pattern.removeprefix(GROUP):
+            raise InvalidFieldError(
+                f"{table.place}.who[{at}]: expected a principal or group:NAME, got "
+                f"{pattern!r}"
+            )
+    table.check_keys()
+    return binding
+
+
+def _check_runs(place: str, pattern: str) -> None:
+    if pattern == ALL_RUNS:
+        return
+    parts = pattern.split("/")
+    is_valid = len(parts) == 2 and all(map(_PART.fullmatch, parts))
+    if not is_valid or "**" in pattern.removesuffix("/**"):
+        raise InvalidFieldError(
+            f"{place}: expected NAMESPACE/RUN, with * and ? in each part, or ** for "
+            f"all runs, got {pattern!r}"
+        )
+
+
+def _issuer(table: "_Table") -> Issuer:
+    issuer = Issuer(
+        name=table.text("name"),
+        issuer=table.text("issuer"),
+        audiences=table.texts("audiences"),
+        algorithms=table.texts("algorithms", default=DEFAULT_ALGORITHMS),
+        jwks_uri=table.text("jwks_uri", default=""),
+        jwks_file=table.text("jwks_file", default=""),
+        ca_file=table.text("ca_file", default=""),
+        leeway=table.duration("leeway", default=timedelta(seconds=30)),
+        max_lifetime=table.duration("max_lifetime", default=timedelta(hours=24)),
+        principal=table.text("principal"),
+        groups=table.text("groups", default=""),
+        client_id=table.text("client_id", default=""),
+        scopes=table.texts("scopes", default=()),
+    )
+    table.check_keys()
+    _check_algorithms(f"{table.place}.algorithms", issuer.algorithms)
+    _check_template(f"{table.place}.principal", issuer.principal)
+    return issuer
+
+
+def _check_algorithms(place: str, algorithms: Iterable[str]) -> None:
+    for algorithm in algorithms:
+        if not re.fullmatch(r"(RS|PS|ES)(256|384|512)|EdDSA|Ed25519", algorithm):
+            raise InvalidFieldError(
+                f"{place}: expected algorithms with a public key, such as "
+                f"{', '.join(DEFAULT_ALGORITHMS)}, got {algorithm!r}"
+            )
+
+
+def _check_template(place: str, template: str) -> None:
+    """Checks that no claim of a token can choose the kind of its principal."""
+    is_fixed = _SCHEME.match(template) is not None and "{" in template
+    if not is_fixed or template.startswith(_RESERVED):
+        raise InvalidFieldError(
+            f"{place}: expected a fixed prefix other than group: and spiffe:, and a "
+            f'claim, such as "user:{{email}}", got {template!r}'
+        )
+
+
+def _quota(table: "_Table", *, of_namespaces: bool) -> QuotaRule:
+    rule = QuotaRule(
+        namespaces=table.texts("namespaces") if of_namespaces else (),
+        stored_bytes=table.size("stored_bytes") if of_namespaces else 0,
+        stored_bytes_soft=table.size("stored_bytes_soft") if of_namespaces else 0,
+        streams=table.count("streams"),
+        watches=table.count("watches"),
+        uploads=table.count("uploads"),
+        bytes_in_flight=table.size("bytes_in_flight"),
+        requests_per_second=table.count("requests_per_second"),
+    )
+    table.check_keys()
+    if rule.stored_bytes and rule.stored_bytes_soft > rule.stored_bytes:
+        raise InvalidFieldError(
+            f"{table.place}.stored_bytes_soft: expected at most stored_bytes, got "
+            f"{rule.stored_bytes_soft} above {rule.stored_bytes}"
+        )
+    return rule
+
+
+def _lending(table: "_Table") -> Lending:
+    lending = Lending(
+        lifetime=table.duration("lifetime", default=timedelta(hours=1)),
+        gcs=table.flag("gcs"),
+        s3_role_arn=table.text("s3_role_arn", default=""),
+        s3_sts_endpoint=table.text("s3_sts_endpoint", default=""),
+    )
+    table.check_keys()
+    return lending
+
+
+def _check_unique(file: str, table: str, key: str, values: list[str]) -> None:
+    for at, value in enumerate(values):
+        if value in values[:at]:
+            raise InvalidFieldError(
+                f"{file}: {table}[{at}].{key}: expected a value that no table before "
+                f"it has, got {value!r} again"
+            )
+
+
+class _Table:
+    """Reads the values of a table by key; rejects other types and unknown keys."""
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        self._values = values
+        self.place = place
+        self._known: list[str] = []
+
+    def tables(self, key: str) -> "list[_Table]":
+        """Returns an array of tables; empty if there is none."""
+        found = self._found(key, list, "tables", default=[])
+        place = f"{self.place}: {key}"
+        if not all(isinstance(each, dict) for each in found):
+            raise InvalidFieldError(f"{place}: expected tables, got {found!r:.80}")
+        return [_Table(each, f"{place}[{at}]") for at, each in enumerate(found)]
+
+    def table(self, key: str) -> "_Table | None":
+        """Returns a table; None if there is none."""
+        found = self._found(key, dict, "a table", default=None)
+        return None if found is None else _Table(found, f"{self.place}: {key}")
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """Returns a text that is not empty; without a default it is required."""
+        found = self._found(key, str, "a text", default=default)
+        if found is None or (not found and default is None):
+            raise self._invalid(key, "a text", found)
+        return str(found)
+
+    def texts(
+        self, key: str, *, default: tuple[str, ...] | None = None
+    ) -> tuple[str, ...]:
+        """Returns a list of texts; without a default it must have one at least."""
+        found = self._found(key, list, "a list of texts", default=default)
+        if found is None or (default is None and not found):
+            raise self._invalid(key, "a list of texts", found)
+        if not all(isinstance(each, str) and each for each in found):
+            raise self._invalid(key, "a list of texts", found)
+        return tuple(found)
+
+    def choice(
+        self, key: str, choices: tuple[str, ...], *, default: str | None = None
+    ) -> str:
+        """Returns one of some texts."""
+        found = self._found(key, str, "a text", default=default)
+        if found not in choices:
+            raise self._invalid(key, f"one of {', '.join(choices)}", found)
+        return str(found)
+
+    def flag(self, key: str) -> bool:
+        """Returns a boolean; False if it is not given."""
+        return bool(self._found(key, bool, "true or false", default=False))
+
+    def count(self, key: str) -> int:
+        """Returns a number above 0; 0 if it is not given: unlimited."""
+        found = self._found(key, int, "a number", default=0)
+        if isinstance(found, bool) or (key in self._values and found <= 0):
+            raise self._invalid(key, "a number above 0", found)
+        return int(found)
+
+    def size(self, key: str) -> int:
+        """Returns a number of bytes; 0 if it is not given: unlimited."""
+        if isinstance(self._values.get(key), int):
+            return self.count(key)
+        found = self._found(key, str, 'bytes, such as "10TiB"', default="")
+        match = _SIZE.fullmatch(found)
+        if match is None and key in self._values:
+            raise self._invalid(key, 'bytes, such as "10TiB"', found)
+        return int(match[1]) << 10 * _SIZE_UNITS.index(match[2]) if match else 0
+
+    def duration(self, key: str, *, default: timedelta) -> timedelta:
+        """Returns a duration."""
+        found = self._found(key, str, 'a time, such as "30s" or "24h"', default=None)
+        if found is None:
+            return default
+        match = _TIME.fullmatch(found)
+        if match is None:
+            raise self._invalid(key, 'a time, such as "30s" or "24h"', found)
+        return timedelta(seconds=int(match[1]) * _TIME_UNITS[match[2]])
+
+    def check_keys(self) -> None:
+        """Rejects keys that nothing has read."""
+        for key in self._values:
+            if key not in self._known:
+                near = difflib.get_close_matches(key, self._known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise InvalidFieldError(
+                    f"{self.place}: unknown key {key!r}, expected some of "
+                    f"{', '.join(self._known)}{hint}"
+                )
+
+    def _found(self, key: str, kind: type, expected: str, *, default: Any) -> Any:
+        self._known.append(key)
+        found = self._values.get(key, default)
+        if key in self._values and not isinstance(found, kind):
+            raise self._invalid(key, expected, found)
+        return found
+
+    def _invalid(self, key: str, expected: str, found: object) -> InvalidFieldError:
+        got = "none" if found is None else repr(found)[:80]
+        joint = "." if "[" in self.place or self.place.count(": ") else ": "
+        return InvalidFieldError(
+            f"{self.place}{joint}{key}: expected {expected}, got {got}"
+        )

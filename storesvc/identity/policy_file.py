@@ -1,0 +1,90 @@
+"""A policy file, read again when it changes.
+
+A new file that cannot be parsed is ignored: the policy before it stays in force, and
+the error is logged, until the file changes again.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from storesvc.errors import InvalidFieldError
+from storesvc.identity.policy_document import PolicyDocument, parse
+
+CHECK_SECONDS: Final = 1.0
+"""Interval at which the file is looked at."""
+
+_DIGEST_DIGITS: Final = 16
+
+_State: TypeAlias = tuple[int, int, int] | None
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyFile:
+    """The policy of a server."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file.
+
+        Raises:
+            InvalidFieldError: It cannot be read or parsed.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        self._state = _state_of(path)
+        self._document, self._digest = self._read()
+        self._checked = time.monotonic()
+
+    @property
+    def digest(self) -> str:
+        """Identifies the policy in force: replicas with another one differ in it."""
+        return self._digest
+
+    def current(self) -> PolicyDocument:
+        """Returns the policy in force."""
+        now = time.monotonic()
+        if now - self._checked >= CHECK_SECONDS:
+            with self._lock:
+                self._checked = now
+                self._reload()
+        return self._document
+
+    def _reload(self) -> None:
+        state = _state_of(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._document, self._digest = self._read()
+        except InvalidFieldError as e:
+            _log.warning("keeping the previous policy: %s", e)
+        else:
+            _log.info("reloaded the policy: %s, %s", self._path, self._digest)
+
+    def _read(self) -> tuple[PolicyDocument, str]:
+        try:
+            data = self._path.read_bytes()
+        except OSError as e:
+            raise InvalidFieldError(
+                f"policy: cannot read {self._path}: {e.strerror}"
+            ) from e
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as e:
+            raise InvalidFieldError(
+                f"{self._path}: expected UTF-8, got other bytes"
+            ) from e
+        document = parse(text, file=str(self._path))
+        return document, hashlib.sha256(data).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _state_of(path: Path) -> _State:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

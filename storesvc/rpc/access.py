@@ -1,0 +1,104 @@
+"""Rpcs of the access service: who the caller is, and what it may do."""
+
+import difflib
+
+from storesvc.access import call as access
+from storesvc.access.permissions import Permission
+from storesvc.access.principals import Authentication, Principal
+from storesvc.catalog.records import timestamp
+from storesvc.errors import InvalidFieldError, LendingUnsupportedError
+from storesvc.rpc import requests
+from storesvc.rpc.boundary import Context
+from storesvc.rpc.permissions import resource_of
+from storesvc.rpc.security import Security
+from storesvc_proto.v1 import access_service_pb2 as access_api
+
+_AUTHENTICATIONS = {
+    Authentication.ANONYMOUS: access_api.AUTHENTICATION_ANONYMOUS,
+    Authentication.LOCAL: access_api.AUTHENTICATION_LOCAL,
+    Authentication.CERTIFICATE: access_api.AUTHENTICATION_CERTIFICATE,
+    Authentication.TOKEN: access_api.AUTHENTICATION_TOKEN,
+}
+
+
+class AccessService:
+    """Answers what a caller may do, and lends credentials."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+
+    async def GetLoginOptions(
+        self, request: access_api.GetLoginOptionsRequest, context: Context
+    ) -> access_api.GetLoginOptionsResponse:
+        options = self._security.login_options()
+        return access_api.GetLoginOptionsResponse(options=options)
+
+    async def GetIdentity(
+        self, request: access_api.GetIdentityRequest, context: Context
+    ) -> access_api.GetIdentityResponse:
+        return identity_message(access.principal(), restricted=access.is_restricted())
+
+    async def TestPermissions(
+        self, request: access_api.TestPermissionsRequest, context: Context
+    ) -> access_api.TestPermissionsResponse:
+        resource = resource_of(request.resource)
+        asked = permissions_of(request)
+        permitted = [each for each in asked if access.may(each, resource)]
+        return access_api.TestPermissionsResponse(permissions=permitted)
+
+    async def LendCredentials(
+        self, request: access_api.LendCredentialsRequest, context: Context
+    ) -> access_api.LendCredentialsResponse:
+        lender = self._security.lender
+        if lender is None:
+            raise LendingUnsupportedError(
+                "this server lends no credentials for its storage; use credentials of "
+                "your own with direct=, or leave it out to send data through the server"
+            )
+        return await lender.lend(request)
+
+    async def GetQuota(
+        self, request: access_api.GetQuotaRequest, context: Context
+    ) -> access_api.GetQuotaResponse:
+        namespace, quotas = requests.namespace_of(request.parent), self._security.quotas
+        if namespace is None:
+            raise InvalidFieldError(
+                f"parent {request.parent!r}: expected one namespace, got all; get the "
+                "quotas of each one"
+            )
+        found = await quotas.describe(namespace) if quotas else []
+        return access_api.GetQuotaResponse(quotas=found)
+
+
+def identity_message(
+    principal: Principal, *, restricted: bool
+) -> access_api.GetIdentityResponse:
+    """Returns the message for a caller."""
+    expires = principal.expire_time
+    return access_api.GetIdentityResponse(
+        principal=principal.name,
+        groups=sorted(principal.groups),
+        authentication=_AUTHENTICATIONS[principal.authentication],
+        expire_time=timestamp(expires) if expires else None,
+        is_restricted=restricted,
+    )
+
+
+def permissions_of(
+    request: access_api.TestPermissionsRequest,
+) -> list[Permission]:
+    """Returns the permissions that TestPermissions asks for.
+
+    Raises:
+        InvalidFieldError: One does not exist.
+    """
+    known = [*Permission]
+    for name in request.permissions:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidFieldError(
+                f"permissions: expected some of {', '.join(known)}, got "
+                f"{name[:80]!r}{hint}"
+            )
+    return [Permission(name) for name in request.permissions] or known

@@ -73,9 +73,16 @@ class Writer:
     """An upload of ``tree_of()``, call by call."""
 
     def __init__(
-        self, address: str, run: str, step: int, *, writers: int = 1, chunks: int = 3
+        self,
+        address: str,
+        run: str,
+        step: int,
+        *,
+        writers: int = 1,
+        chunks: int = 3,
+        channel: grpc.Channel | None = None,
     ) -> None:
-        self.stub = UploadServiceStub(grpc.insecure_channel(address))
+        self.stub = UploadServiceStub(channel or grpc.insecure_channel(address))
         self.request_id = str(uuid.uuid4())
         self._parent = RunName.parse(run).resource
         self._upload = api.Upload(step=step, writer_count=writers)

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from storesvc.rpc.security import OPEN, Security
 from storesvc.server import app
 from storesvc.store import Store
 from tests.support.faulty_bucket import FaultyBucket, Plan, no_faults
 
 
 @contextmanager
-def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
+def serving(
+    root: Path, plan: Plan = no_faults, security: Security = OPEN
+) -> Iterator[str]:
     """Serves a root through a bucket that fails as planned; yields the address."""
     ready: list[str] = []
 
@@ -21,7 +24,7 @@ def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
         bucket = await FaultyBucket.faulty(root.as_uri())
         opened = await Store.open(bucket)
         bucket.calls.follow(plan)
-        async with app.running(opened, "127.0.0.1:0") as port:
+        async with app.running(opened, "127.0.0.1:0", security=security) as port:
             ready.append(f"127.0.0.1:{port}")
             await stop.wait()
 

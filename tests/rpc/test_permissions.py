@@ -1,0 +1,152 @@
+"""Each rpc of the contract requires the permissions of its rule, and nothing less."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from storesvc.access.permissions import ROLES
+from storesvc.access.policy import Policy
+from storesvc.rpc.permissions import RULES
+from storesvc.rpc.registry import SERVICES
+from storesvc_proto.v1 import (
+    access_service_pb2,
+    checkpoint_service_pb2,
+    chunk_service_pb2,
+    maintenance_service_pb2,
+    upload_service_pb2,
+)
+from tests.support.every_call import CALLS, Saved
+from tests.support.examples import sampled
+from tests.support.policies import Restricted, restricted
+
+ME: Final = "user:me"
+
+# The least role on the run that a call needs; None: an identity is enough, because the
+# call names no run, or has only rows that the caller may see.
+LEAST: Final[dict[str, str | None]] = {
+    "ListRuns": None,
+    "GetRun": "reader",
+    "UpdateRun": "writer",
+    "ApplyRetention": "manager",
+    "ListCheckpoints": "reader",
+    "GetCheckpoint": "reader",
+    "ReadManifest": "reader",
+    "DiffCheckpoints": "reader",
+    "UpdateCheckpoint": "writer",
+    "DeleteCheckpoint": "manager",
+    "UndeleteCheckpoint": "manager",
+    "PurgeCheckpoint": "manager",
+    "WatchCheckpoints": "reader",
+    "SetTag": "writer",
+    "DeleteTag": "writer",
+    "ListTags": "reader",
+    "CreateHold": "reader",
+    "RenewHold": "reader",
+    "DeleteHold": "reader",
+    "ListHolds": "reader",
+    "BeginUpload": "writer",
+    "JoinUpload": "writer",
+    "GetUpload": "reader",
+    "ListUploads": "reader",
+    "KeepUploadAlive": "writer",
+    "FindChunks": "writer",
+    "WriteChunks": "writer",
+    "FinishWriter": "writer",
+    "CommitUpload": "writer",
+    "AbortUpload": "writer",
+    "ReadChunks": "reader",
+    "GetServerInfo": None,
+    "VerifyCheckpoint": "reader",
+    "CollectGarbage": "admin",  # the call asks for no grace period
+    "GetUsage": "reader",
+    "GetLoginOptions": None,
+    "GetIdentity": None,
+    "TestPermissions": None,
+    "LendCredentials": "writer",  # for an upload
+    "GetQuota": "reader",
+}
+
+RANKS: Final = ["", *ROLES]
+"""Roles by what they permit, the least first; "": none."""
+
+PLACES: Final = ["own", "listable", "unlistable"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restricted]:
+    with restricted(tmp_path_factory.mktemp("restricted")) as server:
+        yield server
+
+
+def rpcs() -> set[str]:
+    """Returns the names of all rpcs of the contract."""
+    files = (
+        access_service_pb2,
+        checkpoint_service_pb2,
+        chunk_service_pb2,
+        maintenance_service_pb2,
+        upload_service_pb2,
+    )
+    services = [
+        service
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    assert set(SERVICES) == {service.full_name for service in services}
+    return {method.name for service in services for method in service.methods}
+
+
+def test_each_rpc_of_the_contract_has_a_rule() -> None:
+    assert rpcs() == set(RULES) == set(LEAST)
+
+
+def reason_of(error: Any) -> str:
+    """Returns the reason of an error."""
+    status = rpc_status.from_call(error)
+    assert status is not None, error
+    info = error_details_pb2.ErrorInfo()
+    status.details[0].Unpack(info)
+    return str(info.reason)
+
+
+def outcome(server: Restricted, rpc: str, role: str, place: str) -> str:
+    """Makes a call with a role in the own namespace of the caller."""
+    server.policies.policy = Policy(anonymous="admin")
+    saved = Saved(server.address, server.channel(ME))
+    start = CALLS[rpc][0](saved)
+    mine = saved.run.namespace if place == "own" else "elsewhere"
+    bindings = [(role, f"{mine}/*", ME)] if role else []
+    if place == "listable":
+        bindings.append(("reader", f"{saved.run.namespace}/*", ME))
+    server.policies.bind(*bindings)
+    try:
+        start().end()
+    except grpc.RpcError as e:
+        return reason_of(e)
+    return "OK"
+
+
+def expected(rpc: str, role: str, place: str) -> str:
+    """Returns the outcome of a call."""
+    least = LEAST[rpc]
+    here = {"own": role, "listable": "reader", "unlistable": ""}[place]
+    if least is None or (here and RANKS.index(here) >= RANKS.index(least)):
+        return "OK"
+    # The quota of a namespace names no run, so there is none to conceal.
+    return "PERMISSION_DENIED" if here or rpc == "GetQuota" else "RUN_NOT_FOUND"
+
+
+@pytest.mark.parametrize("rpc", sampled(sorted(LEAST), every=4))
+def test_each_role_permits_its_calls_in_its_own_namespace_only(
+    server: Restricted, rpc: str
+) -> None:
+    cells = [(role, place) for role in RANKS for place in PLACES]
+
+    found = {cell: outcome(server, rpc, *cell) for cell in cells}
+
+    print(f"\n{rpc}: {found}")
+    assert {cell: expected(rpc, *cell) for cell in cells} == found

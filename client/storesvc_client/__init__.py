@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
+    from storesvc_client._values.access import Identity
     from storesvc_client._values.findings import (
         Damage,
         Diff,
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         PreconditionError,
         StoreError,
         StructureError,
+        TokenExpiredError,
         UnauthenticatedError,
         UnavailableError,
         UnsupportedLeafError,
@@ -103,6 +105,7 @@ __all__ = [
     "ForeignRun",
     "Hold",
     "HoldInfo",
+    "Identity",
     "InvalidRequestError",
     "ItemDifference",
     "ItemInfo",
@@ -147,6 +150,7 @@ __all__ = [
     "StoreError",
     "StructureError",
     "Tag",
+    "TokenExpiredError",
     "Tolerate",
     "Transfer",
     "UnauthenticatedError",
@@ -178,6 +182,7 @@ _HOMES: Final = {
     **dict.fromkeys(("PerProcess", "Replicated"), "_values.item_values"),
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
+    "Identity": "_values.access",
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
     "Transfer": "_values.transfers",

@@ -16,7 +16,8 @@ The tree, with what a caller would do::
     ├── LimitError                                 free space, or send less
     ├── UnauthenticatedError    (PermissionError)  get another token or certificate
     ├── PermissionDeniedError   (PermissionError)  ask for the permission it names
-    └── UnavailableError        (ConnectionError)  retry later
+    ├── UnavailableError        (ConnectionError)  retry later
+    └── TokenExpiredError       (both)             get another token
 
 ``StoreError.reason`` has the precise cause: the name of an ``ErrorReason`` of the
 contract (``proto/storesvc/v1/errors.proto``), or "" for causes in the client. Messages
@@ -123,6 +124,11 @@ class UnavailableError(StoreError, ConnectionError):
     """The server cannot be reached, or does not answer before a timeout."""
 
 
+class TokenExpiredError(UnauthenticatedError, UnavailableError):
+    """A token expired during a call. Calls are retried with the next token; this error
+    is raised if there was none for as long as a server's restart takes."""
+
+
 BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "INVALID_FIELD": InvalidRequestError,
     "INVALID_TREE": InvalidRequestError,
@@ -161,7 +167,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "STALLED": UnavailableError,
     "IDENTITY_REQUIRED": UnauthenticatedError,
     "TOKEN_INVALID": UnauthenticatedError,
-    "TOKEN_EXPIRED": UnauthenticatedError,
+    "TOKEN_EXPIRED": TokenExpiredError,
     "TOKEN_AUDIENCE_MISMATCH": UnauthenticatedError,
     "ISSUER_UNKNOWN": UnauthenticatedError,
     "ISSUER_UNREACHABLE": UnavailableError,

@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -27,6 +27,7 @@ from storesvc_client._session import (
     new_staging,
 )
 from storesvc_client._storage.root import check_root, direct_root
+from storesvc_client._values.access import Identity
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
@@ -38,8 +39,10 @@ from storesvc_client._values.resource_names import (
 from storesvc_client._values.telemetry import StepLogger, Telemetry
 from storesvc_client._values.values import Event, RunInfo, ServerInfo, UploadInfo
 from storesvc_client.errors import InvalidRequestError, UnavailableError
+from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
@@ -56,6 +59,7 @@ def connect(
     ca: "str | PathLike[str] | None" = None,
     cert: "str | PathLike[str] | None" = None,
     key: "str | PathLike[str] | None" = None,
+    token: "str | PathLike[str] | Callable[[], str] | None" = None,
     insecure: bool = False,
     timeout: DurationLike = DEFAULT_TIMEOUT,
     direct: str | None = None,
@@ -80,6 +84,10 @@ def connect(
         cert: PEM file of this client's certificate, if the server requires one. The
             three files are read again when they change; later calls use the new ones.
         key: PEM file of its private key, without a password.
+        token: Bearer token of this client: a text, the path (``Path``) of a file, which
+            is read again when it changes, or a function, which is called again before
+            its token expires. It is sent over TLS or to this machine only. Calls whose
+            token expires are retried with the next one.
         insecure: Whether to use plaintext to another machine. Connections to this
             machine use plaintext unless ``ca`` or ``cert`` is given. Neither this nor
             certificates can be given with a root.
@@ -105,6 +113,8 @@ def connect(
     Raises:
         InvalidRequestError: The target, a certificate or the timeout is not usable,
             ``direct`` is not the root of this store, or another option is not valid.
+        UnauthenticatedError: The server requires a token or a certificate, or the token
+            is not usable.
         UnavailableError: The store does not answer, or one side rejects the certificate
             of the other.
         PreconditionError: The bucket denies access to the store, or to this process.
@@ -122,6 +132,7 @@ def connect(
         key=Path(key) if key is not None else None,
         insecure=insecure,
         timeout=seconds,
+        token=token,
     )
     try:
         info = _greeted(connection)
@@ -175,6 +186,41 @@ class Client:
             UnavailableError: It does not answer for longer than a restart takes.
         """
         return _info(self._connection, self._connection.ask)
+
+    def identity(self) -> Identity:
+        """Returns the identity of this client, as the server sees it.
+
+        Raises:
+            UnauthenticatedError: The server rejects its token or its certificate.
+            UnavailableError: It does not answer for longer than a restart takes.
+        """
+        stub = AccessServiceStub(self._connection.channel)
+        request = access_api.GetIdentityRequest()
+        return Identity.from_message(self._connection.ask(stub.GetIdentity, request))
+
+    def test_permissions(
+        self, parent: str | None = None, permissions: Sequence[str] = ()
+    ) -> list[str]:
+        """Returns which permissions this client has.
+
+        >>> client.test_permissions("prod/llama-8b", ["checkpoints.delete"])
+        ['checkpoints.delete']
+
+        Args:
+            parent: A run, which need not exist, a namespace, or None for all runs.
+            permissions: Names of permissions; empty: all that exist.
+
+        Raises:
+            InvalidRequestError: ``parent`` is neither a run nor a namespace, or a
+                permission does not exist.
+            UnavailableError: The server does not answer for longer than a restart
+                takes.
+        """
+        stub = AccessServiceStub(self._connection.channel)
+        request = access_api.TestPermissionsRequest(
+            resource=parent_resource(parent), permissions=permissions
+        )
+        return [*self._connection.ask(stub.TestPermissions, request).permissions]
 
     def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
         """Returns a run; sends nothing to the server.

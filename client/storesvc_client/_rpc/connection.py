@@ -21,6 +21,12 @@ from storesvc_client._rpc.retry import (
 from storesvc_client._rpc.server_wait import Wait, Waits
 from storesvc_client._rpc.target import Target, is_root
 from storesvc_client._rpc.tls import RenewedChannel, Tls, refusal
+from storesvc_client._rpc.tokens import (
+    AuthorizedChannel,
+    Token,
+    TokenSource,
+    token_source,
+)
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -258,7 +264,8 @@ class Connection:
             stub.GetServerInfo(
                 maintenance_api.GetServerInfoRequest(), timeout=_PROBE_SECONDS
             )
-        except (grpc.RpcError, ValueError):  # ValueError: the channel is closed
+        # ValueError: the channel is closed; StoreError: there is no token
+        except (grpc.RpcError, ValueError, StoreError):
             return False
         return True
 
@@ -291,16 +298,19 @@ def open_connection(
     key: Path | None,
     insecure: bool,
     timeout: float,
+    token: "Token | None" = None,
 ) -> Connection:
     """Returns a connection to a target; sends nothing, except name lookups.
 
     Raises:
         InvalidRequestError: The target is neither a root nor HOST:PORT, a certificate
-            cannot be used, or certificates or ``insecure`` are given for a root.
+            cannot be used, a token would be sent in plaintext, or certificates, a token
+            or ``insecure`` are given for a root.
+        UnauthenticatedError: The token cannot be used.
         UnavailableError: A name in a list of servers has no address.
     """
     if is_root(target):
-        _check_bare(target, ca=ca, cert=cert, key=key, insecure=insecure)
+        _check_bare(target, ca=ca, cert=cert, key=key, token=token, insecure=insecure)
         server = start_embedded(target, timeout=timeout)
         return Connection(
             lambda number: grpc.insecure_channel(
@@ -313,8 +323,14 @@ def open_connection(
         )
     servers = Target.parse(target)
     tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)
+    source = None if token is None else _source(servers, tls, token)
+
+    def dial(number: int) -> grpc.Channel:
+        channel = _dial(servers, tls, number)
+        return channel if source is None else AuthorizedChannel(channel, source)
+
     return Connection(
-        lambda number: _dial(servers, tls, number),
+        dial,
         target,
         timeout=timeout,
         end=lambda: None,
@@ -323,13 +339,13 @@ def open_connection(
 
 
 def _check_bare(target: str, **given: object) -> None:
-    """Rejects certificates for a root, whose server runs in this process."""
+    """Rejects certificates and tokens for a root, whose server runs in this process."""
     useless = [f"{name}=" for name, value in given.items() if value]
     if useless:
         raise InvalidRequestError(
-            f"store {target}: expected no TLS options with a root, whose server runs "
-            f"in this process, got {', '.join(useless)}; omit them, or connect to "
-            "HOST:PORT"
+            f"store {target}: expected no TLS options and no token with a root, whose "
+            f"server runs in this process, got {', '.join(useless)}; omit them, or "
+            "connect to HOST:PORT"
         )
 
 
@@ -351,6 +367,23 @@ def _tls(
     if insecure or (servers.is_loopback and not is_given):
         return None
     return Tls(ca=ca, cert=cert, key=key)
+
+
+def _source(servers: Target, tls: Tls | None, token: "Token") -> TokenSource:
+    """Returns the source of the tokens of a connection.
+
+    Raises:
+        InvalidRequestError: The token would be sent to another machine in plaintext.
+        UnauthenticatedError: There is no token, or it cannot be used.
+    """
+    if tls is None and not servers.is_loopback:
+        raise InvalidRequestError(
+            f"store {servers.text}: expected TLS with a token, which plaintext would "
+            "show to others; omit insecure and give ca, or omit the token"
+        )
+    source = token_source(token)
+    source()  # a mistyped path is an error now, not in the first save
+    return source
 
 
 def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:

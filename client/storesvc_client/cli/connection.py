@@ -23,8 +23,10 @@ from storesvc_client.cli.paths import has_names, is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Client
+    from storesvc_client._rpc.tokens import Token
     from storesvc_client.cli.foreign import Readable
     from storesvc_client.cli.paths import StorePath
+    from storesvc_proto.v1.access_service_pb2 import LoginOption
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
@@ -57,6 +59,8 @@ class Connection:
     insecure: bool
     timeout: float
     """Seconds that one call may take."""
+    token_file: Path | None = None
+    """File with the token; None: the token of a login, if there is one."""
     given: frozenset[str] = frozenset()
     """Names of the options that were given on the command line; "store" for
     ``target``."""
@@ -110,6 +114,11 @@ class Connection:
             ca=self.ca if "ca" in kept else context.ca or self.ca,
             cert=self.cert if "cert" in kept else context.cert or self.cert,
             key=self.key if "key" in kept else context.key or self.key,
+            token_file=(
+                self.token_file
+                if "token_file" in kept
+                else context.token_file or self.token_file
+            ),
             insecure=self.insecure or context.insecure,
             given=self.given | {"store"},
             context=None,
@@ -144,6 +153,7 @@ class Connection:
                 key=key,
                 insecure=self.insecure,
                 timeout=self.timeout,
+                token=self._token(),
             )
             # A person waits at a terminal: retry for --timeout and no longer.
             client._connection.patience = self.timeout  # noqa: SLF001
@@ -169,6 +179,49 @@ class Connection:
         if is_foreign(str(path or "")):
             return ForeignStore(keep_names=keep_names)
         return self.open()
+
+    def login_options(self) -> "list[LoginOption]":
+        """Returns the issuers that a person can log in at; needs no identity.
+
+        Raises:
+            Refusal: The store is opened in this process.
+            StoreError: The store cannot be reached.
+        """
+        from storesvc_client._rpc.connection import open_connection
+        from storesvc_client._rpc.target import is_root
+        from storesvc_proto.v1 import access_service_pb2 as api
+        from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
+
+        if is_root(self.target):
+            raise Refusal(
+                f"{self.target}: expected a server to log in to, got a root, which the "
+                "permissions of its files protect"
+            )
+        opened = open_connection(
+            self.target,
+            ca=self.ca,
+            cert=self.cert,
+            key=self.key,
+            insecure=self.insecure,
+            timeout=self.timeout,
+        )
+        try:
+            stub = AccessServiceStub(opened.channel)
+            response = opened.call(stub.GetLoginOptions, api.GetLoginOptionsRequest())
+            return [*response.options]
+        finally:
+            opened.close()
+
+    def _token(self) -> "Token | None":
+        """Returns the token to connect with; None for a root, which takes none."""
+        from storesvc_client._rpc.target import is_root
+        from storesvc_client.cli.logins import token_of_login
+
+        if is_root(self.target) and (
+            self.token_file is None or "token_file" in self.from_environment
+        ):
+            return None
+        return self.token_file or token_of_login(self.target)
 
     def _certificates(self) -> list[Path | None]:
         """Returns the TLS files; those from the environment apply to servers only."""

@@ -24,7 +24,7 @@ from storesvc.format.names import InvalidNameError, check_id
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import parse_target
 
-FILES: Final = ("ca", "cert", "key")
+FILES: Final = ("ca", "cert", "key", "token_file")
 """Options of a context that are files."""
 
 _CURRENT: Final = "current"
@@ -44,6 +44,7 @@ class Context:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+    token_file: Path | None = None
     insecure: bool = False
 
 

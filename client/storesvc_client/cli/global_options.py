@@ -52,6 +52,13 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
         "show_envvar": True,
         "help": "Its private key (PEM).",
     },
+    ("--token-file",): {
+        "type": _FILE,
+        "metavar": "FILE",
+        "envvar": "STORECTL_TOKEN_FILE",
+        "show_envvar": True,
+        "help": "File with a bearer token, in place of the one of storectl login.",
+    },
     ("--insecure",): {
         "is_flag": True,
         "help": "Use plaintext to a server on another machine.",

@@ -18,7 +18,8 @@ from storesvc_client.cli.global_options import accept_global_options, global_opt
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("import", "cp", "uploads", "du", "gc", "config", "ping", "serve", "demo"),
+    *("import", "cp", "uploads", "du", "gc", "config"),
+    *("login", "whoami", "auth", "ping", "serve", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""
 
@@ -128,6 +129,7 @@ def main(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
+    token_file: Path | None,
     insecure: bool,
     timeout: float,
     verbose: bool,
@@ -162,7 +164,7 @@ def main(
     ctx.meta[VERBOSE] = verbose
 
     def options_from(source: ParameterSource) -> frozenset[str]:
-        names = ("store", "ca", "cert", "key")
+        names = ("store", "ca", "cert", "key", "token_file")
         return frozenset(n for n in names if ctx.get_parameter_source(n) is source)
 
     ctx.obj = Connection(
@@ -170,6 +172,7 @@ def main(
         ca=ca,
         cert=cert,
         key=key,
+        token_file=token_file,
         from_environment=options_from(ParameterSource.ENVIRONMENT),
         insecure=insecure,
         timeout=timeout,

@@ -48,6 +48,7 @@ def config() -> None:
 @click.option("--ca", type=_FILE, metavar="FILE")
 @click.option("--cert", type=_FILE, metavar="FILE")
 @click.option("--key", type=_FILE, metavar="FILE")
+@click.option("--token-file", type=_FILE, metavar="FILE")
 @click.option("--insecure", is_flag=True)
 def set_context(
     *,
@@ -56,20 +57,28 @@ def set_context(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
+    token_file: Path | None,
     insecure: bool,
 ) -> None:
     """Create a context, or replace it. The first one becomes the current one.
 
     Its options mean the same as for storectl itself; see storectl --help.
     """
-    if "://" in store and (ca or cert or key or insecure):
+    if "://" in store and (ca or cert or key or token_file or insecure):
         raise click.UsageError(
-            f"--ca, --cert, --key and --insecure go with a server, not with {store}"
+            "--ca, --cert, --key, --token-file and --insecure go with a server, not "
+            f"with {store}"
         )
     if (cert is None) != (key is None):
         raise click.UsageError("expected --cert and --key together")
     context = Context(
-        name=name, store=store, ca=ca, cert=cert, key=key, insecure=insecure
+        name=name,
+        store=store,
+        ca=ca,
+        cert=cert,
+        key=key,
+        token_file=token_file,
+        insecure=insecure,
     )
     found = read_config()
     contexts = {**found.contexts, name: context}
@@ -137,7 +146,11 @@ def remove(*, name: str) -> None:
 
 
 def _row(context: Context, *, is_current: bool) -> tuple[str, ...]:
-    options = [f"--{key} {file}" for key in FILES if (file := getattr(context, key))]
+    options = [
+        f"--{key.replace('_', '-')} {file}"
+        for key in FILES
+        if (file := getattr(context, key))
+    ]
     options += ["--insecure"] if context.insecure else []
     return (
         "*" if is_current else "",

@@ -1,0 +1,226 @@
+"""Bearer tokens of a client: where they come from, and a channel that sends them.
+
+A token is asked for again at each call, so that one that was renewed is used at once: a
+file is read again when it changes, as kubelets and agents renew projected tokens, and a
+function is called again shortly before its token expires. A token is only ever sent
+over TLS or to this machine, and is part of no message and no log.
+"""
+
+import json
+import threading
+import time
+from base64 import urlsafe_b64decode
+from collections.abc import Callable
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import grpc
+
+from storesvc_client.errors import InvalidRequestError, UnauthenticatedError
+
+Token: TypeAlias = "str | PathLike[str] | Callable[[], str]"  # noqa: S105 - a type
+"""A token, the path of its file, or a function that returns one."""
+
+MAX_TOKEN_BYTES: Final = 8 << 10
+"""Maximum bytes of a token, as servers accept it."""
+
+RENEWAL_SECONDS: Final = 60.0
+"""Time before the expiry of a token at which a function is called again."""
+
+UNKNOWN_SECONDS: Final = 60.0
+"""Time after which a function is called again whose token does not say its expiry."""
+
+_LEEWAY_SECONDS: Final = 30.0
+"""Time after the expiry of a token until servers reject it: clocks differ."""
+
+
+class TokenSource(Protocol):
+    """Returns tokens."""
+
+    def __call__(self) -> str:
+        """Returns the token for a call that begins now.
+
+        Raises:
+            UnauthenticatedError: There is none, or it has expired.
+        """
+
+
+def token_source(token: Token) -> TokenSource:
+    """Returns the source of a token.
+
+    Raises:
+        InvalidRequestError: It is neither a text, a path nor a function.
+    """
+    if isinstance(token, str):
+        return _Fixed(_checked(token, "token"))
+    if isinstance(token, PathLike):
+        return _File(Path(fspath(token)))
+    if callable(token):
+        return _Function(token)
+    raise InvalidRequestError(
+        "token: expected a text, a path (Path) or a function, got "
+        f"{type(token).__name__}"
+    )
+
+
+class _Fixed:
+    """A token that never changes."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._expires = expiry_of(token)
+
+    def __call__(self) -> str:
+        _check_unexpired(self._expires, "token")
+        return self._token
+
+
+class _File:
+    """A token in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._state: tuple[int, int, int] | None = None
+        self._token = ""
+        self._expires: float | None = None
+
+    def __call__(self) -> str:
+        place = f"token file {self._path}"
+        with self._lock:
+            try:
+                found = self._path.stat()
+                state = (found.st_mtime_ns, found.st_ino, found.st_size)
+                if state != self._state:
+                    text = self._path.read_text()
+                    self._token = _checked(text.strip(), place)
+                    self._expires = expiry_of(self._token)
+                    self._state = state
+            except UnicodeDecodeError as e:
+                raise _unusable(place, "other bytes") from e
+            except OSError as e:
+                raise UnauthenticatedError(
+                    f"{place}: cannot be read: {e.strerror}; correct the path, or log "
+                    "in again"
+                ) from e
+            _check_unexpired(self._expires, place)
+            return self._token
+
+
+class _Function:
+    """Tokens of a function."""
+
+    def __init__(self, function: Callable[[], str]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._token = ""
+        self._until = 0.0
+
+    def __call__(self) -> str:
+        with self._lock:
+            if time.time() >= self._until:
+                token = self._function()
+                if not isinstance(token, str):
+                    raise _unusable("token function", f"a {type(token).__name__}")
+                self._token = _checked(token.strip(), "token function")
+                expires = expiry_of(self._token)
+                _check_unexpired(expires, "token function")
+                self._until = (
+                    time.time() + UNKNOWN_SECONDS
+                    if expires is None
+                    else expires - RENEWAL_SECONDS
+                )
+            return self._token
+
+
+def expiry_of(token: str) -> float | None:
+    """Returns the time at which a JSON Web Token expires, in seconds since 1970; None
+    if the token does not say. Verifies nothing: only the server can."""
+    parts = token.split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        data = urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
+        claims = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    expires = claims.get("exp") if isinstance(claims, dict) else None
+    if not isinstance(expires, int | float) or isinstance(expires, bool):
+        return None
+    return float(expires)
+
+
+def _checked(token: str, place: str) -> str:
+    """Returns a token that can be sent."""
+    if not token:
+        raise _unusable(place, "an empty text")
+    if len(token) > MAX_TOKEN_BYTES:
+        raise _unusable(place, f"{len(token)} bytes")
+    if not all("!" <= character <= "~" for character in token):
+        raise _unusable(place, "spaces, line breaks or characters outside ASCII")
+    return token
+
+
+def _unusable(place: str, got: str) -> UnauthenticatedError:
+    return UnauthenticatedError(
+        f"{place}: expected one token of at most {MAX_TOKEN_BYTES} printable ASCII "
+        f"characters, got {got}; get another one"
+    )
+
+
+def _check_unexpired(expires: float | None, place: str) -> None:
+    if expires is not None and time.time() >= expires + _LEEWAY_SECONDS:
+        ago = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(expires))
+        raise UnauthenticatedError(
+            f"{place}: the token expired at {ago}; get another one, or run `storectl "
+            "login`"
+        )
+
+
+class AuthorizedChannel(grpc.Channel):
+    """Delegates calls to a channel, each with the token of the time it begins."""
+
+    def __init__(self, channel: grpc.Channel, source: TokenSource) -> None:
+        self._channel = channel
+        self._source = source
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
+        return self._authorized(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._authorized(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._authorized(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._authorized(self._channel.stream_stream(*arguments, **options))
+
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
+    ) -> None:
+        """Subscribes to the channel."""
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Ends the subscription of a callback."""
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+    def _authorized(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*request: Any, **options: Any) -> Any:
+            bearer = ("authorization", f"Bearer {self._source()}")
+            metadata = (*(options.pop("metadata", None) or ()), bearer)
+            return method(*request, metadata=metadata, **options)
+
+        return call

@@ -1,0 +1,44 @@
+"""The identity of a caller."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, Self, cast
+
+from storesvc_proto.v1 import access_service_pb2 as api
+
+Authentication = Literal["anonymous", "local", "certificate", "token"]
+"""Ways in which a server has authenticated a caller."""
+
+_PREFIX = "AUTHENTICATION_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A caller, as a server sees it; returned by ``Client.identity``."""
+
+    principal: str
+    """Name, such as ``user:alice@corp.example``; empty: anonymous."""
+    groups: tuple[str, ...]
+    """Groups, sorted."""
+    authentication: Authentication
+    """By what it was authenticated."""
+    expire_time: datetime | None
+    """When its credential expires; None: never, or unknown."""
+    is_restricted: bool
+    """True if the server has a policy; if not, everything is permitted."""
+
+    @classmethod
+    def from_message(cls, message: api.GetIdentityResponse) -> Self:
+        """Returns the value of a message."""
+        name = api.Authentication.Name(message.authentication)
+        return cls(
+            principal=message.principal,
+            groups=tuple(message.groups),
+            authentication=cast("Authentication", name.removeprefix(_PREFIX).lower()),
+            expire_time=(
+                message.expire_time.ToDatetime(UTC)
+                if message.HasField("expire_time")
+                else None
+            ),
+            is_restricted=message.is_restricted,
+        )

@@ -81,31 +81,38 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._place = f"token file {path}"
         self._lock = threading.Lock()
         self._state: tuple[int, int, int] | None = None
         self._token = ""
         self._expires: float | None = None
 
     def __call__(self) -> str:
-        place = f"token file {self._path}"
         with self._lock:
-            try:
-                found = self._path.stat()
-                state = (found.st_mtime_ns, found.st_ino, found.st_size)
-                if state != self._state:
-                    text = self._path.read_text()
-                    self._token = _checked(text.strip(), place)
-                    self._expires = expiry_of(self._token)
-                    self._state = state
-            except UnicodeDecodeError as e:
-                raise _unusable(place, "other bytes") from e
-            except OSError as e:
-                raise UnauthenticatedError(
-                    f"{place}: cannot be read: {e.strerror}; correct the path, or log "
-                    "in again"
-                ) from e
-            _check_unexpired(self._expires, place)
+            text = self._changed()
+            if text is not None:
+                self._token = _checked(text.strip(), self._place)
+                self._expires = expiry_of(self._token)
+            _check_unexpired(self._expires, self._place)
             return self._token
+
+    def _changed(self) -> str | None:
+        """Returns the text of the file; None if it is the same as before."""
+        try:
+            found = self._path.stat()
+            state = (found.st_mtime_ns, found.st_ino, found.st_size)
+            if self._token and state == self._state:
+                return None
+            text = self._path.read_text()
+        except UnicodeDecodeError as e:
+            raise _unusable(self._place, "bytes that are no UTF-8") from e
+        except OSError as e:
+            raise UnauthenticatedError(
+                f"{self._place}: cannot be read: {e.strerror}; correct the path, or "
+                "log in again"
+            ) from e
+        self._state = state
+        return text
 
 
 class _Function:

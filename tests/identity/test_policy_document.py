@@ -1,0 +1,193 @@
+"""A policy file is read whole, and nothing in it is adjusted."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from storesvc.errors import InvalidFieldError
+from storesvc.identity import policy_file
+from storesvc.identity.policy_document import parse
+from storesvc.identity.policy_file import PolicyFile
+
+WHOLE = """
+anonymous = "reader"
+
+[[issuers]]
+name = "corp"
+issuer = "https://login.corp.example"
+audiences = ["storesvc"]
+algorithms = ["ES256"]
+jwks_uri = "https://login.corp.example/keys"
+jwks_file = "/etc/keys.json"
+ca_file = "/etc/ca.pem"
+leeway = "5s"
+max_lifetime = "1h"
+principal = "user:{email}"
+groups = "groups"
+client_id = "storectl"
+scopes = ["groups"]
+
+[[bindings]]
+role = "writer"
+runs = ["prod/*", "lab/exp-?"]
+who = ["k8s:train/trainer", "group:ml"]
+
+[[quotas]]
+namespaces = ["prod"]
+stored_bytes = "10TiB"
+stored_bytes_soft = "8TiB"
+streams = 64
+watches = 32
+uploads = 8
+bytes_in_flight = "1GiB"
+requests_per_second = 200
+
+[quotas_per_principal]
+streams = 32
+watches = 16
+uploads = 4
+bytes_in_flight = 1048576
+requests_per_second = 100
+
+[lending]
+lifetime = "30m"
+gcs = true
+s3_role_arn = "arn:aws:iam::1:role/store"
+s3_sts_endpoint = "https://sts.example"
+"""
+
+ISSUER = """[[issuers]]
+name = "corp"
+issuer = "https://a"
+audiences = ["storesvc"]
+principal = "user:{sub}"
+"""
+
+BINDING = '[[bindings]]\nrole = "reader"\nruns = ["**"]\nwho = ["local"]\n'
+
+
+def test_each_key_of_each_table_is_read() -> None:
+    found = parse(WHOLE)
+
+    (issuer,), (binding,), (quota,) = found.issuers, found.policy.bindings, found.quotas
+    assert found.policy.anonymous == "reader"
+    assert (issuer.name, issuer.algorithms, issuer.leeway) == (
+        "corp",
+        ("ES256",),
+        timedelta(seconds=5),
+    )
+    assert (issuer.jwks_file, issuer.ca_file) == ("/etc/keys.json", "/etc/ca.pem")
+    assert issuer.max_lifetime == timedelta(hours=1)
+    assert (issuer.client_id, issuer.scopes) == ("storectl", ("groups",))
+    assert binding.runs == ("prod/*", "lab/exp-?")
+    assert (quota.stored_bytes, quota.stored_bytes_soft) == (10 << 40, 8 << 40)
+    assert (quota.streams, quota.watches, quota.uploads) == (64, 32, 8)
+    assert (quota.bytes_in_flight, quota.requests_per_second) == (1 << 30, 200)
+    assert found.principal_quota is not None
+    assert found.principal_quota.bytes_in_flight == 1 << 20
+    assert found.lending is not None
+    assert (found.lending.lifetime, found.lending.gcs) == (timedelta(minutes=30), True)
+
+
+def test_an_empty_policy_permits_nothing() -> None:
+    found = parse("")
+
+    assert (found.policy.bindings, found.policy.anonymous) == ((), "")
+    assert (found.issuers, found.quotas, found.lending) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("role = ", "expected TOML"),
+        ("anonymus = 'none'", "unknown key 'anonymus'.*did you mean anonymous"),
+        ("anonymous = 'root'", "anonymous: expected one of reader.*got 'root'"),
+        ("bindings = 7", "bindings: expected tables, got 7"),
+        ("bindings = [7]", r"bindings: expected tables, got \[7\]"),
+        (BINDING.replace('"reader"', '"reder"'), r"bindings\[0\]\.role: expected one"),
+        (BINDING.replace('role = "reader"\n', ""), r"\[0\]\.role: expected.*got none"),
+        (BINDING.replace('["**"]', '["a/**/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
+        (BINDING.replace('["**"]', '["a**/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
+        (BINDING.replace('["**"]', '["prod"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
+        (BINDING.replace('["**"]', '["A/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
+        (BINDING.replace('["**"]', "[]"), r"runs: expected a list of texts, got \[\]"),
+        (BINDING.replace('["local"]', '"local"'), r"who: expected a list of texts"),
+        (BINDING.replace('["local"]', '["group:"]'), r"who\[0\]: expected a principal"),
+        (BINDING + "rol = 1", r"bindings\[0\]: unknown key 'rol'.*did you mean role"),
+        (ISSUER.replace("audiences", "audience"), r"audiences: expected.*got none"),
+        (ISSUER + 'algorithms = ["HS256"]', r"algorithms: expected.*got 'HS256'"),
+        (ISSUER + 'algorithms = ["none"]', r"algorithms: expected.*got 'none'"),
+        (ISSUER.replace("user:{sub}", "{sub}"), "principal: expected a fixed prefix"),
+        (
+            ISSUER.replace("user:{sub}", "user:all"),
+            "principal: expected a fixed prefix",
+        ),
+        (ISSUER.replace("user:", "group:"), "principal: expected a fixed prefix"),
+        (ISSUER.replace("user:", "spiffe:"), "principal: expected a fixed prefix"),
+        (ISSUER + 'leeway = "soon"', "leeway: expected a time"),
+        (ISSUER + "leeway = 30", "leeway: expected a time"),
+        (ISSUER + ISSUER, r"issuers\[1\]\.name: expected a value that no table before"),
+        ("[[quotas]]\nnamespaces=['a']\nstreams = 0", r"streams: expected a number"),
+        ("[[quotas]]\nnamespaces=['a']\nstreams = true", r"streams: expected a number"),
+        ("[[quotas]]\nnamespaces=['a']\nstored_bytes = '1 TB'", "expected bytes"),
+        (
+            "[[quotas]]\nnamespaces=['a']\nstored_bytes = 1\nstored_bytes_soft = 2",
+            "stored_bytes_soft: expected at most stored_bytes",
+        ),
+        ("[quotas_per_principal]\nstored_bytes = 1", "unknown key 'stored_bytes'"),
+        ("[lending]\ngcs = 1", "gcs: expected true or false, got 1"),
+        ("[lending]\ngsc = true", "unknown key 'gsc'.*did you mean gcs"),
+    ],
+    ids=str,
+)
+def test_a_wrong_policy_is_rejected_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(InvalidFieldError, match=message):
+        parse(text, file="policy.toml")
+
+
+def test_every_table_rejects_unknown_keys() -> None:
+    for table in ("issuers", "bindings", "quotas", "quotas_per_principal", "lending"):
+        lines = WHOLE.splitlines()
+        at = next(i for i, line in enumerate(lines) if line.strip("[]") == table)
+        text = "\n".join([*lines[: at + 1], "unknown = 1", *lines[at + 1 :]])
+        with pytest.raises(InvalidFieldError, match="unknown key 'unknown'"):
+            parse(text)
+
+
+def test_a_policy_file_is_read_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
+    path = tmp_path / "policy.toml"
+    path.write_text('anonymous = "reader"')
+    file = PolicyFile(path)
+    digest = file.digest
+    assert file.current().policy.anonymous == "reader"
+
+    path.write_text('anonymous = "wrong"')
+    assert file.current().policy.anonymous == "reader"
+    assert "keeping the previous policy" in caplog.text
+    assert file.digest == digest
+
+    path.write_text('anonymous = "writer" ')
+    assert file.current().policy.anonymous == "writer"
+    assert file.digest != digest
+
+    path.unlink()
+    assert file.current().policy.anonymous == "writer"
+
+
+@pytest.mark.parametrize("data", [b"\xff", None])
+def test_an_unusable_policy_file_is_rejected(
+    tmp_path: Path, data: bytes | None
+) -> None:
+    path = tmp_path / "policy.toml"
+    if data is None:
+        path.mkdir()
+    else:
+        path.write_bytes(data)
+
+    with pytest.raises(InvalidFieldError, match=os.fspath(path)):
+        PolicyFile(path)

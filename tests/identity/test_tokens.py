@@ -1,0 +1,291 @@
+"""Tokens, good and hostile, of a real server on a real socket."""
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from joserfc import jws
+
+from storesvc.server.security import security_of
+from storesvc_proto.v1 import access_service_pb2 as api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
+from tests.rpc.test_permissions import reason_of
+from tests.support.faulty_server import serving
+from tests.support.tokens import AUDIENCE, KEYS, OTHER, Issuer, encoded, issuing
+
+POLICY: Final = """
+[[issuers]]
+name = "corp"
+issuer = "{url}"
+audiences = ["storesvc"]
+principal = "user:{{email}}"
+groups = "groups"
+
+[[bindings]]
+role = "writer"
+runs = ["prod/*"]
+who = ["group:ml"]
+"""
+
+
+class Served(NamedTuple):
+    """A server, and the issuer that it trusts."""
+
+    address: str
+    issuer: Issuer
+
+    def identity(self, *authorization: str) -> Any:
+        """Returns the identity that values of ``authorization`` give."""
+        stub = AccessServiceStub(grpc.insecure_channel(self.address))
+        metadata = tuple(("authorization", value) for value in authorization)
+        request = api.GetIdentityRequest()
+        return stub.GetIdentity(request, metadata=metadata, timeout=20)
+
+    def outcome(self, *authorization: str) -> str:
+        """Returns the principal, or the reason of the error."""
+        try:
+            return str(self.identity(*authorization).principal)
+        except grpc.RpcError as e:
+            return reason_of(e)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("tokens")
+    with issuing() as issuer:
+        policy = folder / "policy.toml"
+        policy.write_text(POLICY.format(url=issuer.url))
+        with serving(folder / "store", security=security_of(policy)) as address:
+            yield Served(address, issuer)
+
+
+@pytest.mark.filterwarnings("ignore:EdDSA is deprecated")  # issuers use it
+@pytest.mark.parametrize("algorithm", sorted(KEYS))
+def test_a_token_gives_a_principal_and_groups(served: Served, algorithm: str) -> None:
+    found = served.identity(f"Bearer {served.issuer.token(algorithm)}")
+
+    assert found.principal == "user:alice@corp.example"
+    assert [*found.groups] == ["ml"]
+    assert found.authentication == api.AUTHENTICATION_TOKEN
+    assert found.expire_time.seconds > time.time()
+
+
+def test_a_caller_of_this_machine_without_a_token_is_local(served: Served) -> None:
+    assert served.outcome() == "local"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aud": [AUDIENCE, "another"]},
+        {"header": {"typ": "at+jwt"}},
+        {"header": {"typ": None, "kid": "rsa-1"}},
+        {"header": {"jku": "http://127.0.0.1:1/keys", "x5u": "http://127.0.0.1:1/"}},
+        {"nbf": 1},
+        {"groups": []},
+        {"groups": None},
+        {"extra": {"deep": [1, 2]}},
+    ],
+    ids=str,
+)
+def test_tokens_within_the_rules_are_accepted(
+    served: Served, changes: dict[str, Any]
+) -> None:
+    token = served.issuer.token(**changes)
+
+    assert served.outcome(f"bearer {token}") == "user:alice@corp.example"
+
+
+def test_clocks_may_differ_by_the_leeway(served: Served) -> None:
+    now = int(time.time())
+    late = served.issuer.token(iat=now - 60, exp=now - 20)
+    early = served.issuer.token(iat=now + 20, nbf=now + 20)
+
+    for token in (late, early):
+        assert served.outcome(f"Bearer {token}") == "user:alice@corp.example"
+
+
+def unsigned(issuer: Issuer, header: dict[str, Any]) -> str:
+    """Returns a token without a signature."""
+    return f"{encoded(header)}.{encoded(issuer.claims())}."
+
+
+def confused(issuer: Issuer) -> str:
+    """Returns a token whose HMAC key is the public key of the issuer."""
+    public = KEYS["RS256"].as_pem(private=False)
+    text = (
+        f"{encoded({'alg': 'HS256', 'kid': 'rsa-1', 'typ': 'JWT'})}"
+        f".{encoded(issuer.claims())}"
+    )
+    signature = hmac.new(public, text.encode(), hashlib.sha256).digest()
+    return f"{text}.{encoded(signature)}"
+
+
+def twice(issuer: Issuer) -> str:
+    """Returns a token that has a claim twice, with a good signature."""
+    data = ('{"sub": "root", ' + json.dumps(issuer.claims())[1:]).encode()
+    header = {"alg": "ES256", "kid": "ec-1"}
+    return jws.serialize_compact(header, data, KEYS["ES256"], algorithms=["ES256"])
+
+
+def changed(issuer: Issuer) -> str:
+    """Returns a token whose claims were changed after it was signed."""
+    header, _, signature = issuer.token().split(".")
+    return f"{header}.{encoded(issuer.claims(email='root@corp.example'))}.{signature}"
+
+
+NOW: Final = int(time.time())
+
+HOSTILE: Final[dict[str, tuple[str, Callable[[Issuer], str]]]] = {
+    "empty": ("TOKEN_INVALID", lambda _: ""),
+    "two parts": ("TOKEN_INVALID", lambda i: i.token().rpartition(".")[0]),
+    "four parts": ("TOKEN_INVALID", lambda i: i.token() + ".x"),
+    "no base64": ("TOKEN_INVALID", lambda _: "!.!.!"),
+    "no JSON": ("TOKEN_INVALID", lambda _: f"{encoded(b'x')}.{encoded(b'y')}.z"),
+    "JSON list": ("TOKEN_INVALID", lambda _: f"{encoded([])}.{encoded([])}.z"),
+    "deep JSON": ("TOKEN_INVALID", lambda _: f"{encoded(b'[' * 2900)}.{encoded({})}."),
+    "huge": ("TOKEN_INVALID", lambda i: i.token(extra="x" * 6000)),
+    "alg none": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "none"})),
+    "alg None": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "None"})),
+    "no alg": ("TOKEN_INVALID", lambda i: unsigned(i, {"typ": "JWT"})),
+    "alg number": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": 7})),
+    "HS256 with the public key": ("TOKEN_INVALID", confused),
+    "key of a stranger": ("TOKEN_INVALID", lambda i: i.token(key=OTHER)),
+    "changed claims": ("TOKEN_INVALID", changed),
+    "no signature": ("TOKEN_INVALID", lambda i: i.token().rpartition(".")[0] + "."),
+    "unknown kid": ("TOKEN_INVALID", lambda i: i.token(header={"kid": "no"})),
+    "kid path": ("TOKEN_INVALID", lambda i: i.token(header={"kid": "../../dev/null"})),
+    "kid number": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "RS256", "kid": 1})),
+    "crit": (
+        "TOKEN_INVALID",
+        lambda i: unsigned(i, {"alg": "RS256", "crit": ["exp"], "exp": 1}),
+    ),
+    "other typ": ("TOKEN_INVALID", lambda i: i.token(header={"typ": "logout+jwt"})),
+    "claim twice": ("TOKEN_INVALID", twice),
+    "no iss": ("ISSUER_UNKNOWN", lambda i: i.token(iss=None)),
+    "other iss": ("ISSUER_UNKNOWN", lambda i: i.token(iss="https://evil.example")),
+    "iss with a slash": ("ISSUER_UNKNOWN", lambda i: i.token(iss=i.url + "/")),
+    "iss list": ("ISSUER_UNKNOWN", lambda i: i.token(iss=[i.url])),
+    "no aud": ("TOKEN_INVALID", lambda i: i.token(aud=None)),
+    "other aud": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud="grafana")),
+    "aud prefix": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud="storesvc2")),
+    "aud numbers": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud=[1])),
+    "expired": ("TOKEN_EXPIRED", lambda i: i.token(iat=NOW - 900, exp=NOW - 300)),
+    "no exp": ("TOKEN_INVALID", lambda i: i.token(exp=None)),
+    "exp text": ("TOKEN_INVALID", lambda i: i.token(exp="tomorrow")),
+    "exp true": ("TOKEN_INVALID", lambda i: i.token(exp=True)),
+    "exp far": ("TOKEN_INVALID", lambda i: i.token(exp=1e300)),
+    "no iat": ("TOKEN_INVALID", lambda i: i.token(iat=None)),
+    "future iat": ("TOKEN_INVALID", lambda i: i.token(iat=NOW + 900, exp=NOW + 1500)),
+    "future nbf": ("TOKEN_INVALID", lambda i: i.token(nbf=NOW + 900)),
+    "a lifetime of years": ("TOKEN_INVALID", lambda i: i.token(exp=NOW + 10**8)),
+    "no sub": ("TOKEN_INVALID", lambda i: i.token(sub=None)),
+    "sub number": ("TOKEN_INVALID", lambda i: i.token(sub=7)),
+    "no email": ("TOKEN_INVALID", lambda i: i.token(email=None)),
+    "email list": ("TOKEN_INVALID", lambda i: i.token(email=["a@b"])),
+    "email with a star": ("TOKEN_INVALID", lambda i: i.token(email="*")),
+    "email with a line": ("TOKEN_INVALID", lambda i: i.token(email="a\nb@c")),
+    "email too long": ("TOKEN_INVALID", lambda i: i.token(email="a" * 300)),
+    "groups text": ("TOKEN_INVALID", lambda i: i.token(groups="ml")),
+    "groups of all": ("TOKEN_INVALID", lambda i: i.token(groups=["*"])),
+    "too many groups": ("TOKEN_INVALID", lambda i: i.token(groups=["g"] * 257)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_token_is_rejected_with_its_reason(served: Served, name: str) -> None:
+    reason, make = HOSTILE[name]
+
+    assert served.outcome(f"Bearer {make(served.issuer)}") == reason
+
+
+@pytest.mark.parametrize("scheme", ["Basic {}", "{}", "Bearer", "Token {}"])
+def test_another_scheme_is_rejected(served: Served, scheme: str) -> None:
+    assert served.outcome(scheme.format(served.issuer.token())) == "TOKEN_INVALID"
+
+
+def test_two_tokens_are_rejected(served: Served) -> None:
+    token = f"Bearer {served.issuer.token()}"
+
+    assert served.outcome(token, token) == "TOKEN_INVALID"
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=200))
+def test_no_text_is_a_token(served: Served, text: str) -> None:
+    assert served.outcome(f"Bearer {text}") in ("TOKEN_INVALID", "ISSUER_UNKNOWN")
+
+
+@given(at=st.integers(0, 10**6), to=st.characters(min_codepoint=45, max_codepoint=122))
+def test_a_changed_character_of_a_token_gives_no_other_principal(
+    served: Served, at: int, to: str
+) -> None:
+    token = served.issuer.token()
+    place = at % len(token)
+
+    found = served.outcome(f"Bearer {token[:place]}{to}{token[place + 1 :]}")
+
+    # The last bits of base64url are padding, and may change.
+    assert found == "user:alice@corp.example" or found.isupper()
+
+
+def test_unknown_keys_cause_one_read_of_the_issuer(tmp_path: Path) -> None:
+    with issuing() as issuer:
+        policy = tmp_path / "policy.toml"
+        policy.write_text(POLICY.format(url=issuer.url))
+        with serving(tmp_path / "store", security=security_of(policy)) as address:
+            server = Served(address, issuer)
+            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+            before = len(issuer.requests)
+            for number in range(20):
+                token = issuer.token(header={"kid": f"unknown-{number}"})
+                assert server.outcome(f"Bearer {token}") == "TOKEN_INVALID"
+
+            assert len(issuer.requests) - before <= 2
+
+
+def test_an_issuer_that_is_down_fails_its_calls_and_no_start(tmp_path: Path) -> None:
+    with issuing() as issuer:
+        issuer.is_down = True
+        policy = tmp_path / "policy.toml"
+        policy.write_text(POLICY.format(url=issuer.url))
+        with serving(tmp_path / "store", security=security_of(policy)) as address:
+            server = Served(address, issuer)
+
+            assert server.outcome(f"Bearer {issuer.token()}") == "ISSUER_UNREACHABLE"
+            assert server.outcome() == "local"
+
+
+def test_keys_that_were_read_serve_while_the_issuer_is_down(tmp_path: Path) -> None:
+    with issuing() as issuer:
+        policy = tmp_path / "policy.toml"
+        policy.write_text(POLICY.format(url=issuer.url))
+        with serving(tmp_path / "store", security=security_of(policy)) as address:
+            server = Served(address, issuer)
+            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+            issuer.is_down = True
+
+            token = issuer.token(email="bob@corp.example")
+            assert server.outcome(f"Bearer {token}") == "user:bob@corp.example"
+
+
+def test_a_file_of_keys_needs_no_issuer(tmp_path: Path) -> None:
+    from joserfc.jwk import KeySet
+
+    with issuing() as issuer:
+        keys = tmp_path / "keys.json"
+        keys.write_text(json.dumps(KeySet(issuer.keys).as_dict(private=False)))
+        policy = tmp_path / "policy.toml"
+        text = POLICY.format(url=issuer.url)
+        policy.write_text(text.replace('groups = "groups"', f'jwks_file = "{keys}"'))
+        with serving(tmp_path / "store", security=security_of(policy)) as address:
+            server = Served(address, issuer)
+            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+        assert issuer.requests == []

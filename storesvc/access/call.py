@@ -33,6 +33,8 @@ class Call:
     """Address of the client, in gRPC's notation."""
     is_checked: bool = False
     """True once a permission was checked. A call that ends well without is a bug."""
+    is_denied: bool = False
+    """True once a permission was missing."""
     granted: list[tuple[Permission, Resource]] = field(default_factory=list)
     """The checks that passed."""
     detail: dict[str, str] = field(default_factory=dict)
@@ -134,6 +136,7 @@ def require_own(
     if call.policy.binds_both(call.principal, (owner, groups), permission, run):
         return
     if not may(otherwise, run):
+        call.is_denied = True
         raise PermissionDeniedError(
             f"{call.method} of {run}: it belongs to {owner}, and {call.principal} does "
             f"not have the permission {otherwise}; call as {owner}, or ask an "
@@ -145,6 +148,7 @@ def require_own(
 
 
 def _denial(call: Call, permission: Permission, resource: Resource) -> StoreError:
+    call.is_denied = True
     if isinstance(resource, RunName) and not may_list(resource):
         return RunNotFoundError(
             f"run {resource} does not exist (no run is similar); list the runs to see "

@@ -28,6 +28,7 @@ from storesvc.rpc.boundary import (
 )
 from storesvc.rpc.permissions import RULES, Public
 from storesvc.rpc.security import Security
+from storesvc.rpc.status import request_id_trailer
 
 LEEWAY_SECONDS: Final = 30.0
 """Time after which a call ends whose credential has expired: clocks differ."""
@@ -83,6 +84,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             observers=security.observers,
         )
         current.set(call)
+        context.set_trailing_metadata(request_id_trailer())
         error: BaseException | None = None
         try:
             if not isinstance(RULES.get(rpc), Public):

@@ -104,7 +104,19 @@ async def authorize(rpc: str, request: Any) -> None:
             raise PermissionDeniedError(
                 f"{rpc}: expected an rpc with a rule, got one that has none"
             )
+    current.detail["name"] = _name(request)
     await current.permit()
+
+
+def _name(request: Any) -> str:
+    """Returns the name of the object that a request is about; empty: none."""
+    for path in ("name", "parent", "checkpoint.name", "run.name", "open.upload"):
+        found: Any = request
+        for field in path.split("."):
+            found = getattr(found, field, "")
+        if isinstance(found, str) and found:
+            return found
+    return ""
 
 
 def _run(permission: Permission, field: str = "name") -> Requires:

@@ -12,6 +12,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from storesvc import errors
+from storesvc.access.call import current
 from storesvc_proto.v1 import errors_pb2 as pb
 
 DOMAIN: Final = "storesvc"
@@ -32,6 +33,9 @@ RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
 }
 """Retry delays of errors that time alone may resolve; ``LimitExceededError`` has its
 own."""
+
+REQUEST_ID: Final = "x-request-id"
+"""Trailing metadata with the id of a call, as in the log and the audit log."""
 
 _NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
 """Disables gRPC's transparent retries of a failed call. Its last attempt could exceed
@@ -183,10 +187,11 @@ def reason_name(reason: "pb.ErrorReason.ValueType") -> str:
 def status_of(error: errors.StoreError) -> status_pb2.Status:
     """Returns the status of an error."""
     wire = WIRE[type(error)]
+    metadata = {k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()}
+    if call := current.get():
+        metadata["request_id"] = call.request_id
     info = error_details_pb2.ErrorInfo(
-        reason=reason_name(wire.reason),
-        domain=DOMAIN,
-        metadata={k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()},
+        reason=reason_name(wire.reason), domain=DOMAIN, metadata=metadata
     )
     details: list[Message] = [info]
     seconds = RETRY_SECONDS.get(type(error))
@@ -220,7 +225,9 @@ async def abort(
     status = rpc_status.to_status(status_of(error))
     try:
         await context.abort(
-            status.code, status.details, (*status.trailing_metadata, _NO_RETRY)
+            status.code,
+            status.details,
+            (*status.trailing_metadata, _NO_RETRY, *request_id_trailer()),
         )
     except grpc.aio.AbortError as e:
         task = asyncio.current_task()
@@ -228,6 +235,12 @@ async def abort(
         task.add_done_callback(partial(_clear, e))
         raise
     raise AssertionError("abort returned")
+
+
+def request_id_trailer() -> tuple[tuple[str, str], ...]:
+    """Returns the trailing metadata that identifies the call in progress."""
+    call = current.get()
+    return ((REQUEST_ID, call.request_id),) if call is not None else ()
 
 
 def _clear(error: BaseException, _: "asyncio.Task[object]") -> None:

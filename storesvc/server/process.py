@@ -23,7 +23,7 @@ from storesvc.server.app import (
     running,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
-from storesvc.server.security import security_of
+from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
 from storesvc.storage.location import is_writable, storage_at
 
@@ -55,6 +55,8 @@ class Serving:
     """File with the policy; None: there is none."""
     anonymous: str = ""
     """Role of every caller, in addition to the policy; empty: none."""
+    audit: Audit | None = None
+    """The audit log; None: there is none."""
 
     @property
     def address(self) -> str:
@@ -148,14 +150,17 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     security = security_of(serving.policy, anonymous=serving.anonymous)
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
-    async with running(
-        store,
-        serving.address,
-        tls=serving.tls,
-        notice_seconds=NOTICE_SECONDS,
-        read_only=serving.root if serving.is_read_only else "",
-        security=security,
-    ) as port:
+    async with (
+        audited(security, serving.audit) as security,
+        running(
+            store,
+            serving.address,
+            tls=serving.tls,
+            notice_seconds=NOTICE_SECONDS,
+            read_only=serving.root if serving.is_read_only else "",
+            security=security,
+        ) as port,
+    ):
         # 2. Report the address only now: calls are accepted.
         ready(replace(serving, port=port))
         # 3. The collection ends before the drain, and gives its lease back.

@@ -1,15 +1,23 @@
 """Puts together what decides about the callers of a server."""
 
-from dataclasses import replace
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from storesvc.access.policy import Policy
+from storesvc.audit.log import AuditLog
+from storesvc.audit.observer import AuditObserver
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.authenticator import Authenticator
 from storesvc.identity.issuer_config import Issuer
 from storesvc.identity.policy_document import PolicyDocument
 from storesvc.identity.policy_file import PolicyFile
 from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.status import WIRE, reason_name
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 
@@ -43,6 +51,55 @@ def security_of(policy: Path | None, *, anonymous: str = "") -> Security:
             login_option(each) for each in document().issuers if each.client_id
         ],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Configuration of the audit log."""
+
+    file: Path
+    reads: bool = False
+    """True to record calls that only read, too."""
+    best_effort: bool = False
+    """True to continue calls that cannot be recorded."""
+
+
+@asynccontextmanager
+async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Security]:
+    """Yields the security of a server that records its calls while the context lasts.
+
+    SIGHUP opens the log again.
+
+    Raises:
+        InvalidFieldError: The file cannot be written.
+    """
+    if audit is None:
+        yield security
+        return
+    log = AuditLog(audit.file, server=socket.gethostname())
+    observer = AuditObserver(
+        log, reason_of=reason_of, reads=audit.reads, best_effort=audit.best_effort
+    )
+    loop = asyncio.get_running_loop()
+    reopening = set[asyncio.Task[None]]()
+
+    def reopen() -> None:
+        task = loop.create_task(log.reopen())
+        reopening.add(task)
+        task.add_done_callback(reopening.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reopen)
+    try:
+        yield replace(security, observers=(*security.observers, observer))
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        await log.close()
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the reason of an error in the contract; for others, its class."""
+    wire = WIRE.get(type(error))  # type: ignore[arg-type]  # most are StoreErrors
+    return type(error).__name__ if wire is None else reason_name(wire.reason)
 
 
 def login_option(issuer: Issuer) -> access_api.LoginOption:

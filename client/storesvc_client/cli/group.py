@@ -19,7 +19,7 @@ COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("import", "cp", "uploads", "du", "gc", "config"),
-    *("login", "whoami", "auth", "ping", "serve", "demo"),
+    *("login", "whoami", "auth", "audit", "ping", "serve", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""
 

@@ -59,6 +59,18 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Role of every client, also of those without an identity.",
 )
 @click.option(
+    "--audit-log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Record who changed, deleted or was denied what; opened again on SIGHUP.",
+)
+@click.option("--audit-reads", is_flag=True, help="Record calls that only read, too.")
+@click.option(
+    "--audit-best-effort",
+    is_flag=True,
+    help="Continue calls that cannot be recorded, instead of rejecting them.",
+)
+@click.option(
     "--insecure",
     is_flag=True,
     help="Serve other machines without TLS or a policy: anyone may read and write.",
@@ -95,6 +107,9 @@ def serve(
     tls_client_ca: Path | None,
     policy: Path | None,
     anonymous: str | None,
+    audit_log: Path | None,
+    audit_reads: bool,
+    audit_best_effort: bool,
     insecure: bool,
     read_only: bool,
     ready_file: Path | None,
@@ -122,12 +137,16 @@ def serve(
     _require_server()
     from storesvc.errors import StoreError
     from storesvc.server import process
+    from storesvc.server.security import Audit
     from storesvc.server.tls import Tls
 
     process.log_to_stderr(log_level.upper())
     tls = None
     if tls_cert and tls_key:
         tls = Tls(certificate=tls_cert, key=tls_key, client_ca=tls_client_ca)
+    audit = None
+    if audit_log:
+        audit = Audit(file=audit_log, reads=audit_reads, best_effort=audit_best_effort)
     what = process.Serving(
         root=root,
         host=host,
@@ -137,6 +156,7 @@ def serve(
         is_read_only=read_only,
         policy=policy,
         anonymous=anonymous or "",
+        audit=audit,
     )
     try:
         process.serve(what, insecure=insecure, ready_file=ready_file)

@@ -1,0 +1,204 @@
+"""Appends to the audit log.
+
+Entries that are waiting are written together, with one sync for all of them. An entry
+is written completely or not at all: after an error, the file is cut back to where it
+was. The file is opened again when its path leads to another one, as after a rotation;
+the chain continues in the new file.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from storesvc.errors import AuditUnavailableError, InvalidFieldError
+from storesvc.format.audit_chain import (
+    FIRST,
+    REOPENED,
+    STARTED,
+    TORN,
+    digest_of,
+    line_of,
+)
+
+_TAIL_BYTES: Final = 64 << 10
+"""Bytes at the end of a file that have its last line."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An entry that is not written yet."""
+
+    fields: Mapping[str, Any]
+    done: "asyncio.Future[None]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class AuditLog:
+    """The audit log of a server process."""
+
+    def __init__(self, path: Path, *, server: str) -> None:
+        """Opens the log; creates the file if there is none.
+
+        Args:
+            path: The file.
+            server: Name of this server in the entries.
+
+        Raises:
+            InvalidFieldError: The file cannot be written.
+        """
+        self._path = path
+        self._server = server
+        self._waiting: list[_Waiting] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._seq, self._prev = 0, FIRST
+        self._file = -1
+        self.syncs = 0
+        """Number of syncs."""
+        try:
+            self._open()
+        except OSError as e:
+            raise InvalidFieldError(
+                f"audit log {path}: cannot be written: {e.strerror}; correct the path"
+            ) from e
+
+    async def write(self, fields: Mapping[str, Any]) -> None:
+        """Writes an entry, and returns once it is durable.
+
+        Raises:
+            AuditUnavailableError: It cannot be written.
+        """
+        waiting = _Waiting(fields)
+        self._waiting.append(waiting)
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        # Shielded: an entry of a call that is cancelled is written anyway.
+        await asyncio.shield(waiting.done)
+
+    async def reopen(self) -> None:
+        """Opens the file again, as after a rotation; logs an error if it cannot."""
+        try:
+            await self.write({"time": now_text(), "stage": REOPENED})
+        except AuditUnavailableError as e:
+            _log.warning("%s", e)
+
+    async def close(self) -> None:
+        """Closes the log once all entries are written."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await asyncio.to_thread(self._append, [each.fields for each in batch])
+            except OSError as e:
+                _log.error("audit log %s: cannot be written: %s", self._path, e)
+                for each in batch:
+                    self._end(each, e)
+            else:
+                for each in batch:
+                    self._end(each, None)
+        self._writing = None
+
+    def _end(self, waiting: _Waiting, error: OSError | None) -> None:
+        if waiting.done.done():
+            return
+        if error is None:
+            waiting.done.set_result(None)
+            return
+        waiting.done.set_exception(
+            AuditUnavailableError(
+                f"audit log: the call cannot be recorded ({error.strerror}), so "
+                "nothing was changed; ask an administrator of the store to free its "
+                "disk"
+            )
+        )
+        waiting.done.exception()  # a cancelled call does not read it
+
+    def _append(self, entries: "list[Mapping[str, Any]]") -> None:
+        """Writes entries together; runs in a thread."""
+        if not self._is_current():
+            self._open()
+        self._put(entries)
+
+    def _put(self, entries: "list[Mapping[str, Any]]") -> None:
+        seq, prev, lines = self._seq, self._prev, []
+        for fields in entries:
+            seq += 1
+            line = line_of({"server": self._server, **fields}, seq=seq, prev=prev)
+            prev = digest_of(line)
+            lines.append(line + b"\n")
+        size = os.fstat(self._file).st_size
+        try:
+            data = memoryview(b"".join(lines))
+            while data:
+                data = data[os.write(self._file, data) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
+        self.syncs += 1
+        self._seq, self._prev = seq, prev
+
+    def _is_current(self) -> bool:
+        """Returns whether the path leads to the open file."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        opened = os.fstat(self._file) if self._file >= 0 else None
+        return opened is not None and (opened.st_dev, opened.st_ino) == (
+            found.st_dev,
+            found.st_ino,
+        )
+
+    def _open(self) -> None:
+        """Opens the file, and continues the chain."""
+        opened = os.open(
+            self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = opened
+        size = os.fstat(opened).st_size
+        tail = os.pread(opened, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        is_torn = bool(tail) and not tail.endswith(b"\n")
+        if is_torn:
+            os.write(opened, b"\n")
+        last = tail.rstrip(b"\n").rpartition(b"\n")[2]
+        if last:  # an empty file after a rotation: the chain goes on
+            self._prev = digest_of(last)
+            self._seq = _last_number(tail, is_torn=is_torn)
+        self._put([{"time": now_text(), "stage": STARTED, TORN: is_torn}])
+
+
+def now_text() -> str:
+    """Returns the time in RFC 3339, in nanoseconds."""
+    now = time.time_ns()
+    seconds = datetime.fromtimestamp(now // 10**9, UTC)
+    return f"{seconds:%Y-%m-%dT%H:%M:%S}.{now % 10**9:09d}Z"
+
+
+def _last_number(tail: bytes, *, is_torn: bool) -> int:
+    """Returns the number of the last whole line of a file."""
+    import json
+
+    lines = tail.rstrip(b"\n").split(b"\n")
+    for line in reversed(lines[:-1] if is_torn else lines):
+        try:
+            return int(json.loads(line)["seq"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0

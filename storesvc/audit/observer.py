@@ -1,0 +1,138 @@
+"""Decides what the audit log records.
+
+1. Before a call that deletes, commits, administers or lends begins its work, its entry
+   ``intent`` is durable; if it cannot be written, the call fails and changes nothing.
+2. When a call that changes something ends, its entry ``ended`` has the outcome.
+3. A call that is denied has an entry ``denied``, whatever it is.
+
+Calls that only read are recorded on request. So are the parts of an upload, whose begin
+and commit are recorded. Labels, metrics and tokens are in no entry.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from storesvc.access.call import Call
+from storesvc.audit.log import AuditLog, now_text
+from storesvc.errors import (
+    AuditUnavailableError,
+    IdentityRequiredError,
+    InvalidCertificateError,
+    InvalidTokenError,
+    PermissionDeniedError,
+    TokenAudienceError,
+    TokenExpiredError,
+    UnknownIssuerError,
+)
+
+INTENDED: Final = frozenset(
+    {
+        *("DeleteCheckpoint", "UndeleteCheckpoint", "PurgeCheckpoint", "DeleteTag"),
+        *("ApplyRetention", "CollectGarbage", "UpdateRun"),
+        *("CommitUpload", "AbortUpload", "LendCredentials"),
+    }
+)
+"""Calls whose intent is recorded first."""
+
+ENDED: Final = INTENDED | {
+    *("BeginUpload", "UpdateCheckpoint", "SetTag", "CreateHold", "DeleteHold"),
+}
+"""Calls whose end is recorded."""
+
+PARTS: Final = frozenset(
+    {
+        *("JoinUpload", "FindChunks", "WriteChunks", "FinishWriter"),
+        *("KeepUploadAlive", "RenewHold"),
+    }
+)
+"""Calls that change something, but only as parts of what is recorded."""
+
+_REJECTED: Final = (
+    PermissionDeniedError,
+    IdentityRequiredError,
+    InvalidCertificateError,
+    InvalidTokenError,
+    TokenAudienceError,
+    TokenExpiredError,
+    UnknownIssuerError,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class AuditObserver:
+    """Records calls in the audit log."""
+
+    def __init__(
+        self,
+        log: AuditLog,
+        *,
+        reason_of: Callable[[BaseException], str],
+        reads: bool = False,
+        best_effort: bool = False,
+    ) -> None:
+        """Creates it.
+
+        Args:
+            log: The log.
+            reason_of: Returns the reason of an error in the contract.
+            reads: True to record all calls.
+            best_effort: True to continue calls that cannot be recorded.
+        """
+        self._audit = log
+        self._reason_of = reason_of
+        self._reads = reads
+        self._best_effort = best_effort
+        self._began: dict[str, int] = {}
+
+    async def permitted(self, call: Call) -> None:
+        """Records the intent of a call.
+
+        Raises:
+            AuditUnavailableError: It cannot be recorded.
+        """
+        self._began[call.request_id] = time.monotonic_ns()
+        if call.method not in INTENDED:
+            return
+        try:
+            await self._audit.write(fields_of(call, stage="intent"))
+        except AuditUnavailableError:
+            if not self._best_effort:
+                raise
+
+    async def ended(self, call: Call, error: BaseException | None) -> None:
+        """Records the end of a call, and its denial."""
+        began = self._began.pop(call.request_id, None)
+        is_denied = call.is_denied or isinstance(error, _REJECTED)
+        if not (is_denied or call.method in ENDED or self._reads):
+            return
+        took = 0 if began is None else time.monotonic_ns() - began
+        fields = {
+            **fields_of(call, stage="denied" if is_denied else "ended"),
+            "reason": "" if error is None else self._reason_of(error),
+            "latency_ms": round(took / 1e6, 3),
+        }
+        try:
+            await self._audit.write(fields)
+        except AuditUnavailableError:
+            _log.error("the end of call %s is not recorded", call.request_id)
+
+
+def fields_of(call: Call, *, stage: str) -> Mapping[str, Any]:
+    """Returns the values of an entry."""
+    return {
+        "time": now_text(),
+        "stage": stage,
+        "id": call.request_id,
+        "principal": call.principal.name,
+        "authentication": call.principal.authentication.value,
+        "peer": call.peer,
+        "method": call.method,
+        "permissions": [
+            {"permission": str(permission), "resource": str(resource)}
+            for permission, resource in call.granted
+        ],
+        "detail": call.detail,
+    }

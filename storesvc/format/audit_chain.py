@@ -1,0 +1,138 @@
+"""The format of the audit log: JSON lines, each with the digest of the line before it.
+
+So a line that is changed, removed, added or moved is found, unless all lines after it
+are replaced, too: keep the last digest elsewhere to find even that. A line that a crash
+cut off stays, and the line after it says so.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+FIRST: Final = "0" * 64
+"""``prev`` of the first line of a log."""
+
+STARTED: Final = "started"
+"""``stage`` of the line that a server writes when it opens the log."""
+
+REOPENED: Final = "reopened"
+"""``stage`` of the line that a server writes after SIGHUP."""
+
+TORN: Final = "torn"
+"""Key of such a line: true if the line before it was cut off."""
+
+
+def digest_of(line: bytes) -> str:
+    """Returns the digest of a line, without its line break."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def line_of(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
+    """Returns a line, without its line break.
+
+    Args:
+        fields: Its values.
+        seq: Number of the line, from 1.
+        prev: Digest of the line before it.
+    """
+    entry = {"seq": seq, **fields, "prev": prev}
+    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The first line of a log that does not continue the line before it."""
+
+    place: str
+    """File and line."""
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: expected {self.expected}, got {self.got}"
+
+
+@dataclass(slots=True)
+class Verified:
+    """The result of a verification."""
+
+    lines: int = 0
+    """Number of lines that continue each other."""
+    torn: int = 0
+    """Number of them that a crash cut off."""
+    first: int = 0
+    """Number of the first line; 1 unless earlier files were left out."""
+    last: int = 0
+    digest: str = ""
+    """Digest of the last line."""
+    broken: Break | None = None
+    """The first line that does not; None: there is none."""
+
+
+def verify(lines: Iterable[tuple[str, bytes]]) -> Verified:
+    """Verifies a log.
+
+    Args:
+        lines: Each line with its place, without its line break, of all files in order.
+    """
+    found = Verified()
+    following = iter(lines)
+    pending = next(following, None)
+    while pending is not None:
+        place, line = pending
+        pending = next(following, None)
+        if not _is_json(line) and pending is not None and _says_torn(pending[1]):
+            found.torn += 1
+        elif problem := _problem(found, place, line):
+            found.broken = problem
+            return found
+        else:
+            found.last = json.loads(line)["seq"]
+            found.first = found.first or found.last
+        found.digest = digest_of(line)
+        found.lines += 1
+    return found
+
+
+def _problem(found: Verified, place: str, line: bytes) -> Break | None:
+    """Returns why a line does not continue the lines before it; None if it does."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return Break(place, "a JSON object", f"{line[:40]!r}")
+    if not isinstance(entry, dict):
+        return Break(place, "a JSON object", f"{line[:40]!r}")
+    if not isinstance(entry.get("seq"), int) or isinstance(entry["seq"], bool):
+        return Break(place, "the number of a line in seq", repr(entry.get("seq"))[:40])
+    if found.last and entry["seq"] != found.last + 1:
+        return Break(place, f"the line {found.last + 1}", f"the line {entry['seq']}")
+    if found.digest and entry.get("prev") != found.digest:
+        got = str(entry.get("prev"))[:12]
+        return Break(place, f"the digest {found.digest[:12]} in prev", got)
+    if entry["seq"] == 1 and entry.get("prev") != FIRST:
+        return Break(place, "no line before the first one", "the digest of one")
+    return None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _says_torn(line: bytes) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and entry.get(TORN) is True
+
+
+def lines_of(data: bytes, file: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the lines of a file with their places; an unfinished last line, too."""
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line:
+            yield f"{file} line {number}", line

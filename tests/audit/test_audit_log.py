@@ -1,0 +1,305 @@
+"""The audit log of a real server: complete, in order, and never silently incomplete."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import storesvc_client as store
+from storesvc.audit.log import AuditLog
+from storesvc.audit.observer import ENDED, INTENDED, PARTS
+from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
+from storesvc.rpc.read_only import READING
+from tests.rpc.test_permissions import rpcs
+from tests.support.server_process import ServerProcess
+from tests.support.small_disk import small_disk
+
+
+class Audited:
+    """A server with an audit log."""
+
+    def __init__(self, tmp_path: Path, log: Path, *arguments: str) -> None:
+        self.file = log
+        self.server = ServerProcess(
+            tmp_path / "store", tmp_path, "--audit-log", str(log), *arguments
+        )
+        self.server.start()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Returns the lines of the log."""
+        return [json.loads(line) for line in self.file.read_bytes().splitlines()]
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Returns the stage and the method of each call."""
+        return [
+            (entry["stage"], entry["method"])
+            for entry in self.entries()
+            if "method" in entry
+        ]
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Iterator[Callable[..., Audited]]:
+    """Starts servers with an audit log."""
+    started: list[Audited] = []
+
+    def start(*arguments: str, log: Path | None = None) -> Audited:
+        made = Audited(tmp_path, log or tmp_path / "audit.log", *arguments)
+        started.append(made)
+        return made
+
+    yield start
+    for each in started:
+        each.server.stop()
+
+
+def verified(*files: Path) -> Any:
+    """Returns the result of the verification of a log."""
+    return verify(
+        line for file in files for line in lines_of(file.read_bytes(), file.name)
+    )
+
+
+def test_each_rpc_of_the_contract_is_recorded_read_or_a_part() -> None:
+    assert rpcs() == ENDED | PARTS | READING
+    assert INTENDED <= ENDED
+    assert set() == ENDED & READING == ENDED & PARTS == PARTS & READING
+
+
+def test_changes_are_recorded_with_caller_and_object(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited()
+    with store.connect(log.server.address) as client:
+        run = client.run("prod/llama")
+        run.save(1, {"w": np.arange(9)}, labels={"secret": "label"}).result()
+        run.tags.set("best", 1)
+        run.restore(1)
+        run.tags.delete("best")
+        run.delete(1)
+
+    assert log.calls() == [
+        ("ended", "BeginUpload"),
+        ("intent", "CommitUpload"),
+        ("ended", "CommitUpload"),
+        ("ended", "SetTag"),
+        ("ended", "CreateHold"),  # of the restore
+        ("ended", "DeleteHold"),
+        ("intent", "DeleteTag"),
+        ("ended", "DeleteTag"),
+        ("intent", "DeleteCheckpoint"),
+        ("ended", "DeleteCheckpoint"),
+    ]
+    last = log.entries()[-1]
+    assert last["principal"] == last["authentication"] == "local"
+    assert last["permissions"] == [
+        {"permission": "checkpoints.delete", "resource": "prod/llama"}
+    ]
+    assert last["detail"] == {"name": "namespaces/prod/runs/llama/checkpoints/1"}
+    assert last["reason"] == ""
+    assert last["latency_ms"] > 0
+    assert log.entries()[-2]["id"] == last["id"]
+    assert "secret" not in log.file.read_text()
+    assert verified(log.file).broken is None
+
+
+def test_denials_are_recorded_with_their_reason(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[bindings]]\nrole="reader"\nruns=["prod/a"]\nwho=["local"]\n')
+    log = audited("--policy", str(policy))
+    with store.connect(log.server.address) as client:
+        with pytest.raises(store.PermissionDeniedError) as denied:
+            client.run("prod/a").delete(1)
+        with pytest.raises(store.NotFoundError):
+            client.run("prod/hidden").latest()
+        with pytest.raises(store.NotFoundError):
+            client.run("prod/a").latest()
+    with pytest.raises(store.UnauthenticatedError):
+        store.connect(log.server.address, token="x.y.z")
+
+    found = [
+        (e["method"], e["reason"]) for e in log.entries() if e["stage"] == "denied"
+    ]
+    assert found == [
+        ("DeleteCheckpoint", "PERMISSION_DENIED"),
+        ("GetCheckpoint", "RUN_NOT_FOUND"),
+        ("GetServerInfo", "TOKEN_INVALID"),
+    ]
+    ids = [e["id"] for e in log.entries() if e["stage"] == "denied"]
+    assert denied.value.metadata["request_id"] == ids[0]
+    assert "x.y.z" not in log.file.read_text()
+
+
+def test_reads_are_recorded_on_request(audited: Callable[..., Audited]) -> None:
+    log = audited("--audit-reads")
+    with store.connect(log.server.address) as client:
+        list(client.runs())
+
+    assert ("ended", "ListRuns") in log.calls()
+
+
+def test_a_log_that_is_rotated_continues_its_chain(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited()
+    with store.connect(log.server.address) as client:
+        run = client.run("prod/llama")
+        run.save(1, {"w": np.arange(9)}).result()
+        old = log.file.rename(log.file.with_suffix(".1"))
+        os.kill(log.server.pid, signal.SIGHUP)
+        run.save(2, {"w": np.arange(9)}).result()
+        older = old.rename(old.with_suffix(".2"))
+        newer = log.file.rename(log.file.with_suffix(".1"))
+        run.save(3, {"w": np.arange(9)}).result()
+
+    found = verified(older, newer, log.file)
+    assert found.broken is None
+    assert (found.first, found.last) == (1, found.lines)
+    assert verified(older, log.file).broken is not None
+
+
+def test_a_log_continues_after_a_restart_and_a_torn_line(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited()
+    log.server.kill()
+    with log.file.open("ab") as file:
+        file.write(b'{"seq":2,"time"')
+    log.server.start()
+    with store.connect(log.server.address) as client:
+        client.run("prod/llama").save(1, {"w": np.arange(9)}).result()
+
+    found = verified(log.file)
+    assert (found.broken, found.torn) == (None, 1)
+    assert found.last == found.lines - 1
+
+
+def set_tags(run: store.Run) -> None:
+    """Sets tags until the server is gone."""
+    for number in range(10**6):
+        run.tags.set(f"tag-{number}", 0)
+
+
+def delete_all(run: store.Run) -> None:
+    """Deletes all checkpoints but the last one."""
+    for step in run.steps()[:-1]:
+        run.delete(step)
+
+
+def fill(file: Path) -> None:
+    """Fills the disk of a file to its last page."""
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):
+        while True:
+            os.write(opened, b"x" * 1024)
+    os.close(opened)
+
+
+@pytest.mark.slow
+def test_a_log_is_whole_after_a_server_is_killed_at_work(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited()
+    for turn in range(5):
+        with store.connect(log.server.address) as client:
+            run = client.run(f"prod/turn-{turn}")
+            run.save(0, {"w": np.arange(9)}).result()
+            killer = threading.Timer(0.2, log.server.kill)
+            killer.start()
+            client._connection.patience = 0.2  # it ends with the server
+            with pytest.raises(store.StoreError):
+                set_tags(run)
+            killer.join()
+        log.server.start()
+
+    assert verified(log.file).broken is None
+
+
+@pytest.mark.slow
+def test_a_full_disk_refuses_commits_and_deletions_and_serves_reads(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    mounted = tmp_path / "disk"
+    with small_disk(mounted, size_bytes=64 << 10):
+        log = audited(log=mounted / "audit.log")
+        with store.connect(log.server.address, timeout=5) as client:
+            run = client.run("prod/llama")
+            for step in range(20):
+                run.save(step, {"w": np.arange(9)}).result()
+            client._connection.patience = 3.0  # the error is transient
+            filler = mounted / "filler"
+            fill(filler)
+
+            # The last page of the log has room for some entries.
+            with pytest.raises(store.StoreError) as deleted:
+                delete_all(run)
+            steps = run.steps()
+            with pytest.raises(store.StoreError) as saved:
+                run.save(20, {"w": np.arange(9)}).result(timeout=60)
+
+            assert deleted.value.reason == "AUDIT_UNAVAILABLE"
+            assert "cannot be recorded" in str(saved.value)
+            assert steps == run.steps()
+            assert np.array_equal(run.restore(19)["w"], np.arange(9))
+            filler.unlink()
+            run.delete(19)
+        assert verified(log.file).broken is None
+
+
+def test_concurrent_entries_share_syncs(tmp_path: Path) -> None:
+    async def run() -> int:
+        log = AuditLog(tmp_path / "audit.log", server="me")
+        before = log.syncs
+        await asyncio.gather(*(log.write({"number": n}) for n in range(200)))
+        syncs = log.syncs - before
+        await log.close()
+        return syncs
+
+    syncs = asyncio.run(run())
+
+    print(f"200 entries, {syncs} syncs")
+    assert syncs < 20
+    assert verified(tmp_path / "audit.log").lines == 201
+
+
+def chain(count: int) -> list[bytes]:
+    """Returns the lines of a log."""
+    lines: list[bytes] = []
+    prev = FIRST
+    for seq in range(1, count + 1):
+        lines.append(line_of({"value": seq % 3}, seq=seq, prev=prev))
+        prev = digest_of(lines[-1])
+    return lines
+
+
+@given(st.integers(2, 12), st.data())
+def test_a_changed_removed_added_or_moved_line_is_found(
+    count: int, data: st.DataObject
+) -> None:
+    lines = chain(count)
+    assert verify(("log", line) for line in lines).broken is None
+    at = data.draw(st.integers(0, count - 2))
+    other = data.draw(st.integers(0, count - 1).filter(lambda n: n != at))
+    kind = data.draw(st.sampled_from(["change", "remove", "repeat", "swap"]))
+    if kind == "change":
+        lines[at] = lines[at].replace(b'"value":', b'"valve":')
+    elif kind == "remove" and at:
+        del lines[at]
+    elif kind == "repeat":
+        lines.insert(other, lines[at])
+    else:
+        lines[at], lines[other] = lines[other], lines[at]
+
+    assert verify(("log", line) for line in lines).broken is not None

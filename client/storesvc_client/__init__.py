@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from storesvc_client._values.policy_text import format_policy, parse_policy
     from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
+    from storesvc_client._values.reports import (
+        ProcessReading,
+        Rehearsal,
+        RestoreReport,
+        SaveReport,
+    )
     from storesvc_client._values.telemetry import StepLogger
     from storesvc_client._values.transfers import Transfer
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
@@ -59,12 +65,8 @@ if TYPE_CHECKING:
         HoldInfo,
         ItemInfo,
         LeafInfo,
-        ProcessReading,
-        Rehearsal,
-        RestoreReport,
         RetentionDecision,
         RunInfo,
-        SaveReport,
         ServerInfo,
         Tag,
         UploadInfo,
@@ -209,18 +211,18 @@ _HOMES: Final = {
         "_values.findings",
     ),
     **dict.fromkeys(
+        ("ProcessReading", "Rehearsal", "RestoreReport", "SaveReport"),
+        "_values.reports",
+    ),
+    **dict.fromkeys(
         (
             "Checkpoint",
             "Event",
             "HoldInfo",
             "ItemInfo",
             "LeafInfo",
-            "ProcessReading",
-            "Rehearsal",
-            "RestoreReport",
             "RetentionDecision",
             "RunInfo",
-            "SaveReport",
             "ServerInfo",
             "Tag",
             "UploadInfo",

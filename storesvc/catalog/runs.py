@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
+from storesvc.access.call import principal_name
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import (
     etag_of,
@@ -86,6 +87,7 @@ class Runs:
                 record.ClearField(field)
             record.MergeFrom(kept)
             record.write_id = write_id
+            record.change_principal = principal_name()
             return record
 
         return await self._change(name, changed)

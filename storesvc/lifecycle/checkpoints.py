@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
+from storesvc.access.call import principal_name
 from storesvc.catalog import transitions
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
@@ -274,6 +275,7 @@ class CheckpointLifecycle:
             if changed is slot:  # an earlier try wrote it, perhaps not yet durable
                 await self._bucket.settle(RunPaths(run).checkpoint(step))
                 return slot
+            changed.change_principal = principal_name()
             # 1. Journal before slot: after a crash in between, a watch finds that the
             #    change was not made. In the other order it would never see a change
             #    that was. The slot was read before: by ``replaces`` a watch finds out

@@ -169,6 +169,7 @@ class Tags:
             create_time=before.create_time if before and is_set else now,
             update_time=now,
             write_id=write_id,
+            principal=access.principal_name(),
         )
 
     async def _checked(

@@ -51,6 +51,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
         base=base,
         resumes=bool(record.predecessor),
         owner=record.owner,
+        principal=record.principal,
         state=upload_api.Upload.STATE_LIVE,
     )
 
@@ -99,6 +100,8 @@ def checkpoint_message(
         pinned=record.pinned,
         etag=etag_of(record),
         key_space="-".join(filter(None, (record.upload, record.attempt))),
+        principal=record.principal,
+        change_principal=record.change_principal,
     )
     if record.HasField("purge_time"):
         message.delete_time.CopyFrom(record.delete_time)
@@ -135,6 +138,7 @@ def run_message(summary: RunSummary) -> checkpoint_api.Run:
         create_time=record.create_time,
         labels=record.labels,
         etag=run_etag(record),
+        change_principal=record.change_principal,
     )
     if summary.latest is not None:
         message.latest_step = summary.latest.step
@@ -173,6 +177,7 @@ def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
         create_time=record.create_time,
         update_time=record.update_time,
         etag=etag_of(record),
+        principal=record.principal,
     )
 
 
@@ -186,4 +191,5 @@ def hold_message(name: HoldName, record: pb.HoldRecord) -> checkpoint_api.Hold:
         ttl=record.ttl,
         create_time=record.create_time,
         expire_time=timestamp(expire_time(record)),
+        principal=record.principal,
     )

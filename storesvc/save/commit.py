@@ -306,6 +306,7 @@ class Commits:
             files_digest=made.files_digest,
             own_bytes=made.own_bytes,
             owner=slot.owner,
+            principal=record.principal,
             commit_sequence=number,
             sequence=number,
         )

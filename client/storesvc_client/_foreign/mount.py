@@ -35,8 +35,8 @@ from storesvc_client._values.durations import Deadline, DurationLike, checked_du
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.reports import RestoreReport
 from storesvc_client._values.texts import size_text
-from storesvc_client._values.values import RestoreReport
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,

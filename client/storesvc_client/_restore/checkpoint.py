@@ -38,12 +38,9 @@ from storesvc_client._values.durations import (
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.reports import ProcessReading, RestoreReport
 from storesvc_client._values.transfers import IMPORTED
-from storesvc_client._values.values import (
-    Checkpoint,
-    ProcessReading,
-    RestoreReport,
-)
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     InvalidRequestError,
     LimitError,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Final
 
 from storesvc_client._job.job import Outcome
-from storesvc_client._values.values import ProcessReading
+from storesvc_client._values.reports import ProcessReading
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
 _SHOWN: Final = 4

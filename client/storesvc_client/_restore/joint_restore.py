@@ -34,7 +34,7 @@ from storesvc_client._restore.joint_outcomes import (
     outcome_of,
 )
 from storesvc_client._values.durations import NEVER, Deadline
-from storesvc_client._values.values import ProcessReading
+from storesvc_client._values.reports import ProcessReading
 from storesvc_client.errors import (
     InvalidRequestError,
     PeerFailedError,

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.durations import DurationLike, seconds_or_none
-from storesvc_client._values.values import Checkpoint, Rehearsal, SaveReport
+from storesvc_client._values.reports import Rehearsal, SaveReport
+from storesvc_client._values.values import Checkpoint
 
 if TYPE_CHECKING:
     from storesvc_client._save.upload import SaveResult

@@ -36,7 +36,8 @@ from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter
-from storesvc_client._values.values import Checkpoint, SaveReport
+from storesvc_client._values.reports import SaveReport
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     ConflictError,
     PreconditionError,

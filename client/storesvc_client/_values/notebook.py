@@ -20,6 +20,7 @@ from storesvc_client._values.findings import (
 )
 from storesvc_client._values.html import Column, heading, note, table
 from storesvc_client._values.leaf_tree import draw, grow
+from storesvc_client._values.reports import RestoreReport, SaveReport
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
@@ -39,10 +40,8 @@ from storesvc_client._values.values import (
     HoldInfo,
     ItemInfo,
     LeafInfo,
-    RestoreReport,
     RetentionDecision,
     RunInfo,
-    SaveReport,
     Tag,
     UploadInfo,
 )

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from storesvc_client._values.values import Checkpoint, RestoreReport, SaveReport
+from storesvc_client._values.reports import RestoreReport, SaveReport
+from storesvc_client._values.values import Checkpoint
 
 Operation: TypeAlias = Literal["save", "restore"]
 

@@ -26,7 +26,8 @@ from storesvc_client._values.report_events import (
     save_statistics,
     start_event,
 )
-from storesvc_client._values.values import Checkpoint, RestoreReport, SaveReport
+from storesvc_client._values.reports import RestoreReport, SaveReport
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)

@@ -85,12 +85,16 @@ def global_options(function: _F) -> _F:
 
 
 def accept_global_options(command: click.Command) -> None:
-    """Adds the options of the group to a command, where they override the group's.
+    """Adds the options of storectl to a command, where they override storectl's, and to
+    the commands of a group.
 
     An option that the command itself defines, such as ``serve --insecure``, is kept.
     """
     own = {name for parameter in command.params for name in parameter.opts}
     command.params.extend(_repeated(own))
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            accept_global_options(inner)
 
 
 def _repeated(own: set[str]) -> Iterator[click.Option]:

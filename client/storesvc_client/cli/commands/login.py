@@ -27,8 +27,8 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
 
     \b
     Examples:
-      storectl --store ckpt.example:7070 login
-      storectl --store ckpt.example:7070 login --out
+      storectl login --store ckpt.example:7070
+      storectl login --store ckpt.example:7070 --out
     """
     from storesvc_client.cli.device_login import log_in
     from storesvc_client.cli.logins import keep_login

@@ -86,6 +86,7 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "uid": checkpoint.uid,
         "begun": time_text(checkpoint.create_time),
         "committed": time_text(checkpoint.commit_time),
+        **_principal_fields(checkpoint),
         **_deletion_fields(checkpoint),
         "size": _exact_size(checkpoint.size_bytes),
         "stored": _exact_size(checkpoint.stored_bytes),
@@ -150,6 +151,15 @@ def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
         return run.uploads.get(checkpoint.uid).base_step
     except NotFoundError:  # its upload is forgotten
         return None
+
+
+def _principal_fields(checkpoint: "Checkpoint") -> dict[str, str]:
+    """Returns who saved a checkpoint, and who changed it, if that is known."""
+    fields = {
+        "saved by": checkpoint.principal,
+        "changed by": checkpoint.change_principal,
+    }
+    return {name: principal for name, principal in fields.items() if principal}
 
 
 def _deletion_fields(checkpoint: "Checkpoint") -> dict[str, str]:

@@ -15,7 +15,7 @@ def whoami(connection: Connection, *, as_json: bool) -> None:
 
     \b
     Examples:
-      storectl --store ckpt.example:7070 whoami
+      storectl whoami --store ckpt.example:7070
     """
     with connection.resolved().open() as client:
         identity = client.identity()

@@ -31,7 +31,8 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import Rehearse, TargetOptions
-from storesvc_client._values.values import LeafInfo, Rehearsal
+from storesvc_client._values.reports import Rehearsal
+from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.nnx.config_classes import (
     factory_of,

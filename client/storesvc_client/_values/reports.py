@@ -1,0 +1,136 @@
+"""Reports of saves and restores: what they moved, and how long each part took."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from storesvc_client._values.texts import size_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """Bytes and timings of a save; from ``Save.report``. Bytes count stored chunks."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    start_time: datetime
+    """Time of the call of ``Run.save``, in UTC."""
+    total_bytes: int
+    """Bytes of all chunks of the checkpoint."""
+    sent_bytes: int
+    """Bytes of the chunks that were sent."""
+    reused_bytes: int
+    """Bytes of the chunks that the store had already."""
+    seconds: float
+    """Seconds from the call of ``Run.save`` to the commit."""
+    blocking_seconds: float
+    """Seconds of these for which ``Run.save`` blocked its caller."""
+    timings: Mapping[str, float]
+    """Seconds by phase, summed over all threads: await previous (save of the run),
+    plan, snapshot, wait (for staging memory), begin, digest, find (chunks that the
+    store has), write and sync (data files) or send (to the server), acknowledge (after
+    the last send), finish, await others (of the job), commit. Phases that did not occur
+    are left out."""
+    slowest: str
+    """Data file, or "stream" for a stream to the server, that this process wrote for
+    the longest time; "" if it wrote nothing."""
+    slowest_seconds: float
+    """Seconds that it took."""
+    last_process: str
+    """Process of the job that finished last, with its host, ``process 2 (tpu-host-2)``;
+    "" if this process saved alone, or the last one ended without reporting."""
+    needs_like: tuple[str, ...]
+    """``key: class`` of the containers, such as named tuples, that only a restore with
+    ``like=`` rebuilds; without it they are returned as dicts or lists."""
+
+    def __repr__(self) -> str:
+        sent, reused = size_text(self.sent_bytes), size_text(self.reused_bytes)
+        return (
+            f"<SaveReport {self.run}@{self.step}, {sent} sent, {reused} reused, "
+            f"{self.seconds:.3g} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import save_report_html
+
+        return save_report_html(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReading:
+    """Reads of one process of a job during a restore."""
+
+    process: str
+    """Index and host of the process, ``process 2 (tpu-host-2)``."""
+    read_bytes: int
+    """Bytes of stored chunks that it read."""
+    seconds: float
+    """Seconds that it read, without waits for other processes."""
+    slowest: str
+    """Data file, or stream from the server, of its longest read; "" if it read
+    nothing."""
+    slowest_seconds: float
+    """Seconds that this read took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """Bytes and timings of a restore; ``OpenCheckpoint.report``."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    start_time: datetime
+    """Time of its start, in UTC."""
+    read_bytes: int
+    """Bytes of stored chunks that this process read."""
+    received_bytes: int
+    """Bytes of stored chunks that other processes of the job read for it."""
+    returned_bytes: int
+    """Bytes of the restored arrays, before a cast."""
+    seconds: float
+    """Seconds that the restore took."""
+    timings: Mapping[str, float]
+    """Seconds by phase, summed over all threads: plan, read (including waits for the
+    storage or the server), verify, copy (into buffers), place (on devices), rebuild
+    (the tree); in a job also await others, and exchange (chunks between devices)."""
+    slowest: str
+    """Data file, or stream from the server, of the longest read; "" if nothing was
+    read."""
+    slowest_seconds: float
+    """Seconds that this read took."""
+    slowest_process: ProcessReading | None
+    """Process of the job that read the longest; None if this process restored alone."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Newer checkpoints that were skipped because they are damaged: the damage by step.
+    Only with ``on_damage="older"``."""
+    is_verified: bool = True
+    """True if each chunk was compared with a stored checksum. False for checkpoints of
+    other projects whose formats have none."""
+
+    def __repr__(self) -> str:
+        read, returned = size_text(self.read_bytes), size_text(self.returned_bytes)
+        unverified = "" if self.is_verified else ", unverified"
+        return (
+            f"<RestoreReport {self.run}@{self.step}, {read} read, {returned} returned, "
+            f"{self.seconds:.3g} s{unverified}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import restore_report_html
+
+        return restore_report_html(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Result of a rehearsal."""
+
+    ok: bool
+    """True if the checkpoint can be restored by its model's class or, if the class
+    needs arguments of its own, by a factory."""
+    message: str
+    """Reason why it cannot, and what to do; "" if it can."""

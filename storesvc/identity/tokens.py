@@ -156,11 +156,7 @@ def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
 
     def value(match: re.Match[str]) -> str:
         path = match[1]
-        found: Any = claims.get(path)
-        if found is None:
-            found = claims
-            for key in path.split("."):
-                found = found.get(key) if isinstance(found, Mapping) else None
+        found = _nested(claims, path)
         if not isinstance(found, str) or not _is_name(found):
             raise _claim(path, "a printable text without patterns")
         return found
@@ -169,6 +165,18 @@ def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
     if len(name.encode()) > MAX_NAME_BYTES:
         raise _claim("sub", f"a principal of at most {MAX_NAME_BYTES} bytes")
     return name
+
+
+def _nested(claims: Any, path: str) -> Any:
+    """Returns a claim by its path; None if there is none. A key may have dots, such as
+    ``kubernetes.io``."""
+    if not isinstance(claims, Mapping):
+        return None
+    if path in claims:
+        return claims[path]
+    dots = [at for at, character in enumerate(path) if character == "."]
+    nested = (_nested(claims.get(path[:at]), path[at + 1 :]) for at in dots)
+    return next((found for found in nested if found is not None), None)
 
 
 def _groups(issuer: Issuer, claims: Mapping[str, Any]) -> frozenset[str]:

@@ -59,10 +59,24 @@ def pods_of(found: Object) -> Iterator[Object]:
 
 
 def options_of(objects: list[Object]) -> dict[str, str]:
-    """Returns what the generated ConfigMap of an overlay holds."""
-    (found,) = (o for o in objects if o["kind"] == "ConfigMap")
-    options: dict[str, str] = found["data"]
-    return options
+    """Returns the options of the servers of an overlay."""
+    return _data_of(objects, "storesvc-options")
+
+
+def policy_of(objects: list[Object]) -> str:
+    """Returns the policy of the servers of an overlay."""
+    return _data_of(objects, "storesvc-policy")["policy.toml"]
+
+
+def _data_of(objects: list[Object], name: str) -> dict[str, str]:
+    """Returns what a generated ConfigMap has; its name has a suffix."""
+    (found,) = (
+        o
+        for o in objects
+        if o["kind"] == "ConfigMap" and o["metadata"]["name"].startswith(name)
+    )
+    data: dict[str, str] = found["data"]
+    return data
 
 
 def server_of(objects: list[Object]) -> Object:

@@ -12,6 +12,7 @@ from tests.deploy.manifests import (
     DEPLOY,
     Object,
     arguments_of,
+    policy_of,
     rendered,
     server_of,
 )
@@ -43,17 +44,18 @@ def server(
 ) -> Iterator[ServerProcess]:
     """A server with the arguments of its container, but for root and address."""
     arguments = [
-        argument.replace("=/tls/", f"={folder}/")
+        argument.replace("=/tls/", f"={folder}/").replace("=/policy/", f"={folder}/")
         for argument in arguments_of(overlay)
         if not argument.startswith(("--root=", "--host="))
     ]
+    (folder / "policy.toml").write_text(policy_of(overlay))
     process = ServerProcess(tmp_path / "store", tmp_path, *arguments)
     process.start()
     yield process
     process.kill()
 
 
-def test_a_server_answers_its_probes_and_no_client_without_a_certificate(
+def test_a_server_answers_its_probes_and_no_client_without_its_authority(
     overlay: list[Object], folder: Path, server: ServerProcess
 ) -> None:
     (container,) = server_of(overlay)["spec"]["template"]["spec"]["containers"]
@@ -76,7 +78,6 @@ def test_a_server_answers_its_probes_and_no_client_without_a_certificate(
         ).returncode
 
     assert 0 == pinged()
-    assert 1 == pinged("STORECTL_CERT", "STORECTL_KEY")
     assert 1 == pinged("STORECTL_CA")
 
 

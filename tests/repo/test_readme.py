@@ -32,6 +32,8 @@ import click
 import pytest
 
 import storesvc_client as store
+from storesvc.access.permissions import ROLES, Permission
+from storesvc.identity.policy_document import parse as parse_policy_file
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.bench.__main__ import OTHERS
@@ -156,7 +158,32 @@ def test_each_document_is_linked_from_the_readme() -> None:
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     kinds = {block.language for block in BLOCKS}
 
-    assert {"python", "console", "sh", "text"} == kinds
+    assert {"python", "console", "sh", "text", "toml"} == kinds
+
+
+@each_block("toml")
+def test_a_policy_of_a_document_is_valid(block: Block) -> None:
+    found = parse_policy_file(block.text)
+
+    assert found.policy.bindings
+    assert found.issuers
+
+
+def test_the_roles_of_a_document_have_the_permissions_of_the_code() -> None:
+    text = (DOCS / "security.md").read_text()
+    (header,) = re.findall(r"^\| permission \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z]+\.[A-Za-z]+)` \|(.*)\|$", text, re.MULTILINE)
+    found = {
+        name: frozenset(
+            Permission(row)
+            for row, cells in rows
+            if cells.split("|")[at].strip() == "yes"
+        )
+        for at, name in enumerate(header.split(" | "))
+    }
+
+    assert dict(ROLES) == found
+    assert [row for row, _ in rows] == [*Permission]
 
 
 @each_block("python")

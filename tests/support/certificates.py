@@ -1,6 +1,7 @@
 """Certificates of an authority for tests, in PEM files."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -50,7 +51,12 @@ class Authority:
         self.certificate.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self, name: str, *hosts: str, until: datetime | None = None, file: str = ""
+        self,
+        name: str,
+        *hosts: str,
+        until: datetime | None = None,
+        file: str = "",
+        uris: Sequence[str] = (),
     ) -> Pair:
         """Returns a new certificate and its private key.
 
@@ -59,12 +65,18 @@ class Authority:
             hosts: DNS names and addresses of a server.
             until: Time at which it expires; None: tomorrow.
             file: Name of its files without a suffix; "": ``name``.
+            uris: URI names of a client.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         until = until or datetime.now(UTC) + DAY
         builder = _builder(_named(name), key, until=until).issuer_name(self._name)
-        if hosts:
-            names = x509.SubjectAlternativeName(map(_general_name, hosts))
+        if hosts or uris:
+            names = x509.SubjectAlternativeName(
+                [
+                    *map(_general_name, hosts),
+                    *map(x509.UniformResourceIdentifier, uris),
+                ]
+            )
             builder = builder.add_extension(names, critical=False)
         signed = builder.sign(self._key, hashes.SHA256())
         file = file or name

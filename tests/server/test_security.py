@@ -1,0 +1,126 @@
+"""A server process starts only with a security that its configuration states."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import storesvc_client as store
+from tests.support.certificates import Authority
+from tests.support.server_process import EndedError, ServerProcess
+
+POLICY = '[[bindings]]\nrole = "{role}"\nruns = ["**"]\nwho = ["local"]\n'
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers; those that end are stopped, too."""
+    made: list[ServerProcess] = []
+
+    def start(*arguments: str) -> ServerProcess:
+        server = ServerProcess(tmp_path / "store", tmp_path, *arguments)
+        made.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> list[str]:
+    """Returns the options of a server with a certificate."""
+    authority = Authority(tmp_path)
+    pair = authority.issue("server", "localhost", "127.0.0.1")
+    return ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
+
+
+def test_others_are_served_only_with_a_policy_or_a_role(
+    serve: Callable[..., ServerProcess], tls: list[str]
+) -> None:
+    others = ["--host", "0.0.0.0"]
+    with pytest.raises(EndedError, match="expected a loopback address or TLS"):
+        serve(*others)
+    with pytest.raises(EndedError, match="expected a loopback address or a policy"):
+        serve(*others, *tls)
+    with pytest.raises(EndedError, match="expected a loopback address or TLS"):
+        serve(*others, "--anonymous", "reader")
+
+    assert serve(*others, *tls, "--anonymous", "reader").is_running
+
+
+def test_plaintext_to_others_is_served_if_it_is_asked_for(
+    serve: Callable[..., ServerProcess],
+) -> None:
+    assert serve("--host", "0.0.0.0", "--insecure").is_running
+
+
+def test_a_policy_with_an_error_ends_the_start_with_its_place(
+    serve: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY.format(role="king"))
+
+    with pytest.raises(
+        EndedError, match=r"bindings\[0\]\.role: expected one of reader"
+    ):
+        serve("--policy", str(policy))
+
+
+def test_an_anonymous_role_limits_everyone(
+    serve: Callable[..., ServerProcess],
+) -> None:
+    server = serve("--anonymous", "reader")
+    with store.connect(server.address) as client:
+        assert client.runs() is not None
+        assert client.test_permissions("prod", ["runs.list", "uploads.begin"]) == [
+            "runs.list"
+        ]
+        with pytest.raises(store.PermissionDeniedError, match=r"uploads\.begin"):
+            client.run("prod/llama").save(1, {"w": 1}).result()
+
+
+def test_a_changed_policy_applies_to_the_next_calls(
+    serve: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY.format(role="reader"))
+    server = serve("--policy", str(policy))
+    with store.connect(server.address) as client:
+        assert not client.test_permissions("prod", ["uploads.begin"])
+        policy.write_text(POLICY.format(role="writer"))
+        for _ in range(10**4):
+            if client.test_permissions("prod", ["uploads.begin"]):
+                break
+        assert client.test_permissions("prod", ["uploads.begin"])
+        assert "reloaded the policy" in server.log
+
+
+def test_a_client_certificate_without_a_uri_name_is_no_identity(
+    serve: Callable[..., ServerProcess], tls: list[str], tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "clients")
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        '[[bindings]]\nrole="writer"\nruns=["**"]\nwho=["spiffe://td/ns/train/*"]\n'
+    )
+    server = serve(
+        *tls, "--tls-client-ca", str(authority.certificate), "--policy", str(policy)
+    )
+    good = authority.issue("good", uris=["spiffe://td/ns/train/sa/job"])
+    none = authority.issue("none")
+    two = authority.issue("two", uris=["spiffe://td/a", "spiffe://td/b"])
+    ca = tmp_path / "authority.pem"
+
+    with store.connect(
+        server.address, ca=ca, cert=good.certificate, key=good.key
+    ) as client:
+        identity = client.identity()
+        assert identity.principal == "spiffe://td/ns/train/sa/job"
+        assert identity.authentication == "certificate"
+        client.run("prod/llama").save(1, {"w": 1}).result()
+        assert client.run("prod/llama").latest().principal == identity.principal
+    for pair, count in ((none, 0), (two, 2)):
+        with pytest.raises(store.UnauthenticatedError, match=f"got {count}"):
+            store.connect(server.address, ca=ca, cert=pair.certificate, key=pair.key)

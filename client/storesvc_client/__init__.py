@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.policy_text import format_policy, parse_policy
     from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
+    from storesvc_client._values.quotas import Quota
     from storesvc_client._values.reports import (
         ProcessReading,
         Rehearsal,
@@ -135,6 +136,7 @@ __all__ = [
     "ProcessReading",
     "Progress",
     "ProgressCallback",
+    "Quota",
     "Raise",
     "Rehearsal",
     "Replicated",
@@ -185,6 +187,7 @@ _HOMES: Final = {
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Identity": "_values.access",
+    "Quota": "_values.quotas",
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
     "Transfer": "_values.transfers",

@@ -77,6 +77,18 @@ class UsageReader:
             files=len(largest),
         )
 
+    async def own_bytes(self, namespace: str) -> int:
+        """Returns the bytes that the saves of a namespace added: cheaper than ``of``,
+        as it reads no file table. It is too low where a checkpoint shares the bytes of
+        one that was purged."""
+        runs = await self._catalog.run_names(namespace)
+
+        async def added(run: RunName) -> int:
+            slots = (await self._reader.slots(run)).values()
+            return sum(slot.own_bytes for slot, _ in slots if slot.state in CHECKPOINTS)
+
+        return sum(await each(added, runs))
+
     async def _files(self, run: RunName, record: pb.CheckpointRecord) -> dict[str, int]:
         """Returns the bytes of a checkpoint's chunks in each data file."""
         if record.files_digest:

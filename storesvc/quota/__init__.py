@@ -1,4 +1,6 @@
-"""Limits per principal and namespace: rates, streams, bytes.
+"""Limits per principal and namespace: rates, streams, uploads, stored bytes.
 
 It may import `storesvc.access` and the layers below it.
+
+Start with `quotas.py`; `limits.py` has the rules.
 """

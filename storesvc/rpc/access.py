@@ -7,6 +7,7 @@ from storesvc.access.permissions import Permission
 from storesvc.access.principals import Authentication, Principal
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError, LendingUnsupportedError
+from storesvc.quota.quotas import Quotas
 from storesvc.rpc import requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.permissions import resource_of
@@ -24,8 +25,9 @@ _AUTHENTICATIONS = {
 class AccessService:
     """Answers what a caller may do, and lends credentials."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, quotas: Quotas) -> None:
         self._security = security
+        self._quotas = quotas
 
     async def GetLoginOptions(
         self, request: access_api.GetLoginOptionsRequest, context: Context
@@ -60,13 +62,13 @@ class AccessService:
     async def GetQuota(
         self, request: access_api.GetQuotaRequest, context: Context
     ) -> access_api.GetQuotaResponse:
-        namespace, quotas = requests.namespace_of(request.parent), self._security.quotas
+        namespace = requests.namespace_of(request.parent)
         if namespace is None:
             raise InvalidFieldError(
                 f"parent {request.parent!r}: expected one namespace, got all; get the "
                 "quotas of each one"
             )
-        found = await quotas.describe(namespace) if quotas else []
+        found = await self._quotas.describe(namespace)
         return access_api.GetQuotaResponse(quotas=found)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias, cast
 import grpc
 import grpc.aio
 
+from storesvc.access.call import current
 from storesvc.errors import (
     InvalidFieldError,
     StalledError,
@@ -28,6 +29,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
+from storesvc.quota.quotas import namespace_of
 from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.rpc.status import abort
 from storesvc.storage.log_throttle import LogThrottle
@@ -168,6 +170,15 @@ def _log_throttled(error: StoreError) -> None:
         return
     if _lines.admits(kind, now=time.monotonic()):
         _log.warning("%s", error)
+
+
+def share_key(context: Context) -> str:
+    """Returns whose calls share memory and turns: of a namespace if callers are
+    restricted, else of the client's host."""
+    call = current.get()
+    if call is not None and call.policy is not None and (name := namespace_of(call)):
+        return f"namespaces/{name}"
+    return host_of(context.peer())
 
 
 def host_of(peer: str) -> str:

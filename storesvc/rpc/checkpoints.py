@@ -12,7 +12,7 @@ from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName, parse_step
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import Context, host_of
+from storesvc.rpc.boundary import Context, share_key
 from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.paging import list_page
 from storesvc.rpc.streams import write
@@ -83,7 +83,7 @@ class CheckpointCalls:
         parts = self._store.catalog.manifest_parts(
             run, record, size_bytes=trees.MAX_PART_BYTES
         )
-        with self._sent.share(host_of(context.peer())) as share:
+        with self._sent.share(share_key(context)) as share:
             await share.take(size_bytes)
             async with aclosing(parts):
                 async for part in parts:

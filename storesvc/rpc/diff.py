@@ -8,7 +8,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.inspect.diff import Comparison
 from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
 from storesvc.rpc import messages
-from storesvc.rpc.boundary import Context, host_of
+from storesvc.rpc.boundary import Context, share_key
 from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.streams import write
 from storesvc.store import Store
@@ -32,7 +32,7 @@ class DiffCalls:
             summary = summary_message(before.run, after.run, found)
             pages = await asyncio.to_thread(pages_of, found.differences)
         # Outside the comparison, so that no other one waits while the client reads.
-        with self._sent.share(host_of(context.peer())) as share:
+        with self._sent.share(share_key(context)) as share:
             await share.take(sum(page.ByteSize() for page in pages))
             response = checkpoint_api.DiffCheckpointsResponse(summary=summary)
             await write(context, response)

@@ -24,6 +24,7 @@ from storesvc.format.names import (
 )
 from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.rpc import requests
+from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
 
 Need: TypeAlias = tuple[Permission, Resource]
 """A permission, and the object that it is needed for."""
@@ -110,6 +111,8 @@ async def authorize(rpc: str, request: Any) -> None:
 
 def _name(request: Any) -> str:
     """Returns the name of the object that a request is about; empty: none."""
+    if isinstance(request, BeginUploadRequest):
+        return f"{request.parent}/uploads/{request.request_id.replace('-', '')}"
     for path in ("name", "parent", "checkpoint.name", "run.name", "open.upload"):
         found: Any = request
         for field in path.split("."):

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from storesvc.quota.quotas import Quotas
 from storesvc.rpc.access import AccessService
 from storesvc.rpc.boundary import KINDS, Context
 from storesvc.rpc.checkpoints import CheckpointCalls
@@ -27,7 +28,7 @@ from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_request
 from storesvc.rpc.requests import parsed
 from storesvc.rpc.runs import RunCalls
-from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.security import Security
 from storesvc.rpc.streams import released
 from storesvc.rpc.tags import TagCalls
 from storesvc.rpc.uploads import UploadService
@@ -79,7 +80,7 @@ class CheckpointService(CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCall
 
 
 def handlers(
-    store: Store, security: Security = OPEN
+    store: Store, security: Security, quotas: Quotas
 ) -> tuple[grpc.GenericRpcHandler, ...]:
     """Returns the handlers of all services of a store."""
     return (
@@ -87,7 +88,7 @@ def handlers(
         handler_of(_UPLOADS, UploadService(store), raw_requests={"WriteChunks"}),
         handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
         handler_of(_MAINTENANCE, MaintenanceService(store)),
-        handler_of(_ACCESS, AccessService(security)),
+        handler_of(_ACCESS, AccessService(security, quotas)),
     )
 
 

@@ -8,6 +8,7 @@ from storesvc.access.call import CallObserver
 from storesvc.access.policy import Policy
 from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
 from storesvc.identity.authenticator import is_local
+from storesvc.quota.limits import QuotaRule
 from storesvc.rpc.boundary import Context
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
@@ -26,13 +27,6 @@ class Lender(Protocol):
         """
 
 
-class Quotas(Protocol):
-    """Knows the quotas of namespaces."""
-
-    async def describe(self, namespace: str) -> Sequence[access_api.Quota]:
-        """Returns the quotas of a namespace and of the caller, with their usage."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
     """Authentication, authorization, and the parts that depend on the caller."""
@@ -47,8 +41,11 @@ class Security:
     """Returns the issuers that people can log in with."""
     lender: Lender | None = None
     """Lends credentials; None: none are lent."""
-    quotas: Quotas | None = None
-    """Knows the quotas; None: there are none."""
+    quota_rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]] = lambda: (
+        (),
+        None,
+    )
+    """Returns the quotas of namespaces, and the one of each principal."""
 
 
 async def _by_machine(context: Context) -> Principal:

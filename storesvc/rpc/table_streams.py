@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from storesvc.errors import LimitExceededError, StalledError, StoreError
 from storesvc.rpc import streams
-from storesvc.rpc.boundary import Context, host_of
+from storesvc.rpc.boundary import Context, share_key
 from storesvc.rpc.message_budget import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
@@ -39,7 +39,7 @@ class PartStream(Generic[T]):
         self, budget: MessageBudget, context: Context
     ) -> AsyncIterator["PartStream[T]"]:
         """Accounts the bytes of ``keep`` to a budget while the context lasts."""
-        with budget.share(host_of(context.peer())) as self._share:
+        with budget.share(share_key(context)) as self._share:
             async with released(self._stream):
                 yield self
 

@@ -15,7 +15,7 @@ from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import RunName, UploadName
 from storesvc.offload import offload
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import CALL_SECONDS, Context, host_of
+from storesvc.rpc.boundary import CALL_SECONDS, Context, share_key
 from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.paging import list_page
 from storesvc.rpc.streams import StreamTimeout, first, following, released
@@ -111,7 +111,7 @@ class UploadService:
         self, context: Context, weight_bytes: int
     ) -> AsyncIterator[None]:
         """Limits the memory and the time of the work on tables inside the context."""
-        peer = host_of(context.peer())
+        peer = share_key(context)
         async with (
             self._work.held(peer, weight=weight_bytes),
             asyncio.timeout(CALL_SECONDS),
@@ -192,7 +192,7 @@ class UploadService:
             # A client without free buffers sends nothing until it gets an
             # acknowledgement, so it is not late while the server stores a batch.
             storing=timeout.renew,
-            peer=host_of(context.peer()),
+            peer=share_key(context),
         )
         async with aclosing(written):
             async for count in written:

@@ -9,6 +9,7 @@ import ctypes
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
+from storesvc.quota.quotas import Quotas
 from storesvc.rpc import registry
 from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.rpc.calls import CallInterceptor
@@ -111,6 +113,9 @@ async def running(
         InvalidFieldError: The address cannot be bound, or the certificates are
             unusable.
     """
+    quotas = Quotas(security.quota_rules, store.usage.own_bytes)
+    # The quotas first: what they reject is no intent of the audit log.
+    security = replace(security, observers=(quotas, *security.observers))
     interceptors: list[grpc.aio.ServerInterceptor] = [
         ErrorInterceptor(),
         CallInterceptor(security),
@@ -122,7 +127,7 @@ async def running(
         # Off: a second server at the same address must fail, not take half the calls.
         options=(*OPTIONS, ("grpc.so_reuseport", 0)),
     )
-    server.add_generic_rpc_handlers(registry.handlers(store, security))
+    server.add_generic_rpc_handlers(registry.handlers(store, security, quotas))
     health = HealthCalls(registry.SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:

@@ -47,6 +47,7 @@ def security_of(policy: Path | None, *, anonymous: str = "") -> Security:
     return Security(
         authenticate=Authenticator(document).authenticate,
         policy=lambda: document().policy,
+        quota_rules=lambda: (document().quotas, document().principal_quota),
         login_options=lambda: [
             login_option(each) for each in document().issuers if each.client_id
         ],

@@ -31,6 +31,7 @@ from storesvc_client._values.access import Identity
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
+from storesvc_client._values.quotas import Quota
 from storesvc_client._values.resource_names import (
     namespace_resource,
     parent_resource,
@@ -221,6 +222,20 @@ class Client:
             resource=parent_resource(parent), permissions=permissions
         )
         return [*self._connection.ask(stub.TestPermissions, request).permissions]
+
+    def quotas(self, namespace: str) -> list[Quota]:
+        """Returns the quotas of a namespace and of this client, and how much is used.
+
+        Raises:
+            InvalidRequestError: The name of the namespace is not valid.
+            PermissionDeniedError: This client may not see them.
+            UnavailableError: The server does not answer for longer than a restart
+                takes.
+        """
+        stub = AccessServiceStub(self._connection.channel)
+        request = access_api.GetQuotaRequest(parent=namespace_resource(namespace))
+        response = self._connection.ask(stub.GetQuota, request)
+        return [Quota.from_message(each) for each in response.quotas]
 
     def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
         """Returns a run; sends nothing to the server.

@@ -82,11 +82,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_busy(error: BaseException) -> bool:
-    """Returns whether a server has no free memory now. A full storage gives a retry
-    time, too, but is not transient: space must be freed first."""
+    """Returns whether a server has no free memory, or a quota no free call, now. A full
+    storage gives a retry time, too, but is not transient: space must be freed first."""
     return (
         isinstance(error, LimitError)
-        and error.reason == "LIMIT_EXCEEDED"
+        and error.reason in ("LIMIT_EXCEEDED", "QUOTA_EXCEEDED")
         and error.retry_seconds is not None
     )
 

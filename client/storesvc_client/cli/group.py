@@ -18,7 +18,7 @@ from storesvc_client.cli.global_options import accept_global_options, global_opt
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("import", "cp", "uploads", "du", "gc", "config"),
+    *("import", "cp", "uploads", "du", "quota", "gc", "config"),
     *("login", "whoami", "auth", "audit", "ping", "serve", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""

@@ -6,7 +6,6 @@ Identity of the caller, its permissions and quotas, and credentials for the stor
 import builtins
 import collections.abc
 import google.protobuf.descriptor
-import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -358,10 +357,9 @@ class Quota(google.protobuf.message.Message):
     LIMIT_FIELD_NUMBER: builtins.int
     SOFT_LIMIT_FIELD_NUMBER: builtins.int
     USED_FIELD_NUMBER: builtins.int
-    PERIOD_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """What it limits, such as `stored_bytes`, `streams`, `watches`, `uploads`,
-    `bytes_in_flight` or `requests_per_second`.
+    """What it limits: `stored_bytes`, `streams`, `watches`, `uploads` or
+    `requests_per_second`.
     """
     scope: builtins.str
     """Who shares it: `namespaces/{namespace}`, or the principal of the caller."""
@@ -371,10 +369,6 @@ class Quota(google.protobuf.message.Message):
     """Amount above which the server warns; 0: none. Set for `stored_bytes` only."""
     used: builtins.int
     """Amount in use."""
-    @property
-    def period(self) -> google.protobuf.duration_pb2.Duration:
-        """Period that `used` is counted over; absent: it is the current amount."""
-
     def __init__(
         self,
         *,
@@ -383,9 +377,7 @@ class Quota(google.protobuf.message.Message):
         limit: builtins.int = ...,
         soft_limit: builtins.int = ...,
         used: builtins.int = ...,
-        period: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["period", b"period"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["limit", b"limit", "name", b"name", "period", b"period", "scope", b"scope", "soft_limit", b"soft_limit", "used", b"used"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit", "name", b"name", "scope", b"scope", "soft_limit", b"soft_limit", "used", b"used"]) -> None: ...
 
 Global___Quota: typing_extensions.TypeAlias = Quota

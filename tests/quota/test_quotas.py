@@ -1,0 +1,279 @@
+"""Quotas: what they admit, and that every call gives back what it took."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import storesvc_client as store
+from storesvc.access.call import Call
+from storesvc.access.permissions import Permission
+from storesvc.access.principals import Authentication, Principal
+from storesvc.errors import QuotaExceededError
+from storesvc.format.names import RunName
+from storesvc.quota import quotas
+from storesvc.quota.limits import BURST_SECONDS, Bucket, QuotaRule, rule_of
+from storesvc.quota.quotas import Quotas
+from storesvc.server.security import security_of
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.rpc.test_permissions import reason_of
+from tests.support.faulty_server import serving
+from tests.support.server_process import ServerProcess
+
+POLICY = """
+[[bindings]]
+role = "admin"
+runs = ["**"]
+who = ["local"]
+
+[[quotas]]
+namespaces = ["limited"]
+"""
+
+
+@given(
+    st.integers(1, 100),
+    st.lists(st.floats(0, 2), min_size=1, max_size=200),
+)
+def test_a_rate_admits_no_more_than_it_says(rate: int, pauses: list[float]) -> None:
+    bucket, now, admitted = Bucket(now=0.0), 0.0, 0
+    for pause in pauses:
+        now += pause
+        admitted += bucket.seconds_until_free(rate, now=now) == 0.0
+        assert admitted <= rate * now + max(1.0, rate * BURST_SECONDS) + 1e-6
+
+
+@given(st.integers(1, 100))
+def test_a_call_may_begin_after_the_time_that_is_said(rate: int) -> None:
+    bucket = Bucket(now=0.0)
+    while not (seconds := bucket.seconds_until_free(rate, now=0.0)):
+        pass
+
+    assert bucket.seconds_until_free(rate, now=seconds + 1e-6) == 0.0
+
+
+def test_the_first_rule_that_matches_a_namespace_applies() -> None:
+    rules = [QuotaRule(namespaces=("prod",)), QuotaRule(namespaces=("*",), streams=1)]
+
+    assert rule_of(rules, "prod") is rules[0]
+    assert rule_of(rules, "lab") is rules[1]
+    assert rule_of(rules[:1], "lab") is None
+
+
+def call_of(method: str, number: int, principal: str = "user:a") -> Call:
+    """Returns a call of a run."""
+    run = RunName("limited", f"run-{number % 3}")
+    return Call(
+        principal=Principal(name=principal, authentication=Authentication.TOKEN),
+        policy=None,
+        method=method,
+        request_id=str(number),
+        peer="",
+        granted=[(Permission.RUNS_LIST, run)],
+        detail={"name": f"{run.resource}/uploads/{number}"},
+    )
+
+
+METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetRun"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(METHODS), st.booleans()), max_size=40))
+def test_counts_return_to_zero_however_calls_end(
+    made: list[tuple[str, bool]],
+) -> None:
+    rule = QuotaRule(namespaces=("*",), streams=3, watches=2, uploads=2)
+
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> list[Any]:
+        found = Quotas(lambda: ((rule,), rule), stored)
+        open_calls = []
+        for number, (method, is_ended_early) in enumerate(made):
+            call = call_of(method, number)
+            error: Exception | None = None
+            try:
+                await found.permitted(call)
+            except QuotaExceededError as e:
+                error = e
+            if error is not None or is_ended_early:
+                await found.ended(call, error or asyncio.CancelledError())
+            else:
+                open_calls.append(call)
+        rows = await found.describe("limited")
+        assert all(row.used <= row.limit for row in rows)
+        for call in open_calls:
+            await found.ended(call, None)
+            end = call_of("AbortUpload", int(call.request_id))
+            await found.permitted(end)
+            await found.ended(end, None)
+        return [
+            row.used for row in await found.describe("limited") if row.name != "uploads"
+        ]
+
+    assert not any(asyncio.run(run()))
+
+
+def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MAX_SCOPES", 10)
+
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> int:
+        found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), stored)
+        for number in range(1000):
+            call = call_of("GetRun", number, f"user:{number}")
+            await found.permitted(call)
+            await found.ended(call, None)
+        return len(found._scopes)
+
+    assert asyncio.run(run()) <= 11
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Callable[[str], ServerProcess]]:
+    """Starts a server with quotas of a namespace."""
+    made: list[ServerProcess] = []
+
+    def start(quota: str) -> ServerProcess:
+        policy = tmp_path / "policy.toml"
+        policy.write_text(POLICY + quota)
+        server = ServerProcess(tmp_path / "store", tmp_path, "--policy", str(policy))
+        made.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+def test_a_rate_slows_a_save_and_fails_none(
+    limited: Callable[[str], ServerProcess],
+) -> None:
+    server = limited("requests_per_second = 10")
+    with store.connect(server.address) as client:
+        run = client.run("limited/run")
+        for step in range(4):
+            run.save(step, {"w": np.arange(9)}).result()
+        assert run.steps() == [0, 1, 2, 3]
+
+        stub = CheckpointServiceStub(grpc.insecure_channel(server.address))
+        request = api.GetRunRequest(name="namespaces/limited/runs/run")
+
+        def call_often() -> None:
+            for _ in range(100):
+                stub.GetRun(request)
+
+        with pytest.raises(grpc.RpcError) as caught:
+            call_often()
+        assert reason_of(caught.value) == "QUOTA_EXCEEDED"
+        other = api.ListRunsRequest(parent="namespaces/-")
+        for _ in range(100):
+            stub.ListRuns(other)
+
+
+def test_watches_are_limited_and_given_back(
+    limited: Callable[[str], ServerProcess],
+) -> None:
+    server = limited("watches = 2")
+    with store.connect(server.address) as client:
+        run = client.run("limited/run")
+        run.save(0, {"w": np.arange(9)}).result()
+        stub = CheckpointServiceStub(grpc.insecure_channel(server.address))
+        request = api.WatchCheckpointsRequest(parent="namespaces/limited/runs/run")
+
+        def watch() -> Any:
+            stream = stub.WatchCheckpoints(request, timeout=60)
+            next(stream)
+            return stream
+
+        first, second = watch(), watch()
+        with pytest.raises(grpc.RpcError) as caught:
+            watch()
+        assert reason_of(caught.value) == "QUOTA_EXCEEDED"
+        used = {q.name: (q.used, q.limit) for q in client.quotas("limited")}
+        assert used["watches"] == (2, 2)
+
+        first.cancel()
+        for _ in range(1000):
+            used = {q.name: (q.used, q.limit) for q in client.quotas("limited")}
+            if used["watches"] == (1, 2):
+                break
+            time.sleep(0.01)
+        assert used["watches"] == (1, 2)
+        watch().cancel()
+        second.cancel()
+
+
+def save_steps(run: store.Run, count: int) -> None:
+    """Saves steps of 1.6 MB each."""
+    generator = np.random.default_rng(0)
+    for step in range(1, 1 + count):
+        run.save(step, {"w": generator.random(200_000)}).result()
+
+
+def test_stored_bytes_refuse_a_save_before_its_data_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quotas, "USAGE_SECONDS", 0.0)
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f"{POLICY}stored_bytes = 4000000\nstored_bytes_soft = 1000000")
+    with (
+        serving(tmp_path / "store", security=security_of(policy)) as address,
+        store.connect(address) as client,
+    ):
+        run = client.run("limited/run")
+        with pytest.raises(store.LimitError, match="delete and purge") as caught:
+            save_steps(run, 9)
+        assert caught.value.metadata["quota"] == "stored_bytes"
+        assert run.steps() == [1, 2, 3]
+        assert "above its soft quota of 1000000" in caplog.text
+        (row,) = [q for q in client.quotas("limited") if q.name == "stored_bytes"]
+        assert row.used > row.limit == 4_000_000
+        assert [] == list(client.uploads("limited"))
+
+        save_steps(client.run("other/run"), 4)
+        run.delete(1, purge_delay=0)
+        run.purge(1)
+        run.save(10, {"w": 1}).result()
+
+
+def test_quotas_are_none_without_a_policy(tmp_path: Path) -> None:
+    with store.connect((tmp_path / "store").as_uri()) as client:
+        assert client.quotas("any") == []
+        with pytest.raises(store.InvalidRequestError):
+            client.quotas("not valid")
+
+
+@pytest.mark.slow
+def test_threads_that_save_together_wait_for_a_free_upload(
+    limited: Callable[[str], ServerProcess],
+) -> None:
+    server = limited("uploads = 1")
+    errors: list[Exception] = []
+
+    def save(number: int) -> None:
+        try:
+            with store.connect(server.address) as client:
+                client.run(f"limited/run-{number}").save(0, {"w": number}).result()
+        except store.StoreError as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []

@@ -79,8 +79,7 @@ def log_in(
         {
             "client_id": client_id,
             "scope": " ".join(dict.fromkeys(("openid", *scopes, "offline_access"))),
-            "audience": audience,
-            "resource": audience,
+            **_for(audience),
         },
     )
     if "error" in begun:
@@ -123,8 +122,7 @@ def renewed(login: Login) -> Login:
             "client_id": login.client_id,
             "grant_type": "refresh_token",
             "refresh_token": login.refresh_token,
-            "audience": login.audience,
-            "resource": login.audience,
+            **_for(login.audience),
         },
     )
     if "error" in given:
@@ -165,6 +163,14 @@ def _login(
         refresh_token=str(given.get("refresh_token", "") or refresh_token),
         expire_time=time.time() + float(given.get("expires_in", 300)),
     )
+
+
+def _for(audience: str) -> dict[str, str]:
+    """Returns the parameters that request an audience: ``resource`` (RFC 8707) takes
+    only URIs; other issuers have ``audience``."""
+    if urlsplit(audience).scheme:
+        return {"audience": audience, "resource": audience}
+    return {"audience": audience}
 
 
 def _discovered(issuer: str) -> dict[str, Any]:

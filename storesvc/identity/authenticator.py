@@ -9,7 +9,7 @@ import hashlib
 import ipaddress
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 import grpc.aio
@@ -38,6 +38,16 @@ _AUTHORIZATION: Final = "authorization"
 _BEARER: Final = "bearer "
 
 
+class _Known(NamedTuple):
+    """A verified token."""
+
+    document: PolicyDocument
+    """The policy by which it was verified."""
+    principal: Principal
+    until: datetime
+    """When it is no longer accepted."""
+
+
 class Authenticator:
     """Authenticates callers by the policy in force."""
 
@@ -49,7 +59,7 @@ class Authenticator:
         """
         self._document = document
         self._issuers: dict[Issuer, IssuerKeys] = {}
-        self._known: TTLCache[bytes, Principal] = TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
+        self._known: TTLCache[bytes, _Known] = TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
 
     async def authenticate(self, context: Context) -> Principal:
         """Returns the caller of a call.
@@ -80,9 +90,21 @@ class Authenticator:
 
     async def _principal_of(self, token: str) -> Principal:
         """Returns the principal of a token, verified now or recently."""
-        issuers = {each.issuer: each for each in self._document().issuers}
-        digest = hashlib.sha256(token.encode()).digest()
+        document, now = self._document(), datetime.now(UTC)
+        key = hashlib.sha256(token.encode()).digest()
+        known = self._known.get(key)
+        # A changed policy verifies again.
+        if known is None or known.document is not document or now >= known.until:
+            known = await self._verified(token, document, now)
+            self._known[key] = known
+        return known.principal
+
+    async def _verified(
+        self, token: str, document: PolicyDocument, now: datetime
+    ) -> "_Known":
+        """Verifies a token."""
         found = tokens.unverified(token)
+        issuers = {each.issuer: each for each in document.issuers}
         issuer = issuers.get(_text(found.claims.get("iss")))
         if issuer is None:
             raise UnknownIssuerError(
@@ -91,19 +113,10 @@ class Authenticator:
                 "administrator of the store",
                 claim="iss",
             )
-        now = datetime.now(UTC)
-        # The configuration is part of the key: a changed one verifies again.
-        key = hashlib.sha256(digest + repr(issuer).encode()).digest()
-        known = self._known.get(key)
-        if known is None:
-            keys = await self._keys(issuer).keys(found.kid)
-            verify(token, keys, issuer)
-            known = self._known[key] = tokens.principal_of(
-                issuer, found.claims, now=now
-            )
-        elif known.expire_time and known.expire_time + issuer.leeway <= now:
-            tokens.principal_of(issuer, found.claims, now=now)  # raises why
-        return known
+        verify(token, await self._keys(issuer).keys(found.kid), issuer)
+        principal = tokens.principal_of(issuer, found.claims, now=now)
+        assert principal.expire_time is not None, "tokens expire"
+        return _Known(document, principal, principal.expire_time + issuer.leeway)
 
     def _keys(self, issuer: Issuer) -> IssuerKeys:
         """Returns the keys of an issuer; forgets issuers that are configured no

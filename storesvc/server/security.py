@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from storesvc.access.policy import Policy
@@ -36,11 +37,15 @@ def security_of(policy: Path | None, *, anonymous: str = "") -> Security:
         return OPEN
     file = PolicyFile(policy) if policy is not None else None
 
-    def document() -> PolicyDocument:
-        found = file.current() if file is not None else PolicyDocument(policy=Policy())
-        if not anonymous:
-            return found
+    none = PolicyDocument(policy=Policy())
+
+    @lru_cache(1)
+    def with_anonymous(found: PolicyDocument) -> PolicyDocument:
         return replace(found, policy=replace(found.policy, anonymous=anonymous))
+
+    def document() -> PolicyDocument:
+        found = file.current() if file is not None else none
+        return with_anonymous(found) if anonymous else found
 
     if document().issuers:
         _check_installed()

@@ -13,12 +13,14 @@ OTHERS: Final = {
     "chain": "the requests of a save to a bucket that wait for one another",
     "device": "saves from an accelerator, restores to it, its link",
     "flips": "one flipped bit, and who notices",
+    "identity": "calls and saves with a token, a policy, an audit log, and without",
     "inspections": "how long looking at a checkpoint takes",
     "loop": "the time that a training loop adds to a step that is not saved",
     "memory": "the server's memory while a tree is saved and restored",
     "requests": "what a save and a restore ask of a bucket, as it is billed",
     "shapes": "this store and Orbax on states of any shape, drawn by a seed",
     "startup": "how long storectl and connect take to start",
+    "tenants": "the saves of a namespace while another one floods the server",
     "trees": "trees of 100,000 leaves, planned and rebuilt",
 }
 

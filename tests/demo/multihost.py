@@ -2,17 +2,20 @@
 
     make demo-multihost
 
-Two servers serve one store in an emulated bucket on this machine. A job of four jax
+Two servers serve one store in an emulated bucket on this machine, with TLS, a policy
+and audit logs; the job has tokens that expire after seconds. A job of four jax
 processes trains a small language model, and all of them save it every few steps, each
 its own part. One process and one server are killed; the job is restarted, as a
 scheduler would, resumes from the newest checkpoint, and ends. Then jobs of other shapes
 restore the result. The demo prints its claims, and whether each one holds.
 """
 
+import json
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
+from joserfc import jwt
+from joserfc.jwk import KeySet
+
 import storesvc_client as store
+from storesvc.format.audit_chain import lines_of, verify
 from storesvc_client.demo.claims import (
     TOLERANCE,
     Claim,
@@ -32,13 +39,33 @@ from storesvc_client.demo.job_log import Event, Restored
 from storesvc_client.demo.kill_point import is_kill_point
 from storesvc_client.demo.processes import DemoError, Trainer, storectl
 from tests.fake_gcs import FakeGcs
+from tests.support.certificates import Authority
 from tests.support.server_process import ServerProcess
+from tests.support.tokens import KEYS
 
 RUN = "demo/multihost-lm"
 STEPS = 40
 SAVE_EVERY = 10
 KILL_AFTER = 20
 """The checkpoint after which a process is killed."""
+TOKEN_SECONDS = 20
+"""Life of a token of the job."""
+ISSUER = "https://issuer.example"
+PRINCIPAL = "k8s:trainer"
+POLICY = """
+[[issuers]]
+name = "cluster"
+issuer = "https://issuer.example"
+audiences = ["storesvc"]
+jwks_file = "{keys}"
+leeway = "1s"
+principal = "k8s:{{sub}}"
+
+[[bindings]]
+role = "writer"
+runs = ["demo/*"]
+who = ["k8s:trainer"]
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +169,89 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secured:
+    """The options of servers and clients that know each other."""
+
+    serving: tuple[str, ...]
+    connecting: tuple[str, ...]
+
+    @classmethod
+    @contextmanager
+    def created(cls, directory: Path) -> "Iterator[Secured]":
+        """Creates certificates, keys and a policy; renews the token of the job while
+        the context lasts, as a kubelet does."""
+        authority = Authority(directory)
+        pair = authority.issue("server", "127.0.0.1", "localhost")
+        policy, token = directory / "policy.toml", directory / "token"
+        keys = directory / "keys.json"
+        keys.write_text(json.dumps(KeySet([*KEYS.values()]).as_dict(private=False)))
+        policy.write_text(POLICY.format(keys=keys))
+        stop = threading.Event()
+        renewing = threading.Thread(target=_renew, args=(token, stop))
+        _write_token(token)
+        renewing.start()
+        try:
+            yield cls(
+                serving=(
+                    *("--tls-cert", str(pair.certificate)),
+                    *("--tls-key", str(pair.key), "--policy", str(policy)),
+                ),
+                connecting=(
+                    *("--ca", str(authority.certificate)),
+                    *("--token-file", str(token)),
+                ),
+            )
+        finally:
+            stop.set()
+            renewing.join()
+
+
+def _renew(token: Path, stop: threading.Event) -> None:
+    while not stop.wait(TOKEN_SECONDS / 4):
+        _write_token(token)
+
+
+def _write_token(file: Path) -> None:
+    now = int(time.time())
+    claims = {
+        "iss": ISSUER,
+        "aud": "storesvc",
+        "sub": "trainer",
+        "iat": now,
+        "exp": now + TOKEN_SECONDS,
+    }
+    part = file.with_suffix(".part")
+    header = {"alg": "ES256", "kid": KEYS["ES256"].kid}
+    part.write_text(jwt.encode(header, claims, KEYS["ES256"], algorithms=["ES256"]))
+    part.replace(file)
+
+
+def _audited(directory: Path) -> Claim:
+    logs = sorted(directory.glob("server-*/audit.log"))
+    found = [
+        verify(lines_of(log.read_bytes(), f"{log.parent.name} audit.log"))
+        for log in logs
+    ]
+    entries = [
+        json.loads(line) for log in logs for line in log.read_bytes().splitlines()
+    ]
+    principals = {e["principal"] for e in entries if e.get("method") == "CommitUpload"}
+    return Claim(
+        text="Each commit is in an unbroken audit log, of the job's own principal",
+        held=not any(each.broken for each in found) and principals == {PRINCIPAL},
+        seen=f"{sum(each.lines for each in found)} lines, commits of "
+        f"{', '.join(sorted(principals))}",
+    )
+
+
 def _trained(
-    servers: Sequence[ServerProcess], address: str, directory: Path
+    servers: Sequence[ServerProcess],
+    address: str,
+    directory: Path,
+    connecting: Sequence[str],
 ) -> list[Claim]:
-    saves = ("--save-every", str(SAVE_EVERY))
+    saves = ("--save-every", str(SAVE_EVERY), *connecting)
     held = ("--hold-after", str(KILL_AFTER))
     with _job("before", FOUR, directory, address, *saves, first=held) as job:
         events = job.history_until(KILL_AFTER)
@@ -165,7 +271,8 @@ def _trained(
     step = str(killed.committed[-1])
     for shape in (TWO, ONE):
         name = f"elsewhere {shape.processes}"
-        with _job(name, shape, directory, address, "--resume", step) as job:
+        resume = ("--resume", step, *connecting)
+        with _job(name, shape, directory, address, *resume) as job:
             histories.append(job.history())
         _say(f"{shape}: {_restored_text(histories[-1].restored)}")
     return _claims(killed, gone_on, histories)
@@ -243,18 +350,27 @@ def main() -> int:
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = gcs.url
         os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "any"
         directory, root = Path(place), "gs://bucket/demo"
+        secured = ended.enter_context(Secured.created(directory))
         servers = []
         for number in range(2):
             where = directory / f"server-{number}"
             where.mkdir()
-            server = ServerProcess(where, where, uri=root)
+            log = ("--audit-log", str(where / "audit.log"))
+            server = ServerProcess(where, where, *secured.serving, *log, uri=root)
             server.start()
             ended.callback(server.kill)
             servers.append(server)
         address = ",".join(server.address for server in servers)
-        _say(f"Two servers serve {root} (emulated) at {address}.")
+        _say(
+            f"Two servers serve {root} (emulated) at {address}, with TLS and a policy; "
+            f"the token of the job expires after {TOKEN_SECONDS} s and is renewed."
+        )
         try:
-            claims = [*_trained(servers, address, directory), _whole(root)]
+            claims = [
+                *_trained(servers, address, directory, secured.connecting),
+                _whole(root),
+                _audited(directory),
+            ]
         except DemoError as e:
             _say(f"The demo failed. {e}")
             return 1

@@ -6,12 +6,43 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 START_SECONDS = 30
 
 
 class EndedError(Exception):
     """The server ended before it accepted calls."""
+
+
+RESTRICTED: Final = "STORESVC_TEST_RESTRICTED"
+"""Environment variable: servers of tests have a policy, quotas and an audit log."""
+
+_POLICY: Final = """
+[[bindings]]
+role = "admin"
+runs = ["**"]
+who = ["local"]
+
+[[quotas]]
+namespaces = ["*"]
+streams = 100000
+requests_per_second = 1000000
+
+[quotas_per_principal]
+streams = 100000
+requests_per_second = 1000000
+"""
+
+
+def _restricted(arguments: tuple[str, ...], directory: Path) -> list[str]:
+    """Returns the options of a server that restricts its callers, if requested."""
+    if RESTRICTED not in os.environ or "--policy" in arguments:
+        return []
+    policy = directory / "policy-of-all.toml"
+    policy.write_text(_POLICY)
+    log = [] if "--audit-log" in arguments else ["--audit-log", f"{directory}/audit"]
+    return ["--policy", str(policy), *log]
 
 
 class ServerProcess:
@@ -32,7 +63,7 @@ class ServerProcess:
         self._uri = uri or root.as_uri()
         self._ready = directory / "ready"
         self._log = directory / "server.log"
-        self._arguments = arguments
+        self._arguments = (*arguments, *_restricted(arguments, directory))
         self.environment: dict[str, str] = {}
         """Additional environment variables; they apply from the next start on."""
         self._port = "0"

@@ -13,6 +13,7 @@ that and only then imports what needs JAX.
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storesvc.format.names import Which
@@ -63,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--insecure", action="store_true", help="as connect takes it")
     for option in ("--ca", "--cert", "--key"):
         parser.add_argument(option, metavar="FILE", help="as connect takes it")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="its token")
     parser.add_argument("--run", metavar="NAMESPACE/RUN")
     parser.add_argument(
         "--save-every", type=int, metavar="STEPS", help="default: never save"
@@ -118,6 +120,7 @@ def _stored_events(
         ca=arguments.ca,
         cert=arguments.cert,
         key=arguments.key,
+        token=arguments.token_file,
         insecure=arguments.insecure,
     ) as client:
         run = client.run(arguments.run)

@@ -70,7 +70,7 @@ def _served(connection: Connection) -> "Served":
 
     connection.open().close()
     reaching = ["--insecure"] if connection.insecure else []
-    for option in ("ca", "cert", "key"):
+    for option in ("ca", "cert", "key", "token_file"):
         if file := getattr(connection, option):
-            reaching += [f"--{option}", str(file)]
+            reaching += [f"--{option.replace('_', '-')}", str(file)]
     return Served(address=connection.target, reaching=tuple(reaching))

@@ -56,6 +56,13 @@ class Call:
 class CallObserver(Protocol):
     """Takes part in each call of the contract, such as the audit log and the quotas."""
 
+    async def began(self, call: Call) -> None:
+        """Continues a call whose caller is known, before its request is looked at.
+
+        Raises:
+            StoreError: The call must not continue; ``ended`` follows.
+        """
+
     async def permitted(self, call: Call) -> None:
         """Continues a call whose permissions are checked, before it changes anything.
 

@@ -87,6 +87,9 @@ class AuditObserver:
         self._best_effort = best_effort
         self._began: dict[str, int] = {}
 
+    async def began(self, call: Call) -> None:
+        """Records nothing yet: what the call is about is not known."""
+
     async def permitted(self, call: Call) -> None:
         """Records the intent of a call.
 

@@ -42,31 +42,35 @@ def rule_of(rules: Iterable[QuotaRule], namespace: str) -> QuotaRule | None:
 
 
 class Bucket:
-    """A token bucket: limits a rate."""
+    """A token bucket: limits a rate. Calls that come too early take their turn later,
+    in the order in which they come."""
 
     def __init__(self, *, now: float) -> None:
         self._at = now
         self._level = math.inf
-        """Calls that may begin at once; at most the burst."""
+        """Calls that may begin at once; negative: calls that wait."""
 
-    def seconds_until_free(self, rate: float, *, now: float) -> float:
-        """Returns the time until a call may begin; 0: it may begin now, and is
-        counted.
+    def take(self, rate: float, *, now: float, most_seconds: float) -> float | None:
+        """Takes a turn, and returns the time until it; None: the wait would be longer
+        than the maximum, and no turn is taken.
 
         Args:
             rate: Calls a second.
             now: The time.
+            most_seconds: Maximum wait.
         """
-        burst = max(1.0, rate * BURST_SECONDS)
-        self._level = min(burst, self._level + (now - self._at) * rate)
-        self._at = now
-        if self._level < 1.0:
-            return (1.0 - self._level) / rate
-        self._level -= 1.0
-        return 0.0
+        level = self._filled(rate, now) - 1.0
+        wait = max(0.0, -level / rate)
+        if wait > most_seconds:
+            return None
+        self._level, self._at = level, now
+        return wait
 
     def used(self, rate: float, *, now: float) -> int:
         """Returns how many calls of a second are used up."""
         burst = max(1.0, rate * BURST_SECONDS)
-        level = min(burst, self._level + (now - self._at) * rate)
-        return round(min(rate, burst - level))
+        return round(min(rate, burst - self._filled(rate, now)))
+
+    def _filled(self, rate: float, now: float) -> float:
+        burst = max(1.0, rate * BURST_SECONDS)
+        return min(burst, self._level + (now - self._at) * rate)

@@ -4,10 +4,13 @@ Each call counts for the namespace of its run and for its principal; a scope wit
 rule is not limited. Every server counts its own calls, so several replicas permit as
 many times as much, except for stored bytes, which are read from the store.
 
-A call that a rate or a count rejects may be repeated after the time in its error, as
-clients do. Stored bytes are checked before an upload begins and before it is committed.
+A call above a rate waits for its turn, for a moment: a flood of calls becomes slow, and
+takes no more of the server than its rate. Beyond that, and above a count, calls are
+rejected, and may be repeated after the time in their error, as clients do. Stored bytes
+are checked before an upload begins and before it is committed.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -31,6 +34,12 @@ UPLOAD_SECONDS: Final = 600.0
 
 USAGE_SECONDS: Final = 60.0
 """Age up to which the stored bytes of a namespace are used."""
+
+TURN_SECONDS: Final = 2.0
+"""Maximum wait of a call for its turn."""
+
+MAX_WAITING: Final = 256
+"""Maximum calls of a scope that wait for their turn."""
 
 _BUSY_SECONDS: Final = 5
 """Time after which a call may be repeated that found too many others."""
@@ -59,13 +68,15 @@ class _Counted:
     """The calls of a scope."""
 
     bucket: Bucket
+    waiting: int = 0
+    """Calls that wait for their turn."""
     running: Counter[Kind] = field(default_factory=Counter)
     uploads: dict[str, float] = field(default_factory=dict)
     """The time of the last call of each upload."""
 
     @property
     def is_idle(self) -> bool:
-        return not (self.running.total() or self.uploads)
+        return not (self.waiting or self.running.total() or self.uploads)
 
 
 @dataclass(slots=True)
@@ -101,17 +112,27 @@ class Quotas:
         self._held: dict[str, list[tuple[Scope, Kind]]] = {}
         self._usage: dict[str, _Usage] = {}
 
+    async def began(self, call: Call) -> None:
+        """Waits for the turn of the principal, before the request is looked at.
+
+        Raises:
+            QuotaExceededError: The principal makes too many calls.
+        """
+        for scope, rule in self._limited("", call.principal.name):
+            await self._take_turn(scope, rule)
+
     async def permitted(self, call: Call) -> None:
-        """Counts a call.
+        """Counts a call, once it is the turn of its namespace.
 
         Raises:
             QuotaExceededError: A quota is used up.
         """
         namespace = namespace_of(call)
         scopes = [*self._limited(namespace, call.principal.name)]
-        now = self._clock()
         for scope, rule in scopes:
-            self._check_rate(scope, rule, now)
+            if scope[0] == "namespace":
+                await self._take_turn(scope, rule)
+        now = self._clock()
         for scope, rule in scopes:
             self._start(call, scope, rule)
         upload = call.detail.get("name", "")
@@ -183,15 +204,26 @@ class Quotas:
             for scope in idle[:excess]:
                 del self._scopes[scope]
 
-    def _check_rate(self, scope: Scope, rule: QuotaRule, now: float) -> None:
+    async def _take_turn(self, scope: Scope, rule: QuotaRule) -> None:
         rate = rule.requests_per_second
         if not rate:
             return
-        seconds = self._scope(scope).bucket.seconds_until_free(rate, now=now)
-        if seconds:
+        counted = self._scope(scope)
+        most_seconds = TURN_SECONDS if counted.waiting < MAX_WAITING else 0.0
+        wait = counted.bucket.take(rate, now=self._clock(), most_seconds=most_seconds)
+        if wait is None:
             raise _exceeded(
-                scope, "requests_per_second", rate, retry_seconds=math.ceil(seconds)
+                scope,
+                "requests_per_second",
+                rate,
+                retry_seconds=math.ceil(TURN_SECONDS),
             )
+        if wait:
+            counted.waiting += 1
+            try:
+                await asyncio.sleep(wait)
+            finally:
+                counted.waiting -= 1
 
     def _start(self, call: Call, scope: Scope, rule: QuotaRule) -> None:
         kind = kind_of(call.method)

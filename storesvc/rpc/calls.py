@@ -89,6 +89,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             if not isinstance(RULES.get(rpc), Public):
                 call.principal = await security.authenticate(context)
+                for observer in call.observers:
+                    await observer.began(call)
             async with _until_expired(call.principal):
                 yield
             assert call.is_checked, f"{rpc}: its permissions were not checked"

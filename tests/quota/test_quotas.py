@@ -40,25 +40,30 @@ namespaces = ["limited"]
 """
 
 
-@given(
-    st.integers(1, 100),
-    st.lists(st.floats(0, 2), min_size=1, max_size=200),
-)
+@given(st.integers(1, 100), st.lists(st.floats(0, 2), min_size=1, max_size=200))
 def test_a_rate_admits_no_more_than_it_says(rate: int, pauses: list[float]) -> None:
-    bucket, now, admitted = Bucket(now=0.0), 0.0, 0
+    bucket, now, turns = Bucket(now=0.0), 0.0, list[float]()
     for pause in pauses:
         now += pause
-        admitted += bucket.seconds_until_free(rate, now=now) == 0.0
-        assert admitted <= rate * now + max(1.0, rate * BURST_SECONDS) + 1e-6
+        wait = bucket.take(rate, now=now, most_seconds=2.0)
+        if wait is not None:
+            assert 0.0 <= wait <= 2.0
+            turns.append(now + wait)
+
+    assert turns == sorted(turns)
+    for count, turn in enumerate(turns, 1):
+        assert count <= rate * turn + max(1.0, rate * BURST_SECONDS) + 1e-6
 
 
 @given(st.integers(1, 100))
-def test_a_call_may_begin_after_the_time_that_is_said(rate: int) -> None:
-    bucket = Bucket(now=0.0)
-    while not (seconds := bucket.seconds_until_free(rate, now=0.0)):
-        pass
+def test_a_call_that_would_wait_too_long_takes_no_turn(rate: int) -> None:
+    bucket, taken = Bucket(now=0.0), 0
+    while bucket.take(rate, now=0.0, most_seconds=1.0) is not None:
+        taken += 1
 
-    assert bucket.seconds_until_free(rate, now=seconds + 1e-6) == 0.0
+    assert taken == max(1, int(rate * BURST_SECONDS)) + rate
+    assert bucket.take(rate, now=0.0, most_seconds=1.0) is None
+    assert bucket.take(rate, now=1 / rate + 1e-6, most_seconds=1.0) is not None
 
 
 def test_the_first_rule_that_matches_a_namespace_applies() -> None:
@@ -171,13 +176,14 @@ def test_a_rate_slows_a_save_and_fails_none(
         stub = CheckpointServiceStub(grpc.insecure_channel(server.address))
         request = api.GetRunRequest(name="namespaces/limited/runs/run")
 
-        def call_often() -> None:
-            for _ in range(100):
-                stub.GetRun(request)
-
-        with pytest.raises(grpc.RpcError) as caught:
-            call_often()
-        assert reason_of(caught.value) == "QUOTA_EXCEEDED"
+        for _ in range(30):  # each waits for its turn
+            assert run.latest_step() == 3
+        future = stub.GetRun.future  # type: ignore[attr-defined]  # its stubs lack it
+        calls = [future(request) for _ in range(100)]
+        errors = [call.exception(timeout=60) for call in calls]
+        reasons = {reason_of(error) for error in errors if error is not None}
+        assert reasons == {"QUOTA_EXCEEDED"}
+        assert errors.count(None) >= 20
         other = api.ListRunsRequest(parent="namespaces/-")
         for _ in range(100):
             stub.ListRuns(other)

@@ -16,6 +16,7 @@ from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
     attempts,
+    is_transient,
     until,
 )
 from storesvc_client._rpc.server_wait import Wait, Waits
@@ -192,10 +193,10 @@ class Connection:
         with self._waiting(_name(request), deadline, is_quick=True) as wait:
             try:  # the first attempt needs no tenacity, which is slow to import
                 return self._tried(wait, act, deadline)
-            except UnavailableError as e:
-                if deadline.left <= 0:
+            except StoreError as e:
+                if deadline.left <= 0 or not is_transient(e):
                     raise
-                first_error = e
+                first_error = e if isinstance(e, UnavailableError) else None
             return until(
                 deadline,
                 lambda: self._tried(wait, act, deadline),

@@ -1,0 +1,265 @@
+"""``python -m tests.bench tenants``: how much longer the saves of a namespace take
+while another tenant floods the server, in each of several ways.
+
+The tenants have tokens and namespaces of their own, and the flooding one has quotas. A
+flood is a process of its own; saves of the other tenant are timed alone, before and
+after, and during the flood. The flood's own work would be another machine's, so it has
+the lowest priority here; the row "processor" has what even a flood of such priority
+takes that sends nothing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import grpc
+import numpy as np
+from joserfc import jwt
+from joserfc.jwk import KeySet
+
+import storesvc_client as store
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.support.server_process import ServerProcess
+from tests.support.tokens import KEYS
+
+SAVES: Final = 12
+SAVED_BYTES: Final = 32 << 20
+THREADS: Final = 16
+WARM_SECONDS: Final = 2.0
+
+POLICY: Final = """
+[[issuers]]
+name = "bench"
+issuer = "https://issuer.example"
+audiences = ["storesvc"]
+jwks_file = "{keys}"
+principal = "user:{{sub}}"
+
+[[bindings]]
+role = "writer"
+runs = ["quiet/*"]
+who = ["user:quiet"]
+
+[[bindings]]
+role = "writer"
+runs = ["flood/*"]
+who = ["user:flood"]
+
+[[quotas]]
+namespaces = ["flood"]
+requests_per_second = 50
+streams = 4
+watches = 32
+uploads = 2
+
+[quotas_per_principal]
+requests_per_second = 100
+"""
+
+
+def main() -> None:
+    """Times saves in each flood, or floods."""
+    match sys.argv[1:]:
+        case [kind, address, token]:
+            flood(kind, address, token)
+        case _:
+            compare()
+
+
+def compare() -> None:
+    """Prints the table."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        folder = Path(place)
+        keys, policy = folder / "keys.json", folder / "policy.toml"
+        keys.write_text(json.dumps(KeySet([*KEYS.values()]).as_dict(private=False)))
+        policy.write_text(POLICY.format(keys=keys))
+        server = ServerProcess(folder / "store", folder, "--policy", str(policy))
+        server.start()
+        print(f"saves of {SAVED_BYTES >> 20} MiB, median of {SAVES}, in ms")
+        print(f"{'flood':10} {'alone':>7} {'flooded':>8} {'ratio':>6}")
+        try:
+            with store.connect(server.address, token=token_of("quiet")) as client:
+                timed = _saver(client)
+                timed()
+                for kind in FLOODS:
+                    _row(kind, server, timed)
+        finally:
+            server.stop()
+
+
+def _row(kind: str, server: ServerProcess, timed: Callable[[], float]) -> None:
+    before = timed()
+    command = [sys.executable, "-m", "tests.bench", "tenants", kind, server.address]
+    with subprocess.Popen([*command, token_of("flood")]) as flooding:
+        time.sleep(WARM_SECONDS)
+        flooded = timed()
+        is_running = flooding.poll() is None
+        flooding.kill()
+    assert is_running, f"the flood {kind} has ended"
+    alone = min(before, timed())
+    ratio = flooded / alone
+    print(f"{kind:10} {alone * 1e3:7.0f} {flooded * 1e3:8.0f} {ratio:6.2f}", flush=True)
+
+
+def token_of(name: str) -> str:
+    """Returns the token of a tenant."""
+    now = int(time.time())
+    claims = {"iss": "https://issuer.example", "aud": "storesvc", "sub": name}
+    return jwt.encode(
+        {"alg": "ES256", "kid": KEYS["ES256"].kid},
+        {**claims, "iat": now, "exp": now + 3600},
+        KEYS["ES256"],
+        algorithms=["ES256"],
+    )
+
+
+def _saver(client: store.Client) -> Callable[[], float]:
+    """Returns a function that saves some steps, and returns the median time."""
+    run = client.run("quiet/run")
+    data = np.random.default_rng(0).integers(0, 255, SAVED_BYTES, np.uint8)
+    steps = iter(range(10**6))
+
+    def timed() -> float:
+        seconds = []
+        for _ in range(SAVES):
+            step = next(steps)
+            tree = {"w": np.roll(data, step)}
+            began = time.perf_counter()
+            run.save(step, tree).result()
+            seconds.append(time.perf_counter() - began)
+        return median(seconds)
+
+    return timed
+
+
+def flood(kind: str, address: str, token: str) -> None:
+    """Floods a server until the process is killed."""
+    os.nice(19)
+    parent = os.getppid()
+    for number in range(THREADS):
+        work = FLOODS[kind](address, (("authorization", f"Bearer {token}"),), number)
+        threading.Thread(target=_forever, args=(work,), daemon=True).start()
+    while os.getppid() == parent:
+        time.sleep(0.1)
+
+
+def _forever(work: Callable[[], object]) -> None:
+    while True:
+        try:
+            work()
+        except (grpc.RpcError, store.StoreError):
+            continue
+
+
+def _channel(address: str, number: int) -> grpc.Channel:
+    return grpc.insecure_channel(address, [("storesvc.channel", number)])
+
+
+def _calls(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Lists without a pause."""
+    stub = CheckpointServiceStub(_channel(address, number))
+    request = api.ListRunsRequest(parent="namespaces/flood")
+    return lambda: stub.ListRuns(request, metadata=metadata)
+
+
+def _watches(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Opens watches and leaves them."""
+    stub = CheckpointServiceStub(_channel(address, number))
+    request = api.WatchCheckpointsRequest(parent="namespaces/flood")
+    kept: list[Any] = []
+
+    def work() -> None:
+        stream = stub.WatchCheckpoints(request, metadata=metadata, timeout=600)
+        next(stream)
+        kept.append(stream)
+
+    return work
+
+
+def _malformed(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Sends bytes that are no requests."""
+    channel = _channel(address, number)
+    call: Any = channel.unary_unary("/storesvc.v1.CheckpointService/GetCheckpoint")
+    return lambda: call(os.urandom(100_000), metadata=metadata)
+
+
+def _stalled(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Opens uploads whose tables never arrive."""
+    stub = UploadServiceStub(_channel(address, number))
+
+    def opening() -> Iterator[upload_api.BeginUploadRequest]:
+        yield upload_api.BeginUploadRequest(
+            parent=f"namespaces/flood/runs/run-{number}",
+            request_id="00000000-0000-0000-0000-000000000000",
+            upload=upload_api.Upload(step=1, writer_count=1),
+            leaf_count=1,
+        )
+        time.sleep(30)
+
+    return lambda: stub.BeginUpload(opening(), metadata=metadata, timeout=60)
+
+
+def _saves(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Saves without a pause."""
+    token = metadata[0][1].removeprefix("Bearer ")
+    client = store.connect(address, token=token)
+    run = client.run(f"flood/saves-{number}")
+    steps = iter(range(10**6))
+
+    def work() -> None:
+        tree = {"w": np.random.default_rng().integers(0, 255, 8 << 20, np.uint8)}
+        run.save(next(steps), tree).result()
+
+    return work
+
+
+def _unread(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Reads the bytes of a checkpoint, and leaves each stream after a message."""
+    token = metadata[0][1].removeprefix("Bearer ")
+    with store.connect(address, token=token) as client:
+        run = client.run(f"flood/unread-{number}")
+        if run.latest_step() is None:
+            run.save(1, {"w": np.zeros(16 << 20, np.uint8)}).result()
+    stub = CheckpointServiceStub(_channel(address, number))
+    request = api.ReadManifestRequest(
+        name=f"namespaces/flood/runs/unread-{number}/checkpoints/latest"
+    )
+
+    def work() -> None:
+        stream = stub.ReadManifest(request, metadata=metadata)
+        next(stream)
+        stream.cancel()
+
+    return work
+
+
+def _processor(_address: str, _metadata: Any, _number: int) -> Callable[[], object]:
+    """Sends nothing."""
+    return lambda: sum(range(10_000))
+
+
+FLOODS: Final[dict[str, Callable[[str, Any, int], Callable[[], object]]]] = {
+    "processor": _processor,
+    "calls": _calls,
+    "watches": _watches,
+    "malformed": _malformed,
+    "stalled": _stalled,
+    "saves": _saves,
+    "unread": _unread,
+}
+"""What the flooding tenant does."""
+
+
+if __name__ == "__main__":
+    main()

@@ -178,7 +178,7 @@ def test_a_rate_slows_a_save_and_fails_none(
 
         for _ in range(30):  # each waits for its turn
             assert run.latest_step() == 3
-        future = stub.GetRun.future  # type: ignore[attr-defined]  # its stubs lack it
+        future = stub.GetRun.future
         calls = [future(request) for _ in range(100)]
         errors = [call.exception(timeout=60) for call in calls]
         reasons = {reason_of(error) for error in errors if error is not None}

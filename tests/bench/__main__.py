@@ -15,6 +15,7 @@ OTHERS: Final = {
     "flips": "one flipped bit, and who notices",
     "identity": "calls and saves with a token, a policy, an audit log, and without",
     "inspections": "how long looking at a checkpoint takes",
+    "lent": "the clients of buckets with and without lent credentials",
     "loop": "the time that a training loop adds to a step that is not saved",
     "memory": "the server's memory while a tree is saved and restored",
     "requests": "what a save and a restore ask of a bucket, as it is billed",

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import unquote
 
+from tests.fake_gcs import grants, sts, xml_api
 from tests.fake_gcs.batches import answer_batch
 from tests.fake_gcs.contents import Content
 from tests.fake_gcs.listing import Range, list_names
@@ -75,8 +76,17 @@ class JsonApi:
     def answer(self, request: Request) -> Answer:
         """Executes a request, and returns the response or an error response."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._tokens is not None and not self._tokens.counts(given):
+        if self._tokens is None:
+            return self._answer_known(request)
+        if request.method == "POST" and request.path == sts.PATH:
+            return sts.exchange(request, self._tokens)
+        if not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
+        try:
+            for limit in self._tokens.limits(given):
+                grants.check(request, limit, self._buckets)
+        except RefusedError as e:
+            return refusal(e)
         return self._answer_known(request)
 
     def refused(self, status: int, message: str) -> Answer:
@@ -84,6 +94,11 @@ class JsonApi:
         return json_answer(error_document(status, message), status=status)
 
     def _answer_known(self, request: Request) -> Answer:
+        if found := grants.xml_object(request):
+            try:
+                return xml_api.answer(request, self._buckets, *found)
+            except RefusedError as e:
+                return xml_api.refused(e)
         try:
             return self._route(request.without(self._ignored))()
         except RefusedError as e:

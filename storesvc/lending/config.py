@@ -1,4 +1,4 @@
-"""Configuration of lending."""
+"""The configuration of lending, as the policy file has it."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -6,13 +6,13 @@ from datetime import timedelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """Limits of the credentials that a server lends for its storage."""
+    """How a server lends credentials for its storage."""
 
     lifetime: timedelta = timedelta(hours=1)
-    """Maximum lifetime of a credential."""
+    """Maximum time until clients renew a credential. The provider may end it sooner."""
     gcs: bool = False
-    """True to lend tokens for Google Cloud Storage."""
+    """True to lend for a bucket on Google Cloud Storage."""
     s3_role_arn: str = ""
-    """Role that is assumed for S3; empty: no credentials for S3 are lent."""
+    """Role to assume for a bucket on S3; empty: lends none there."""
     s3_sts_endpoint: str = ""
-    """URL of the security token service; empty: the one of AWS."""
+    """URL of the token service of S3; empty: the default of AWS."""

@@ -151,6 +151,23 @@ class Holds:
 
         return await update_record(attempt, record=str(name), hold=name.hold)
 
+    async def live(self, name: HoldName) -> pb.HoldRecord:
+        """Returns the record of a hold that has not expired.
+
+        Raises:
+            HoldNotFoundError: The hold does not exist.
+            HoldExpiredError: The hold expired, and the checkpoint may be purged.
+        """
+        found = await self._read(name)
+        if found is None:
+            raise HoldNotFoundError(
+                f"{name} does not exist, or was collected; create another one",
+                hold=name.hold,
+            )
+        if expire_time(found[0]) + MARGIN <= self._clock.now():
+            raise _expired(name, found[0])
+        return found[0]
+
     async def delete(self, name: HoldName) -> None:
         """Releases a hold; does nothing if it does not exist.
 

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -33,6 +33,7 @@ from storesvc.storage.futures import run_in_daemon_thread
 from storesvc.storage.location import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
 
 if TYPE_CHECKING:
+    from google.auth.credentials import Credentials
     from google.auth.exceptions import GoogleAuthError
     from google.auth.transport import Request
     from google.cloud.storage import Bucket
@@ -258,13 +259,35 @@ def _check_plaintext(storage: Storage, endpoint: str | None, token: str | None) 
         )
 
 
-def _credentials(storage: Storage) -> tuple[Any, str | None]:
+def source_credentials(storage: Storage, scopes: Sequence[str]) -> "Credentials":
+    """Returns the credentials of this process for a storage, with other scopes.
+
+    Raises:
+        InvalidFieldError: There are no credentials, or packages are missing.
+    """
+    try:
+        from google.oauth2.credentials import Credentials
+    except ModuleNotFoundError as e:
+        raise InvalidFieldError(
+            f"root {storage.name}: a bucket needs {e.name}; pip install "
+            "'storesvc[server,gcs]'"
+        ) from e
+    token = os.environ.get(TOKEN)
+    if token:
+        return Credentials(token)  # type: ignore[no-untyped-call]
+    found: Credentials = _credentials(storage, scopes)[0]
+    return found
+
+
+def _credentials(
+    storage: Storage, scopes: Sequence[str] = _SCOPES
+) -> tuple[Any, str | None]:
     """Application Default Credentials, and their project."""
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
     try:
-        return google.auth.default(_SCOPES, request=_bounded_search())
+        return google.auth.default(scopes, request=_bounded_search())
     # OSError and AttributeError: the file is unreadable, or holds other JSON.
     except (DefaultCredentialsError, OSError, AttributeError) as e:
         if file := os.environ.get(CREDENTIALS_FILE):

@@ -9,6 +9,7 @@ This module decides only.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -121,6 +122,14 @@ def storage_at(root: str) -> Storage:
         f"root {root!r}: expected file:///PATH, memory://, gs://BUCKET/PREFIX or "
         "s3://BUCKET/PREFIX"
     )
+
+
+def is_this_machine(host: str) -> bool:
+    """Returns whether a host of a URL is a loopback address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_writable(storage: Storage) -> bool:

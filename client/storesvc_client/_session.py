@@ -12,6 +12,7 @@ from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
+    from storesvc_client._storage.lent_bucket import LentBucket
 
 DEFAULT_STAGING_BYTES: Final = 4 << 30
 """Default host memory for the saves of a client."""
@@ -31,9 +32,9 @@ class Session:
     """Host memory of restores."""
     telemetry: Telemetry
     """Receives the reports of saves and restores."""
-    data_root: "Path | BucketRoot | None" = None
-    """Root of the store if this process reads and writes data files itself; None if
-    they go through the server."""
+    data_root: "Path | BucketRoot | LentBucket | None" = None
+    """Root of the store if this process reads and writes data files itself, with
+    credentials of its own or lent ones; None if they go through the server."""
 
     def close(self) -> None:
         """Frees the memory and closes the connection; may be repeated."""

@@ -274,7 +274,7 @@ def source_credentials(storage: Storage, scopes: Sequence[str]) -> "Credentials"
         ) from e
     token = os.environ.get(TOKEN)
     if token:
-        return Credentials(token)  # type: ignore[no-untyped-call]
+        return Credentials(token)
     found: Credentials = _credentials(storage, scopes)[0]
     return found
 

@@ -82,6 +82,7 @@ class JsonApi:
             return sts.exchange(request, self._tokens)
         if not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
+        self._tokens.uses.append((given, request.line))
         try:
             for limit in self._tokens.limits(given):
                 grants.check(request, limit, self._buckets)

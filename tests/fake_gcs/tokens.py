@@ -20,6 +20,8 @@ class Tokens:
         """Life of lent tokens."""
         self.lent: list[str] = []
         """Tokens that were lent, in this order."""
+        self.uses: list[tuple[str, str]] = []
+        """Token and line of each request that a valid token made."""
 
     def hand_out(self, seconds: float) -> str:
         """Returns a new token that expires after some seconds."""

@@ -7,9 +7,10 @@
 HTTP, buckets and faults are shared with the emulator of Google Cloud Storage, and are
 in ``tests.fake_gcs``. As on S3, an object's generation is its ETag, the MD5 of its
 bytes: the same bytes written again have the same generation. Signatures are not
-checked.
+checked; session policies are, with `Keys`.
 """
 
 from tests.fake_s3.emulator import FakeS3
+from tests.fake_s3.keys import Keys
 
-__all__ = ["FakeS3"]
+__all__ = ["FakeS3", "Keys"]

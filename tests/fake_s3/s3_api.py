@@ -19,6 +19,7 @@ from tests.fake_gcs.messages import Answer, Request
 from tests.fake_gcs.objects import NO_CONDITIONS, Bucket, Buckets, StoredObject
 from tests.fake_gcs.refusals import RefusedError
 from tests.fake_gcs.resources import part_of
+from tests.fake_s3.keys import ExpiredTokenError, Keys
 
 MOST_LISTED: Final = 1000
 MODIFIED: Final = "2026-01-01T00:00:00.000Z"
@@ -42,21 +43,34 @@ class S3Api:
     """Executes requests on a bucket, or on an object in it."""
 
     def __init__(
-        self, buckets: Buckets, *, conditional_methods: Collection[str]
+        self,
+        buckets: Buckets,
+        *,
+        conditional_methods: Collection[str],
+        keys: Keys | None = None,
     ) -> None:
         """Makes the API of some buckets.
 
         Args:
             buckets: The buckets.
             conditional_methods: Methods whose conditions are checked.
+            keys: Valid keys, of which every request needs one; None: no authentication.
         """
         self._buckets = buckets
+        self._keys = keys
         self._conditional_methods = conditional_methods
 
     def answer(self, request: Request) -> Answer:
         """Executes a request, and returns the response or an error response."""
         try:
+            if self._keys is not None:
+                if request.method == "POST" and request.path == "/":
+                    return self._keys.assume(request)
+                self._keys.check(request)
             return self._answer(request)
+        except ExpiredTokenError:
+            inside = "<Code>ExpiredToken</Code>"
+            return _document("Error", inside, status=HTTPStatus.BAD_REQUEST)
         except RefusedError as e:
             return self.refused(e.status, str(e))
 

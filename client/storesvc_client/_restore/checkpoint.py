@@ -9,6 +9,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
@@ -29,6 +30,8 @@ from storesvc_client._restore.peer_plan import SpreadPlan
 from storesvc_client._restore.peer_source import PeerSource, may_spread
 from storesvc_client._restore.server_source import ServerSource
 from storesvc_client._session import Session
+from storesvc_client._storage.bucket import BucketRoot
+from storesvc_client._storage.lent_bucket import LentBucket
 from storesvc_client._values.arguments import checked_patterns
 from storesvc_client._values.durations import (
     Deadline,
@@ -111,6 +114,8 @@ class OpenCheckpoint(OpenTree):
         self._connection = session.connection
         self._name = CheckpointName(run, info.step)
         self._chunks = manifest
+        self._holds: list[Future[Lease]] = []
+        """Holds of the reads in progress."""
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded; None if there was none."""
 
@@ -326,9 +331,9 @@ class OpenCheckpoint(OpenTree):
             read=self._read,
             places=self._manifest.places,
             pool=root / pool if isinstance(root, Path) else None,
-            bucket_pool=None
-            if root is None or isinstance(root, Path)
-            else BucketPool(storage=root.storage, path=pool),
+            bucket_pool=BucketPool(storage=root.storage, path=pool)
+            if isinstance(root, BucketRoot)
+            else None,
         )
 
     @contextmanager
@@ -345,10 +350,16 @@ class OpenCheckpoint(OpenTree):
             return
         has_read = threading.Event()
         holding: Future[None] = Future()
+        held: Future[Lease] = Future()
+        self._holds.append(held)
 
         def hold() -> None:
             try:
-                lease = Lease(self._connection, self._name, uid=self.info.uid)
+                held.set_result(Lease(self._connection, self._name, uid=self.info.uid))
+            except BaseException as e:  # noqa: BLE001 - raised by the waiting threads
+                held.set_exception(e)
+            try:
+                lease = held.result()
                 has_read.wait()
                 lease.end()
                 holding.set_result(None)
@@ -360,8 +371,24 @@ class OpenCheckpoint(OpenTree):
         try:
             yield
         finally:
+            self._holds.remove(held)
             has_read.set()
             self._end(holding)
+
+    def _hold_name(self) -> str:
+        """Returns the name of a hold that protects a read in progress; waits until it
+        is created.
+
+        Raises:
+            StoreError: It cannot be created.
+        """
+        if self._held_by is not None and self._held_by.is_held:
+            return self._held_by.name
+        if not self._holds:
+            raise PreconditionError(
+                f"{self.name}: the hold of this read has ended; read again"
+            )
+        return self._holds[-1].result(timeout=self._connection.timeout).name
 
     def _end(self, holding: "Future[None]") -> None:
         """Waits for the end of a hold. A storage that accepts no hold is not an error:
@@ -409,6 +436,14 @@ class OpenCheckpoint(OpenTree):
             name=self.name,
         )
 
+    @cached_property
+    def _lent_root(self) -> BucketRoot:
+        """Root of the store, reached with credentials for the data files of the run,
+        which all reads of this checkpoint share."""
+        lent = self._session.data_root
+        assert isinstance(lent, LentBucket)
+        return lent.to_read(self._name.run, self._hold_name)
+
     def _source(self) -> ChunkSource:
         """Returns the source of stored chunks: server, files or bucket."""
         pool = RunPaths(self._name.run).pool
@@ -419,6 +454,10 @@ class OpenCheckpoint(OpenTree):
                 )
             case Path() as root:
                 return FileSource(root, pool, self._manifest, name=self.name)
+            case LentBucket():
+                return BucketSource(
+                    self._lent_root, pool, self._manifest, name=self.name
+                )
             case bucket:
                 return BucketSource(bucket, pool, self._manifest, name=self.name)
 

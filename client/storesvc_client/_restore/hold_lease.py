@@ -95,6 +95,11 @@ class Lease:
         return self._ended.is_set()
 
     @property
+    def name(self) -> str:
+        """Name of the hold, as the server has it."""
+        return self._hold.name
+
+    @property
     def checkpoint(self) -> CheckpointName:
         """The held checkpoint, by step."""
         return received(CheckpointName.from_resource, self._hold.checkpoint)

@@ -34,6 +34,7 @@ from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
 from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
+from storesvc_client._storage.lent_bucket import LentBucket
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.reports import SaveReport
@@ -319,13 +320,15 @@ class Upload:
     def _write_directly(
         self,
         ref: api.WriterRef,
-        root: Path | BucketRoot,
+        root: Path | BucketRoot | LentBucket,
         wanted: WantedSlabs,
         streams: ChunkStreams,
     ) -> None:
         """Writes chunks to the pool and sends the server the tables of durable ones."""
         name = UploadName.from_resource(ref.upload)
         places = RunPaths(name.run)
+        if isinstance(root, LentBucket):
+            root = root.to_write(ref)
         with DirectWriter(
             root,
             places.pool,

@@ -36,10 +36,12 @@ from storesvc.storage.gcs import bucket_of, endpoint_in_environment
 from storesvc.storage.hedging import Hedging
 from storesvc.storage.location import GRPC_DRIVER, Storage
 from storesvc.storage.log_throttle import LogThrottle
-from storesvc_client.errors import BY_REASON, InvalidRequestError
+from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
     import tensorstore as ts
+
+    from storesvc_client._storage.lent_store import LentStore
 
 T = TypeVar("T")
 
@@ -59,7 +61,14 @@ _REASONS: Final = {
 class BucketRoot:
     """The root of a store in a bucket. Thread-safe."""
 
-    def __init__(self, storage: Storage, store: "ts.KvStore") -> None:
+    def __init__(self, storage: Storage, store: "ts.KvStore | LentStore") -> None:
+        """Creates it.
+
+        Args:
+            storage: The storage.
+            store: Objects at its root; with lent credentials, only those that the
+                credential permits.
+        """
         self.storage = storage
         self._store = store
         self._reads = Hedging(hedging.READS)
@@ -315,9 +324,15 @@ Responses: TypeAlias = "queue.SimpleQueue[tuple[HedgedCall[Any], Any]]"
 @contextmanager
 def _translated(storage: Storage, path: str) -> Generator[None]:
     """Translates errors of a storage to errors of this library."""
+    own: StoreError | None = None
     try:
         with translated(storage, path):
-            yield
+            try:
+                yield
+            except StoreError as e:
+                own = e  # of the server that lends credentials; some are OSErrors too
     except tuple(_REASONS) as e:
         reason = _REASONS[type(e)]
         raise BY_REASON[reason](str(e), reason=reason, metadata=e.metadata) from None
+    if own is not None:
+        raise own

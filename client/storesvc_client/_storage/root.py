@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
 from storesvc.storage.location import Storage, storage_at
+from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.target import is_root
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -16,6 +17,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
+    from storesvc_client._storage.lent_bucket import LentBucket
 
 Root: TypeAlias = "Path | BucketRoot"
 """A directory, or a prefix in a bucket."""
@@ -49,6 +51,32 @@ def direct_root(target: str, direct: object) -> "Root | None":
             "connect without direct="
         )
     return root
+
+
+def lent_bucket(target: str, direct: object, connection: Connection) -> "LentBucket":
+    """Returns the bucket that a client reaches with lent credentials only.
+
+    Its record is not read: a lent credential does not permit that. Each credential
+    names the root that the server lends for.
+
+    Args:
+        target: Target of the connection.
+        direct: Value of ``direct=``.
+        connection: Connection to the server.
+
+    Raises:
+        InvalidRequestError: The target is no server, the root is not in a bucket, or a
+            package is missing.
+    """
+    from storesvc_client._storage.lent_bucket import LentBucket
+
+    if is_root(target):
+        raise InvalidRequestError(
+            "connect: lend_credentials=: expected the address of a server, which "
+            f"lends, got the root {target!r}, which this process opens itself; leave "
+            "it out"
+        )
+    return LentBucket.open(direct, connection)
 
 
 def check_root(root: Root, *, store_uid: str, timeout: float) -> None:

@@ -104,6 +104,10 @@ class Emulator:
         """Allows access to a bucket again."""
         self._buckets.allow(bucket)
 
+    def names(self, bucket: str) -> list[str]:
+        """Returns the names of all objects of a bucket, in order."""
+        return list(self._buckets.get(bucket).names)
+
     @property
     def log(self) -> list[Logged]:
         """Requests since the log was cleared, in the order of their responses.

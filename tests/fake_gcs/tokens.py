@@ -16,6 +16,7 @@ class Tokens:
         self._until = dict.fromkeys(given, float("inf"))
         self._limits: dict[str, list[tuple[Grant, ...]]] = {}
         """Grants of limited tokens, of which each must permit a request."""
+        self._is_frozen = False
         self.lent_seconds = LENT_SECONDS
         """Life of lent tokens."""
         self.lent: list[str] = []
@@ -38,8 +39,19 @@ class Tokens:
         seconds = min(self.lent_seconds, self._until[parent] - time.monotonic())
         made = self.hand_out(seconds)
         self._limits[made] = [*self._limits.get(parent, []), grants]
+        if self._is_frozen:
+            self._limits[made].append(())
         self.lent.append(made)
         return made, seconds
+
+    def freeze(self) -> None:
+        """Takes the rights on objects from what lends, so that tokens to come have
+        none."""
+        self._is_frozen = True
+
+    def end(self, token: str) -> None:
+        """Ends a token."""
+        self._until[token] = 0.0
 
     def limits(self, token: str) -> list[tuple[Grant, ...]]:
         """Returns the limits of a token, none if it may do everything."""

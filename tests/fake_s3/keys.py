@@ -37,7 +37,7 @@ class ExpiredTokenError(Exception):
     """The session has expired, which S3 reports with the status 400."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Session:
     """Temporary keys."""
 
@@ -55,6 +55,7 @@ class Keys:
         """Begins with access keys that may do everything, and assume a role."""
         self._known = set(known)
         self._role_arn = role_arn
+        self._is_frozen = False
         self.sessions: dict[str, Session] = {}
         """Sessions by access key, in the order in which they began."""
         self.lent_seconds = LENT_SECONDS
@@ -62,9 +63,9 @@ class Keys:
         self.uses: list[tuple[str, str]] = []
         """Access key and line of each request."""
 
-    def forget(self, key: str) -> None:
-        """Takes all rights from an access key."""
-        self._known.discard(key)
+    def freeze(self) -> None:
+        """Takes the rights on objects from the role, so that sessions have none."""
+        self._is_frozen = True
 
     def check(self, request: Request) -> None:
         """Rejects a request that its keys do not permit.
@@ -94,7 +95,7 @@ class Keys:
             _allows(statement, action, resource, request)
             for statement in session.policy["Statement"]
         )
-        if is_copy or not is_plain or not allowed:
+        if self._is_frozen or is_copy or not is_plain or not allowed:
             raise _denied(f"not authorized to perform: {action}")
 
     def assume(self, request: Request) -> Answer:

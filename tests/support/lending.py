@@ -5,10 +5,14 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import grpc
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import GCSStore, S3Store
 
 import storesvc_client as store
@@ -76,9 +80,29 @@ class Cloud:
 
     def names(self) -> list[str]:
         """Returns the names of all objects of the store."""
-        objects = self.objects(own=True)
-        pages = obstore.list(objects, self.prefix)
-        return [row["path"] for page in pages for row in page]
+        return self.emulator.names(BUCKET)
+
+    def list_status(self, lent: api.LendCredentialsResponse | None, prefix: str) -> int:
+        """Returns the status of a list, by the API that TensorStore or obstore uses.
+
+        Args:
+            lent: The credential; None: that of the server.
+            prefix: Beginning of the names to list.
+        """
+        if isinstance(self.rights, Tokens):
+            token = OWN if lent is None else lent.gcs_token
+            url = f"{self.emulator.url}/storage/v1/b/{BUCKET}/o?prefix={quote(prefix)}"
+            headers = {"Authorization": f"Bearer {token}"}
+            try:
+                with urlopen(Request(url, headers=headers)) as response:
+                    return int(response.status)
+            except HTTPError as e:
+                return e.code
+        try:
+            obstore.list(self.objects(lent, own=lent is None), prefix).collect()
+        except GenericError as e:
+            return 403 if "403 Forbidden" in str(e) else 500
+        return 200
 
     def objects(
         self, lent: api.LendCredentialsResponse | None = None, *, own: bool = False

@@ -1,0 +1,14 @@
+"""Fixtures: a server over an emulated cloud that lends."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.lending import Cloud, emulated
+
+
+@pytest.fixture(params=["gs", "s3"])
+def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
+    """A server over a fresh store in a bucket of each provider."""
+    with emulated(request.param) as opened:
+        yield opened

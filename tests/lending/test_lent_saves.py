@@ -1,0 +1,259 @@
+"""Saves and restores of a client that has lent credentials only."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.lending.config import Lending
+from storesvc_client._save import data_files
+from tests.fake_gcs import ALWAYS, Delay, Tokens
+from tests.support.lending import OWN, Cloud, emulated, served
+
+pytestmark = pytest.mark.emulated
+
+MIB = 1 << 20
+
+
+def drawn(mib: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).random((mib, MIB // 4), np.float32)
+
+
+def test_what_is_saved_is_restored_bit_by_bit(cloud: Cloud) -> None:
+    tree = {"x": drawn(20), "small": drawn(1)[0, :3]}
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, tree).result()
+
+        back = run.restore(1)
+
+        assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+        assert run.verify(1).ok
+
+
+def test_a_save_and_a_restore_have_a_credential_each(cloud: Cloud) -> None:
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, {"x": drawn(20)}).result()
+        run.restore(1)
+
+    to_write, to_read = cloud.secrets
+    written = [line for who, line in cloud.rights.uses if who == to_write]
+    read = [line for who, line in cloud.rights.uses if who == to_read]
+    assert {"PUT"} == {line.split()[0] for line in written}
+    assert {"GET"} == {line.split()[0] for line in read}
+    assert all("/data/prod/a/pool/" in line for line in written + read)
+
+
+def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(
+    cloud: Cloud,
+) -> None:
+    x = drawn(2)
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, {"x": x, "y": drawn(1)}).result()
+        opened = run.open(1)
+        cloud.rights.uses.clear()
+
+        ((_, found),) = opened.read(["x"])
+
+        assert x.tobytes() == found.tobytes()
+
+    assert cloud.secrets[-1] in {who for who, _ in cloud.uses("/pool/")}
+    assert OWN not in {who for who, _ in cloud.uses("/pool/")}
+
+
+def test_a_copy_to_another_run_lends_for_both(cloud: Cloud) -> None:
+    x = drawn(2)
+    with cloud.client() as client:
+        client.run("prod/a").save(1, {"x": x}).result()
+        before = len(cloud.secrets)
+
+        client.run("prod/a").copy_to(client.run("prod/b"))
+
+        assert x.tobytes() == client.run("prod/b").restore(1)["x"].tobytes()
+        assert len(cloud.secrets) >= before + 2
+
+
+@pytest.mark.slow
+def test_credentials_of_a_short_life_are_renewed_during_a_save(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files.BucketPool, "threads", 1)
+    cloud.lend_for(0.7)
+    cloud.emulator.fault("PUT /bucket/.*/pool/", Delay(0.4), times=ALWAYS)
+    tree = {f"{n:02}": drawn(8, seed=n) for n in range(8)}
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, tree).result()
+        used = len(cloud.secrets)
+
+        back = run.restore(1)
+
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+    assert used >= 3
+
+
+def test_a_credential_that_ends_too_early_is_replaced(cloud: Cloud) -> None:
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, {"x": drawn(4)}).result()
+        opened = run.open(1)
+        list(opened.read(["x"]))
+        end_all(cloud)
+
+        back = opened.restore()
+
+    assert drawn(4).tobytes() == back["x"].tobytes()
+    assert 3 == len(cloud.secrets)
+
+
+def end_all(cloud: Cloud) -> None:
+    """Ends all credentials that were lent, without notice to their clients."""
+    rights = cloud.rights
+    if isinstance(rights, Tokens):
+        for token in rights.lent:
+            rights.end(token)
+    else:
+        for session in rights.sessions.values():
+            session.until = 0.0
+
+
+def test_a_source_without_rights_fails_the_save_with_the_reason(cloud: Cloud) -> None:
+    with cloud.client() as client:
+        run = client.run("prod/a")
+        run.save(1, {"x": drawn(1)}).result()
+        cloud.rights.freeze()
+
+        with pytest.raises(store.PreconditionError, match="the storage denies") as e:
+            run.save(2, {"x": drawn(1, seed=2)}).result()
+
+    assert "STORAGE_DENIED" == e.value.reason
+
+
+def test_a_server_that_does_not_lend_is_named(cloud: Cloud) -> None:
+    cloud.config[0] = None
+    with (
+        cloud.client() as client,
+        pytest.raises(store.PreconditionError, match=r"\[lending\]") as e,
+    ):
+        client.run("prod/a").save(1, {"x": drawn(1)}).result()
+
+    assert "LENDING_UNSUPPORTED" == e.value.reason
+
+
+def test_the_root_of_another_store_is_rejected(cloud: Cloud) -> None:
+    other = cloud.root.replace("/store?", "/other?")
+    with (
+        store.connect(cloud.address, direct=other, lend_credentials=True) as client,
+        pytest.raises(store.InvalidRequestError, match="lends for"),
+    ):
+        client.run("prod/a").save(1, {"x": drawn(1)}).result()
+
+
+@pytest.mark.parametrize(
+    ("target", "direct", "says"),
+    [
+        ("HOST", None, "expected direct="),
+        ("HOST", "file:///tmp", "expected a root in a bucket"),
+        ("HOST", "gs://bucket/x?driver=gcs_grpc", "expected no driver="),
+        ("HOST", "s3://bucket/x?endpoint=http://minio:9000", "over plaintext"),
+        ("HOST", "gs://bucket/x?endpoint=http://127.evil.example", "over plaintext"),
+        ("memory://", "gs://bucket/x", "expected the address of a server"),
+    ],
+)
+def test_options_that_contradict_lending_are_rejected(
+    server_address: str, target: str, direct: str | None, says: str
+) -> None:
+    address = server_address if target == "HOST" else target
+    with pytest.raises(store.InvalidRequestError, match=says):
+        store.connect(address, direct=direct, lend_credentials=True)
+
+
+CHILD = """
+import sys, numpy as np, storesvc_client as store
+address, root = sys.argv[1:]
+x = np.arange(1 << 20)
+with store.connect(address, direct=root, lend_credentials=True) as client:
+    run = client.run("prod/child")
+    run.save(1, {"x": x}).result()
+    assert x.tobytes() == run.restore(1)["x"].tobytes()
+print("restored", "tensorstore" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_any_credentials_saves_and_restores(cloud: Cloud) -> None:
+    gone = ("GOOGLE_", "AWS_", "TENSORSTORE_", "CLOUDSDK_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(gone)}
+    env |= {"HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
+
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, cloud.address, cloud.root],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        check=False,
+    )
+
+    assert "restored" in child.stdout, child.stderr
+    assert {*cloud.secrets} < {who for who, _ in cloud.uses("/pool/")}
+
+
+def test_a_lifetime_bounds_when_clients_renew() -> None:
+    with emulated("gs") as cloud:
+        cloud.config[0] = Lending(lifetime=timedelta(minutes=5), gcs=True)
+        with cloud.client() as client:
+            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+            opened = client.run("prod/a").open(1)
+            with opened._held():
+                lent = cloud.lent(hold=opened._hold_name())
+
+    left = lent.expire_time.ToSeconds() - opened.info.create_time.timestamp()
+    assert 200 < left <= 302
+
+
+def test_s3_lends_for_no_less_than_its_minimum() -> None:
+    with emulated("s3") as cloud:
+        cloud.config[0] = Lending(
+            lifetime=timedelta(minutes=5),
+            s3_role_arn="arn:aws:iam::1:role/x",
+            s3_sts_endpoint=cloud.emulator.url,
+        )
+        with (
+            cloud.client() as client,
+            pytest.raises(store.PreconditionError, match="at least 15m"),
+        ):
+            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+
+
+def test_a_role_that_does_not_trust_the_server_is_named() -> None:
+    with emulated("s3") as cloud:
+        cloud.config[0] = Lending(
+            s3_role_arn="arn:aws:iam::1:role/other",
+            s3_sts_endpoint=cloud.emulator.url,
+        )
+        with (
+            cloud.client() as client,
+            pytest.raises(store.PreconditionError, match="role/other"),
+        ):
+            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+
+
+def test_a_token_service_that_does_not_answer_is_unavailable() -> None:
+    with emulated("gs") as cloud:
+        options = {"gcs_sts_url": "http://127.0.0.1:9/v1/token"}
+        with (
+            served(cloud.root, lambda: cloud.config[0], **options) as address,
+            store.connect(
+                address, direct=cloud.root, lend_credentials=True, timeout=5
+            ) as client,
+            pytest.raises(store.UnavailableError, match="token service"),
+        ):
+            client.run("prod/a").save(1, {"x": drawn(1)}).result()

@@ -3,17 +3,24 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 import storesvc_client as store
 from storesvc.lending.config import Lending
 from storesvc_client._save import data_files
+from storesvc_proto.v1 import access_service_pb2 as access_api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.fake_gcs import ALWAYS, Delay, Tokens
-from tests.support.lending import OWN, Cloud, emulated, served
+from tests.support.contract import Writer
+from tests.support.jax_job import run_job
+from tests.support.lending import CONFIG, OWN, Cloud, emulated, served
 
 pytestmark = pytest.mark.emulated
 
@@ -248,12 +255,40 @@ def test_a_role_that_does_not_trust_the_server_is_named() -> None:
 
 def test_a_token_service_that_does_not_answer_is_unavailable() -> None:
     with emulated("gs") as cloud:
+        writer = Writer(cloud.address, "prod/a", 1)
+        writer.begin()
         options = {"gcs_sts_url": "http://127.0.0.1:9/v1/token"}
         with (
             served(cloud.root, lambda: cloud.config[0], **options) as address,
-            store.connect(
-                address, direct=cloud.root, lend_credentials=True, timeout=5
-            ) as client,
-            pytest.raises(store.UnavailableError, match="token service"),
+            pytest.raises(grpc.RpcError, match="token service failed") as e,
         ):
-            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+            replace(cloud, address=address).lent(upload=writer.ref())
+
+    assert grpc.StatusCode.UNAVAILABLE == e.value.code()
+
+
+def test_nothing_is_lent_for_a_store_of_files(tmp_path: Path) -> None:
+    with served(tmp_path.as_uri(), lambda: CONFIG) as address:
+        writer = Writer(address, "prod/a", 1)
+        writer.begin()
+        with grpc.insecure_channel(address) as channel:
+            stub = AccessServiceStub(channel)
+            request = access_api.LendCredentialsRequest(upload=writer.ref())
+            with pytest.raises(grpc.RpcError, match="no credentials to lend") as e:
+                stub.LendCredentials(request, timeout=30)
+
+    assert grpc.StatusCode.FAILED_PRECONDITION == e.value.code()
+
+
+@pytest.mark.slow
+def test_each_process_of_a_job_lends_for_itself(cloud: Cloud) -> None:
+    results = run_job(
+        "tests.support.lending_job:saves_and_restores",
+        2,
+        devices=1,
+        target=cloud.address,
+        root=cloud.root,
+    )
+
+    assert [[], []] == results
+    assert len(cloud.secrets) >= 2 + 2

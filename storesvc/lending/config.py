@@ -6,7 +6,7 @@ from datetime import timedelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """How a server lends credentials for its storage."""
+    """Limits of the credentials that a server lends for its storage."""
 
     lifetime: timedelta = timedelta(hours=1)
     """Maximum time until clients renew a credential. The provider may end it sooner."""

@@ -152,9 +152,10 @@ class Holds:
         return await update_record(attempt, record=str(name), hold=name.hold)
 
     async def live(self, name: HoldName) -> pb.HoldRecord:
-        """Returns the record of a hold that has not expired.
+        """Returns the record of a hold of the caller that has not expired.
 
         Raises:
+            PermissionDeniedError: Another principal created it.
             HoldNotFoundError: The hold does not exist.
             HoldExpiredError: The hold expired, and the checkpoint may be purged.
         """
@@ -164,6 +165,7 @@ class Holds:
                 f"{name} does not exist, or was collected; create another one",
                 hold=name.hold,
             )
+        _check_principal(name, found[0])
         if expire_time(found[0]) + MARGIN <= self._clock.now():
             raise _expired(name, found[0])
         return found[0]

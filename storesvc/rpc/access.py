@@ -6,12 +6,14 @@ from storesvc.access import call as access
 from storesvc.access.permissions import Permission
 from storesvc.access.principals import Authentication, Principal
 from storesvc.catalog.records import timestamp
-from storesvc.errors import InvalidFieldError, LendingUnsupportedError
+from storesvc.errors import InvalidFieldError
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import requests
 from storesvc.rpc.boundary import Context
+from storesvc.rpc.lending import LendingCalls
 from storesvc.rpc.permissions import resource_of
 from storesvc.rpc.security import Security
+from storesvc.store import Store
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 _AUTHENTICATIONS = {
@@ -22,11 +24,13 @@ _AUTHENTICATIONS = {
 }
 
 
-class AccessService:
+class AccessService(LendingCalls):
     """Answers what a caller may do, and lends credentials."""
 
-    def __init__(self, security: Security, quotas: Quotas) -> None:
+    def __init__(self, store: Store, security: Security, quotas: Quotas) -> None:
+        self._store = store
         self._security = security
+        self._lender = security.lender
         self._quotas = quotas
 
     async def GetLoginOptions(
@@ -47,17 +51,6 @@ class AccessService:
         asked = permissions_of(request)
         permitted = [each for each in asked if access.may(each, resource)]
         return access_api.TestPermissionsResponse(permissions=permitted)
-
-    async def LendCredentials(
-        self, request: access_api.LendCredentialsRequest, context: Context
-    ) -> access_api.LendCredentialsResponse:
-        lender = self._security.lender
-        if lender is None:
-            raise LendingUnsupportedError(
-                "this server lends no credentials for its storage; use credentials of "
-                "your own with direct=, or leave it out to send data through the server"
-            )
-        return await lender.lend(request)
 
     async def GetQuota(
         self, request: access_api.GetQuotaRequest, context: Context

@@ -4,7 +4,7 @@ It checks that the upload is open, or the hold live: a credential is lent only t
 the server itself would serve. Permissions are checked before it is called.
 """
 
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from storesvc.access.call import current
 from storesvc.catalog.records import timestamp
@@ -13,19 +13,10 @@ from storesvc.format.names import HoldName, UploadName
 from storesvc.lending.credentials import GcsToken, LentCredential, S3Keys
 from storesvc.rpc import requests
 from storesvc.rpc.boundary import Context
+from storesvc.rpc.security import Lender
 from storesvc.store import Store
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
-
-
-class Lender(Protocol):
-    """Lends credentials; see ``storesvc.lending.lender``."""
-
-    async def lend_write(self, upload: UploadName) -> LentCredential:
-        """Lends a credential that permits to create data files of an upload."""
-
-    async def lend_read(self, hold: HoldName) -> LentCredential:
-        """Lends a credential that permits to read the data files of a run."""
 
 
 class LendingCalls:

@@ -88,7 +88,7 @@ def handlers(
         handler_of(_UPLOADS, UploadService(store), raw_requests={"WriteChunks"}),
         handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
         handler_of(_MAINTENANCE, MaintenanceService(store)),
-        handler_of(_ACCESS, AccessService(security, quotas)),
+        handler_of(_ACCESS, AccessService(store, security, quotas)),
     )
 
 

@@ -7,23 +7,29 @@ from typing import Final, Protocol
 from storesvc.access.call import CallObserver
 from storesvc.access.policy import Policy
 from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
+from storesvc.format.names import HoldName, UploadName
 from storesvc.identity.authenticator import is_local
+from storesvc.lending.credentials import LentCredential
 from storesvc.quota.limits import QuotaRule
 from storesvc.rpc.boundary import Context
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 
 class Lender(Protocol):
-    """Lends credentials for the storage."""
+    """Lends credentials; see ``storesvc.lending.lender``."""
 
-    async def lend(
-        self, request: access_api.LendCredentialsRequest
-    ) -> access_api.LendCredentialsResponse:
-        """Returns a credential for an upload or a hold.
+    async def lend_write(self, upload: UploadName) -> LentCredential:
+        """Lends a credential that permits to create data files of an upload.
 
         Raises:
             LendingUnsupportedError: The storage has no such credentials.
-            StoreError: The upload or the hold does not exist, or has ended.
+        """
+
+    async def lend_read(self, hold: HoldName) -> LentCredential:
+        """Lends a credential that permits to read the data files of a run.
+
+        Raises:
+            LendingUnsupportedError: The storage has no such credentials.
         """
 
 

@@ -147,7 +147,9 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     #    must stop, too.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    security = security_of(serving.policy, anonymous=serving.anonymous)
+    security = security_of(
+        serving.policy, anonymous=serving.anonymous, root=serving.root
+    )
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     async with (

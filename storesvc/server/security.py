@@ -17,17 +17,22 @@ from storesvc.identity.authenticator import Authenticator
 from storesvc.identity.issuer_config import Issuer
 from storesvc.identity.policy_document import PolicyDocument
 from storesvc.identity.policy_file import PolicyFile
+from storesvc.lending.lender import Lender
 from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.status import WIRE, reason_name
+from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 
-def security_of(policy: Path | None, *, anonymous: str = "") -> Security:
+def security_of(
+    policy: Path | None, *, anonymous: str = "", root: str = ""
+) -> Security:
     """Returns the security of a server.
 
     Args:
         policy: File with the policy; None: there is none.
         anonymous: Role of every caller, in addition to the policy; empty: none.
+        root: Root of the store, to lend credentials for; empty: none are lent.
 
     Raises:
         InvalidFieldError: The file cannot be read or parsed, or needs a package that is
@@ -53,6 +58,7 @@ def security_of(policy: Path | None, *, anonymous: str = "") -> Security:
         authenticate=Authenticator(document).authenticate,
         policy=lambda: document().policy,
         quota_rules=lambda: (document().quotas, document().principal_quota),
+        lender=Lender(storage_at(root), lambda: document().lending) if root else None,
         login_options=lambda: [
             login_option(each) for each in document().issuers if each.client_id
         ],

@@ -1,8 +1,8 @@
 """``python -m tests.bench identity``: calls and saves of a server that restricts its
-callers (a token, a policy, quotas, an audit log) beside one that does not.
+callers (a token, a policy, quotas, an audit log), and of one that does not.
 
 Both servers serve plaintext on this machine, so that the difference is the identity's
-alone; rounds alternate, and the ratios are those of the best rounds and of the medians.
+alone; rounds alternate, and the ratios are of the best rounds and of the medians.
 """
 
 import json

@@ -5,7 +5,7 @@ obstore, which can.
 
 Each writes objects of 8 MiB, as a direct save does, and reads ranges of 4 MiB, as a
 direct restore does, 16 in flight, from an emulator in another process on this machine.
-CPU seconds are those of the client.
+CPU seconds are of the client.
 """
 
 import argparse
@@ -154,8 +154,9 @@ def main() -> None:
                 for verb, calls in (("write", writes), ("read", reads)):
                     figures = _measured(list(calls), count * OBJECT_BYTES)
                     found.setdefault((verb, name), []).append(figures)
-        for (verb, name), figures in sorted(found.items()):
-            speed, cpu = (median(column) for column in zip(*figures, strict=True))
+        for (verb, name), rows in sorted(found.items()):
+            speed = median(each for each, _ in rows)
+            cpu = median(each for _, each in rows)
             print(f"{provider} {verb:9}{name:14}{speed:8.2f}{cpu:10.2f}")
         ours.send(None)
         server.join()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.error import HTTPError
@@ -18,6 +18,7 @@ from obstore.store import GCSStore, S3Store
 import storesvc_client as store
 from storesvc.lending.config import Lending
 from storesvc.lending.lender import Lender
+from storesvc.rpc.security import OPEN
 from storesvc.server import app, embedded
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as api
@@ -116,16 +117,14 @@ class Cloud:
         url = self.emulator.url
         if isinstance(self.rights, Tokens):
             token = OWN if lent is None else lent.gcs_token
-            return GCSStore(
-                BUCKET,
-                base_url=url,
-                credential_provider=lambda: {"token": token, "expires_at": None},
-                **options,
-            )
+            given: Any = lambda: {"token": token, "expires_at": None}  # noqa: E731
+            return GCSStore(BUCKET, base_url=url, credential_provider=given, **options)
         keys = api.S3Credential(access_key_id=OWN, secret_access_key=OWN)
         if lent is not None:
             keys = lent.s3
-        session = {"session_token": keys.session_token} if keys.session_token else {}
+        session: Any = (
+            {"session_token": keys.session_token} if keys.session_token else {}
+        )
         return S3Store(
             BUCKET,
             endpoint=url,
@@ -179,7 +178,8 @@ def served(
     async def start() -> int:
         opened = await app.open_store(root)
         lender = Lender(storage_at(root), config, **options)
-        running = app.running(opened, "127.0.0.1:0", lender=lender)
+        security = replace(OPEN, lender=lender)
+        running = app.running(opened, "127.0.0.1:0", security=security)
         return await stack.enter_async_context(running)
 
     port = embedded._run(start())

@@ -26,7 +26,7 @@ from storesvc_client._session import (
     new_blocks,
     new_staging,
 )
-from storesvc_client._storage.root import check_root, direct_root
+from storesvc_client._storage.root import check_root, direct_root, lent_bucket
 from storesvc_client._values.access import Identity
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.listing import listed
@@ -64,6 +64,7 @@ def connect(
     insecure: bool = False,
     timeout: DurationLike = DEFAULT_TIMEOUT,
     direct: str | None = None,
+    lend_credentials: bool = False,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     restore_pool_bytes: int = DEFAULT_RESTORE_POOL_BYTES,
     orbax_events: bool = False,
@@ -100,6 +101,10 @@ def connect(
             and restores then write and read its data files in this process, several
             times as fast, and exchange only metadata with the server. A target that is
             such a root implies it.
+        lend_credentials: Whether the server lends this process the credentials for the
+            bucket of ``direct``, so that it needs none of its own: for each save to
+            create its data files, and for each restore to read the files of its run.
+            The server must be configured to lend.
         staging_bytes: Maximum host memory for the copies of saves, in bytes, at least
             128 MiB; it is kept for the next save.
         restore_pool_bytes: Maximum host memory, in bytes, that is kept for the next
@@ -137,6 +142,9 @@ def connect(
     )
     try:
         info = _greeted(connection)
+        if lend_credentials:
+            lent = lent_bucket(target, direct, connection)
+            return Client(Session(connection, staging, blocks, telemetry, lent))
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid, timeout=seconds)

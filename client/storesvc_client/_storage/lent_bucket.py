@@ -70,7 +70,7 @@ class LentBucket:
             extra = "s3" if storage.spec["driver"] == "s3" else "gcs"
             raise InvalidRequestError(
                 f"direct: lent credentials for {storage.name} need obstore; pip "
-                f"install 'storesvc[server,{extra}]', or connect without lend_credentials="
+                f"install 'storesvc[server,{extra}]', or omit lend_credentials="
             )
         return cls(storage, connection)
 

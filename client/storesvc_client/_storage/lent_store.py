@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
 
 from storesvc.errors import StorageDeniedError
@@ -50,7 +50,7 @@ RETRY: Final["RetryConfig"] = {
     },
     "retry_timeout": timedelta(seconds=30),
 }
-"""Retries of a transient error within one request; as those of TensorStore."""
+"""Retries of a transient error within one request, as TensorStore makes them."""
 
 CONNECT_SECONDS: Final = timedelta(seconds=5)
 
@@ -81,7 +81,7 @@ class LentCall:
         self._future = future
 
     def add_done_callback(self, callback: Callable[["LentCall"], None]) -> None:
-        """Has a function called with this request once it has ended."""
+        """Calls a function with this request once it has ended."""
         self._future.add_done_callback(lambda _: callback(self))
 
     def remove_done_callback(self, callback: Callable[["LentCall"], None]) -> None:
@@ -166,7 +166,7 @@ class LentStore:
             return RuntimeError(reason)
         return StorageDeniedError(
             f"{self._storage.describe(path)}: the storage denies this to the "
-            f"credential that the server lent, or the object does not exist ({reason}); "
+            f"credential that the server lent, or there is no such object ({reason}); "
             "let the server's own account read and create objects there",
             storage=self._storage.name,
         )
@@ -253,12 +253,17 @@ def _started(request: Coroutine[Any, Any, Any]) -> LentCall:
     return LentCall(asyncio.run_coroutine_threadsafe(request, _loop()))
 
 
-@cache
+_starting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all requests, on a daemon thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(
-        target=loop.run_forever, name="storesvc-lent", daemon=True
-    )
-    thread.start()
-    return loop
+    """Returns the one event loop of all requests, on a daemon thread."""
+    with _starting:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=loop.run_forever, name="storesvc-lent", daemon=True
+            ).start()
+            _loops.append(loop)
+        return _loops[0]

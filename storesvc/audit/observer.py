@@ -5,6 +5,9 @@
 2. When a call that changes something ends, its entry ``ended`` has the outcome.
 3. A call that is denied has an entry ``denied``, whatever it is.
 
+More denials in a second than ``DENIALS_PER_SECOND`` are only counted: callers without
+an identity must not fill the disk of the log, whose loss rejects commits.
+
 Calls that only read are recorded on request. So are the parts of an upload, whose begin
 and commit are recorded. Labels, metrics and tokens are in no entry.
 """
@@ -49,6 +52,9 @@ PARTS: Final = frozenset(
 )
 """Calls that change something, but only as parts of what is recorded."""
 
+DENIALS_PER_SECOND: Final = 100
+"""Maximum denials that are recorded in a second."""
+
 _REJECTED: Final = (
     PermissionDeniedError,
     IdentityRequiredError,
@@ -86,6 +92,11 @@ class AuditObserver:
         self._reads = reads
         self._best_effort = best_effort
         self._began: dict[str, int] = {}
+        self._second = 0
+        self._denials = 0
+        """Denials in that second."""
+        self._left_out = 0
+        """Denials that were not recorded since the last one that was."""
 
     async def began(self, call: Call) -> None:
         """Records nothing yet: what the call is about is not known."""
@@ -112,15 +123,30 @@ class AuditObserver:
         if not (is_denied or call.method in ENDED or self._reads):
             return
         took = 0 if began is None else time.monotonic_ns() - began
+        if is_denied and not self._admits_denial():
+            return
         fields = {
             **fields_of(call, stage="denied" if is_denied else "ended"),
             "reason": "" if error is None else self._reason_of(error),
             "latency_ms": round(took / 1e6, 3),
         }
+        if is_denied and self._left_out:
+            fields["left_out"], self._left_out = self._left_out, 0
         try:
             await self._audit.write(fields)
         except AuditUnavailableError:
             _log.error("the end of call %s is not recorded", call.request_id)
+
+    def _admits_denial(self) -> bool:
+        """Counts a denial, and returns whether to record it."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._denials = second, 0
+        self._denials += 1
+        if self._denials > DENIALS_PER_SECOND:
+            self._left_out += 1
+            return False
+        return True
 
 
 def fields_of(call: Call, *, stage: str) -> Mapping[str, Any]:

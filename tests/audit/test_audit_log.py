@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,9 +19,11 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.audit.log import AuditLog
-from storesvc.audit.observer import ENDED, INTENDED, PARTS
+from storesvc.audit.observer import DENIALS_PER_SECOND, ENDED, INTENDED, PARTS
 from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
 from storesvc.rpc.read_only import READING
+from storesvc_proto.v1 import access_service_pb2 as access_api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import rpcs
 from tests.support.server_process import ServerProcess
 from tests.support.small_disk import small_disk
@@ -140,6 +144,31 @@ def test_denials_are_recorded_with_their_reason(
     ids = [e["id"] for e in log.entries() if e["stage"] == "denied"]
     assert denied.value.metadata["request_id"] == ids[0]
     assert "x.y.z" not in log.file.read_text()
+
+
+@pytest.mark.slow
+def test_a_flood_of_denials_is_counted_and_does_not_fill_the_log(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[bindings]]\nrole="reader"\nruns=["**"]\nwho=["local"]\n')
+    log = audited("--policy", str(policy))
+    stub = AccessServiceStub(grpc.insecure_channel(log.server.address))
+    metadata = (("authorization", "Bearer x"),)
+    request = access_api.GetIdentityRequest()
+    began = time.monotonic()
+    count = 0
+    while time.monotonic() - began < 2.5:
+        for _ in range(200):
+            with pytest.raises(grpc.RpcError):
+                stub.GetIdentity(request, metadata=metadata)
+            count += 1
+
+    denied = [entry for entry in log.entries() if entry["stage"] == "denied"]
+    left_out = sum(entry.get("left_out", 0) for entry in denied)
+    assert len(denied) <= DENIALS_PER_SECOND * (time.monotonic() - began + 1)
+    assert 0 < left_out <= count - len(denied)
+    assert verified(log.file).broken is None
 
 
 def test_reads_are_recorded_on_request(audited: Callable[..., Audited]) -> None:

@@ -121,6 +121,7 @@ def test_a_client_certificate_without_a_uri_name_is_no_identity(
         assert identity.authentication == "certificate"
         client.run("prod/llama").save(1, {"w": 1}).result()
         assert client.run("prod/llama").latest().principal == identity.principal
-    for pair, count in ((none, 0), (two, 2)):
+    group = authority.issue("group", uris=["group:admins"])
+    for pair, count in ((none, 0), (two, 2), (group, 1)):
         with pytest.raises(store.UnauthenticatedError, match=f"got {count}"):
             store.connect(server.address, ca=ca, cert=pair.certificate, key=pair.key)

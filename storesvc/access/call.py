@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from storesvc.access.permissions import Permission
+from storesvc.access.permissions import Permission, least_role
 from storesvc.access.policy import Policy, Resource
 from storesvc.access.principals import ANONYMOUS, Principal
 from storesvc.errors import PermissionDeniedError, RunNotFoundError, StoreError
@@ -147,7 +147,7 @@ def require_own(
         raise PermissionDeniedError(
             f"{call.method} of {run}: it belongs to {owner}, and {call.principal} does "
             f"not have the permission {otherwise}; call as {owner}, or ask an "
-            "administrator of the store for a role that includes it",
+            f"administrator of the store for the role {least_role(otherwise)}",
             principal=call.principal.name,
             permission=otherwise,
             resource=str(run),
@@ -165,8 +165,8 @@ def _denial(call: Call, permission: Permission, resource: Resource) -> StoreErro
         )
     return PermissionDeniedError(
         f"{call.method} of {resource}: expected the permission {permission}, which "
-        f"{call.principal} does not have; ask an administrator of the store for a role "
-        "that includes it",
+        f"{call.principal} does not have; ask an administrator of the store for the "
+        f"role {least_role(permission)}",
         principal=call.principal.name,
         permission=permission,
         resource=str(resource),

@@ -112,3 +112,8 @@ ROLES: Final[Mapping[str, frozenset[Permission]]] = MappingProxyType(
     }
 )
 """The permissions of each role; each role includes the roles before it."""
+
+
+def least_role(permission: Permission) -> str:
+    """Returns the first role that has a permission."""
+    return next(role for role, granted in ROLES.items() if permission in granted)

@@ -93,7 +93,7 @@ def permissions_of(
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InvalidFieldError(
-                f"permissions: expected some of {', '.join(known)}, got "
-                f"{name[:80]!r}{hint}"
+                f"permissions: got {name[:80]!r}, which does not exist{hint}; expected "
+                f"some of {', '.join(known)}"
             )
     return [Permission(name) for name in request.permissions] or known

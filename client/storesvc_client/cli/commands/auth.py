@@ -7,7 +7,7 @@ import click
 from storesvc_client._values.texts import printable
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import print_json
+from storesvc_client.cli.output import print_json, print_note
 
 VERBS: Final = {
     "list": "checkpoints.list",
@@ -73,6 +73,8 @@ def list_permissions(
         found = client.test_permissions(parent)
     if as_json:
         print_json(found)
+    elif not found:
+        print_note(f"no permissions on {parent or 'all runs'}")
     else:
         for permission in found:
             click.echo(permission)

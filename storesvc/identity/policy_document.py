@@ -174,6 +174,7 @@ def _quota(table: "_Table", *, of_namespaces: bool) -> QuotaRule:
         streams=table.count("streams"),
         watches=table.count("watches"),
         uploads=table.count("uploads"),
+        bytes_in_flight=table.size("bytes_in_flight"),
         requests_per_second=table.count("requests_per_second"),
     )
     table.check_keys()

@@ -29,6 +29,8 @@ class QuotaRule:
     """Watches at a time."""
     uploads: int = 0
     """Uploads that were begun and have not ended."""
+    bytes_in_flight: int = 0
+    """Memory for chunks that streams may hold in the server."""
     requests_per_second: int = 0
     """Calls that begin in a second."""
 

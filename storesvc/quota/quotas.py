@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -24,6 +24,8 @@ from storesvc.access.policy import Namespace
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName
 from storesvc.quota.limits import Bucket, QuotaRule, rule_of
+from storesvc.restore.sender import READ_BUFFER_BYTES
+from storesvc.save.batches import BATCH_BYTES
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 MAX_SCOPES: Final = 10_000
@@ -58,7 +60,13 @@ _OF_UPLOAD: Final = frozenset(
 Scope: TypeAlias = tuple[Literal["namespace", "principal"], str]
 """The kind and the name of a group of calls that are counted together."""
 
-Kind: TypeAlias = Literal["streams", "watches"]
+Kind: TypeAlias = Literal["streams", "watches", "bytes_in_flight"]
+
+_BYTES: Final = {
+    "WriteChunks": BATCH_BYTES,
+    "ReadChunks": READ_BUFFER_BYTES // 8,  # it takes turns in a buffer of all reads
+}
+"""Memory for chunks that a stream may hold in the server."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +117,7 @@ class Quotas:
         self._stored_bytes = stored_bytes
         self._clock = clock
         self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
-        self._held: dict[str, list[tuple[Scope, Kind]]] = {}
+        self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
         self._usage: dict[str, _Usage] = {}
 
     async def began(self, call: Call) -> None:
@@ -148,8 +156,8 @@ class Quotas:
 
     async def ended(self, call: Call, error: BaseException | None) -> None:
         """Counts the end of a call."""
-        for scope, kind in self._held.pop(call.request_id, ()):
-            self._scope(scope).running[kind] -= 1
+        for scope, kind, amount in self._held.pop(call.request_id, ()):
+            self._scope(scope).running[kind] -= amount
         has_ended = call.method in ("CommitUpload", "AbortUpload") and error is None
         if has_ended or (call.method == "BeginUpload" and error is not None):
             for counted in self._scopes.values():
@@ -226,15 +234,15 @@ class Quotas:
                 counted.waiting -= 1
 
     def _start(self, call: Call, scope: Scope, rule: QuotaRule) -> None:
-        kind = kind_of(call.method)
-        if kind is None:
-            return
-        limit = rule.streams if kind == "streams" else rule.watches
         running = self._scope(scope).running
-        if limit and running[kind] >= limit:
-            raise _exceeded(scope, kind, limit, retry_seconds=_BUSY_SECONDS)
-        running[kind] += 1
-        self._held.setdefault(call.request_id, []).append((scope, kind))
+        for kind, amount in amounts_of(call.method):
+            limit: int = getattr(rule, kind)
+            # The first stream is always admitted, however much it holds.
+            if limit and running[kind] and running[kind] + amount > limit:
+                raise _exceeded(scope, kind, limit, retry_seconds=_BUSY_SECONDS)
+            running[kind] += amount
+            held = self._held.setdefault(call.request_id, [])
+            held.append((scope, kind, amount))
 
     def _begin_upload(
         self, call: Call, scope: Scope, rule: QuotaRule, now: float
@@ -292,11 +300,14 @@ def namespace_of(call: Call) -> str:
     return ""
 
 
-def kind_of(method: str) -> Kind | None:
-    """Returns as what a call counts while it runs; None: not at all."""
+def amounts_of(method: str) -> Iterator[tuple[Kind, int]]:
+    """Yields what a call takes while it runs."""
     if method == "WatchCheckpoints":
-        return "watches"
-    return "streams" if method in _STREAMS else None
+        yield "watches", 1
+    if method in _STREAMS:
+        yield "streams", 1
+    if size := _BYTES.get(method):
+        yield "bytes_in_flight", size
 
 
 def _rows(
@@ -306,6 +317,10 @@ def _rows(
     amounts = {
         "streams": (rule.streams, counted.running["streams"]),
         "watches": (rule.watches, counted.running["watches"]),
+        "bytes_in_flight": (
+            rule.bytes_in_flight,
+            counted.running["bytes_in_flight"],
+        ),
         "uploads": (rule.uploads, len(counted.uploads)),
         "requests_per_second": (
             rate,

@@ -13,6 +13,7 @@ from typing import Final
 
 import storesvc
 from storesvc import failpoints
+from storesvc.access.call import current
 from storesvc.errors import InvalidFieldError
 from storesvc.server.app import (
     DRAIN_SECONDS,
@@ -129,11 +130,23 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     asyncio.run(_serve(serving, ready))
 
 
+class _CallFilter(logging.Filter):
+    """Adds the id of the call that logs to each record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Adds the id; keeps the record."""
+        call = current.get()
+        record.call = f" [{call.request_id}]" if call is not None else ""
+        return True
+
+
 def log_to_stderr(level: int | str) -> None:
     """Configures logging to stderr at a level."""
     logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=level, format="%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_CallFilter())
 
 
 async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:

@@ -332,3 +332,18 @@ def test_a_changed_removed_added_or_moved_line_is_found(
         lines[at], lines[other] = lines[other], lines[at]
 
     assert verify(("log", line) for line in lines).broken is not None
+
+
+def test_the_log_of_the_server_has_the_id_of_each_call(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited()
+    with store.connect(log.server.address) as client:
+        client.run("prod/llama").save(1, {"w": np.arange(9)}).result()
+
+    (commit,) = [
+        entry
+        for entry in log.entries()
+        if (entry["stage"], entry.get("method")) == ("ended", "CommitUpload")
+    ]
+    assert f"[{commit['id']}] CommitUpload prod/llama@1" in log.server.log

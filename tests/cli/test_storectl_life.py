@@ -362,7 +362,8 @@ def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
     rows = dict(row for row in table(output("stat", path))[1:])
     found = ask("stat", path)
 
-    assert ["best, good", "yes", "stage=final", "loss=2.8"] == [
+    tags = "best (by local), good (by local)"
+    assert [tags, "yes", "stage=final", "loss=2.8"] == [
         rows[name] for name in ("tags", "pinned", "labels", "metrics")
     ]
     assert [f"{saved.name}@10", "16 B"] == [rows["base"], rows["own"]]

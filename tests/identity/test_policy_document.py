@@ -41,6 +41,7 @@ stored_bytes_soft = 8796093022208
 streams = 64
 watches = 32
 uploads = 8
+bytes_in_flight = "1GiB"
 requests_per_second = 200
 
 [quotas_per_principal]
@@ -82,7 +83,7 @@ def test_each_key_of_each_table_is_read() -> None:
     assert binding.runs == ("prod/*", "lab/exp-?")
     assert (quota.stored_bytes, quota.stored_bytes_soft) == (10 << 40, 8 << 40)
     assert (quota.streams, quota.watches, quota.uploads) == (64, 32, 8)
-    assert quota.requests_per_second == 200
+    assert (quota.bytes_in_flight, quota.requests_per_second) == (1 << 30, 200)
     assert found.principal_quota is not None
     assert found.principal_quota.requests_per_second == 100
     assert found.lending is not None

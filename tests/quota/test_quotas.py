@@ -95,7 +95,9 @@ METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetR
 def test_counts_return_to_zero_however_calls_end(
     made: list[tuple[str, bool]],
 ) -> None:
-    rule = QuotaRule(namespaces=("*",), streams=3, watches=2, uploads=2)
+    rule = QuotaRule(
+        namespaces=("*",), streams=3, watches=2, uploads=2, bytes_in_flight=100 << 20
+    )
 
     async def stored(_: str) -> int:
         return 0

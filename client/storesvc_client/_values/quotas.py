@@ -11,7 +11,7 @@ class Quota:
     """A limit and its usage, as one server counts it; from ``Client.quotas``."""
 
     name: str
-    """``stored_bytes``, ``streams``, ``watches``, ``uploads`` or
+    """``stored_bytes``, ``streams``, ``watches``, ``uploads``, ``bytes_in_flight`` or
     ``requests_per_second``."""
     scope: str
     """``namespaces/NAMESPACE``, or the principal of the caller."""

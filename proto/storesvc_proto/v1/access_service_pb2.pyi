@@ -358,8 +358,8 @@ class Quota(google.protobuf.message.Message):
     SOFT_LIMIT_FIELD_NUMBER: builtins.int
     USED_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """What it limits: `stored_bytes`, `streams`, `watches`, `uploads` or
-    `requests_per_second`.
+    """What it limits: `stored_bytes`, `streams`, `watches`, `uploads`,
+    `bytes_in_flight` or `requests_per_second`.
     """
     scope: builtins.str
     """Who shares it: `namespaces/{namespace}`, or the principal of the caller."""

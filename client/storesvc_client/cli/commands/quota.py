@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @json_option
 @pass_connection
 def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
-    """Show the quotas of a namespace and of yourself, and how much is used.
+    """Show the quotas of a namespace, and how much is used.
 
-    Each server counts its own calls; stored bytes are of the whole store.
+    Your own quotas are in the list, too. Each server counts its own calls; stored bytes are of the whole store.
 
     \b
     Examples:
@@ -45,7 +45,7 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
 
 def _row(found: "Quota") -> tuple[str, ...]:
     amounts = (found.used, found.limit, found.soft_limit)
-    is_size = found.name == "stored_bytes"
+    is_size = found.name in ("stored_bytes", "bytes_in_flight")
     used, limit, warns = (
         size_text(amount) if is_size else f"{amount:,}" for amount in amounts
     )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LeafInfo,
         OpenCheckpoint,
         Run,
+        Tag,
     )
 
 _SHOWN_ITEMS: Final = 20
@@ -75,7 +76,8 @@ def stat(
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
     checkpoint, opened = _found(run, which)
     contents = {} if opened is None else _contents(opened)
-    tags = [tag.name for tag in run.tags.list() if tag.uid == checkpoint.uid]
+    tagged = [tag for tag in run.tags.list() if tag.uid == checkpoint.uid]
+    tags = [tag.name for tag in tagged]
     base_step = _base_step(run, checkpoint)
     shared_bytes = checkpoint.stored_bytes - checkpoint.own_bytes
     if as_json:
@@ -96,7 +98,7 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "leaves": f"{checkpoint.leaf_count:,}",
         "chunks": f"{checkpoint.chunk_count:,}",
         **_contents_fields(contents),
-        "tags": ", ".join(tags) or ABSENT,
+        "tags": ", ".join(map(_tag_text, tagged)) or ABSENT,
         "pinned": "yes" if checkpoint.pinned else "no",
         "metrics": pairs_text(checkpoint.metrics),
         "labels": pairs_text(checkpoint.labels),
@@ -151,6 +153,10 @@ def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
         return run.uploads.get(checkpoint.uid).base_step
     except NotFoundError:  # its upload is forgotten
         return None
+
+
+def _tag_text(tag: "Tag") -> str:
+    return f"{tag.name} (by {tag.principal})" if tag.principal else tag.name
 
 
 def _principal_fields(checkpoint: "Checkpoint") -> dict[str, str]:

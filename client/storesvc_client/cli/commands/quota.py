@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
     """Show the quotas of a namespace, and how much is used.
 
-    Your own quotas are in the list, too. Each server counts its own calls; stored bytes are of the whole store.
+    Your own quotas are in the list, too. Each server counts its own calls; stored bytes
+    are of the whole store.
 
     \b
     Examples:

@@ -172,3 +172,42 @@ def test_a_context_that_changes_what_is_saved_is_rejected(
         checkpointer.save(1, TREE)
     with pytest.raises(store.InvalidRequestError, match="expected a Context"):
         orbax.Checkpointer(runs(), context=object())
+
+
+def test_a_callback_is_called_after_each_commit(our_manager: NewManager) -> None:
+    seen: list[list[int]] = []
+
+    def called() -> None:
+        seen.append(manager.all_steps(read=True))
+
+    options = ocp.CheckpointManagerOptions(
+        async_options=ocp.options.AsyncOptions(post_finalization_callback=called)
+    )
+    manager = our_manager(options=options)
+    for step in (1, 2):
+        manager.save(step, args=args.StandardSave(TREE))
+        manager.wait_until_finished()
+
+    assert [step in steps for step, steps in enumerate(seen, 1)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"active_processes": {0, 1}},
+            r"active_processes: expected None.*got \{0, 1\}",
+        ),
+        ({"primary_host": 1}, "primary_host: expected 0.*got 1"),
+        ({"primary_host": None}, "primary_host: expected 0.*got None"),
+    ],
+)
+def test_options_of_only_some_processes_are_rejected(
+    our_manager: NewManager, given: dict[str, Any], message: str
+) -> None:
+    options = ocp.CheckpointManagerOptions(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(**given)
+    )
+
+    with pytest.raises(store.InvalidRequestError, match=message):
+        our_manager(options=options)

@@ -25,10 +25,8 @@ from storesvc_client.orbax.metadata import (
     RootMetadata,
     numbers_of,
     root_metadata,
-    set_root_metadata,
     timestamps,
 )
-from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
 from storesvc_client.orbax.sequence import StepSequence
@@ -132,23 +130,17 @@ class Checkpointer:
         keep = None
         if preservation_policy is not None:
             keep = retention_of_policy(preservation_policy)
-        opened, close = open_run(directory, run, logger)
-        try:
-            self._steps = StepSequence(
-                opened,
-                save_policy=save_decision_policy or _as_often_as_possible(),
-                keep=keep,
-                multiprocessing_options=ocp.options.MultiprocessingOptions(),
-                is_read_only=False,
-                reports_saving=True,
-                on_close=close,
-            )
-            if custom_metadata and self._steps.is_leader:
-                set_root_metadata(opened, custom_metadata)
-        except BaseException:
-            if close is not None:
-                close()
-            raise
+        self._steps = StepSequence.opened(
+            directory,
+            run,
+            logger,
+            metadata=custom_metadata,
+            save_policy=save_decision_policy or _as_often_as_possible(),
+            keep=keep,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(),
+            is_read_only=False,
+            reports_saving=True,
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpointer of {self.directory}>"

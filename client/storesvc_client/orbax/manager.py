@@ -21,12 +21,11 @@ from storesvc_client.orbax.metadata import (
     StepMetadata,
     numbers_of,
     root_metadata,
-    set_root_metadata,
     timestamps,
 )
-from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.retention_options import metric_of, retention_of_options
 from storesvc_client.orbax.save_options import (
+    after_commit_of_options,
     default_options,
     needless_options,
     save_policy_of_options,
@@ -108,25 +107,20 @@ class CheckpointManager:
                 of=f"{type(handler).__name__} of {name!r}",
                 why="it has a format and limits of its own",
             )
-        opened, close = open_run(directory, run, logger)
-        try:
-            self._steps = StepSequence(
-                opened,
-                save_policy=policy,
-                keep=keep,
-                multiprocessing_options=self._options.multiprocessing_options,
-                is_read_only=self._options.read_only,
-                reports_saving=(
-                    self._options.enable_should_save_is_saving_in_progress_check
-                ),
-                on_close=close,
-            )
-            if metadata and not self._options.read_only and self._steps.is_leader:
-                set_root_metadata(opened, metadata)
-        except BaseException:
-            if close is not None:
-                close()
-            raise
+        self._steps = StepSequence.opened(
+            directory,
+            run,
+            logger,
+            metadata=metadata,
+            save_policy=policy,
+            keep=keep,
+            multiprocessing_options=self._options.multiprocessing_options,
+            is_read_only=self._options.read_only,
+            reports_saving=(
+                self._options.enable_should_save_is_saving_in_progress_check
+            ),
+            after_commit=after_commit_of_options(self._options),
+        )
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self.directory}>"

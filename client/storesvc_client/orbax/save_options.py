@@ -6,6 +6,7 @@ builds them.
 Decides only: reads no store and no clock.
 """
 
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any, Final
 
@@ -74,6 +75,7 @@ def needless_options(options: Any) -> list[str]:
     Raises:
         InvalidRequestError: An option that was set cannot be followed; names it.
     """
+    _check_processes(options.multiprocessing_options)
     lines = []
     for field in fields(options):
         if not _is_set(field, getattr(options, field.name)):
@@ -88,6 +90,27 @@ def needless_options(options: Any) -> list[str]:
             )
         lines.append(f"{field.name}= has no effect: {NEEDLESS[field.name]}")
     return lines
+
+
+def _check_processes(given: Any) -> None:
+    """Rejects options that would have only some processes of a job save."""
+    for name, expected in (("active_processes", None), ("primary_host", 0)):
+        found = getattr(given, name, expected)
+        if found != expected:
+            raise InvalidRequestError(
+                f"options: multiprocessing_options.{name}: expected {expected}, as all "
+                f"processes of a job save and process 0 decides, got {found!r}; leave "
+                "it out"
+            )
+
+
+def after_commit_of_options(options: Any) -> Callable[[], object] | None:
+    """Returns the function that Orbax calls after each commit; None: there is none."""
+    asynchronous = options.async_options
+    found: Callable[[], object] | None = getattr(
+        asynchronous, "post_finalization_callback", None
+    )
+    return found
 
 
 def save_policy_of_options(options: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
@@ -23,6 +23,7 @@ from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._save.handle import Save
 from storesvc_client._values.policies import RetentionPolicy, rule_of
 from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.telemetry import StepLogger
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     NotFoundError,
@@ -30,6 +31,8 @@ from storesvc_client.errors import (
     StoreError,
     UnavailableError,
 )
+from storesvc_client.orbax.metadata import set_root_metadata
+from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
 
 _log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class StepSequence:
         is_read_only: bool,
         reports_saving: bool,
         on_close: Callable[[], object] | None,
+        after_commit: Callable[[], object] | None = None,
     ) -> None:
         """Reads the steps of a run, and sets its retention policy if it has none.
 
@@ -76,6 +80,8 @@ class StepSequence:
             is_read_only: Whether nothing is saved, deleted or set.
             reports_saving: Whether policies see that a save is running.
             on_close: Called by ``close``.
+            after_commit: Called in the background after each commit; its exception
+                is raised where the error of the save would be.
 
         Raises:
             PreconditionError: The run has another retention policy.
@@ -87,6 +93,7 @@ class StepSequence:
         self._is_read_only = is_read_only
         self._reports_saving = reports_saving
         self._on_close = on_close
+        self._after_commit = after_commit
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
         self._last: Save | None = None
@@ -96,6 +103,43 @@ class StepSequence:
         self.reload()
         self._set_policy()
         self.infos()  # as in Orbax: what others save later is seen after reload
+
+    @classmethod
+    def opened(
+        cls,
+        place: Any,
+        run: str | None,
+        logger: StepLogger | None,
+        *,
+        metadata: Any,
+        is_read_only: bool,
+        **options: Any,
+    ) -> Self:
+        """Opens a run, and returns its steps.
+
+        Args:
+            place: A run, or the target of a store.
+            run: Name of the run, if ``place`` is a target without one.
+            logger: Receives the statistics of each save and restore.
+            metadata: Metadata of the run, kept unless it has some.
+            is_read_only: Whether nothing is saved, deleted or set.
+            **options: As for the constructor.
+
+        Raises:
+            InvalidRequestError: There is no name of a run, or two.
+            PreconditionError: The run has another retention policy.
+            StoreError: The store cannot be reached.
+        """
+        found, close = open_run(place, run, logger)
+        try:
+            made = cls(found, is_read_only=is_read_only, on_close=close, **options)
+            if metadata and not is_read_only and made.is_leader:
+                set_root_metadata(found, metadata)
+        except BaseException:
+            if close is not None:
+                close()
+            raise
+        return made
 
     @property
     def is_leader(self) -> bool:
@@ -179,7 +223,7 @@ class StepSequence:
         if job is not None and self._keep is not None:
             what = f"orbax/{self.run.name}"
             key = f"storesvc/{what}/{ordinal(job, what)}"
-        self._pending = info, self._finisher.submit(self._finish, save, key)
+        self._pending = info, self._finisher.submit(self._end, save, key)
         self._last = save
         return save
 
@@ -245,6 +289,12 @@ class StepSequence:
             self._finisher.shutdown()
             if self._on_close is not None:
                 self._on_close()
+
+    def _end(self, save: Save, key: str) -> None:
+        """Ends a save in the background."""
+        self._finish(save, key)
+        if self._after_commit is not None:
+            self._after_commit()
 
     def _finish(self, save: Save, key: str) -> None:
         """Waits for a commit, and for the retention policy, which process 0 applies.

@@ -5,14 +5,17 @@
         ...  # clients of gcs.url
 
 Every request is atomic, and every read sees the last write. It implements the calls
-that TensorStore's ``gcs`` driver, gcsfs and google-cloud-storage send; it has no XML
-API.
+that TensorStore's ``gcs`` driver, gcsfs and google-cloud-storage send; and of the XML
+API, the calls on objects that obstore sends. With `Tokens`, every request needs one,
+and the token service exchanges one for another that is limited to a prefix.
 
 | module | holds |
 |---|---|
 | contents, objects, listing | stored objects and preconditions, without I/O |
 | messages, multipart | requests and responses as values |
-| parameters, resources, uploads, batches, tokens, json_api | the JSON API |
+| parameters, resources, uploads, batches, json_api | the JSON API |
+| xml_api | the XML API |
+| tokens, grants, sts | tokens, their limits, and the exchange |
 | faults, outcomes, log, control | faults and log, for tests |
 | http, server, emulator | HTTP and the server |
 """

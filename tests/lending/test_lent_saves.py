@@ -1,8 +1,11 @@
 """Saves and restores of a client that has lent credentials only."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import storesvc_client as store
 from storesvc.lending.config import Lending
 from storesvc_client._save import data_files
+from storesvc_client._storage import lent_store
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.fake_gcs import ALWAYS, Delay, Tokens
@@ -25,6 +29,7 @@ from tests.support.lending import CONFIG, OWN, Cloud, emulated, served
 pytestmark = pytest.mark.emulated
 
 MIB = 1 << 20
+HOLD = f"namespaces/prod/runs/a/holds/{'0' * 32}"
 
 
 def drawn(mib: int, seed: int = 0) -> Any:
@@ -55,6 +60,34 @@ def test_a_save_and_a_restore_have_a_credential_each(cloud: Cloud) -> None:
     assert {"PUT"} == {line.split()[0] for line in written}
     assert {"GET"} == {line.split()[0] for line in read}
     assert all("/data/prod/a/pool/" in line for line in written + read)
+
+
+def test_threads_that_send_the_first_requests_share_an_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    new_loop = asyncio.new_event_loop
+
+    def slowly() -> asyncio.AbstractEventLoop:
+        time.sleep(0.05)  # as long as a switch of threads may take
+        return new_loop()
+
+    monkeypatch.setattr(lent_store, "_loops", loops)
+    monkeypatch.setattr(asyncio, "new_event_loop", slowly)
+
+    async def request() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(8) as pool:
+        calls = pool.map(lambda _: lent_store._started(request()), range(8))
+        found = [call.result() for call in calls]
+    for loop in loops:
+        loop.call_soon_threadsafe(loop.stop)
+        while loop.is_running():
+            time.sleep(0.001)
+        loop.close()
+
+    assert loops * 8 == found
 
 
 def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(
@@ -92,9 +125,9 @@ def test_credentials_of_a_short_life_are_renewed_during_a_save(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_files.BucketPool, "threads", 1)
-    cloud.lend_for(0.7)
+    cloud.lend_for(2.0)
     cloud.emulator.fault("PUT /bucket/.*/pool/", Delay(0.4), times=ALWAYS)
-    tree = {f"{n:02}": drawn(8, seed=n) for n in range(8)}
+    tree = {f"{n:02}": drawn(8, seed=n) for n in range(12)}
     with cloud.client() as client:
         run = client.run("prod/a")
         run.save(1, tree).result()
@@ -276,6 +309,17 @@ def test_nothing_is_lent_for_a_store_of_files(tmp_path: Path) -> None:
             request = access_api.LendCredentialsRequest(upload=writer.ref())
             with pytest.raises(grpc.RpcError, match="no credentials to lend") as e:
                 stub.LendCredentials(request, timeout=30)
+
+    assert grpc.StatusCode.FAILED_PRECONDITION == e.value.code()
+
+
+def test_a_server_without_a_policy_lends_nothing(server_address: str) -> None:
+    request = access_api.LendCredentialsRequest(hold=HOLD)
+    with (
+        grpc.insecure_channel(server_address) as channel,
+        pytest.raises(grpc.RpcError, match=r"\[lending\]") as e,
+    ):
+        AccessServiceStub(channel).LendCredentials(request, timeout=30)
 
     assert grpc.StatusCode.FAILED_PRECONDITION == e.value.code()
 

@@ -106,8 +106,10 @@ class AccessServiceServicer(object):
         """Lends a credential for the storage of the store, for one upload or for one held
         checkpoint, so that a client that reads or writes data files itself needs none of
         its own. A credential to read permits to read the data files of the run and nothing
-        else; one to write permits to create data files of the upload and nothing else.
-        Clients renew it before it expires, with another call.
+        else. One to write permits to create data files of the upload, and to read them,
+        since a writer that lost a response looks at what it has created; it permits
+        neither to replace nor to delete one, and nothing else. Clients renew it before it
+        expires, with another call.
 
         Not idempotent, but harmless to repeat: each call lends another credential.
         Deadline: 30 s.

@@ -290,7 +290,7 @@ def test_a_token_service_that_does_not_answer_is_unavailable() -> None:
     with emulated("gs") as cloud:
         writer = Writer(cloud.address, "prod/a", 1)
         writer.begin()
-        options = {"gcs_sts_url": "http://127.0.0.1:9/v1/token"}
+        options: Any = {"gcs_sts_url": "http://127.0.0.1:9/v1/token"}
         with (
             served(cloud.root, lambda: cloud.config[0], **options) as address,
             pytest.raises(grpc.RpcError, match="token service failed") as e,

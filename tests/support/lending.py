@@ -18,7 +18,7 @@ from obstore.store import GCSStore, S3Store
 import storesvc_client as store
 from storesvc.lending.config import Lending
 from storesvc.lending.lender import Lender
-from storesvc.rpc.security import OPEN
+from storesvc.rpc.security import OPEN, Security
 from storesvc.server import app, embedded
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as api
@@ -170,7 +170,11 @@ def emulated(provider: str) -> Iterator[Cloud]:
 
 @contextmanager
 def served(
-    root: str, config: Callable[[], Lending | None], **options: Any
+    root: str,
+    config: Callable[[], Lending | None],
+    *,
+    security: Security = OPEN,
+    **options: Any,
 ) -> Iterator[str]:
     """Serves a root in this process; yields the address."""
     stack = AsyncExitStack()
@@ -178,8 +182,8 @@ def served(
     async def start() -> int:
         opened = await app.open_store(root)
         lender = Lender(storage_at(root), config, **options)
-        security = replace(OPEN, lender=lender)
-        running = app.running(opened, "127.0.0.1:0", security=security)
+        lending = replace(security, lender=lender)
+        running = app.running(opened, "127.0.0.1:0", security=lending)
         return await stack.enter_async_context(running)
 
     port = embedded._run(start())

@@ -9,10 +9,11 @@ needs, straight into its buffers. Nothing is written, and nothing is copied.
 >>> state = run.restore(like=state, mesh=mesh, rules="recorded")  # doctest: +SKIP
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
@@ -24,7 +25,7 @@ from storesvc.format.names import Which
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
-from storesvc_client._foreign.location import open_location
+from storesvc_client._foreign.location import Location, open_location
 from storesvc_client._foreign.source import ForeignSource
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
@@ -41,6 +42,7 @@ from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
     PreconditionError,
+    StoreError,
 )
 
 if TYPE_CHECKING:
@@ -157,9 +159,39 @@ def open_foreign(
             f"{url}: expected keep_names= with safetensors only; leave it out"
         )
     location = open_location(place, storage_options=storage_options)
+    lookalike = partial(_lookalike, scheme, location)
+    try:
+        root = _opened(scheme, location, options)
+    except NotFoundError as e:
+        raise _with_hint(e, lookalike) from e
+    return ForeignRun(root, lookalike)
+
+
+def _opened(scheme: str, location: Location, options: Mapping[str, Any]) -> ForeignRoot:
     module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
     root: ForeignRoot = module.open_root(location, **options)
-    return ForeignRun(root)
+    return root
+
+
+def _lookalike(scheme: str, location: Location) -> str | None:
+    """Returns the URLs of the checkpoints of other formats at a location; None: no
+    other format has finished ones."""
+    place = location.url.removeprefix("file://")
+    found = []
+    for other in FORMATS:
+        with suppress(StoreError):
+            if other != scheme and _opened(other, location, {}).steps():
+                found.append(f"{other}:{place}")
+    return " or ".join(found) or None
+
+
+def _with_hint(
+    error: NotFoundError, lookalike: Callable[[], str | None]
+) -> NotFoundError:
+    """Returns an error that names the checkpoints of another format, if there are."""
+    other = lookalike()
+    hint = f"; there are some of another format: use {other}" if other else ""
+    return NotFoundError(f"{error}{hint}")
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -207,9 +239,13 @@ class ForeignRun:
     Threads may share it.
     """
 
-    def __init__(self, root: ForeignRoot) -> None:
+    def __init__(
+        self, root: ForeignRoot, lookalike: Callable[[], str | None] = lambda: None
+    ) -> None:
         self.root = root
         """Reads its steps."""
+        self._lookalike = lookalike
+        """Returns the URL of checkpoints of another format at the same place."""
 
     def __repr__(self) -> str:
         return f"<ForeignRun {self.name}>"
@@ -220,8 +256,22 @@ class ForeignRun:
         return self.root.url
 
     def steps(self) -> Sequence[int]:
-        """Returns the finished steps, ascending."""
-        return self.root.steps()
+        """Returns the finished steps, ascending.
+
+        Raises:
+            NotFoundError: There is nothing of this format, or only checkpoints of
+                another one.
+        """
+        try:
+            found = self.root.steps()
+        except NotFoundError as e:
+            raise _with_hint(e, self._lookalike) from e
+        if not found and (other := self._lookalike()):
+            raise NotFoundError(
+                f"{self.name}: expected finished checkpoints of this format, got some "
+                f"of another one; use {other}"
+            )
+        return found
 
     @listed("checkpoint")
     def checkpoints(self) -> Iterator[ForeignInfo]:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +18,7 @@ from storesvc.identity.issuer_config import Issuer
 from storesvc.identity.policy_document import PolicyDocument
 from storesvc.identity.policy_file import PolicyFile
 from storesvc.lending.lender import Lender
+from storesvc.quota.limits import QuotaRule
 from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.status import WIRE, reason_name
 from storesvc.storage.location import storage_at
@@ -57,7 +58,7 @@ def security_of(
     return Security(
         authenticate=Authenticator(document).authenticate,
         policy=lambda: document().policy,
-        quota_rules=lambda: (document().quotas, document().principal_quota),
+        quota_rules=lambda: quota_rules_of(document()),
         lender=Lender(storage_at(root), lambda: document().lending) if root else None,
         login_options=lambda: [
             login_option(each) for each in document().issuers if each.client_id
@@ -112,6 +113,13 @@ def reason_of(error: BaseException) -> str:
     """Returns the reason of an error in the contract; for others, its class."""
     wire = WIRE.get(type(error))  # type: ignore[arg-type]  # most are StoreErrors
     return type(error).__name__ if wire is None else reason_name(wire.reason)
+
+
+def quota_rules_of(
+    document: PolicyDocument,
+) -> tuple[Sequence[QuotaRule], QuotaRule | None]:
+    """Returns the quotas of namespaces, and the one of each principal."""
+    return document.quotas, document.principal_quota
 
 
 def login_option(issuer: Issuer) -> access_api.LoginOption:

@@ -123,7 +123,7 @@ def _caller(address: str, token: str | None) -> Callable[[int], None]:
 
     def call(count: int) -> None:
         for _ in range(count):
-            stub.ListRuns(request, metadata=metadata)
+            stub.ListRuns(request, metadata=metadata, timeout=60)
 
     return call
 

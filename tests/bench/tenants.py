@@ -33,8 +33,8 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.server_process import ServerProcess
 from tests.support.tokens import KEYS
 
-SAVES: Final = 12
-SAVED_BYTES: Final = 32 << 20
+SAVES: Final = 15
+SAVED_BYTES: Final = 8 << 20
 THREADS: Final = 16
 WARM_SECONDS: Final = 2.0
 
@@ -59,9 +59,9 @@ who = ["user:flood"]
 [[quotas]]
 namespaces = ["flood"]
 requests_per_second = 50
-streams = 4
+streams = 2
 watches = 32
-uploads = 2
+uploads = 1
 
 [quotas_per_principal]
 requests_per_second = 100

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -26,10 +27,14 @@ from joserfc import jwt
 from joserfc.jwk import KeySet
 
 import storesvc_client as store
+from storesvc.format.trees import pack_leaves
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.support.amplified_requests import all_amplified
+from tests.support.contract import tree_of
 from tests.support.server_process import ServerProcess
 from tests.support.tokens import KEYS
 
@@ -225,21 +230,67 @@ def _saves(address: str, metadata: Any, number: int) -> Callable[[], object]:
 
 
 def _unread(address: str, metadata: Any, number: int) -> Callable[[], object]:
-    """Reads the bytes of a checkpoint, and leaves each stream after a message."""
+    """Begins to read a manifest of many chunks, and reads no more of it."""
     token = metadata[0][1].removeprefix("Bearer ")
     with store.connect(address, token=token) as client:
-        run = client.run(f"flood/unread-{number}")
-        if run.latest_step() is None:
-            run.save(1, {"w": np.zeros(16 << 20, np.uint8)}).result()
+        run = client.run("flood/unread")
+        if number == 0 and run.latest_step() is None:
+            many = {str(leaf): np.zeros(1, np.uint8) for leaf in range(20_000)}
+            run.save(1, many).result()
     stub = CheckpointServiceStub(_channel(address, number))
     request = api.ReadManifestRequest(
-        name=f"namespaces/flood/runs/unread-{number}/checkpoints/latest"
+        name="namespaces/flood/runs/unread/checkpoints/latest"
     )
+    kept: list[Any] = []
 
     def work() -> None:
         stream = stub.ReadManifest(request, metadata=metadata)
         next(stream)
-        stream.cancel()
+        kept.append(stream)
+
+    return work
+
+
+def _amplified(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Sends messages whose entries take a hundred times their bytes as objects."""
+    channel = _channel(address, number)
+    unary = [each for each in all_amplified() if not each.method.client_streaming]
+    chosen = unary[number % len(unary)]
+    method = chosen.method
+    kind = "unary_stream" if method.server_streaming else "unary_unary"
+    call: Any = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}"
+    )
+    message = chosen.message()
+
+    def work() -> None:
+        answer = call(message, metadata=metadata, timeout=60)
+        if method.server_streaming:
+            list(answer)
+
+    return work
+
+
+def _writers(address: str, metadata: Any, number: int) -> Callable[[], object]:
+    """Begins uploads of the maximum number of writers, and asks for their state."""
+    stub = UploadServiceStub(_channel(address, number))
+    tree = tree_of(3)
+
+    def requests() -> Iterator[upload_api.BeginUploadRequest]:
+        yield upload_api.BeginUploadRequest(
+            parent=f"namespaces/flood/runs/writers-{number}",
+            request_id=str(uuid.uuid4()),
+            upload=upload_api.Upload(step=1, writer_count=65536),
+            leaf_count=len(tree.leaves),
+        )
+        for part in pack_leaves(tree):
+            leaves = tree_pb2.LeafTable.FromString(part)
+            yield upload_api.BeginUploadRequest(leaves=leaves)
+
+    def work() -> None:
+        begun = stub.BeginUpload(requests(), metadata=metadata, timeout=60).upload
+        request = upload_api.GetUploadRequest(name=begun.name)
+        stub.GetUpload(request, metadata=metadata, timeout=60)
 
     return work
 
@@ -257,6 +308,8 @@ FLOODS: Final[dict[str, Callable[[str, Any, int], Callable[[], object]]]] = {
     "stalled": _stalled,
     "saves": _saves,
     "unread": _unread,
+    "amplified": _amplified,
+    "writers": _writers,
 }
 """What the flooding tenant does."""
 

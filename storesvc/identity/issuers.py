@@ -12,6 +12,7 @@ import logging
 import ssl
 import time
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import URLError
@@ -103,7 +104,8 @@ class IssuerKeys:
     async def _read(self) -> None:
         try:
             self._keys = await asyncio.to_thread(read_keys, self._issuer)
-        except (OSError, ValueError) as e:  # a URLError is an OSError
+        # A URLError is an OSError; deep JSON is a RecursionError.
+        except (OSError, ValueError, HTTPException, RecursionError) as e:
             if _lines.admits((self._issuer.name,), now=time.monotonic()):
                 _log.warning(
                     "issuer %s: its keys cannot be read: %s", self._issuer.name, e
@@ -182,7 +184,7 @@ def _key_set(data: bytes) -> "KeySet":
         raise ValueError(f"expected public keys, got others ({e})") from e
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Follows no redirects: the URLs of issuers are configured."""
 
     def redirect_request(self, *args: Any) -> None:  # noqa: ARG002 - its signature
@@ -198,7 +200,7 @@ def _get(url: str, issuer: Issuer) -> bytes:
         raise ValueError(f"expected an https URL, got {url}")
     context = ssl.create_default_context(cafile=issuer.ca_file or None)
     opener = urllib.request.build_opener(
-        urllib.request.HTTPSHandler(context=context), _SameHost()
+        urllib.request.HTTPSHandler(context=context), _NoRedirects()
     )
     with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
         data: bytes = response.read(MAX_BYTES + 1)

@@ -3,6 +3,8 @@
 import hashlib
 import hmac
 import json
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,3 +291,45 @@ def test_a_file_of_keys_needs_no_issuer(tmp_path: Path) -> None:
             server = Served(address, issuer)
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
         assert issuer.requests == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"no HTTP at all",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 60_000,
+        b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 70_000,
+        b'HTTP/1.1 200 OK\r\n\r\n{"issuer": "https://evil.example"}',
+    ],
+    ids=range(7),
+)
+def test_a_broken_issuer_is_unreachable_and_no_bug(
+    tmp_path: Path, answer: bytes
+) -> None:
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        policy = tmp_path / "policy.toml"
+        policy.write_text(POLICY.format(url=url))
+        with (
+            issuing() as issuer,
+            serving(tmp_path / "store", security=security_of(policy)) as address,
+        ):
+            token = issuer.token(iss=url)
+            found = Served(address, issuer).outcome(f"Bearer {token}")
+        listener.shutdown(socket.SHUT_RDWR)
+
+    assert found == "ISSUER_UNREACHABLE"

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
@@ -205,12 +206,12 @@ def _answer(url: str, form: bytes | None) -> dict[str, Any]:
             data = response.read(MAX_BYTES)
     except urllib.error.HTTPError as e:
         data = e.read(MAX_BYTES)
-    except OSError as e:  # a URLError is an OSError
+    except (OSError, HTTPException) as e:  # a URLError is an OSError
         reason = getattr(e, "reason", None) or e
         raise Refusal(f"{url}: does not answer: {reason}; log in again later") from e
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise Refusal(f"{url}: expected JSON of an issuer, got another response")

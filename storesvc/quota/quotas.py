@@ -31,8 +31,9 @@ from storesvc_proto.v1 import access_service_pb2 as access_api
 MAX_SCOPES: Final = 10_000
 """Maximum idle scopes that are remembered: their names come from clients."""
 
-UPLOAD_SECONDS: Final = 600.0
-"""Time after its last call at which an upload no longer counts."""
+UPLOAD_SECONDS: Final = 120.0
+"""Time after its last call at which an upload no longer counts: a job that was killed
+begins another one when it is restarted."""
 
 USAGE_SECONDS: Final = 60.0
 """Age up to which the stored bytes of a namespace are used."""
@@ -119,6 +120,7 @@ class Quotas:
         self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
         self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
         self._usage: dict[str, _Usage] = {}
+        self._reading = asyncio.Lock()
 
     async def began(self, call: Call) -> None:
         """Waits for the turn of the principal, before the request is looked at.
@@ -251,9 +253,11 @@ class Quotas:
         for name, last in [*uploads.items()]:
             if now - last > UPLOAD_SECONDS:
                 del uploads[name]
-        if rule.uploads and len(uploads) >= rule.uploads:
+        upload = call.detail.get("name", "")
+        # A retry of a call whose response was lost is the same upload.
+        if rule.uploads and upload not in uploads and len(uploads) >= rule.uploads:
             raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
-        uploads[call.detail.get("name", "")] = now
+        uploads[upload] = now
 
     async def _check_stored(self, namespace: str) -> None:
         rule = rule_of(self._rules()[0], namespace)
@@ -280,14 +284,17 @@ class Quotas:
 
     async def _usage_of(self, namespace: str) -> _Usage:
         """Returns the stored bytes of a namespace, read a minute ago at most."""
-        found = self._usage.get(namespace)
-        now = self._clock()
-        if found is not None and now - found.at <= USAGE_SECONDS:
+        async with self._reading:  # callers that wait take what the first one has read
+            found = self._usage.get(namespace)
+            now = self._clock()
+            if found is not None and now - found.at <= USAGE_SECONDS:
+                return found
+            stored_bytes = await self._stored_bytes(namespace)
+            is_warned = found is not None and found.is_warned
+            if len(self._usage) >= MAX_SCOPES:
+                self._usage.clear()
+            found = self._usage[namespace] = _Usage(stored_bytes, now, is_warned)
             return found
-        stored_bytes = await self._stored_bytes(namespace)
-        is_warned = found is not None and found.is_warned
-        found = self._usage[namespace] = _Usage(stored_bytes, now, is_warned)
-        return found
 
 
 def namespace_of(call: Call) -> str:

@@ -130,6 +130,21 @@ def test_counts_return_to_zero_however_calls_end(
     assert not any(asyncio.run(run()))
 
 
+def test_a_retry_of_a_begin_is_the_same_upload() -> None:
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> None:
+        rule = QuotaRule(namespaces=("*",), uploads=1)
+        found = Quotas(lambda: ((rule,), None), stored)
+        for _ in range(3):
+            await found.permitted(call_of("BeginUpload", 1))
+        with pytest.raises(QuotaExceededError, match="1 uploads"):
+            await found.permitted(call_of("BeginUpload", 2))
+
+    asyncio.run(run())
+
+
 def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MAX_SCOPES", 10)
 

@@ -38,10 +38,12 @@ class PolicyFile:
         self._state = _state_of(path)
         self._document, self._digest = self._read()
         self._checked = time.monotonic()
+        _log.info("policy: %s, %s", path, self._digest)
 
     @property
     def digest(self) -> str:
-        """Identifies the policy in force: replicas with another one differ in it."""
+        """Identifies the policy in force, as the log has it: replicas with another
+        policy differ in it."""
         return self._digest
 
     def current(self) -> PolicyDocument:

@@ -222,4 +222,4 @@ def test_a_server_rejects_items_with_a_reason_of_their_own(
         writer.begin()
 
     assert "INVALID_ITEM" == caught.value.reason
-    assert {"item": "Config"} == caught.value.metadata
+    assert caught.value.metadata["item"] == "Config"

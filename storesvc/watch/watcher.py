@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from storesvc.access.call import may
+from storesvc.access.permissions import Permission
+from storesvc.access.policy import Namespace
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
 from storesvc.clock import Clock
@@ -115,7 +118,7 @@ class Watcher:
                     position = at
                     if isinstance(change, CorruptDataError):
                         yield WatchEvent(None, self._token(position, parent))
-                        raise change
+                        raise _for_caller(change, namespace, run)
                     if change.outcome is Outcome.LANDED:
                         yield WatchEvent(change, self._token(position, parent))
                         beat = self._clock.elapsed() + self._token_seconds
@@ -295,6 +298,19 @@ class _Feed:
                 await asyncio.wait_for(landings.wait(), seconds)
             landings.clear()
             await self.poll()
+
+
+def _for_caller(
+    error: CorruptDataError, namespace: str, run: str | None
+) -> CorruptDataError:
+    """Returns the error of a damaged record, without its name if the watch is of a
+    namespace of which the caller may not list each run."""
+    if run is not None or may(Permission.RUNS_LIST, Namespace(namespace)):
+        return error
+    return CorruptDataError(
+        f"a record of namespace {namespace} is damaged; resume with the last token, "
+        "and ask an administrator of the store to verify it"
+    )
 
 
 def _parsed(of: RunName | str) -> tuple[str, str | None, str]:

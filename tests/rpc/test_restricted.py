@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +347,34 @@ def test_a_call_ends_when_the_credential_of_its_caller_expires(
 def test_work_of_the_server_itself_is_permitted() -> None:
     assert current.get() is None
     assert may(Permission.RUNS_LIST, AllRuns())
+
+
+def test_a_watch_of_a_namespace_names_no_damaged_run_that_is_hidden(
+    tmp_path: Path,
+) -> None:
+    with restricted(tmp_path / "store") as server:
+        server.policies.policy = Policy(anonymous="admin")
+        stub = CheckpointServiceStub(grpc.insecure_channel(server.address))
+        request = api.WatchCheckpointsRequest(parent="namespaces/aaa")
+        first = stub.WatchCheckpoints(request, timeout=30)
+        token = next(first).resume_token
+        first.cancel()
+        Writer(server.address, "aaa/hidden", 1).save()
+        (record,) = (tmp_path / "store").glob("**/hidden/checkpoints/*")
+        record.write_bytes(b"damaged")
+
+        def watched(caller: str) -> tuple[str, str]:
+            watch = CheckpointServiceStub(server.channel(caller)).WatchCheckpoints
+            again = api.WatchCheckpointsRequest(
+                parent="namespaces/aaa", resume_token=token
+            )
+            return refused(partial(watch, timeout=30), again)
+
+        server.policies.bind(
+            ("reader", "aaa/other", "user:a"), ("reader", "aaa/*", "user:b")
+        )
+        some, everything = watched("user:a"), watched("user:b")
+
+    assert (some[0], everything[0]) == ("CORRUPT_DATA", "CORRUPT_DATA")
+    assert "hidden" in everything[1]
+    assert "hidden" not in some[1]

@@ -139,7 +139,7 @@ test-easydel: $(EASYDEL_VENV)/.installed
 
 # The slow tests of EasyDeL's states, then every class of its registry, saved by one process
 # and restored by its class in another, on another mesh: half an hour. CI takes a class of
-# each third task.
+# each sixth task.
 #   make sweep-easydel CLASSES=Llama
 sweep-easydel: $(EASYDEL_VENV)/.installed
 	$(if $(CLASSES),,$(EASYDEL_VENV)/bin/python -m pytest -m slow tests/easydel)

@@ -38,6 +38,7 @@ def test_the_first_process_decides_when_time_is_due_and_all_resume(
     assert [1, 2, 3, 4] == client.run(RUN).steps()
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_the_same_step_in_all_processes_and_ends(
     server: ServerProcess, client: store.Client, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK, Region
 from storesvc.format.trees import MAX_LEAF_BYTES
 from storesvc.storage.location import CONCURRENCY, RETRIES
+from storesvc_client._foreign.blosc_chunks import BloscChunks, is_blosc
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -94,6 +95,10 @@ class TensorStoreArray:
                 f"{MAX_CHUNK_BYTES}, got {self.shape} {self.dtype} in chunks of "
                 f"{chunk}; write it again in smaller chunks"
             )
+        codec = store.codec
+        self._blosc: BloscChunks | None = None
+        if codec is not None and is_blosc(codec.to_json(), row=row):
+            self._blosc = BloscChunks(store, chunk=chunk, chunk_bytes=self._chunk_bytes)
 
     @property
     def has_checksums(self) -> bool:
@@ -109,6 +114,8 @@ class TensorStoreArray:
             _check_memory(self._chunk_bytes, self._row)
         index: tuple[Any, ...] = tuple(slice(start, stop) for start, stop in region)
         with translated(self._row):
+            if self._blosc is not None:
+                self._blosc.check(region)
             source = self._store[(*index, ...)]
             if region:
                 source = source[ts.d[:].translate_to[0]]

@@ -56,6 +56,7 @@ def blosc_bomb() -> bytes:
     spec = zarr2(BLOSC, shape=[4 << 20, 1], chunks=[4 << 20, 1])
     array = ts.open({**spec, "kvstore": {"driver": "memory"}}, create=True).result()
     array.write(np.ones((4 << 20, 1), np.float32)).result()
+    assert array.kvstore is not None
     real = array.kvstore.read("0.0").result().value
     block_bytes, first, second = (
         int.from_bytes(real[at : at + 4], "little") for at in (8, 16, 20)

@@ -38,6 +38,7 @@ class BloscChunks:
             chunk: Shape of a chunk.
             chunk_bytes: Bytes of a chunk after decoding.
         """
+        assert store.kvstore is not None  # zarr has one
         self._values = store.kvstore
         self._metadata = store.spec().to_json()["metadata"]
         self._chunk = chunk

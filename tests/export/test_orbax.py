@@ -1,6 +1,9 @@
 """Exports to Orbax, read by Orbax itself: every kind of leaf, bit by bit."""
 
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,8 +268,7 @@ def test_a_damaged_chunk_leaves_no_step_and_a_retry_completes_it(
 
     with pytest.raises(store.DataLossError, match="leaf 'w'"):
         opened.export(f"orbax:{tmp_path}/x", cast="float32")
-    with ocp.CheckpointManager(tmp_path / "x") as manager:
-        assert [] == manager.all_steps()
+    assert [] == list((tmp_path / "x").iterdir())
     flip(file, 100)
     opened.export(f"orbax:{tmp_path}/x", cast="float32")
 
@@ -282,6 +284,60 @@ def test_a_missing_data_file_is_data_loss(saved: Save, tmp_path: Path) -> None:
         opened.export(f"orbax:{tmp_path}/x")
 
     assert not (tmp_path / "x" / "100").exists()
+
+
+def test_an_export_that_fails_keeps_no_link(saved: Save, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with store.connect(root.as_uri()) as client:
+        run = client.run(RUN)
+        tree = {"a": np.arange(1000.0), "b": np.arange(1000.0)}
+        run.save(1, tree).result()
+        (first,) = data_files(root)[:1]
+        run.save(2, tree | {"b": np.ones(1000)}).result()
+        (second,) = [each for each in data_files(root)[:2] if each != first]
+        second.rename(tmp_path / "moved")
+
+        with pytest.raises(store.DataLossError, match="got no file"):
+            run.open(2).export(f"orbax:{tmp_path}/x")
+
+    assert 1 == first.stat().st_nlink
+    assert [] == list((tmp_path / "x").iterdir())
+
+
+KILLED = """
+import resource, signal, sys
+import storesvc_client as store
+
+target, run, url = sys.argv[1:]
+with store.connect(target) as client:
+    opened = client.run(run).open(100)
+    # The first file beyond the limit kills the process: the documents of the item,
+    # which are written after the links.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+    opened.export(url)
+"""
+
+
+def test_a_repeated_export_removes_the_links_of_one_that_was_killed(
+    saved: Save, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    tree = {f"leaf-{n:03}": np.arange(10.0) for n in range(200)}
+    opened = saved(root.as_uri(), tree)
+    url = f"orbax:{tmp_path}/x"
+    largest = data_files(root)[0]
+
+    arguments = [sys.executable, "-c", KILLED, root.as_uri(), RUN, url]
+    killed = subprocess.run(arguments, check=False)
+    assert -signal.SIGXFSZ == killed.returncode
+    assert 2 == largest.stat().st_nlink
+    with ocp.CheckpointManager(tmp_path / "x") as manager:
+        assert [] == manager.all_steps()
+    opened.export(url)
+
+    assert 2 == largest.stat().st_nlink
+    assert ["100"] == [each.name for each in (tmp_path / "x").iterdir()]
 
 
 @pytest.mark.parametrize(

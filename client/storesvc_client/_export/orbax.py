@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,11 @@ from storesvc_client._export.target import (
 )
 from storesvc_client._values.item_values import decoded
 from storesvc_client._values.progress import Meter
-from storesvc_client.errors import InvalidRequestError, PreconditionError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    StoreError,
+)
 from storesvc_proto.v1 import tree_pb2 as pb
 
 COMMITTED: Final = "commit_success.txt"
@@ -319,10 +323,16 @@ def _new_directory(place: Path) -> Generator[Path]:
         try:
             lock(descriptor, part, place)
             remains = LocalTarget(part)
-            for name in remains.names():  # of an export that has failed
+            for name in remains.names():  # of an export that was killed
                 remains.remove(name)
-            yield part
-            part.rename(place)
+            try:
+                yield part
+                part.rename(place)
+            except BaseException:
+                # Its links would keep data files that the store has deleted.
+                with suppress(StoreError):
+                    remains.remove("")
+                raise
             sync_directory(place.parent)
         finally:
             os.close(descriptor)

@@ -181,6 +181,7 @@ def test_an_interrupted_copy_is_resumed(prod: store.Run, lab: store.Run) -> None
     assert [False, True] == [done.is_new for done in prod.copy_to(lab)]
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_run_is_copied_from_bucket_to_bucket(
     prod: store.Run, gcs: FakeGcs, s3: FakeS3

@@ -83,6 +83,7 @@ def test_training_goes_on_as_if_it_had_not_ended(run: store.Run) -> None:
     assert {EPOCH_LABEL: "4"} == newest.labels
 
 
+@pytest.mark.slow
 def test_every_variable_comes_back_bit_for_bit(run: store.Run) -> None:
     model = compiled()
     fitted(model, StoreCheckpoint(run), epochs=1)

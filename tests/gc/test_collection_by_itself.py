@@ -3,6 +3,8 @@
 import asyncio
 from datetime import timedelta
 
+import pytest
+
 from storesvc.catalog import slots
 from storesvc.catalog.records import read_record
 from storesvc.format import layout
@@ -74,6 +76,7 @@ def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
     async def main() -> None:
         process = await started()

@@ -587,6 +587,7 @@ def test_a_failure_costs_its_own_step_only(
         assert f"{run.name}@{step} exists already" in message
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_last_step_is_not_tolerated(served: InProcessServer) -> None:
     with store.connect(served.address) as client:
         run = client.run("tests/last")

@@ -245,6 +245,7 @@ def test_all_processes_step_back_from_damage_that_one_of_them_finds(
 # Departures and decisions, in a job of threads.
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_fails_the_saves_that_it_has_not_begun() -> None:
     job = ThreadJob(2)
     first, second = job.process(0), job.process(1)

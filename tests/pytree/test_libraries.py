@@ -13,6 +13,7 @@ from flax.training import dynamic_scale
 from flax.training.train_state import TrainState
 
 import storesvc_client as store
+from tests.support.examples import sampled
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 TX = optax.adamw(optax.cosine_decay_schedule(0.1, 100))
@@ -130,7 +131,8 @@ def averaged() -> Trained:
     return Trained(state, step)
 
 
-STATES = [train_state, equinox_module, haiku_params, averaged]
+# all but the first one compile for seconds
+STATES = sampled([averaged, train_state, equinox_module, haiku_params], every=4)
 
 
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)

@@ -225,6 +225,7 @@ def test_the_saved_sharding_is_the_default_where_it_fits(run: store.Run) -> None
     assert isinstance(run.restore(1)["x"], np.ndarray)
 
 
+@pytest.mark.slow
 def test_a_leaf_of_many_chunks_is_restored_on_other_shards(run: store.Run) -> None:
     values = np.random.default_rng(0).integers(0, 2**31, (4_099, 4_096), np.int32)
     run.save(0, {"x": values}).result()

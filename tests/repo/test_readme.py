@@ -21,7 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -83,13 +83,11 @@ SAMPLE = next(b for b in blocks_of(DOCS / "storectl.md") if b.language == "pytho
 """Makes the store of the examples."""
 
 
-def each_block(language: str, *, slow_in: Path | None = None) -> pytest.MarkDecorator:
-    """Returns the mark of a test of each block in a language; those in a folder are
-    slow."""
+def each_block(language: str, *, slow: Collection[Path] = ()) -> pytest.MarkDecorator:
+    """Returns the mark of a test of each block in a language; blocks of some documents
+    are slow."""
     found = [
-        pytest.param(
-            block, marks=pytest.mark.slow if block.document.parent == slow_in else ()
-        )
+        pytest.param(block, marks=pytest.mark.slow if block.document in slow else ())
         for block in BLOCKS
         if block.language == language
     ]
@@ -185,7 +183,7 @@ def test_the_roles_of_a_document_have_the_permissions_of_the_code() -> None:
     assert [row for row, _ in rows] == [*Permission]
 
 
-@each_block("python")
+@each_block("python", slow=[DOCS / "easydel.md", DOCS / "training.md"])
 def test_an_example_prints_what_it_shows(block: Block, root: Path) -> None:
     assert shown_prints(block) == executed(block, root)
 
@@ -210,7 +208,7 @@ def test_the_training_loop_resumes_where_it_was_killed(tmp_path: Path) -> None:
         assert "yes" == client.run("demo/linear").checkpoint(50).labels["kept"]
 
 
-@each_block("console", slow_in=DOCS)
+@each_block("console", slow=list(DOCS.glob("*.md")))
 def test_the_command_line_prints_what_a_document_shows(
     block: Block, sample: Path, root: Path
 ) -> None:

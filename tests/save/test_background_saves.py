@@ -234,6 +234,7 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
     either.save(1, tree, snapshot="none").result()
 
 
+@pytest.mark.slow
 def test_a_save_waits_for_the_one_before_unless_it_is_queued(
     embedded: store.Run,
 ) -> None:

@@ -197,6 +197,7 @@ def test_a_resumed_save_does_not_rewrite_stored_chunks(
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
+@pytest.mark.slow
 def test_bytes_in_flight_are_bounded(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

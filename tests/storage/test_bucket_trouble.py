@@ -291,6 +291,7 @@ def test_a_list_with_a_failed_page_is_an_error(
     within(test)
 
 
+@pytest.mark.slow
 def test_the_limit_of_concurrent_requests_is_used_in_full(
     root: str, gcs: FakeGcs
 ) -> None:
@@ -305,6 +306,7 @@ def test_the_limit_of_concurrent_requests_is_used_in_full(
     assert asyncio.run(test(f"{root}?concurrency=2", 8)) >= 4 * 0.3
 
 
+@pytest.mark.slow
 def test_throttled_requests_slow_down_and_all_succeed(
     within: Within, gcs: FakeGcs
 ) -> None:

@@ -86,6 +86,7 @@ def test_calls_of_a_hanging_file_fail_at_once_until_it_returns() -> None:
     with_hanging(main)
 
 
+@pytest.mark.slow
 def test_more_files_may_hang_than_there_are_threads() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         for at in range(file_threads.THREADS + 3):

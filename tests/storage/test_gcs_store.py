@@ -184,7 +184,7 @@ def test_a_flipped_bit_in_an_object_is_reported(
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    "action", sampled([Status(429), Status(503), Reset(), Lost()], every=2)
+    "action", sampled([Status(429), Status(503), Reset(), Lost()], every=4)
 )
 def test_a_save_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any
@@ -216,6 +216,7 @@ def test_a_restore_outlasts_transient_errors(
     assert_equal(tree, run.restore(1, like=tree))
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_commit_that_a_bucket_does_not_answer_is_hedged(
     client: store.Client, gcs: FakeGcs
@@ -229,6 +230,7 @@ def test_a_commit_that_a_bucket_does_not_answer_is_hedged(
     assert_equal(tree, run.restore(1, like=tree))
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     client: store.Client, gcs: FakeGcs, caplog: pytest.LogCaptureFixture

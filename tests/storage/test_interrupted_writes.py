@@ -4,6 +4,7 @@ import asyncio
 import threading
 from pathlib import Path
 
+import pytest
 import tensorstore as ts
 
 from storesvc.storage import directories
@@ -27,6 +28,7 @@ def test_a_write_ignores_the_leftovers_of_a_killed_write(tmp_path: Path) -> None
     assert ["b"] == [path.name for path in (tmp_path / "a").iterdir()]
 
 
+@pytest.mark.slow
 def test_temporary_files_of_running_writes_are_kept(tmp_path: Path) -> None:
     store = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
     stop = threading.Event()

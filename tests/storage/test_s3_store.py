@@ -72,6 +72,7 @@ def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
     return {"x": jax.device_put(values, spec), "step": 7}
 
 
+@pytest.mark.slow
 def test_a_job_resumes_from_its_checkpoint_in_another_process_on_another_mesh(
     root: str, tmp_path: Path, s3: FakeS3
 ) -> None:

@@ -97,6 +97,7 @@ def leaves(state: Any) -> dict[str, tuple[Any, bytes]]:
     return {leaf.key: (dtype_of(leaf.value), raw(leaf.value)) for leaf in named}
 
 
+@pytest.mark.slow
 def test_a_state_is_rebuilt_bit_by_bit_and_goes_on_alike(
     run: store.Run, state: EasyDeLState
 ) -> None:

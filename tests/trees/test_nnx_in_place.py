@@ -83,6 +83,7 @@ def values(*of: Any) -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_place_as_if_it_had_not_ended(run: store.Run) -> None:
     model, optimizer = trained()
     losses(model, optimizer)

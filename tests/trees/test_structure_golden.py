@@ -72,7 +72,14 @@ def id_of(file: Path) -> str:
     return f"{file.parent.name}-{file.stem}"
 
 
-@pytest.mark.parametrize("file", OTHERS, ids=id_of)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=pytest.mark.slow if file.stem == "transformer" else ())
+        for file in OTHERS
+    ],
+    ids=id_of,
+)
 def test_a_document_of_another_release_makes_the_same_module(file: Path) -> None:
     case = CASES[case_of(file)]
     _, state, expected = made(case_of(file))

@@ -115,13 +115,11 @@ def termination(*, is_shared: bool, on_signal: Callable[[], object]) -> Terminat
         on_signal: Called once SIGTERM was received, if the processes of a job do not
             agree at each step.
     """
-    from storesvc_client._pytree.training_loop import (
-        has_preemption_service,
-        reached_sync_point,
-    )
+    from storesvc_client._pytree.training_loop import reached_sync_point
 
-    if has_preemption_service():
-        return JobTermination(reached_sync_point)
+    asks = reached_sync_point()
+    if asks is not None:
+        return JobTermination(asks)
     if is_shared:
         _log.warning(
             "SIGTERM will not save: jax_enable_preemption_service is off, which the "

@@ -28,6 +28,7 @@ RIGHT = {
 ALIKE = {("levanter", "easydel"), ("safetensors", "easydel"), ("eformer", "hf")}
 
 
+@pytest.mark.slow
 def test_each_wrong_format_is_answered_with_the_right_one(old: Path) -> None:
     for folder, right in RIGHT.items():
         for wrong in set(RIGHT.values()) - {right}:

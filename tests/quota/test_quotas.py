@@ -180,6 +180,7 @@ def limited(tmp_path: Path) -> Iterator[Callable[[str], ServerProcess]]:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_rate_slows_a_save_and_fails_none(
     limited: Callable[[str], ServerProcess],
 ) -> None:

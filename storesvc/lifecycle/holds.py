@@ -124,29 +124,20 @@ class Holds:
 
         Raises:
             HoldNotFoundError: The hold does not exist.
+            PermissionDeniedError: Another principal created it.
             HoldExpiredError: The hold expired, and the checkpoint may be purged.
             ConflictError: The hold or its checkpoint changes all the time.
         """
 
         async def attempt() -> pb.HoldRecord:
-            found = await self._read(name)
-            if found is None:
-                raise HoldNotFoundError(
-                    f"{name} does not exist, or was collected; create another one",
-                    hold=name.hold,
-                )
-            _check_principal(name, found[0])
-            # The record may come from a clock that is behind this one: a hold counts
-            # as expired only if no plausible clock error explains its age.
-            if expire_time(found[0]) + MARGIN <= self._clock.now():
-                raise _expired(name, found[0])
-            record = self._renewed(found[0])
+            found, generation = await self._live(name)
+            record = self._renewed(found)
             # 1. Write the hold.
-            await self._write(name, record, found[1])
+            await self._write(name, record, generation)
             # 2. Read the slot: another process may have counted the hold as expired,
             #    and purged.
             if await self._held(name.run, record, is_new=False) is None:
-                raise _expired(name, found[0])
+                raise _expired(name, found)
             return record
 
         return await update_record(attempt, record=str(name), hold=name.hold)
@@ -159,6 +150,10 @@ class Holds:
             HoldNotFoundError: The hold does not exist.
             HoldExpiredError: The hold expired, and the checkpoint may be purged.
         """
+        return (await self._live(name))[0]
+
+    async def _live(self, name: HoldName) -> tuple[pb.HoldRecord, Generation]:
+        """Returns the record of a hold as ``live`` does, and its generation."""
         found = await self._read(name)
         if found is None:
             raise HoldNotFoundError(
@@ -166,9 +161,11 @@ class Holds:
                 hold=name.hold,
             )
         _check_principal(name, found[0])
+        # The record may come from a clock that is behind this one: a hold counts as
+        # expired only if no plausible clock error explains its age.
         if expire_time(found[0]) + MARGIN <= self._clock.now():
             raise _expired(name, found[0])
-        return found[0]
+        return found
 
     async def delete(self, name: HoldName) -> None:
         """Releases a hold; does nothing if it does not exist.

@@ -62,7 +62,7 @@ def main() -> None:
         servers = {"open": _server(folder, "open")}
         servers["restricted"] = _server(folder, "restricted", *restricted)
         try:
-            _measure(servers, _token())
+            _measure(servers, token_of("bench"))
         finally:
             for server in servers.values():
                 server.stop()
@@ -76,9 +76,10 @@ def _server(folder: Path, name: str, *arguments: str) -> ServerProcess:
     return server
 
 
-def _token() -> str:
+def token_of(name: str) -> str:
+    """Returns a token that the servers of a benchmark accept."""
     now = int(time.time())
-    claims = {"iss": "https://issuer.example", "aud": "storesvc", "sub": "bench"}
+    claims = {"iss": "https://issuer.example", "aud": "storesvc", "sub": name}
     return jwt.encode(
         {"alg": "ES256", "kid": KEYS["ES256"].kid},
         {**claims, "iat": now, "exp": now + 3600},

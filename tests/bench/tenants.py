@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import grpc
 import numpy as np
-from joserfc import jwt
 from joserfc.jwk import KeySet
 
 import storesvc_client as store
@@ -33,6 +32,7 @@ from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.bench.identity import token_of
 from tests.support.amplified_requests import all_amplified
 from tests.support.contract import tree_of
 from tests.support.server_process import ServerProcess
@@ -115,18 +115,6 @@ def _row(kind: str, server: ServerProcess, timed: Callable[[], float]) -> None:
     alone = min(before, timed())
     ratio = flooded / alone
     print(f"{kind:10} {alone * 1e3:7.0f} {flooded * 1e3:8.0f} {ratio:6.2f}", flush=True)
-
-
-def token_of(name: str) -> str:
-    """Returns the token of a tenant."""
-    now = int(time.time())
-    claims = {"iss": "https://issuer.example", "aud": "storesvc", "sub": name}
-    return jwt.encode(
-        {"alg": "ES256", "kid": KEYS["ES256"].kid},
-        {**claims, "iat": now, "exp": now + 3600},
-        KEYS["ES256"],
-        algorithms=["ES256"],
-    )
 
 
 def _saver(client: store.Client) -> Callable[[], float]:
@@ -311,7 +299,7 @@ FLOODS: Final[dict[str, Callable[[str, Any, int], Callable[[], object]]]] = {
     "amplified": _amplified,
     "writers": _writers,
 }
-"""What the flooding tenant does."""
+"""The kinds of floods."""
 
 
 if __name__ == "__main__":

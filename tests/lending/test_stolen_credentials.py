@@ -1,4 +1,4 @@
-"""What the thief of a lent credential can do, and cannot."""
+"""A stolen credential permits nothing beyond its boundary."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -37,12 +37,16 @@ NOTICE_SECONDS: Final = 0.5
 """Time during which a stopping server still accepts calls, until clients that watch its
 health have received the change."""
 
+_MAX_METADATA_BYTES: Final = 16 << 10
+"""A token of the maximum size (8 KiB) and all else that a client sends with a call."""
+
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 100),
-    ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.absolute_max_metadata_size", 16 << 10),
+    # Between the two limits, gRPC would reject some calls at random.
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 20_000),

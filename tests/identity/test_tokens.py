@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joserfc import jws
 
+from storesvc.identity.tokens import MAX_TOKEN_BYTES
 from storesvc.server.security import security_of
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
@@ -207,6 +208,16 @@ def test_a_hostile_token_is_rejected_with_its_reason(served: Served, name: str) 
     reason, make = HOSTILE[name]
 
     assert served.outcome(f"Bearer {make(served.issuer)}") == reason
+
+
+def test_a_token_of_the_maximum_size_is_always_accepted(served: Served) -> None:
+    size = len(served.issuer.token(extra=""))
+    token = served.issuer.token(extra="x" * ((MAX_TOKEN_BYTES - size) * 3 // 4 - 2))
+    assert MAX_TOKEN_BYTES - 8 < len(token) <= MAX_TOKEN_BYTES
+
+    found = {served.outcome(f"Bearer {token}") for _ in range(20)}
+
+    assert found == {"user:alice@corp.example"}
 
 
 @pytest.mark.parametrize("scheme", ["Basic {}", "{}", "Bearer", "Token {}"])

@@ -174,7 +174,7 @@ LOCK_easydel := pyproject.toml --all-extras --group easydel
 # Locks of the images in deploy/: at the versions that the tests run with.
 TESTED_PINS := --constraint requirements/dev.lock
 LOCK_wheel := --group wheel $(TESTED_PINS)
-LOCK_server := pyproject.toml --extra server --extra auth --extra gcs --extra s3 $(TESTED_PINS)
+LOCK_server := pyproject.toml --extra server --extra auth --extra otel --extra gcs --extra s3 $(TESTED_PINS)
 LOCK_training := $(LOCK_server) --extra jax
 lock:
 	@test -x $(BIN)/uv || { echo "Run 'make test' first: it installs uv." >&2; exit 1; }

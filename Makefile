@@ -112,6 +112,8 @@ wheel-test: $(INSTALLED)
 deploy-test: $(INSTALLED)
 	@command -v kubectl >/dev/null || { echo "make deploy-test needs kubectl, for its" \
 	  "kustomize: install Debian's kubernetes-client, or any newer one." >&2; exit 1; }
+	@command -v promtool >/dev/null || { echo "make deploy-test needs Prometheus:" \
+	  "install Debian's prometheus, or any newer one." >&2; exit 1; }
 	$(BIN)/yamllint --strict --config-file deploy/.yamllint.yaml deploy
 	$(BIN)/hadolint deploy/Dockerfile
 	$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib tests/deploy

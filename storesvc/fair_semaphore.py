@@ -20,6 +20,7 @@ from itertools import count
 from typing import Final
 
 from storesvc.errors import LimitExceededError
+from storesvc.telemetry.events import Span, Waited, publish
 
 WAIT_SECONDS: Final = 20.0
 """Maximum wait of a call for its turn: below the deadlines of calls."""
@@ -84,7 +85,9 @@ class FairSemaphore:
 
     async def _granted(self, waiter: _Waiter) -> None:
         if not waiter.granted.done():
+            span = Span()
             await asyncio.wait({waiter.granted}, timeout=WAIT_SECONDS)
+            publish(Waited(purpose=self._purpose, seconds=span.seconds))
         if not waiter.granted.done():
             raise LimitExceededError(
                 f"the server {self._purpose} for its maximum of concurrent calls, and "

@@ -25,6 +25,7 @@ from storesvc.format.audit_chain import (
     digest_of,
     line_of,
 )
+from storesvc.telemetry.events import AuditFailed, publish
 
 _TAIL_BYTES: Final = 64 << 10
 """Bytes at the end of a file that have its last line."""
@@ -106,6 +107,7 @@ class AuditLog:
             except OSError as e:
                 _log.error("audit log %s: cannot be written: %s", self._path, e)
                 for each in batch:
+                    publish(AuditFailed())
                     self._end(each, e)
             else:
                 for each in batch:

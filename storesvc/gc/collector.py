@@ -38,12 +38,13 @@ from storesvc.gc.expiry import Expirations, Expiry
 from storesvc.gc.garbage import Garbage, GarbageFinder
 from storesvc.gc.history import History
 from storesvc.gc.lease_expiry import LeaseExpiry
-from storesvc.gc.run_state import RunReader
+from storesvc.gc.run_state import RunReader, contents_of
 from storesvc.gc.sweep import Sweeper
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.references import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
 from storesvc.storage.bucket import Bucket
+from storesvc.telemetry.events import RunCollected, RunContents, Span, publish
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """Minimum time since something lost its use, for readers without a hold."""
@@ -178,10 +179,11 @@ class Collector:
         self, run: RunName, *, grace: timedelta
     ) -> AsyncGenerator[Progress, None]:
         """Makes a pass over a run; yields its progress."""
-        progress = Progress(run=run)
+        progress, span, contents = Progress(run=run), Span(), None
         try:
             await reach(Failpoint.COLLECT_BEFORE_LIST)
             seen = await self._reader.read_once(run)
+            contents = contents_of(seen)
             # 1. to 3. Abort expired uploads, apply retention, purge: in this order, so
             #    that the base of an aborted upload, and what retention deleted without
             #    a delay, can be purged in the same pass.
@@ -213,6 +215,7 @@ class Collector:
             await self._reserve.put_back()
         except StoreError as e:
             progress = progress.failed(e)
+        publish(_event(progress, contents, span))
         await reach(Failpoint.COLLECT_BEFORE_REPLY)
         yield replace(progress, is_done=True)
 
@@ -245,3 +248,19 @@ class Collector:
         """Deletes the oldest announcements of the journals of namespaces."""
         for namespace in namespaces:
             await self._reserve.spent_on(self._journal.trim, namespace)
+
+
+def _event(
+    progress: Progress, contents: RunContents | None, span: Span
+) -> RunCollected:
+    return RunCollected(
+        run=str(progress.run),
+        start=span.start,
+        seconds=span.seconds,
+        aborted_uploads=progress.aborted_uploads,
+        deleted_checkpoints=progress.deleted_checkpoints,
+        purged_checkpoints=progress.purged_checkpoints,
+        deleted_objects=progress.deleted_objects,
+        is_unavailable=progress.is_unavailable,
+        contents=contents,
+    )

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import damaged, read_record
-from storesvc.catalog.slots import fault
+from storesvc.catalog.slots import COMMITTED, UPLOADING, fault
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
@@ -23,12 +23,34 @@ from storesvc.gc.mark import RunState, uploads_needing_records
 from storesvc.gc.read_agreement import agree
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.telemetry.events import RunContents
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 10
 """Maximum reads of all slots, while some are freed or taken over."""
 _LISTS: Final = 10
 """Maximum lists of the slots, while new ones appear."""
+
+
+def contents_of(state: RunState) -> RunContents:
+    """Returns what a run holds."""
+    slots = state.slots.values()
+    committed = [slot for slot in slots if slot.state == COMMITTED]
+    open_since = [
+        slot.create_time.ToNanoseconds() / 1e9
+        for slot in slots
+        if slot.state == UPLOADING
+    ]
+    return RunContents(
+        checkpoints=len(committed),
+        logical_bytes=sum(slot.size_bytes for slot in committed),
+        own_bytes=sum(slot.own_bytes for slot in committed),
+        newest_commit=max(
+            (slot.commit_time.ToNanoseconds() / 1e9 for slot in committed), default=0.0
+        ),
+        uploads_open=len(open_since),
+        oldest_upload=min(open_since, default=0.0),
+    )
 
 
 class RunReader:

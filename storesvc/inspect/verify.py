@@ -46,7 +46,9 @@ from storesvc.inspect.damage import Damage, LeafMetadata
 from storesvc.inspect.verify_report import Report, Tally
 from storesvc.storage.ocdbt_reader import ValueLocation
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.telemetry.events import DamageFound, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import maintenance_service_pb2 as api
 
 VERIFICATIONS_AT_ONCE: Final = 2
 """Maximum verifications in a process; each holds a manifest."""
@@ -102,13 +104,21 @@ class Verifier:
                     tally.advance(len(read.chunks), read.stop - read.start)
                     if self._clock.elapsed() - reported >= REPORT_SECONDS:
                         for report in tally.reports():
+                            _publish(run, record, report)
                             yield report
                         reported = self._clock.elapsed()
             await _check_key_space(reading, manifest, tally)
             tally.add(await reading.file_table(manifest))
             tally.close()
             for report in tally.reports():
+                _publish(run, record, report)
                 yield report
+
+
+def _publish(run: RunName, record: pb.CheckpointRecord, report: Report) -> None:
+    for each in report.damages:
+        kind = api.Damage.Kind.Name(each.kind).removeprefix("KIND_").lower()
+        publish(DamageFound(run=str(run), step=record.step, kind=kind))
 
 
 class _Reading:

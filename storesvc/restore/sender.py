@@ -20,6 +20,7 @@ from storesvc.format.names import RunName
 from storesvc.restore.read_scheduler import Reader, ReadScheduler, Urgency
 from storesvc.restore.read_units import Unit, plan_units
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.telemetry.events import ChunksMoved, publish
 
 READS_AHEAD: Final = 3
 """Units that a stream has read or in flight, in addition to the one that it sends."""
@@ -93,22 +94,28 @@ class Sender:
         reader = self._scheduler.join(units)
         try:
             while reader.remaining:
-                sent, count = 0, 1
+                sent, count, size_bytes = 0, 1, 0
                 while sent < count:
                     # Look the unit up for each message: while a slow client receives
                     # one, the unit may be evicted, and a local reference to its
                     # messages would keep their memory.
-                    response, count = await self._response(reader, sent)
+                    response, count, size_bytes = await self._response(reader, sent)
                     await self._pacer.wait_turn()
                     yield response
                     del response
                     sent += 1
                 self._forget(self._scheduler.finish(reader))
+                publish(
+                    ChunksMoved(direction="out", path="stream", size_bytes=size_bytes)
+                )
         finally:
             self._forget(self._scheduler.leave(reader))
 
-    async def _response(self, reader: Reader[Unit], number: int) -> tuple[bytes, int]:
-        """Returns one message of the unit that a reader takes now, and their count."""
+    async def _response(
+        self, reader: Reader[Unit], number: int
+    ) -> tuple[bytes, int, int]:
+        """Returns one message of the unit that a reader takes now, the number of its
+        messages, and its bytes."""
         unit = self._scheduler.take(reader) or await self._wait_for_unit(reader)
         try:
             responses = self._reads[unit].result()
@@ -119,7 +126,7 @@ class Sender:
             raise
         if number == 0:
             self._read_ahead(reader)
-        return responses[number], len(responses)
+        return responses[number], len(responses), unit.size
 
     async def _wait_for_unit(self, reader: Reader[Unit]) -> Unit:
         """Waits for a unit that a reader can take."""

@@ -31,7 +31,7 @@ from storesvc.errors import (
 from storesvc.format.names import InvalidNameError
 from storesvc.quota.quotas import namespace_of
 from storesvc.rpc.requests import MESSAGE_TYPE
-from storesvc.rpc.status import abort
+from storesvc.rpc.status import abort, note_status
 from storesvc.storage.log_throttle import LogThrottle
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
@@ -145,6 +145,7 @@ async def _translated(context: Context) -> AsyncIterator[None]:
     except Exception:  # noqa: BLE001 - a boundary: details go to the log only
         bug = uuid.uuid4().hex[:8]
         _log.exception("bug %s", bug)
+        note_status(grpc.StatusCode.INTERNAL, "")
         await context.abort(
             grpc.StatusCode.INTERNAL,
             f"a bug of the server, {bug} in its log; please report it",

@@ -29,6 +29,7 @@ from storesvc.rpc.boundary import (
 from storesvc.rpc.permissions import RULES, Public
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import request_id_trailer
+from storesvc.telemetry.scope import scope
 
 LEEWAY_SECONDS: Final = 30.0
 """Time after which a call ends whose credential has expired: clocks differ."""
@@ -79,7 +80,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             principal=ANONYMOUS,
             policy=security.policy(),
             method=rpc,
-            request_id=uuid.uuid4().hex,
+            request_id=_request_id(),
             peer=context.peer(),
             observers=security.observers,
         )
@@ -100,6 +101,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             for observer in call.observers:
                 await observer.ended(call, error)
+
+
+def _request_id() -> str:
+    """Returns the id of the call: the one of its measurement, so that logs, spans and
+    the audit log have the same."""
+    measured = scope.get()
+    return uuid.uuid4().hex if measured is None else measured.request_id
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from storesvc.rpc.boundary import Context
+from storesvc.rpc.status import note_status
 
 
 class HealthCalls(HealthServicer):
@@ -34,6 +35,7 @@ class HealthCalls(HealthServicer):
         self, request: HealthCheckRequest, context: Context
     ) -> HealthCheckResponse:
         if request.service not in self._names:
+            note_status(grpc.StatusCode.NOT_FOUND, "")
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return self._health(request)
 

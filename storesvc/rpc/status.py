@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 
 from storesvc import errors
 from storesvc.access.call import current
+from storesvc.telemetry.scope import scope
 from storesvc_proto.v1 import errors_pb2 as pb
 
 DOMAIN: Final = "storesvc"
@@ -223,6 +224,7 @@ async def abort(
 ) -> NoReturn:
     """Ends a call with the status of an error."""
     status = rpc_status.to_status(status_of(error))
+    note_status(status.code, reason_name(WIRE[type(error)].reason))
     try:
         await context.abort(
             status.code,
@@ -235,6 +237,13 @@ async def abort(
         task.add_done_callback(partial(_clear, e))
         raise
     raise AssertionError("abort returned")
+
+
+def note_status(code: grpc.StatusCode, reason: str) -> None:
+    """Notes how the call in progress ends, for its measurement."""
+    measured = scope.get()
+    if measured is not None:
+        measured.status, measured.reason = code.name, reason
 
 
 def request_id_trailer() -> tuple[tuple[str, str], ...]:

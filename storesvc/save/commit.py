@@ -57,6 +57,7 @@ from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _WRITES: Final = 4
@@ -120,6 +121,7 @@ class Commits:
             ChunksIncompleteError: A chunk is missing, or several writers sent it.
             ConflictError: The slot changed at the same time.
         """
+        span = Span()
         # 1. If an earlier try of this call has committed, and only its reply was lost,
         #    return its record.
         record = await self._uploads.known_record(name)
@@ -131,7 +133,7 @@ class Commits:
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
                 return await self._settled(name, slot)
-            return await self._commit(name, record, slot, seen, received)
+            return await self._commit(name, record, slot, seen, received, span)
 
     async def _commit(
         self,
@@ -140,6 +142,7 @@ class Commits:
         slot: pb.CheckpointRecord,
         seen: Generation,
         received: Awaitable[_Received],
+        span: Span,
     ) -> pb.CheckpointRecord:
         # 2. Objects before the slot: after a crash in the other order, a committed slot
         #    would name a manifest that is missing. Another call may commit in the
@@ -163,6 +166,7 @@ class Commits:
             return await self._after_conflict(name, record, e)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.landed(name.run.namespace)
+        publish(_event(name, committed, span))
         # 5. Receipts and staging last: without them the upload could not be committed
         #    again. The record names none of them; after a crash here, garbage
         #    collection deletes them.
@@ -377,6 +381,19 @@ class Commits:
         except StoreError:
             # The commit stands; garbage collection deletes the rest.
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
+
+
+def _event(name: UploadName, record: pb.CheckpointRecord, span: Span) -> Committed:
+    return Committed(
+        run=str(name.run),
+        step=record.step,
+        upload=name.upload,
+        start=span.start,
+        seconds=span.seconds,
+        stored_bytes=record.stored_bytes,
+        own_bytes=record.own_bytes,
+        chunk_count=record.chunk_count,
+    )
 
 
 def _moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:

@@ -36,6 +36,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.failpoints import Failpoint, reach
+from storesvc.format.chunks import ChunkLocations
 from storesvc.format.wire import Frame
 from storesvc.offload import offload
 from storesvc.save.batch_admission import (
@@ -50,6 +51,7 @@ from storesvc.save.staging_tables import stage
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.new_object import NewObject
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.telemetry.events import ChunksMoved, Path, publish
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4
@@ -146,6 +148,7 @@ class Receiver:
         # 3. Record the chunks, now that they are durable: after a crash of the machine
         #    a commit would otherwise claim files that lost their contents.
         await stage(self._bucket, upload.name, writer, sums, places)
+        publish(_received("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
 
@@ -165,6 +168,7 @@ class Receiver:
                 batch_file.batch.completed, batch_file.batch.table, batch_file.file
             )
             await stage(self._bucket, upload.name, writer, sums, places)
+        publish(_received("stream", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return batch_file.batch.completed
 
@@ -202,6 +206,10 @@ class Receiver:
         discarding.add_done_callback(
             lambda _: self.admission.release(batch_file.permit)
         )
+
+
+def _received(path: Path, places: ChunkLocations) -> ChunksMoved:
+    return ChunksMoved(direction="in", path=path, size_bytes=int(places.length.sum()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,7 @@ from storesvc.rpc import registry
 from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.rpc.calls import CallInterceptor
 from storesvc.rpc.health import HealthCalls
+from storesvc.rpc.measurement import MeasuringInterceptor
 from storesvc.rpc.read_only import ReadOnly
 from storesvc.rpc.security import OPEN, Security
 from storesvc.server.tls import Tls
@@ -121,6 +122,7 @@ async def running(
     # The quotas first: what they reject is no intent of the audit log.
     security = replace(security, observers=(quotas, *security.observers))
     interceptors: list[grpc.aio.ServerInterceptor] = [
+        MeasuringInterceptor(),
         ErrorInterceptor(),
         CallInterceptor(security),
     ]

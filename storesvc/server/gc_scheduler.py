@@ -12,7 +12,7 @@ commit in this process, so that "the latest 3" does not exceed three for long.
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, timedelta
 from typing import Final
@@ -25,6 +25,7 @@ from storesvc.format.names import RunName
 from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.store import Store
+from storesvc.telemetry.events import Span, StoreCollected, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)
@@ -145,21 +146,39 @@ async def _collect_periodically(
 
 async def _collect_all(store: Store, lease: Lease) -> None:
     """Makes one pass over all runs; an error in one run does not stop the others."""
-    renewal = asyncio.create_task(lease.keep())
+    renewal, span = asyncio.create_task(lease.keep()), Span()
     try:
-        runs, failures = await store.catalog.run_names(None), FailureLimit()
-        for run in runs:
-            with _logged(f"the collection of {run}"):
-                await _collect(store, run, failures)
-            if failures.is_reached:
-                _log.warning("a pass over all runs was abandoned at %s", run)
-                return
+        runs = await store.catalog.run_names(None)
+        is_complete = await _collect_each(store, runs)
+        publish(
+            StoreCollected(
+                start=span.start,
+                seconds=span.seconds,
+                runs=tuple(map(str, runs)),
+                is_complete=is_complete,
+            )
+        )
+        if not is_complete:
+            return
         for namespace in sorted({run.namespace for run in runs}):
             with _logged(f"the trimming of the journal of {namespace}"):
                 await store.collector.trim([namespace])
     finally:
         renewal.cancel()
         await asyncio.gather(renewal, return_exceptions=True)
+
+
+async def _collect_each(store: Store, runs: Sequence[RunName]) -> bool:
+    """Collects runs one after another; returns False if the pass was abandoned because
+    the storage is unavailable."""
+    failures = FailureLimit()
+    for run in runs:
+        with _logged(f"the collection of {run}"):
+            await _collect(store, run, failures)
+        if failures.is_reached:
+            _log.warning("a pass over all runs was abandoned at %s", run)
+            return False
+    return True
 
 
 async def _collect(store: Store, run: RunName, failures: FailureLimit) -> None:

@@ -24,6 +24,7 @@ from storesvc.server.app import (
     running,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
+from storesvc.server.metrics import MetricsPort, measured
 from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
 from storesvc.storage.location import is_writable, storage_at
@@ -58,6 +59,8 @@ class Serving:
     """Role of every caller, in addition to the policy; empty: none."""
     audit: Audit | None = None
     """The audit log; None: there is none."""
+    metrics: MetricsPort | None = None
+    """Address of the metrics; None: none are served."""
 
     @property
     def address(self) -> str:
@@ -80,6 +83,8 @@ class Serving:
                 "gc interval: expected 0 or more, got "
                 f"{self.gc_interval.total_seconds():g} s"
             )
+        if self.metrics is not None:
+            self.metrics.check()
         if insecure or is_loopback(self.host):
             return
         if not self.tls:
@@ -165,7 +170,9 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     )
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
+    certificate = serving.tls.certificate if serving.tls else None
     async with (
+        measured(serving.metrics, certificate=certificate) as metrics_port,
         audited(security, serving.audit) as security,
         running(
             store,
@@ -178,6 +185,8 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     ):
         # 2. Report the address only now: calls are accepted.
         ready(replace(serving, port=port))
+        if serving.metrics and metrics_port:
+            _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
         # 3. The collection ends before the drain, and gives its lease back.
         async with collecting(store, interval):
             await stop.wait()

@@ -6,10 +6,12 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Generic, TypeVar, assert_never
 
 from storesvc.storage.hedging import CallSchedule, Hedging, Limits, Step
 from storesvc.storage.log_throttle import LogThrottle
+from storesvc.telemetry.events import Retried, publish
 
 T = TypeVar("T")
 
@@ -19,8 +21,15 @@ _log = logging.getLogger(__name__)
 class HedgedSender:
     """Sends the reads, the writes or the conditional changes of one storage."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, operation: str) -> None:
+        """Creates it.
+
+        Args:
+            limits: Limits of the calls.
+            operation: Kind of the calls: "read", "write" or "change".
+        """
         self._hedging = Hedging(limits)
+        self._operation = operation
         self._throttle = LogThrottle()
 
     async def answer(
@@ -37,7 +46,8 @@ class HedgedSender:
         Raises:
             TimeoutError: There was no response within the deadlines of all attempts.
         """
-        call = _Call(ask, self._hedging, size_bytes, name, self._throttle)
+        schedule = partial(self._hedging.begin, size_bytes)
+        call = _Call(ask, schedule, self._operation, name, self._throttle)
         try:
             return await call.answer()
         finally:
@@ -50,17 +60,18 @@ class _Call(Generic[T]):
     def __init__(
         self,
         ask: Callable[[], Awaitable[T]],
-        hedging: Hedging,
-        size_bytes: int,
+        begin: Callable[..., CallSchedule],
+        operation: str,
         name: str,
         throttle: LogThrottle,
     ) -> None:
         self._ask = ask
         self._clock = asyncio.get_running_loop().time
+        self._operation = operation
         self._name = name
         self._throttle = throttle
         self._in_flight: set[asyncio.Future[T]] = set()
-        self._schedule: CallSchedule = hedging.begin(size_bytes, now=self._clock())
+        self._schedule = begin(now=self._clock())
         self._is_answered = False
 
     async def answer(self) -> T:
@@ -96,10 +107,12 @@ class _Call(Generic[T]):
             case Step.FAIL:
                 raise TimeoutError
             case Step.HEDGE:
+                publish(Retried(operation=self._operation, kind="hedge"))
                 self._send()
             case Step.RETRY:
                 # Abandon first: an overloaded storage must not get more requests.
                 self._abandon()
+                publish(Retried(operation=self._operation, kind="retry"))
                 self._log_late()
                 self._send()
             case Step.WAIT:

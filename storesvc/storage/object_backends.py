@@ -42,7 +42,7 @@ class MemoryBackend:
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
         self._root = opened.root
-        self._writes = HedgedSender(hedging.WRITES)
+        self._writes = HedgedSender(hedging.WRITES, "write")
 
     async def read(self, path: str) -> Stored | None:
         return await kvstore.read(self._root, path)
@@ -105,8 +105,8 @@ class RemoteBackend(MemoryBackend):
 
     def __init__(self, opened: OpenedStorage) -> None:
         super().__init__(opened)
-        self._reads = HedgedSender(hedging.READS)
-        self._changes = HedgedSender(hedging.CHANGES)
+        self._reads = HedgedSender(hedging.READS, "read")
+        self._changes = HedgedSender(hedging.CHANGES, "change")
 
     async def read(self, path: str) -> Stored | None:
         return await self._reads.answer(

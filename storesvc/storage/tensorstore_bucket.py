@@ -26,6 +26,13 @@ from storesvc.storage.object_backends import GcsBackend, MemoryBackend, S3Backen
 from storesvc.storage.ocdbt_reader import KeySpace
 from storesvc.storage.opened_storage import OpenedStorage, open_storage
 from storesvc.storage.s3 import S3Deletes
+from storesvc.telemetry.events import (
+    Operation,
+    Span,
+    StorageRequested,
+    is_observed,
+    publish,
+)
 
 T = TypeVar("T")
 
@@ -68,11 +75,11 @@ class TensorStoreBucket:
         return bool(self._storage.spec["driver"] == FILE_DRIVER)
 
     async def read(self, path: str) -> Stored | None:
-        with self._at(path):
+        with self._at(path, "read"):
             return await self._backend.read(path)
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
-        with self._at(path):
+        with self._at(path, "read"):
             return await self._backend.read_range(path, start, stop)
 
     async def read_parts(
@@ -83,19 +90,19 @@ class TensorStoreBucket:
         Raises:
             CorruptDataError: The data file is missing or shorter.
         """
-        with self._at(path):
+        with self._at(path, "read"):
             return await self._backend.read_parts(path, start, stop, parts)
 
     async def write(
         self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        with self._at(path):
+        with self._at(path, "write"):
             return await self._backend.write(path, data, condition)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes an object of unique name, as the concatenation of its parts; durable
         when it returns. An error may leave a part of it."""
-        with self._at(path):
+        with self._at(path, "write"):
             await self._backend.write_new(path, parts)
 
     async def create(self, path: str) -> NewObject:
@@ -114,21 +121,21 @@ class TensorStoreBucket:
 
     async def keep(self, new: NewObject) -> None:
         """Ends a new object; durable when it returns."""
-        with self._at(new.path):
+        with self._at(new.path, "write"):
             await self._backend.keep(new)
 
     async def adopt(self, path: str) -> None:
         """Makes durable that another process has written an object."""
-        with self._at(path):
+        with self._at(path, "sync"):
             await self._backend.adopt(path)
 
     async def settle(self, path: str) -> None:
-        with self._at(path):
+        with self._at(path, "sync"):
             await self._backend.settle(path)
 
     async def delete(self, path: str, *, generation: Generation | None = None) -> None:
         try:
-            with self._at(path):
+            with self._at(path, "delete"):
                 await self._backend.delete(path, generation)
         except PreconditionError:
             # If the response was lost, the retry of our own deletion finds no object.
@@ -136,7 +143,7 @@ class TensorStoreBucket:
                 raise
 
     async def delete_below(self, prefix: str) -> None:
-        with translated(self._storage, prefix):
+        with self._request(prefix, "delete"):
             await self._backend.delete_below(prefix)
 
     async def first_names(self, limit: int) -> list[str]:
@@ -150,7 +157,7 @@ class TensorStoreBucket:
             return await self._backend.first_names(limit)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
-        with translated(self._storage, prefix):
+        with self._request(prefix, "list"):
             return await self._backend.list_paths(prefix, after)
 
     def key_space(self, *, path: str, pool: str) -> KeySpace:
@@ -163,11 +170,34 @@ class TensorStoreBucket:
         return KeySpace(self, path=path, pool=pool)
 
     @contextmanager
-    def _at(self, path: str) -> Generator[None]:
-        """Rejects an invalid path, and translates errors that are raised inside."""
+    def _at(self, path: str, operation: Operation) -> Generator[None]:
+        """Rejects an invalid path; a request for a valid one runs inside."""
         self._storage.check(path)
-        with translated(self._storage, path):
+        with self._request(path, operation):
             yield
+
+    @contextmanager
+    def _request(self, path: str, operation: Operation) -> Generator[None]:
+        """Translates the errors of a request, and publishes its end."""
+        span = Span()
+        try:
+            with translated(self._storage, path):
+                yield
+        except BaseException as e:
+            span.error = type(e).__name__
+            raise
+        finally:
+            if is_observed():
+                publish(
+                    StorageRequested(
+                        storage=self._storage.spec["driver"],
+                        operation=operation,
+                        path=path,
+                        error=span.error,
+                        start=span.start,
+                        seconds=span.seconds,
+                    )
+                )
 
 
 def _backend(opened: OpenedStorage) -> Backend:

@@ -1,7 +1,6 @@
 """The examples: a Job's pods train together, and resume from what they saved."""
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ import storesvc_client as store
 from tests.conftest import gcs_root
 from tests.deploy.manifests import DEPLOY, jobs_of, read
 from tests.fake_gcs import FakeGcs
+from tests.support.sockets import free_port
 
 EXAMPLES = DEPLOY / "examples"
 PODS = 2
@@ -31,13 +31,6 @@ def container_of(example: str) -> Any:
 def variables_of(container: Any) -> dict[str, str]:
     """Returns the environment of a container."""
     return {entry["name"]: entry["value"] for entry in container["env"]}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def run_pods(container: Any, root: str, place: Path, *, steps: int) -> list[list[str]]:

@@ -53,7 +53,8 @@ def examples() -> list[Object]:
 
 def refusals(found: Object) -> list[str]:
     """Returns the errors of Kubernetes for an object."""
-    if found["apiVersion"].startswith("cert-manager.io/"):  # no schema comes with it
+    # no schemas come with Kubernetes
+    if found["apiVersion"].startswith(("cert-manager.io/", "monitoring.")):
         return []
     if found["kind"] == "JobSet":
         return [text for job in jobs_of(found) for text in refusals(job)]

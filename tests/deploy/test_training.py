@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +9,10 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
+from tests.support.sockets import free_port
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "examples" / "train.py"
 RUN = "examples/train"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def options(root: Path, *, steps: int) -> list[str]:

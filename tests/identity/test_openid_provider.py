@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from storesvc.identity import issuers
 from storesvc.server.security import security_of
 from storesvc_client.cli.group import main
 from tests.support.faulty_server import serving
+from tests.support.sockets import free_port
 
 HERE: Final = Path(__file__).parent / "oidc"
 
@@ -51,8 +51,7 @@ class OpenIdProvider:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._process: subprocess.Popen[str] | None = None
         self.url = f"http://127.0.0.1:{self._port}"
 

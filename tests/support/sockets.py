@@ -1,6 +1,14 @@
 """Sockets of this machine, as the kernel lists them."""
 
+import socket
 from pathlib import Path
+
+
+def free_port() -> int:
+    """Returns a port that no process listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def sockets(port: str) -> set[str]:

@@ -95,6 +95,25 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Interval between collections of garbage; 0s disables them.",
 )
 @click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics for Prometheus over HTTP, without authentication.",
+)
+@click.option(
+    "--metrics-host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address of --metrics-port.",
+)
+@click.option(
+    "--metrics-run",
+    "metrics_runs",
+    multiple=True,
+    metavar="RUN",
+    help="Run whose newest commit is a metric; repeatable.",
+)
+@click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
 )
 def serve(
@@ -114,6 +133,9 @@ def serve(
     read_only: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
+    metrics_port: int | None,
+    metrics_host: str,
+    metrics_runs: tuple[str, ...],
     log_level: str,
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
@@ -137,6 +159,7 @@ def serve(
     _require_server()
     from storesvc.errors import StoreError
     from storesvc.server import process
+    from storesvc.server.metrics import MetricsPort
     from storesvc.server.security import Audit
     from storesvc.server.tls import Tls
 
@@ -147,6 +170,9 @@ def serve(
     audit = None
     if audit_log:
         audit = Audit(file=audit_log, reads=audit_reads, best_effort=audit_best_effort)
+    metrics = None
+    if metrics_port is not None:
+        metrics = MetricsPort(port=metrics_port, host=metrics_host, runs=metrics_runs)
     what = process.Serving(
         root=root,
         host=host,
@@ -157,6 +183,7 @@ def serve(
         policy=policy,
         anonymous=anonymous or "",
         audit=audit,
+        metrics=metrics,
     )
     try:
         process.serve(what, insecure=insecure, ready_file=ready_file)

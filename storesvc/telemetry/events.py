@@ -1,0 +1,239 @@
+"""Events of the service: what happened, when, for how long, and of what size.
+
+Each event is published once, where its outcome is known, to all subscribers of the
+process. Subscribers run in the publishing thread, so they must only count or enqueue.
+Without subscribers, ``publish`` costs the check of an empty list.
+
+Sizes are in bytes, durations in seconds, times in seconds since the epoch.
+
+Example:
+    >>> seen = []
+    >>> subscribe(seen.append)
+    >>> publish(Retried(operation="read", kind="hedge"))
+    >>> seen
+    [Retried(operation='read', kind='hedge')]
+    >>> unsubscribe(seen.append)
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Operation: TypeAlias = Literal["read", "write", "sync", "list", "delete"]
+"""Kinds of requests to a storage; a sync makes durable what another process wrote."""
+
+Direction: TypeAlias = Literal["in", "out"]
+Path: TypeAlias = Literal["stream", "direct"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted:
+    """A call of the contract has arrived."""
+
+    method: str
+    """``package.Service/Method``; "other" if the server has none of this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnded:
+    """A call has ended, in any way."""
+
+    method: str
+    status: str
+    """Name of the gRPC status: "OK", "NOT_FOUND"."""
+    start: float
+    seconds: float
+    received_bytes: int
+    """Bytes of all messages of the client."""
+    sent_bytes: int
+    """Bytes of all messages of the server."""
+    reason: str = ""
+    """Reason of the error in the contract; empty: none."""
+    request_id: str = ""
+    principal: str = ""
+    subject: Mapping[str, str] = field(default_factory=dict)
+    """Subject of the call: ``run``, ``step``, ``upload``, as far as it is known."""
+    parent: str = ""
+    """``traceparent`` of the caller (W3C Trace Context); empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRequested:
+    """A request to the storage has ended, with all of its hedges and retries."""
+
+    storage: str
+    """Kind of the storage: "file", "gcs", "memory" or "s3"."""
+    operation: Operation
+    path: str
+    """Path of the object, or prefix of the list."""
+    error: str
+    """Class of the error; empty: it succeeded."""
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retried:
+    """A request to the storage was sent again."""
+
+    operation: str
+    """Kind of the request: "read", "write" or "change" (a conditional write)."""
+    kind: Literal["hedge", "retry"]
+    """A hedge is sent in addition to a slow request, a retry instead of a late one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksMoved:
+    """Stored chunks have passed between a client and the storage.
+
+    Counts what passed: a chunk that is sent again after a lost connection counts again.
+    """
+
+    direction: Direction
+    path: Path
+    """Through a stream to this server, or directly between client and storage."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """An upload has become a checkpoint; published once for each checkpoint."""
+
+    run: str
+    step: int
+    upload: str
+    start: float
+    seconds: float
+    """Seconds from the call of the commit to the checkpoint."""
+    stored_bytes: int
+    """Bytes of all stored chunks of the checkpoint."""
+    own_bytes: int
+    """Bytes of the chunks that this upload sent; the rest is reused."""
+    chunk_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited:
+    """A call has waited for its turn."""
+
+    purpose: str
+    """Work that is limited, such as "checks tables"."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContents:
+    """Contents of a run."""
+
+    checkpoints: int
+    """Committed checkpoints that are not deleted."""
+    logical_bytes: int
+    """Bytes of their leaves and items."""
+    own_bytes: int
+    """Bytes of the chunks that each of them wrote: what they occupy together."""
+    newest_commit: float
+    """Time of the newest commit; 0 if there is none."""
+    uploads_open: int
+    oldest_upload: float
+    """Time when the oldest open upload began; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCollected:
+    """A pass of the garbage collection over one run has ended."""
+
+    run: str
+    start: float
+    seconds: float
+    aborted_uploads: int
+    deleted_checkpoints: int
+    purged_checkpoints: int
+    deleted_objects: int
+    is_unavailable: bool
+    """True if the storage did not answer or denied access."""
+    contents: RunContents | None
+    """Contents of the run before the pass; None: it could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCollected:
+    """A pass of the garbage collection over all runs has ended."""
+
+    start: float
+    seconds: float
+    runs: tuple[str, ...]
+    """All runs of the store."""
+    is_complete: bool
+    """False if the pass was abandoned because the storage is unavailable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamageFound:
+    """A check has found damage in a checkpoint."""
+
+    run: str
+    step: int
+    kind: str
+    """``Damage.Kind`` of the contract in small letters: "missing", "corrupt"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFailed:
+    """An entry could not be written to the audit log."""
+
+
+Event: TypeAlias = (
+    CallStarted
+    | CallEnded
+    | StorageRequested
+    | Retried
+    | ChunksMoved
+    | Committed
+    | Waited
+    | RunCollected
+    | StoreCollected
+    | DamageFound
+    | AuditFailed
+)
+
+Subscriber: TypeAlias = Callable[[Event], object]
+
+_subscribers: list[Subscriber] = []
+
+
+def subscribe(subscriber: Subscriber) -> None:
+    """Calls a function with each event that is published from now on."""
+    _subscribers.append(subscriber)
+
+
+def unsubscribe(subscriber: Subscriber) -> None:
+    """Calls a function no longer."""
+    _subscribers.remove(subscriber)
+
+
+def is_observed() -> bool:
+    """Returns whether anything receives events, to save the work of building one."""
+    return bool(_subscribers)
+
+
+def publish(event: Event) -> None:
+    """Passes an event to all subscribers."""
+    for subscriber in _subscribers:
+        subscriber(event)
+
+
+class Span:
+    """Measures something from its creation on."""
+
+    __slots__ = ("_since", "error", "start")
+
+    def __init__(self) -> None:
+        self.start = time.time()
+        self._since = time.perf_counter()
+        self.error = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._since

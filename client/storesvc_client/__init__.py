@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.progress_bar import progress_bar
     from storesvc_client._values.quotas import Quota
     from storesvc_client._values.reports import (
+        PhaseSpan,
         ProcessReading,
         Rehearsal,
         RestoreReport,
@@ -131,6 +132,7 @@ __all__ = [
     "PeerFailedError",
     "PerProcess",
     "PermissionDeniedError",
+    "PhaseSpan",
     "Plot",
     "PreconditionError",
     "ProcessReading",
@@ -214,7 +216,7 @@ _HOMES: Final = {
         "_values.findings",
     ),
     **dict.fromkeys(
-        ("ProcessReading", "Rehearsal", "RestoreReport", "SaveReport"),
+        ("PhaseSpan", "ProcessReading", "Rehearsal", "RestoreReport", "SaveReport"),
         "_values.reports",
     ),
     **dict.fromkeys(

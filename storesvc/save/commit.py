@@ -390,6 +390,7 @@ def _event(name: UploadName, record: pb.CheckpointRecord, span: Span) -> Committ
         upload=name.upload,
         start=span.start,
         seconds=span.seconds,
+        upload_start=record.create_time.ToNanoseconds() / 1e9,
         stored_bytes=record.stored_bytes,
         own_bytes=record.own_bytes,
         chunk_count=record.chunk_count,

@@ -13,7 +13,6 @@ from typing import Final
 
 import storesvc
 from storesvc import failpoints
-from storesvc.access.call import current
 from storesvc.errors import InvalidFieldError
 from storesvc.server.app import (
     DRAIN_SECONDS,
@@ -27,6 +26,7 @@ from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.server.metrics import MetricsPort, measured
 from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
+from storesvc.server.traces import traced
 from storesvc.storage.location import is_writable, storage_at
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
@@ -61,6 +61,8 @@ class Serving:
     """The audit log; None: there is none."""
     metrics: MetricsPort | None = None
     """Address of the metrics; None: none are served."""
+    otlp_endpoint: str = ""
+    """URL of the collector that receives spans; empty: none are sent."""
 
     @property
     def address(self) -> str:
@@ -135,25 +137,6 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     asyncio.run(_serve(serving, ready))
 
 
-class _CallFilter(logging.Filter):
-    """Adds the id of the call that logs to each record."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Adds the id; keeps the record."""
-        call = current.get()
-        record.call = f" [{call.request_id}]" if call is not None else ""
-        return True
-
-
-def log_to_stderr(level: int | str) -> None:
-    """Configures logging to stderr at a level."""
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
-    )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_CallFilter())
-
-
 async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -173,6 +156,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     certificate = serving.tls.certificate if serving.tls else None
     async with (
         measured(serving.metrics, certificate=certificate) as metrics_port,
+        traced(serving.otlp_endpoint),
         audited(security, serving.audit) as security,
         running(
             store,

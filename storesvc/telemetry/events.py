@@ -106,6 +106,8 @@ class Committed:
     start: float
     seconds: float
     """Seconds from the call of the commit to the checkpoint."""
+    upload_start: float
+    """Time when the upload began."""
     stored_bytes: int
     """Bytes of all stored chunks of the checkpoint."""
     own_bytes: int

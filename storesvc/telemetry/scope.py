@@ -5,7 +5,7 @@ during the call, in its task or in threads that it waits for, belong to it.
 """
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class CallScope:
     """Name of the gRPC status that was sent; empty: none yet."""
     reason: str = ""
     """Reason of the error in the contract."""
+    parts: list[object] = field(default_factory=list)
+    """Parts of the call that become spans or span events, for ``spans``."""
 
 
 scope: ContextVar[CallScope | None] = ContextVar("storesvc_scope", default=None)

@@ -17,6 +17,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._values import progress as _progress
 from storesvc_client._values.progress import Meter
+from storesvc_client._values.reports import PhaseSpan
 from tests.support.server_process import ServerProcess
 
 MiB = 1 << 20
@@ -306,8 +307,8 @@ def test_a_meter_names_the_longest_running_part() -> None:
         with meter.phase("write"):
             clock.seconds += 3
             meter.add(4)
-        meter.times["write"] += 1
-        meter.times["sync"] += 0.5
+        meter.spend("write", since=101, until=102)
+        meter.spend("sync", since=104.5)
 
     (first, last) = news
     assert ("file 1", 5, 5, {}) == (
@@ -318,6 +319,10 @@ def test_a_meter_names_the_longest_running_part() -> None:
     )
     assert 0.8 == first.rate_bytes_per_second
     assert {"write": 4, "sync": 0.5} == last.timings == meter.timings
+    assert meter.timeline == (
+        PhaseSpan(name="write", start_seconds=1, end_seconds=5, busy_seconds=4),
+        PhaseSpan(name="sync", start_seconds=4.5, end_seconds=5, busy_seconds=0.5),
+    )
 
 
 class Screen(io.StringIO):

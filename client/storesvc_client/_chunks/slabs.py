@@ -165,7 +165,7 @@ class FilledSlab:
             for piece in _pieces(runs):
                 since = meter.clock()
                 summing.add(piece)
-                meter.times["digest"] += meter.clock() - since
+                meter.spend("digest", since)
                 yield piece
             sums.set(ordinal, summing.crc32c, summing.digest)
         yield memoryview(sums.crc32c(ordinal).to_bytes(CHECKSUM_BYTES, "little"))

@@ -465,6 +465,7 @@ class ForeignCheckpoint(OpenTree):
             returned_bytes=assembly.buffer_bytes,
             seconds=meter.seconds,
             timings=meter.timings,
+            timeline=meter.timeline,
             slowest=meter.slowest.name,
             slowest_seconds=meter.slowest.seconds,
             slowest_process=None,

@@ -219,9 +219,8 @@ class Assembly:
         )
         verified_from = self.meter.clock()
         chunk.checksum = crc32c(elements, chunk.checksum)
-        times = self.meter.times
-        times["copy"] += verified_from - copied_from
-        times["verify"] += self.meter.clock() - verified_from
+        self.meter.spend("copy", copied_from, verified_from)
+        self.meter.spend("verify", verified_from)
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
         # 2. Verify the whole chunk. 3. Only then is it complete.
@@ -435,7 +434,7 @@ class Assembly:
                 self._place(buffer)
                 buffer.drop()
                 freed += buffer.group.size_bytes
-            self.meter.times["place"] += self.meter.clock() - since
+            self.meter.spend("place", since)
             with self._lock:
                 self.held_bytes -= freed
         if done_bytes:

@@ -506,6 +506,7 @@ def _report(
         returned_bytes=assembly.buffer_bytes,
         seconds=meter.seconds,
         timings=meter.timings,
+        timeline=meter.timeline,
         slowest=own.slowest,
         slowest_seconds=own.slowest_seconds,
         slowest_process=slowest_process,

@@ -208,7 +208,7 @@ class _Requests:
         return self
 
     def __next__(self) -> bytes:
-        self._meter.times["send"] += self._meter.clock() - self._answered
+        self._meter.spend("send", self._answered)
         try:
             return next(self._requests)
         except StopIteration:
@@ -223,4 +223,4 @@ class _Requests:
     def end(self) -> None:
         """Records the time between the last request and the end of the call."""
         if self._has_ended:
-            self._meter.times["acknowledge"] += self._meter.clock() - self._answered
+            self._meter.spend("acknowledge", self._answered)

@@ -364,10 +364,12 @@ class Upload:
             seconds=seconds,
             blocking_seconds=min(seconds, self._meter.blocking_seconds),
             timings=self._meter.timings,
+            timeline=self._meter.timeline,
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,
             last_process=self._writer.last_process,
             needs_like=self._foreign,
+            upload=UploadName.from_resource(self._begun.result().name).upload,
         )
 
 

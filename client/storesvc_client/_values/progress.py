@@ -17,7 +17,6 @@ Example:
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
+from storesvc_client._values.reports import PhaseSpan
 from storesvc_client._values.trace_spans import trace_annotation
 
 Operation: TypeAlias = Literal["save", "restore", "export"]
@@ -128,8 +128,8 @@ class Meter:
         """Running parts and phases by id, in the order of their start."""
         self.slowest = Ended("", 0.0)
         """Longest of the parts that have ended."""
-        self.threads: list[Mapping[str, float]] = within.threads if within else []
-        """Seconds by phase, for each thread."""
+        self.threads: list[Mapping[str, _Spent]] = within.threads if within else []
+        """Times by phase, for each thread."""
         self._own = _Own(self.threads)
         self._error: BaseException | None = None
         self.done_bytes = 0
@@ -153,18 +153,46 @@ class Meter:
     @property
     def timings(self) -> dict[str, float]:
         """Seconds by phase, summed over all threads."""
-        total: dict[str, float] = {}
-        # copies, as the threads continue
-        for spent in list(self.threads):
-            for phase, seconds in dict(spent).items():
-                total[phase] = total.get(phase, 0.0) + seconds
-        return total
+        return {phase: spent.seconds for phase, spent in self._spent().items()}
 
     @property
-    def times(self) -> defaultdict[str, float]:
-        """Seconds by phase of the calling thread, to add to directly where a context
-        for each small chunk would cost too much."""
-        return self._own.times
+    def timeline(self) -> tuple[PhaseSpan, ...]:
+        """Phases in the order of their start, each from its first start to its last end
+        in any thread."""
+        spans = [
+            PhaseSpan(
+                name=phase,
+                start_seconds=spent.first - self._since,
+                end_seconds=spent.last - self._since,
+                busy_seconds=spent.seconds,
+            )
+            for phase, spent in self._spent().items()
+        ]
+        return tuple(sorted(spans, key=lambda span: span.start_seconds))
+
+    def _spent(self) -> "dict[str, _Spent]":
+        """Returns the times by phase over all threads."""
+        total: dict[str, _Spent] = {}
+        # copies, as the threads continue
+        for times in list(self.threads):
+            for phase, spent in dict(times).items():
+                total.setdefault(phase, _Spent(spent.first)).join(spent)
+        return total
+
+    def spend(self, phase: str, since: float, until: float | None = None) -> None:
+        """Adds a time of the calling thread to a phase, where a context for each small
+        chunk would cost too much.
+
+        Args:
+            phase: Name of the phase.
+            since: Start of the time, by ``clock``.
+            until: Its end; None: now.
+        """
+        times = self._own.times
+        spent = times.get(phase)
+        if spent is None:
+            spent = times[phase] = _Spent(since)
+        spent.add(since, self.clock() if until is None else until)
 
     def add(self, size_bytes: int) -> None:
         """Adds bytes that are done, and calls the callback if it is due.
@@ -281,11 +309,33 @@ class CallbackFailedError(Exception):
     """
 
 
+class _Spent:
+    """Time of one phase."""
+
+    __slots__ = ("first", "last", "seconds")
+
+    def __init__(self, first: float) -> None:
+        self.first = self.last = first
+        self.seconds = 0.0
+
+    def add(self, since: float, until: float) -> None:
+        """Adds a time of the same thread."""
+        self.first = min(self.first, since)
+        self.last = max(self.last, until)
+        self.seconds += until - since
+
+    def join(self, other: "_Spent") -> None:
+        """Adds the time of another thread."""
+        self.first = min(self.first, other.first)
+        self.last = max(self.last, other.last)
+        self.seconds += other.seconds
+
+
 class _Own(threading.local):
     """Times of the calling thread."""
 
-    def __init__(self, threads: list[Mapping[str, float]]) -> None:
-        self.times = defaultdict[str, float](float)
+    def __init__(self, threads: "list[Mapping[str, _Spent]]") -> None:
+        self.times: dict[str, _Spent] = {}
         threads.append(self.times)
 
 
@@ -329,4 +379,4 @@ class _Phase(_Span):
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
         del self._meter.under_way[id(self)]
-        self._meter.times[self.name] += self._meter.clock() - self.since
+        self._meter.spend(self.name, self.since)

@@ -8,6 +8,21 @@ from storesvc_client._values.texts import size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpan:
+    """Time of one phase of a save or a restore, over all threads."""
+
+    name: str
+    """Name of the phase, as in the ``timings`` of a report."""
+    start_seconds: float
+    """Seconds from the start of the operation to the first start of the phase."""
+    end_seconds: float
+    """Seconds from the start of the operation to the last end of the phase."""
+    busy_seconds: float
+    """Seconds that threads spent in it, summed: more than the difference where several
+    worked at the same time, less where it paused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """Bytes and timings of a save; from ``Save.report``. Bytes count stored chunks."""
 
@@ -33,6 +48,8 @@ class SaveReport:
     store has), write and sync (data files) or send (to the server), acknowledge (after
     the last send), finish, await others (of the job), commit. Phases that did not occur
     are left out."""
+    timeline: tuple[PhaseSpan, ...] = ()
+    """The same phases with their start and end, in the order of their start."""
     slowest: str
     """Data file, or "stream" for a stream to the server, that this process wrote for
     the longest time; "" if it wrote nothing."""
@@ -44,6 +61,9 @@ class SaveReport:
     needs_like: tuple[str, ...]
     """``key: class`` of the containers, such as named tuples, that only a restore with
     ``like=`` rebuilds; without it they are returned as dicts or lists."""
+    upload: str = ""
+    """Id of the upload: 32 hexadecimal digits, the same in all processes of a job, and
+    the id of its trace."""
 
     def __repr__(self) -> str:
         sent, reused = size_text(self.sent_bytes), size_text(self.reused_bytes)
@@ -97,6 +117,8 @@ class RestoreReport:
     """Seconds by phase, summed over all threads: plan, read (including waits for the
     storage or the server), verify, copy (into buffers), place (on devices), rebuild
     (the tree); in a job also await others, and exchange (chunks between devices)."""
+    timeline: tuple[PhaseSpan, ...] = ()
+    """The same phases with their start and end, in the order of their start."""
     slowest: str
     """Data file, or stream from the server, of the longest read; "" if nothing was
     read."""

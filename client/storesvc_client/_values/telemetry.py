@@ -1,6 +1,7 @@
-"""Sends the events of saves and restores to ``jax.monitoring`` and to a step logger.
+"""Sends saves and restores to ``jax.monitoring``, OpenTelemetry and a step logger.
 
-What is sent is decided in ``report_events``. Listeners and loggers are code of the
+``report_events`` and ``report_spans`` decide
+what is sent. Listeners and loggers are code of the
 caller: an exception of theirs is logged once and never fails a save or a restore. They
 run in the thread that ends the operation, before its result is returned.
 
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, assert_never
 
+from storesvc_client._values.otel import emit
 from storesvc_client._values.report_events import (
     Event,
     Operation,
@@ -26,6 +28,7 @@ from storesvc_client._values.report_events import (
     save_statistics,
     start_event,
 )
+from storesvc_client._values.report_spans import Span, restore_span, save_span
 from storesvc_client._values.reports import RestoreReport, SaveReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
@@ -108,6 +111,7 @@ class Telemetry:
         if self._orbax_events and process == 0:
             events += orbax_save_events(report, checkpoint, directory)
         self._send(events)
+        self._emit(save_span(report, process=process), upload=report.upload)
         self._log_step(save_statistics, report, directory)
 
     def restored(self, report: RestoreReport, *, process: int) -> None:
@@ -122,6 +126,7 @@ class Telemetry:
         if self._orbax_events and process == 0:
             events += orbax_restore_events(report, directory)
         self._send(events)
+        self._emit(restore_span(report, process=process))
         self._log_step(restore_statistics, report, directory)
 
     def _log_step(
@@ -133,6 +138,12 @@ class Telemetry:
             self._step_logger.log_entry(statistics(*of))  # type: ignore[arg-type]
         except Exception as e:  # noqa: BLE001 - code of the caller
             self._warn("the step logger", e)
+
+    def _emit(self, span: Span, *, upload: str = "") -> None:
+        try:
+            emit(span, upload=upload)
+        except Exception as e:  # noqa: BLE001 - exporters are code of the caller
+            self._warn("a tracer of OpenTelemetry", e)
 
     def _send(self, events: Iterable[Event]) -> None:
         """Passes events to the listeners of jax, if this process has imported it."""

@@ -3,7 +3,7 @@
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import click
 
@@ -114,6 +114,19 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Run whose newest commit is a metric; repeatable.",
 )
 @click.option(
+    "--otlp-endpoint",
+    default="",
+    envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+    metavar="URL",
+    help="Send spans to this collector (OTLP over HTTP), such as http://localhost:4318.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    default="text",
+    show_default=True,
+)
+@click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
 )
 def serve(
@@ -136,6 +149,8 @@ def serve(
     metrics_port: int | None,
     metrics_host: str,
     metrics_runs: tuple[str, ...],
+    otlp_endpoint: str,
+    log_format: Literal["text", "json"],
     log_level: str,
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
@@ -159,11 +174,12 @@ def serve(
     _require_server()
     from storesvc.errors import StoreError
     from storesvc.server import process
+    from storesvc.server.logs import log_to_stderr
     from storesvc.server.metrics import MetricsPort
     from storesvc.server.security import Audit
     from storesvc.server.tls import Tls
 
-    process.log_to_stderr(log_level.upper())
+    log_to_stderr(log_level.upper(), form=log_format)
     tls = None
     if tls_cert and tls_key:
         tls = Tls(certificate=tls_cert, key=tls_key, client_ca=tls_client_ca)
@@ -184,6 +200,7 @@ def serve(
         anonymous=anonymous or "",
         audit=audit,
         metrics=metrics,
+        otlp_endpoint=otlp_endpoint,
     )
     try:
         process.serve(what, insecure=insecure, ready_file=ready_file)

@@ -1,0 +1,29 @@
+"""Names the subject of a call: the run, step or upload of a resource name.
+
+Example:
+    >>> subject_of("namespaces/prod/runs/llama/checkpoints/500")
+    {'run': 'prod/llama', 'step': '500'}
+"""
+
+from typing import Final
+
+_KEYS: Final = {
+    "checkpoints": "step",
+    "uploads": "upload",
+    "tags": "tag",
+    "holds": "hold",
+}
+
+
+def subject_of(name: str) -> dict[str, str]:
+    """Returns the parts of a resource name for logs and spans; empty for other
+    texts."""
+    match name.split("/"):
+        case ["namespaces", namespace]:
+            return {"namespace": namespace}
+        case ["namespaces", namespace, "runs", run]:
+            return {"run": f"{namespace}/{run}"}
+        case ["namespaces", namespace, "runs", run, kind, one, *_] if kind in _KEYS:
+            return {"run": f"{namespace}/{run}", _KEYS[kind]: one}
+        case _:
+            return {}

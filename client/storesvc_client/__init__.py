@@ -57,6 +57,8 @@ if TYPE_CHECKING:
         Rehearsal,
         RestoreReport,
         SaveReport,
+        SaveTrace,
+        WriterReport,
     )
     from storesvc_client._values.telemetry import StepLogger
     from storesvc_client._values.transfers import Transfer
@@ -150,6 +152,7 @@ __all__ = [
     "Save",
     "SaveOptions",
     "SaveReport",
+    "SaveTrace",
     "ServerInfo",
     "StepLogger",
     "Steps",
@@ -165,6 +168,7 @@ __all__ = [
     "UploadInfo",
     "Usage",
     "Verification",
+    "WriterReport",
     "connect",
     "format_policy",
     "open_foreign",
@@ -216,7 +220,15 @@ _HOMES: Final = {
         "_values.findings",
     ),
     **dict.fromkeys(
-        ("PhaseSpan", "ProcessReading", "Rehearsal", "RestoreReport", "SaveReport"),
+        (
+            "PhaseSpan",
+            "ProcessReading",
+            "Rehearsal",
+            "RestoreReport",
+            "SaveReport",
+            "SaveTrace",
+            "WriterReport",
+        ),
         "_values.reports",
     ),
     **dict.fromkeys(

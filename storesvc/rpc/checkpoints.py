@@ -60,7 +60,9 @@ class CheckpointCalls:
         name = CheckpointName.from_resource(request.name)
         record = await self._store.catalog.checkpoint(name)
         checkpoint = messages.checkpoint_message(name.run, record)
-        return checkpoint_api.GetCheckpointResponse(checkpoint=checkpoint)
+        return checkpoint_api.GetCheckpointResponse(
+            checkpoint=checkpoint, writers=record.writers
+        )
 
     async def ReadManifest(
         self, request: checkpoint_api.ReadManifestRequest, context: Context

@@ -21,6 +21,7 @@ from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
 from storesvc.rpc.requests import MAX_ENTRIES
 from storesvc.save.batches import FRAME_BYTES
 from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
+from storesvc.save.writer_reports import MAX_PHASES
 from storesvc_proto.v1 import tree_pb2
 
 MAX_SMALL_BYTES: Final = 256 << 10
@@ -70,6 +71,7 @@ COUNTS: Final = MappingProxyType(
         "storesvc.v1.Sharding.axis_sizes": MAX_RANK,
         "storesvc.v1.Sharding.spec": MAX_RANK,
         "storesvc.v1.DimensionAxes.axes": MAX_RANK,
+        "storesvc.v1.WriterReport.phases": MAX_PHASES,
         "storesvc.v1.ChunkTable.ordinal": MAX_PART_CHUNKS,
         "storesvc.v1.ChunkTable.crc32c": MAX_PART_CHUNKS,
         "storesvc.v1.ChunkTable.digests": MAX_PART_CHUNKS,

@@ -18,7 +18,8 @@ from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.streams import check_part, missing, unexpected
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
-from storesvc_proto.v1 import tree_pb2
+from storesvc.save.writer_reports import check_report
+from storesvc_proto.v1 import report_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_WRITERS: Final = 65536
@@ -85,6 +86,21 @@ def upload_name(parent: str, request_id: str) -> UploadName:
     """
     hex_id = requests.checked_request_id(request_id).replace("-", "")
     return UploadName(RunName.from_resource(parent), hex_id)
+
+
+def writer_report(
+    opening: upload_api.FinishWriterRequest,
+) -> report_pb2.WriterReport | None:
+    """Returns the report of a writer; None: it sent none.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+    """
+    if not opening.HasField("report"):
+        return None
+    requests.checked_owner("report.owner", opening.report.owner)
+    check_report(opening.report)
+    return opening.report
 
 
 def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:

@@ -26,6 +26,7 @@ from storesvc.rpc.upload_requests import (
     part_of,
     stored_parts,
     upload_name,
+    writer_report,
 )
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import OpenUpload
@@ -213,7 +214,9 @@ class UploadService:
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
                 sums = await offload(opening.chunk_count, parts.joined)
-                places = await receipts.finish(upload, writer, sums, tables)
+                places = await receipts.finish(
+                    upload, writer, sums, tables, writer_report(opening)
+                )
                 return upload_api.FinishWriterResponse(
                     chunk_count=len(sums),
                     stored_bytes=int(places.length.sum()),

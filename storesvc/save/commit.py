@@ -15,7 +15,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -44,21 +44,22 @@ from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
 from storesvc.offload import offload
-from storesvc.save.receipts import Receipts
+from storesvc.save.receipts import Receipt, Receipts
 from storesvc.save.reuse import (
     Claims,
     Reuse,
     claimed_places,
     find_claims,
 )
-from storesvc.save.staging_tables import Table
 from storesvc.save.uploads import OpenUpload, Uploads
+from storesvc.save.writer_reports import longest
 from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import report_pb2
 
 _WRITES: Final = 4
 """Attempts to write a slot that the upload owns."""
@@ -77,6 +78,7 @@ class _Prepared:
     manifest_digest: bytes
     files_digest: bytes
     own_bytes: int
+    writers: Sequence[report_pb2.WriterReport] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class _Received:
     """An upload and its receipts, from which its commit is decided."""
 
     upload: OpenUpload
-    receipts: dict[int, Table]
-    """The chunks of each finished writer."""
+    receipts: dict[int, Receipt]
+    """By finished writer."""
 
 
 class Commits:
@@ -197,7 +199,7 @@ class Commits:
             slots.check_complete,
             name,
             tree,
-            received.receipts,
+            {writer: one.table for writer, one in received.receipts.items()},
             writer_count=upload.record.writer_count,
         )
         sums, places = await offload(rows, merge, stored)
@@ -230,7 +232,8 @@ class Commits:
             self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
             self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
         )
-        return made
+        reports = (each for one in received.receipts.values() for each in one.report)
+        return replace(made, writers=longest(reports))
 
     async def _write(self, failpoint: Failpoint, place: str, data: bytes) -> None:
         await reach(failpoint)
@@ -313,6 +316,7 @@ class Commits:
             principal=record.principal,
             commit_sequence=number,
             sequence=number,
+            writers=made.writers,
         )
 
     async def _write_slot(

@@ -7,7 +7,7 @@ upload may claim from; the commit is decided from the receipts alone.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,22 @@ from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import report_pb2
 
 _FEW: Final = 8
 """Writers whose receipts are read without a list, which takes as long as they do."""
 
 _SHOWN: Final = 5
 """Missing chunks that an error names."""
+
+
+class Receipt(NamedTuple):
+    """The end of a writer."""
+
+    table: Table
+    """Its chunks."""
+    report: list[report_pb2.WriterReport]
+    """Its measurements; empty: it sent none."""
 
 
 class Receipts:
@@ -50,7 +60,12 @@ class Receipts:
         self._reuse = reuse
 
     async def finish(
-        self, upload: OpenUpload, writer: int, sums: Sums, tables: Awaitable[list[str]]
+        self,
+        upload: OpenUpload,
+        writer: int,
+        sums: Sums,
+        tables: Awaitable[list[str]],
+        report: report_pb2.WriterReport | None = None,
     ) -> ChunkLocations:
         """Writes the receipt of a writer, and returns the locations of its chunks.
 
@@ -59,6 +74,7 @@ class Receipts:
             writer: Index of the writer.
             sums: Checksums of all chunks of the writer, ascending by ordinal.
             tables: Returns the paths of its staging tables.
+            report: What the writer measured; None: nothing.
 
         Raises:
             InvalidChunkError: The receipt names a chunk that is not in the leaf
@@ -68,14 +84,19 @@ class Receipts:
             UploadSupersededError: The upload lost its step in the meantime.
         """
         try:
-            return await self._finish(upload, writer, sums, tables)
+            return await self._finish(upload, writer, sums, tables, report)
         except (CorruptDataError, StorageUnavailableError):
             # An object may be missing because the upload has ended: report that then.
             await self._uploads.open(upload.name, upload.record.epoch)
             raise
 
     async def _finish(
-        self, upload: OpenUpload, writer: int, sums: Sums, tables: Awaitable[list[str]]
+        self,
+        upload: OpenUpload,
+        writer: int,
+        sums: Sums,
+        tables: Awaitable[list[str]],
+        report: report_pb2.WriterReport | None,
     ) -> ChunkLocations:
         # Threads: 100,000 chunks take longer than a health check may wait.
         # 1. Claim what the writer stored itself, as its staging tables list it: they
@@ -99,6 +120,9 @@ class Receipts:
         #    and the commit reads the receipts, not the staging tables.
         places = await offload(count, _places_of, upload, sums, claims, stored)
         receipt = await offload(count, pack_table, sums, places)
+        if report is not None:
+            receipt.report.CopyFrom(report)
+            receipt.report.writer = writer
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
         await self._bucket.write(place, seal(receipt, place=place))
@@ -132,19 +156,22 @@ class Receipts:
         receipts = await self._bucket.list(places.receipts(name.upload))
         return frozenset(map(places.writer_of, receipts))
 
-    async def read(self, upload: OpenUpload) -> dict[int, Table]:
+    async def read(self, upload: OpenUpload) -> dict[int, Receipt]:
         """Returns the receipts of an upload, by writer.
 
         Raises:
             CorruptDataError: A receipt is damaged.
         """
 
-        async def receipt(writer: int) -> Table | None:
+        async def receipt(writer: int) -> Receipt | None:
             place = upload.places.receipt(upload.name.upload, writer)
             found = await read_record(self._bucket, place, pb.Receipt)
             if found is None:
                 return None
-            return unpack_table(place, found[0], upload.tree.chunk_count)
+            table = unpack_table(place, found[0], upload.tree.chunk_count)
+            return Receipt(
+                table, [found[0].report] if found[0].HasField("report") else []
+            )
 
         # Of many writers, few may have finished: a list first finds them.
         writers: Sequence[int] = range(upload.record.writer_count)

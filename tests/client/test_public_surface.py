@@ -18,7 +18,17 @@ RUN = {
     *("holds", "import_from", "info"),
     *("items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
     *("restore", "retention"),
-    *("save", "steps", "tags", "undelete", "update", "uploads", "usage", "verify"),
+    *(
+        "save",
+        "steps",
+        "tags",
+        "trace",
+        "undelete",
+        "update",
+        "uploads",
+        "usage",
+        "verify",
+    ),
     *("wait", "watch"),
 }
 

@@ -14,6 +14,7 @@ from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.listing import listed
+from storesvc_client._values.reports import SaveTrace, WriterReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -38,6 +39,30 @@ class RunCheckpoints:
         request = api.GetCheckpointRequest(name=name.resource)
         response = self._stub.ask(self._stub.service.GetCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
+
+    def trace(self, which: Which) -> SaveTrace:
+        """Returns the timeline of the save of a checkpoint.
+
+        >>> print(run.trace("latest"))
+
+        Args:
+            which: A step, "latest", or a tag.
+
+        Raises:
+            NotFoundError: There is no such checkpoint; names the nearest steps.
+        """
+        name = self._stub.checkpoint_name(which)
+        request = api.GetCheckpointRequest(name=name.resource)
+        response = self._stub.ask(self._stub.service.GetCheckpoint, request)
+        checkpoint = Checkpoint.from_message(response.checkpoint)
+        return SaveTrace(
+            run=checkpoint.run,
+            step=checkpoint.step,
+            upload=checkpoint.uid,
+            create_time=checkpoint.create_time,
+            commit_time=checkpoint.commit_time,
+            writers=tuple(map(WriterReport.from_message, response.writers)),
+        )
 
     def latest(self) -> Checkpoint:
         """Returns the newest checkpoint.

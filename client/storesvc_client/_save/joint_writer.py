@@ -25,6 +25,7 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.description import Description
 from storesvc_client._save.writer import Writer
 from storesvc_client._values.progress import Meter
+from storesvc_client._values.reports import WriterReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
@@ -120,12 +121,12 @@ class JointWriter(Writer):
             ) from e
         raise AssertionError
 
-    def finish(self, ref: api.WriterRef, sums: Sums) -> None:
+    def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
         """See ``Writer.finish``."""
         for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 try:
-                    answer = self._finish(ref, sums)
+                    answer = self._finish(ref, sums, report)
                 except AlreadyExistsError:
                     # The response to an earlier attempt was lost, and others committed.
                     if self._get_upload(ref.upload).state != api.Upload.STATE_COMMITTED:

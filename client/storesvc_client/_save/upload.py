@@ -37,7 +37,7 @@ from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lent_bucket import LentBucket
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter
-from storesvc_client._values.reports import SaveReport
+from storesvc_client._values.reports import SaveReport, WriterReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     ConflictError,
@@ -269,7 +269,7 @@ class Upload:
             wanted.drop()
         # 3. Finish.
         try:
-            self._writer.finish(ref, self._sums.result(self._own))
+            self._writer.finish(ref, self._sums.result(self._own), self._measured())
         except PreconditionError as e:
             self._explain(e)
             raise
@@ -348,6 +348,18 @@ class Upload:
             self._connection.ask(self._stub.AbortUpload, request, ends)
         except StoreError:  # the upload expires with its lease
             return
+
+    def _measured(self) -> WriterReport:
+        """Returns the measurements of this process so far."""
+        lengths = self._tree.stored_lengths
+        total = int(lengths[self._own].sum())
+        return WriterReport(
+            start_time=self._meter.start_time,
+            seconds=self._meter.seconds,
+            total_bytes=total,
+            sent_bytes=total - int(lengths[self._reused].sum()),
+            timeline=self._meter.timeline,
+        )
 
     def _report(self) -> SaveReport:
         lengths = self._tree.stored_lengths

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from platform import node
 from typing import Final
 
@@ -17,6 +18,7 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.description import Description
 from storesvc_client._values.durations import duration_message
 from storesvc_client._values.progress import Meter
+from storesvc_client._values.reports import WriterReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import ConflictError, translated
 from storesvc_proto.v1 import tree_pb2
@@ -72,16 +74,21 @@ class Writer:
         """Returns the reference to this writer."""
         return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=self.index)
 
-    def finish(self, ref: api.WriterRef, sums: Sums) -> None:
+    def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
         """Sends the checksums of the chunks that this process stored and finishes the
         writer.
+
+        Args:
+            ref: Reference to this writer.
+            sums: The checksums.
+            report: Measurements of this process, which the checkpoint keeps.
 
         Raises:
             StoreError: As the contract states for FinishWriter.
         """
         for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
-                self._finish(ref, sums)
+                self._finish(ref, sums, report)
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
         """Commits the upload and returns the checkpoint.
@@ -153,9 +160,15 @@ class Writer:
 
         return parts()
 
-    def _finish(self, ref: api.WriterRef, sums: Sums) -> api.FinishWriterResponse:
+    def _finish(
+        self, ref: api.WriterRef, sums: Sums, report: WriterReport
+    ) -> api.FinishWriterResponse:
+        message = replace(report, owner=_owner()).to_message()
+
         def requests() -> Iterator[api.FinishWriterRequest]:
-            yield api.FinishWriterRequest(open=ref, chunk_count=len(sums))
+            yield api.FinishWriterRequest(
+                open=ref, chunk_count=len(sums), report=message
+            )
             for part in pack_sums(sums):
                 yield api.FinishWriterRequest(chunks=part)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 
 from storesvc_client._values.texts import size_text
+from storesvc_proto.v1 import report_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,91 @@ class PhaseSpan:
     busy_seconds: float
     """Seconds that threads spent in it, summed: more than the difference where several
     worked at the same time, less where it paused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterReport:
+    """Measurements of one process of a save, which its checkpoint keeps."""
+
+    writer: int = 0
+    """Index of the process among the writers of the save."""
+    owner: str = ""
+    """Host and process."""
+    start_time: datetime
+    """Time of the call of ``Run.save``, in UTC, by the clock of the process."""
+    seconds: float
+    """Seconds until the process had stored its chunks."""
+    total_bytes: int
+    """Bytes of the chunks of this process."""
+    sent_bytes: int
+    """Bytes of these that it sent; the store had the others already."""
+    timeline: tuple[PhaseSpan, ...]
+    """Phases until then, in the order of their start."""
+
+    def to_message(self) -> pb.WriterReport:
+        """Returns the protobuf message."""
+        message = pb.WriterReport(
+            owner=self.owner,
+            seconds=self.seconds,
+            total_bytes=self.total_bytes,
+            sent_bytes=self.sent_bytes,
+            phases=(
+                pb.PhaseSpan(
+                    name=span.name,
+                    start_seconds=span.start_seconds,
+                    end_seconds=span.end_seconds,
+                    busy_seconds=span.busy_seconds,
+                )
+                for span in self.timeline
+            ),
+        )
+        message.start_time.FromDatetime(self.start_time)
+        return message
+
+    @classmethod
+    def from_message(cls, message: pb.WriterReport) -> "WriterReport":
+        """Returns the value of a protobuf message."""
+        return cls(
+            writer=message.writer,
+            owner=message.owner,
+            start_time=message.start_time.ToDatetime(UTC),
+            seconds=message.seconds,
+            total_bytes=message.total_bytes,
+            sent_bytes=message.sent_bytes,
+            timeline=tuple(
+                PhaseSpan(
+                    name=span.name,
+                    start_seconds=span.start_seconds,
+                    end_seconds=span.end_seconds,
+                    busy_seconds=span.busy_seconds,
+                )
+                for span in message.phases
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTrace:
+    """Timeline of a save, as its checkpoint keeps it; from ``Run.trace``."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    upload: str
+    """Id of the upload, and of the trace that a collector has of the save."""
+    create_time: datetime
+    """Time when the upload began, in UTC, by the clock of the server."""
+    commit_time: datetime
+    """Time of the commit, in UTC, by the clock of the server."""
+    writers: tuple[WriterReport, ...]
+    """The 16 processes that took longest, in the order of their index; empty for
+    checkpoints of earlier releases."""
+
+    def __str__(self) -> str:
+        from storesvc_client._values.timelines import trace_text
+
+        return trace_text(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +157,12 @@ class SaveReport:
             f"<SaveReport {self.run}@{self.step}, {sent} sent, {reused} reused, "
             f"{self.seconds:.3g} s>"
         )
+
+    def timeline_text(self, *, width: int = 100) -> str:
+        """Returns the phases as a table with bars of text, at most `width` wide."""
+        from storesvc_client._values.timelines import timeline_text
+
+        return timeline_text(self.timeline, self.seconds, width=width)
 
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import save_report_html
@@ -140,6 +232,12 @@ class RestoreReport:
             f"<RestoreReport {self.run}@{self.step}, {read} read, {returned} returned, "
             f"{self.seconds:.3g} s{unverified}>"
         )
+
+    def timeline_text(self, *, width: int = 100) -> str:
+        """Returns the phases as a table with bars of text, at most `width` wide."""
+        from storesvc_client._values.timelines import timeline_text
+
+        return timeline_text(self.timeline, self.seconds, width=width)
 
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import restore_report_html

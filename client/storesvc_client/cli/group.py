@@ -16,7 +16,7 @@ from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
 
 COMMANDS: Final = (
-    *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "watch"),
+    *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("import", "cp", "uploads", "du", "quota", "gc", "config"),
     *("login", "whoami", "auth", "audit", "ping", "serve", "demo"),

@@ -127,6 +127,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import storesvc_proto.v1.report_pb2
 import storesvc_proto.v1.retention_pb2
 import sys
 import typing
@@ -697,6 +698,7 @@ class CheckpointRecord(google.protobuf.message.Message):
     UPDATE_SEQUENCE_FIELD_NUMBER: builtins.int
     PRINCIPAL_FIELD_NUMBER: builtins.int
     CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
+    WRITERS_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """The state of the slot."""
     step: builtins.int
@@ -774,6 +776,10 @@ class CheckpointRecord(google.protobuf.message.Message):
     def purge_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Time after which it may be purged. Set with DELETED."""
 
+    @property
+    def writers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.report_pb2.WriterReport]:
+        """What the writers of its save measured: the 16 that took longest, by writer."""
+
     def __init__(
         self,
         *,
@@ -805,9 +811,10 @@ class CheckpointRecord(google.protobuf.message.Message):
         update_sequence: builtins.int = ...,
         principal: builtins.str = ...,
         change_principal: builtins.str = ...,
+        writers: collections.abc.Iterable[storesvc_proto.v1.report_pb2.WriterReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "change_principal", b"change_principal", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "principal", b"principal", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "update_sequence", b"update_sequence", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "change_principal", b"change_principal", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "item_count", b"item_count", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "principal", b"principal", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "update_sequence", b"update_sequence", "upload", b"upload", "write_id", b"write_id", "writers", b"writers"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 
@@ -950,13 +957,20 @@ class Receipt(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNKS_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
     chunks: builtins.bytes
     """Serialised `ChunkTable`."""
+    @property
+    def report(self) -> storesvc_proto.v1.report_pb2.WriterReport:
+        """What the writer measured; not in staging tables."""
+
     def __init__(
         self,
         *,
         chunks: builtins.bytes = ...,
+        report: storesvc_proto.v1.report_pb2.WriterReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "report", b"report"]) -> None: ...
 
 Global___Receipt: typing_extensions.TypeAlias = Receipt

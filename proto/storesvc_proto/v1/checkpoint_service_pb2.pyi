@@ -40,6 +40,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import storesvc_proto.v1.errors_pb2
+import storesvc_proto.v1.report_pb2
 import storesvc_proto.v1.retention_pb2
 import sys
 import typing
@@ -570,17 +571,25 @@ class GetCheckpointResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHECKPOINT_FIELD_NUMBER: builtins.int
+    WRITERS_FIELD_NUMBER: builtins.int
     @property
     def checkpoint(self) -> Global___Checkpoint:
         """The checkpoint. Its `name` has the step, also if the request has a tag or `latest`."""
+
+    @property
+    def writers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.report_pb2.WriterReport]:
+        """What the writers of its save measured: the 16 that took longest, by writer. Empty for
+        checkpoints of earlier releases.
+        """
 
     def __init__(
         self,
         *,
         checkpoint: Global___Checkpoint | None = ...,
+        writers: collections.abc.Iterable[storesvc_proto.v1.report_pb2.WriterReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "writers", b"writers"]) -> None: ...
 
 Global___GetCheckpointResponse: typing_extensions.TypeAlias = GetCheckpointResponse
 

@@ -40,6 +40,7 @@ import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import storesvc_proto.v1.checkpoint_service_pb2
 import storesvc_proto.v1.errors_pb2
+import storesvc_proto.v1.report_pb2
 import storesvc_proto.v1.tree_pb2
 import sys
 import typing
@@ -501,6 +502,7 @@ class FinishWriterRequest(google.protobuf.message.Message):
     OPEN_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
     chunk_count: builtins.int
     """Number of rows of all parts. In the first message, as in BeginUpload."""
     @property
@@ -513,15 +515,20 @@ class FinishWriterRequest(google.protobuf.message.Message):
         adds the locations.
         """
 
+    @property
+    def report(self) -> storesvc_proto.v1.report_pb2.WriterReport:
+        """What the writer measured. In the first message only; optional."""
+
     def __init__(
         self,
         *,
         open: Global___WriterRef | None = ...,
         chunks: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
         chunk_count: builtins.int = ...,
+        report: storesvc_proto.v1.report_pb2.WriterReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "chunks", b"chunks", "open", b"open", "part", b"part"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "chunks", b"chunks", "open", b"open", "part", b"part", "report", b"report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "chunks"] | None: ...
 
 Global___FinishWriterRequest: typing_extensions.TypeAlias = FinishWriterRequest

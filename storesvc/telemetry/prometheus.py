@@ -19,6 +19,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Collection
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, assert_never
 
@@ -92,6 +93,9 @@ class Metrics:
         """
         self.registry = CollectorRegistry()
         self._runs = frozenset(runs)
+        # Cached, because looking labels up takes longer than counting.
+        self._of_call = cache(self._histograms_of_call)
+        self._of_request = cache(self._histogram_of_request)
         self._contents: dict[str, RunContents] = {}
         """Contents of each run at its last collection."""
         PlatformCollector(self.registry)
@@ -124,9 +128,8 @@ class Metrics:
             case CallEnded():
                 self._end_call(event)
             case StorageRequested():
-                self._storage.labels(
-                    event.storage, event.operation, _result(event.error)
-                ).observe(event.seconds)
+                key = (event.storage, event.operation, event.error)
+                self._of_request(*key).observe(event.seconds)
             case Retried():
                 self._retries.labels(event.operation, event.kind).inc()
             case ChunksMoved():
@@ -335,12 +338,27 @@ class Metrics:
         for reason in _DENIALS:
             self._denied.labels(reason)
 
+    def _histograms_of_call(
+        self, method: str, status: str
+    ) -> tuple[Histogram, Histogram, Histogram]:
+        return (
+            self._durations.labels(method, status),
+            self._received.labels(method, status),
+            self._sent.labels(method, status),
+        )
+
+    def _histogram_of_request(
+        self, storage: str, operation: str, error: str
+    ) -> Histogram:
+        return self._storage.labels(storage, operation, _result(error))
+
     def _end_call(self, event: CallEnded) -> None:
         method, status = event.method, event.status
         self._in_flight.labels(method).dec()
-        self._durations.labels(method, status).observe(event.seconds)
-        self._received.labels(method, status).observe(event.received_bytes)
-        self._sent.labels(method, status).observe(event.sent_bytes)
+        seconds, received_bytes, sent_bytes = self._of_call(method, status)
+        seconds.observe(event.seconds)
+        received_bytes.observe(event.received_bytes)
+        sent_bytes.observe(event.sent_bytes)
         if event.reason:
             self._errors.labels(method, event.reason).inc()
         if event.reason in _DENIALS:

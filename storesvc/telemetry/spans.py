@@ -2,9 +2,10 @@
 
 The spans of an upload belong to the trace of its id (``storesvc.format.trace_ids``),
 with a root span from its begin to its commit; other calls belong to the trace that the
-caller names (W3C Trace Context), or to one of their own. Each call has a span; within
-it, the commit and slow requests to the storage have one each. Attributes follow
-OpenTelemetry's conventions for RPC, and ours begin with ``storesvc.``.
+caller names (W3C Trace Context). Each of these calls has a span; within it, the commit
+and slow requests to the storage have one each. A call without a trace has a span of its
+own if it failed or was slow. Attributes follow OpenTelemetry's conventions for RPC, and
+ours begin with ``storesvc.``.
 
 Spans are exported by a thread, in batches; if the collector does not answer, they are
 dropped, and calls do not wait.
@@ -44,7 +45,8 @@ from storesvc.telemetry.scope import scope
 from storesvc.telemetry.subject import subject_of
 
 SLOW_SECONDS: Final = 0.25
-"""Duration above which a request to the storage has a span."""
+"""Duration above which a request to the storage, or a call without a trace, has a
+span."""
 
 MAX_PARTS: Final = 64
 """Maximum spans and events within one call."""
@@ -141,10 +143,14 @@ class Spans:
         if event.method.startswith(_HEALTH):
             return
         subject = subject_of(event.subject.get("name", ""))
+        context = _context_of(subject, event.parent)
+        is_usual = event.status == "OK" and event.seconds < SLOW_SECONDS
+        if context is None and is_usual:
+            return
         span = self._span(
             event.method,
             event.start,
-            _context_of(subject, event.parent),
+            context or Context(),
             _attributes_of(event, subject),
             kind=SpanKind.SERVER,
         )
@@ -258,10 +264,11 @@ def _keep(part: object) -> None:
         found.parts.append(part)
 
 
-def _context_of(subject: Mapping[str, str], parent: str) -> Context:
+def _context_of(subject: Mapping[str, str], parent: str) -> Context | None:
+    """Returns the trace that a call belongs to; None: to none."""
     ids = trace_of_upload(subject.get("upload", "")) or parse_traceparent(parent)
     if ids is None:
-        return Context()
+        return None
     flags = TraceFlags(TraceFlags.SAMPLED)
     found = SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags)
     return set_span_in_context(NonRecordingSpan(found), Context())

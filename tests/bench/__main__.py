@@ -21,6 +21,7 @@ OTHERS: Final = {
     "requests": "what a save and a restore ask of a bucket, as it is billed",
     "shapes": "this store and Orbax on states of any shape, drawn by a seed",
     "startup": "how long storectl and connect take to start",
+    "telemetry": "a server with metrics and traces, and one without; scrapes",
     "tenants": "the saves of a namespace while another one floods the server",
     "trees": "trees of 100,000 leaves, planned and rebuilt",
 }

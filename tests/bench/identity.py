@@ -8,21 +8,16 @@ alone; rounds alternate, and the ratios are of the best rounds and of the median
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Final
 
-import grpc
 import numpy as np
 from joserfc import jwt
 from joserfc.jwk import KeySet
-from numpy.typing import NDArray
 
 import storesvc_client as store
-from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.bench.server_pairs import caller, save, started, table
 from tests.support.server_process import ServerProcess
 from tests.support.tokens import KEYS
 
@@ -59,21 +54,13 @@ def main() -> None:
         keys.write_text(json.dumps(KeySet([*KEYS.values()]).as_dict(private=False)))
         policy.write_text(POLICY.format(keys=keys))
         restricted = ("--policy", str(policy), "--audit-log", str(folder / "audit"))
-        servers = {"open": _server(folder, "open")}
-        servers["restricted"] = _server(folder, "restricted", *restricted)
+        servers = {"open": started(folder, "open")}
+        servers["restricted"] = started(folder, "restricted", *restricted)
         try:
             _measure(servers, token_of("bench"))
         finally:
             for server in servers.values():
                 server.stop()
-
-
-def _server(folder: Path, name: str, *arguments: str) -> ServerProcess:
-    where = folder / name
-    where.mkdir()
-    server = ServerProcess(where / "store", where, *arguments)
-    server.start()
-    return server
 
 
 def token_of(name: str) -> str:
@@ -94,60 +81,20 @@ def _measure(servers: dict[str, ServerProcess], token: str) -> None:
     clients = {n: store.connect(s.address, token=tokens[n]) for n, s in servers.items()}
     for client in clients.values():
         client.run("bench/warm").save(0, tree).result()
-    calls = {name: _caller(servers[name].address, tokens[name]) for name in servers}
-    _table(
+    calls = {name: caller(servers[name].address, tokens[name]) for name in servers}
+    table(
         f"ListRuns, {CALLS:,} calls",
         {name: partial(calls[name], CALLS // ROUNDS) for name in servers},
         rounds=ROUNDS,
     )
     step = iter(range(1, 10**6))
-    _table(
+    table(
         f"save of {SAVED_BYTES >> 20} MiB",
-        {name: partial(_save, clients[name], step, tree["w"]) for name in servers},
+        {name: partial(save, clients[name], step, tree["w"]) for name in servers},
         rounds=SAVES,
     )
     for client in clients.values():
         client.close()
-
-
-def _save(client: store.Client, step: Iterator[int], array: NDArray[np.uint8]) -> None:
-    """Saves another array."""
-    number = next(step)
-    client.run("bench/saves").save(number, {"w": np.roll(array, number)}).result()
-
-
-def _caller(address: str, token: str | None) -> Callable[[int], None]:
-    """Returns a function that lists the runs again and again."""
-    stub = CheckpointServiceStub(grpc.insecure_channel(address))
-    request = api.ListRunsRequest(parent="namespaces/bench")
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-
-    def call(count: int) -> None:
-        for _ in range(count):
-            stub.ListRuns(request, metadata=metadata, timeout=60)
-
-    return call
-
-
-def _table(
-    title: str, works: "dict[str, Callable[[], object]]", *, rounds: int
-) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds):
-        names = sorted(works, reverse=bool(number % 2))
-        for name in names:
-            began = time.perf_counter()
-            works[name]()
-            seconds[name].append(time.perf_counter() - began)
-    best = {name: min(found) for name, found in seconds.items()}
-    middle = {name: median(found) for name, found in seconds.items()}
-    print(f"{title}: seconds a round of {rounds}, best and median")
-    for name in works:
-        print(f"  {name:10}  {best[name]:.3f}  {middle[name]:.3f}")
-    print(
-        f"  restricted / open: best {best['restricted'] / best['open']:.3f}, median "
-        f"{middle['restricted'] / middle['open']:.3f}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """compose.yaml: its files exist, and its services work together."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+import storesvc_client as store
 from tests.deploy.dockerfiles import Dockerfile
 from tests.deploy.manifests import DEPLOY
+from tests.support.scraped import scraped
+from tests.support.sockets import free_port
 from tests.support.storectl_lines import check_line
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -108,19 +110,31 @@ class Containers:
         return text
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+def check_metrics(port: int, metrics: int) -> None:
+    """Checks that a server counted the checkpoints that it has, and their bytes."""
+    with store.connect(f"127.0.0.1:{port}") as client:
+        found = [
+            one for run in client.runs() for one in client.run(run.name).checkpoints()
+        ]
+    samples = scraped(f"http://127.0.0.1:{metrics}/metrics")
+    own_bytes = sum(one.own_bytes for one in found)
+    stored_bytes = sum(one.stored_bytes for one in found)
+    assert found
+    assert samples("storesvc_commits_total") == len(found)
+    assert samples("storesvc_committed_bytes_total", source="sent") == own_bytes
+    assert (
+        samples("storesvc_committed_bytes_total", source="reused")
+        == stored_bytes - own_bytes
+    )
 
 
 def test_the_demo_holds_as_its_containers_run_it() -> None:
     containers = Containers()
-    port = containers.server_port
+    port, metrics = containers.server_port, free_port()
+    options = (f"--port={port}", f"--metrics-port={metrics}")
     with (
         containers.running("gcs") as gcs,
-        containers.running("server", f"--port={port}") as server,
+        containers.running("server", *options) as server,
     ):
         assert gcs.stdout
         assert gcs.stdout.readline().startswith("http://")
@@ -128,6 +142,7 @@ def test_the_demo_holds_as_its_containers_run_it() -> None:
             assert server.poll() is None
         with containers.running("demo") as demo:
             output, _ = demo.communicate()
+        check_metrics(port, metrics)
 
     assert 0 == demo.returncode, output
     assert "Every claim held" in output

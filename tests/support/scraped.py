@@ -39,11 +39,16 @@ class Samples:
 
 def url_of(server: ServerProcess) -> str:
     """Returns the URL of the metrics of a server."""
-    found = re.findall(r"metrics at (http://\S+)", server.log)
+    found = re.findall(r"metrics at (http://[\w.:]+)", server.log)
     return f"{found[-1]}/metrics"
 
 
 def scrape(server: ServerProcess) -> Samples:
     """Returns the metrics of a server."""
-    with urllib.request.urlopen(url_of(server), timeout=20) as response:
+    return scraped(url_of(server))
+
+
+def scraped(url: str) -> Samples:
+    """Returns the metrics at a URL."""
+    with urllib.request.urlopen(url, timeout=20) as response:
         return Samples(response.read().decode())

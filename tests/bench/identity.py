@@ -5,21 +5,17 @@ Both servers serve plaintext on this machine, so that the difference is the iden
 alone; rounds alternate, and the ratios are of the best rounds and of the medians.
 """
 
-import json
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from joserfc import jwt
-from joserfc.jwk import KeySet
 
 import storesvc_client as store
 from tests.bench.server_pairs import caller, save, started, table
 from tests.support.server_process import ServerProcess
-from tests.support.tokens import KEYS
+from tests.support.tokens import keys_document, signed
 
 CALLS: Final = 10_000
 ROUNDS: Final = 20
@@ -51,28 +47,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
         keys, policy = folder / "keys.json", folder / "policy.toml"
-        keys.write_text(json.dumps(KeySet([*KEYS.values()]).as_dict(private=False)))
+        keys.write_text(keys_document())
         policy.write_text(POLICY.format(keys=keys))
         restricted = ("--policy", str(policy), "--audit-log", str(folder / "audit"))
         servers = {"open": started(folder, "open")}
         servers["restricted"] = started(folder, "restricted", *restricted)
         try:
-            _measure(servers, token_of("bench"))
+            _measure(servers, signed("bench"))
         finally:
             for server in servers.values():
                 server.stop()
-
-
-def token_of(name: str) -> str:
-    """Returns a token that the servers of a benchmark accept."""
-    now = int(time.time())
-    claims = {"iss": "https://issuer.example", "aud": "storesvc", "sub": name}
-    return jwt.encode(
-        {"alg": "ES256", "kid": KEYS["ES256"].kid},
-        {**claims, "iat": now, "exp": now + 3600},
-        KEYS["ES256"],
-        algorithms=["ES256"],
-    )
 
 
 def _measure(servers: dict[str, ServerProcess], token: str) -> None:

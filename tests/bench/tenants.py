@@ -8,7 +8,6 @@ the lowest priority here; the row "processor" has what even a flood of such prio
 takes that sends nothing.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from typing import Any, Final
 
 import grpc
 import numpy as np
-from joserfc.jwk import KeySet
 
 import storesvc_client as store
 from storesvc.format.trees import pack_leaves
@@ -32,11 +30,10 @@ from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.bench.identity import token_of
 from tests.support.amplified_requests import all_amplified
 from tests.support.contract import tree_of
 from tests.support.server_process import ServerProcess
-from tests.support.tokens import KEYS
+from tests.support.tokens import keys_document, signed
 
 SAVES: Final = 15
 SAVED_BYTES: Final = 8 << 20
@@ -87,14 +84,14 @@ def compare() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
         keys, policy = folder / "keys.json", folder / "policy.toml"
-        keys.write_text(json.dumps(KeySet([*KEYS.values()]).as_dict(private=False)))
+        keys.write_text(keys_document())
         policy.write_text(POLICY.format(keys=keys))
         server = ServerProcess(folder / "store", folder, "--policy", str(policy))
         server.start()
         print(f"saves of {SAVED_BYTES >> 20} MiB, median of {SAVES}, in ms")
         print(f"{'flood':10} {'alone':>7} {'flooded':>8} {'ratio':>6}")
         try:
-            with store.connect(server.address, token=token_of("quiet")) as client:
+            with store.connect(server.address, token=signed("quiet")) as client:
                 timed = _saver(client)
                 timed()
                 for kind in FLOODS:
@@ -106,7 +103,7 @@ def compare() -> None:
 def _row(kind: str, server: ServerProcess, timed: Callable[[], float]) -> None:
     before = timed()
     command = [sys.executable, "-m", "tests.bench", "tenants", kind, server.address]
-    with subprocess.Popen([*command, token_of("flood")]) as flooding:
+    with subprocess.Popen([*command, signed("flood")]) as flooding:
         time.sleep(WARM_SECONDS)
         flooded = timed()
         is_running = flooding.poll() is None

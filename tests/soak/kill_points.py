@@ -90,7 +90,7 @@ def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
         with suppress(EndedError):
             server.start()
         if server.is_running:
-            with store.connect(server.address) as client:
+            with server.connect() as client:
                 done = pool.submit(work.do, client)
                 if _is_done_before_the_end(done, server):
                     done.result()
@@ -106,7 +106,7 @@ def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
             lost = promises.losses_at(root, kept={0, 1})
             server.mend()
             server.start()
-        with store.connect(server.address) as client:
+        with server.connect() as client:
             work.do(client)
         server.stop()
     return lost + promises.losses_at(root, kept=work.after)

@@ -5,8 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import storesvc_client as store
 
 START_SECONDS = 30
 
@@ -16,13 +19,23 @@ class EndedError(Exception):
 
 
 RESTRICTED: Final = "STORESVC_TEST_RESTRICTED"
-"""Environment variable: servers of tests have a policy, quotas and an audit log."""
+"""Environment variable: servers of tests have a policy, quotas and an audit log; with
+the value "tokens" also TLS, and only callers with a token."""
+
+_ISSUER: Final = """
+[[issuers]]
+name = "tests"
+issuer = "https://issuer.example"
+audiences = ["storesvc"]
+jwks_file = "{keys}"
+principal = "user:{{sub}}"
+"""
 
 _POLICY: Final = """
 [[bindings]]
 role = "admin"
 runs = ["**"]
-who = ["local"]
+who = ["{who}"]
 
 [[quotas]]
 namespaces = ["*"]
@@ -35,14 +48,33 @@ requests_per_second = 1000000
 """
 
 
-def _restricted(arguments: tuple[str, ...], directory: Path) -> list[str]:
+class _Options(NamedTuple):
+    """Options of a server, and what its clients connect with."""
+
+    server: Sequence[str] = ()
+    ca: Path | None = None
+    token: str | None = None
+
+
+def _restricted(arguments: tuple[str, ...], directory: Path) -> _Options:
     """Returns the options of a server that restricts its callers, if requested."""
     if RESTRICTED not in os.environ or "--policy" in arguments:
-        return []
+        return _Options()
     policy = directory / "policy-of-all.toml"
-    policy.write_text(_POLICY)
     log = [] if "--audit-log" in arguments else ["--audit-log", f"{directory}/audit"]
-    return ["--policy", str(policy), *log]
+    options = ["--policy", str(policy), *log]
+    if os.environ[RESTRICTED] != "tokens":
+        policy.write_text(_POLICY.format(who="local"))
+        return _Options(options)
+    from tests.support.certificates import Authority
+    from tests.support.tokens import keys_document, signed
+
+    keys, authority = directory / "keys.json", Authority(directory)
+    pair = authority.issue("server", "localhost", "127.0.0.1")
+    keys.write_text(keys_document())
+    policy.write_text(_ISSUER.format(keys=keys) + _POLICY.format(who="user:tests"))
+    options += ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
+    return _Options(options, authority.certificate, signed("tests"))
 
 
 class ServerProcess:
@@ -63,7 +95,8 @@ class ServerProcess:
         self._uri = uri or root.as_uri()
         self._ready = directory / "ready"
         self._log = directory / "server.log"
-        self._arguments = (*arguments, *_restricted(arguments, directory))
+        self._restricted = _restricted(arguments, directory)
+        self._arguments = (*arguments, *self._restricted.server)
         self.environment: dict[str, str] = {}
         """Additional environment variables; they apply from the next start on."""
         self._port = "0"
@@ -85,6 +118,11 @@ class ServerProcess:
     def log(self) -> str:
         """Output of the process."""
         return self._log.read_text()
+
+    def connect(self) -> "store.Client":
+        """Returns a client of it, with the credentials that it requires."""
+        needed = self._restricted
+        return store.connect(self.address, ca=needed.ca, token=needed.token)
 
     def start(self) -> None:
         """Starts it and waits until it accepts calls.

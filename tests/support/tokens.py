@@ -25,6 +25,23 @@ OTHER: Final = RSAKey.generate_key(2048, {"kid": "rsa-1", "use": "sig"})
 """A key of a stranger, by the name of the first one."""
 
 
+def keys_document() -> str:
+    """Returns the public keys, as an issuer publishes them."""
+    return json.dumps(KeySet([*KEYS.values()]).as_dict(private=False))
+
+
+def signed(subject: str, *, issuer: str = "https://issuer.example") -> str:
+    """Returns a token of an issuer that only its keys are known of, for an hour."""
+    now = int(time.time())
+    claims = {"iss": issuer, "aud": AUDIENCE, "sub": subject}
+    return jwt.encode(
+        {"alg": "ES256", "kid": KEYS["ES256"].kid},
+        {**claims, "iat": now, "exp": now + 3600},
+        KEYS["ES256"],
+        algorithms=["ES256"],
+    )
+
+
 class Issuer(ThreadingHTTPServer):
     """An issuer on this machine: a discovery document and keys."""
 

@@ -20,12 +20,16 @@ from tests.support.server_process import EndedError, ServerProcess
 CLIENT = """
 import json, sys
 import numpy as np
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 import storesvc_client as store
 
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
 provider = TracerProvider()
 exporter = OTLPSpanExporter(endpoint=sys.argv[2] + "/v1/traces")
 provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -40,6 +44,15 @@ with store.connect(sys.argv[1]) as client:
     with trace.get_tracer("job").start_as_current_span("resume"):
         opened.restore()
 provider.shutdown()
+measured = {
+    metric.name: [metric.unit, sum(
+        point.sum if hasattr(point, "sum") else point.value
+        for point in metric.data.data_points
+    )]
+    for resource in reader.get_metrics_data().resource_metrics
+    for scope in resource.scope_metrics
+    for metric in scope.metrics
+}
 print(json.dumps({
     "uploads": [first.upload, second.upload],
     "sent": [first.sent_bytes, second.sent_bytes],
@@ -47,6 +60,7 @@ print(json.dumps({
     "timings": [first.timings, second.timings],
     "read": opened.report.read_bytes,
     "restore": opened.report.timings,
+    "measured": measured,
 }))
 """
 
@@ -149,6 +163,18 @@ def test_a_restore_belongs_to_the_span_of_its_caller(
     assert {o.name: o.attributes["storesvc.busy_seconds"] for o in phases} == (
         reports["restore"]
     )
+
+
+def test_a_meter_of_the_process_gets_the_values_of_the_reports(reports: Any) -> None:
+    measured = reports["measured"]
+
+    assert measured["storesvc.save.success"] == ["1", 2]
+    assert measured["storesvc.save.sent_bytes"] == ["By", sum(reports["sent"])]
+    unit, seconds = measured["storesvc.save.total_duration"]
+    assert (unit, seconds) == ("s", pytest.approx(sum(reports["seconds"])))
+    unit, seconds = measured["storesvc.save.plan_duration"]
+    assert seconds == pytest.approx(sum(each["plan"] for each in reports["timings"]))
+    assert measured["storesvc.restore.read_bytes"] == ["By", reports["read"]]
 
 
 @pytest.mark.usefixtures("reports")

@@ -1,16 +1,22 @@
-"""Emits spans where the process uses OpenTelemetry.
+"""Emits spans and measurements where the process uses OpenTelemetry.
 
 Nothing is imported here: a process that has not imported ``opentelemetry.trace`` has no
-tracer provider, and its spans would go nowhere. The spans of a save belong to the trace
-of its upload (``storesvc.format.trace_ids``), so that the spans of all processes and
-servers join; a restore belongs to the current span of its caller.
+tracer provider, and its spans would go nowhere; likewise for ``opentelemetry.metrics``.
+The spans of a save belong to the trace of its upload (``storesvc.format.trace_ids``),
+so the spans of all processes and servers join; a restore belongs to the current span of
+its caller. Measurements are the events of ``report_events``.
 """
 
 import sys
-from typing import Any
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final
 
 from storesvc.format.trace_ids import trace_of_upload
+from storesvc_client._values.report_events import Event
 from storesvc_client._values.report_spans import Span
+
+_OWN: Final = "/jax/storesvc/"
 
 
 def emit(span: Span, *, upload: str = "") -> None:
@@ -25,6 +31,30 @@ def emit(span: Span, *, upload: str = "") -> None:
         return
     tracer = trace.get_tracer("storesvc_client")
     _emit(trace, tracer, span, _context_of(trace, upload))
+
+
+def measure(events: Iterable[Event]) -> None:
+    """Records events: durations in histograms, the others in counters.
+
+    ``/jax/storesvc/save/total_duration_secs`` is ``storesvc.save.total_duration`` in
+    seconds, ``/jax/storesvc/save/sent_bytes`` is ``storesvc.save.sent_bytes``.
+    """
+    if "opentelemetry.metrics" not in sys.modules:
+        return
+    for event in events:
+        if event.name.startswith(_OWN):
+            _instrument(event.kind, event.name)(event.value, dict(event.tags))
+
+
+@cache
+def _instrument(kind: str, name: str) -> Any:
+    """Returns the method of an instrument that records a value."""
+    meter = sys.modules["opentelemetry.metrics"].get_meter("storesvc_client")
+    own = name.removeprefix("/jax/").replace("/", ".")
+    if kind == "duration":
+        return meter.create_histogram(own.removesuffix("_secs"), unit="s").record
+    unit = "By" if name.endswith("_bytes") else "1"
+    return meter.create_counter(own, unit=unit).add
 
 
 def _context_of(trace: Any, upload: str) -> Any:

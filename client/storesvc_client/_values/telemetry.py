@@ -12,10 +12,10 @@ Example:
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
-from storesvc_client._values.otel import emit
+from storesvc_client._values.otel import emit, measure
 from storesvc_client._values.report_events import (
     Event,
     Operation,
@@ -145,8 +145,13 @@ class Telemetry:
         except Exception as e:  # noqa: BLE001 - exporters are code of the caller
             self._warn("a tracer of OpenTelemetry", e)
 
-    def _send(self, events: Iterable[Event]) -> None:
-        """Passes events to the listeners of jax, if this process has imported it."""
+    def _send(self, events: Sequence[Event]) -> None:
+        """Passes events to OpenTelemetry, and to the listeners of jax, each if this
+        process has imported it."""
+        try:
+            measure(events)
+        except Exception as e:  # noqa: BLE001 - readers are code of the caller
+            self._warn("a meter of OpenTelemetry", e)
         monitoring = sys.modules.get("jax.monitoring")
         if monitoring is None:
             return

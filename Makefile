@@ -2,8 +2,8 @@
 # machine with Python 3.11, pip, make and gcc; CI runs `make check` and
 # `make test-easydel`.
 
-.PHONY: demo demo-multihost test check lint types contract breaking wheel-test \
-        deploy-test bench soak test-easydel sweep-easydel test-gcs format proto lock clean
+.PHONY: demo demo-multihost test check lint types contract breaking docs \
+        wheel-test deploy-test bench soak test-easydel sweep-easydel test-gcs format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ CONTRACT := proto/storesvc_proto
 # Files that jax compiled for the tests; they find it in the checkout themselves.
 COMPILED := $(CURDIR)/build/jax
 # What a test may read besides the installed package.
-TESTED := tests README.md CONTRIBUTING.md CHANGELOG.md docs Makefile pyproject.toml requirements deploy
+TESTED := tests README.md CONTRIBUTING.md CHANGELOG.md docs mkdocs.yml Makefile pyproject.toml requirements deploy
 
 # The first one that runs: the shim of a version manager may have no Python behind it.
 PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
@@ -37,7 +37,7 @@ demo-multihost: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
-check: lint types contract breaking wheel-test deploy-test
+check: lint types contract breaking docs wheel-test deploy-test
 
 # --- Setting up ---------------------------------------------------------------
 
@@ -85,6 +85,11 @@ breaking: $(INSTALLED)
 	rm -rf build/released && mkdir -p build/released \
 	&& git archive "$$tag" proto | tar -x -C build/released \
 	&& $(BIN)/buf breaking proto --against build/released/proto
+
+# The documentation site, as files in build/docs. A link that leads nowhere, a page that
+# is not in the navigation and an error reason without a remedy fail.
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 # Runs the tests against the wheel that users install: in an environment that borrows
 # the dependencies of .venv but not its editable install, and from a folder without the

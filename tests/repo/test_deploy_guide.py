@@ -1,5 +1,6 @@
 """deploy/README.md: its commands are valid, and the storectl commands work."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
 from tests.support.command_line import storectl
 from tests.support.contract import Writer
+from tests.support.document_blocks import blocks_of, check_names
 from tests.support.server_process import ServerProcess
 from tests.support.storectl_lines import check_line
 
@@ -91,3 +93,11 @@ def test_files_that_the_guide_names_exist() -> None:
         assert (ROOT / file).exists(), file
     for bench in benches:
         assert (ROOT / "tests" / "bench" / f"{bench}.py").exists(), bench
+
+
+def test_each_program_in_the_text_uses_what_exists() -> None:
+    programs = [block for block in blocks_of(GUIDE) if block.language == "python"]
+
+    assert programs
+    for block in programs:
+        check_names(ast.parse(block.text))

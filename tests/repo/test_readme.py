@@ -8,13 +8,22 @@ Each block runs by itself:
   or else over that of docs/storectl.md, and prints what it shows;
 - a block that names ``/tmp/old`` has the checkpoints of other projects there, and a
   ``console`` block may go there: ``$ cd /tmp/old``;
-- a ``sh`` block is not run: its programs, targets, extras and options exist.
+- a line of a ``sh`` block is run over the store of docs/storectl.md, unless it needs
+  what ``NEEDS`` lists; its programs, targets, extras and options exist in any case;
+- a ``py`` block needs another environment: it compiles, and what it takes from storesvc
+  exists;
+- ``toml`` is a policy, ``json`` are rules of renames, and ``diff`` leads from a program
+  to one that runs;
+- ``text`` is output, or drawn.
+
+docs/tutorial.md is executed as a whole, by tests/repo/test_tutorial.py.
 """
 
 import ast
 import contextlib
 import functools
 import io
+import json
 import os
 import re
 import shlex
@@ -22,22 +31,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 
 import storesvc_client as store
 from storesvc.access.permissions import ROLES, Permission
 from storesvc.identity.policy_document import parse as parse_policy_file
+from storesvc_client._export.renames import parse_rules
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.bench.__main__ import OTHERS
 from tests.bench.speed.works import WORKS
+from tests.support.document_blocks import (
+    Block,
+    blocks_of,
+    check_names,
+    commands_of,
+    steady,
+)
 from tests.support.old_checkpoints import write_old_checkpoints
 from tests.support.storectl_lines import check_line
 
@@ -48,37 +65,28 @@ DOCUMENTS = [README, *sorted(DOCS.glob("*.md"))]
 STORE = "file:///tmp/ckpts"
 OLD = "/tmp/old"
 """Folder of what other projects wrote, in the examples."""
-MOMENT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+\d\d:\d\d"
+TUTORIAL = DOCS / "tutorial.md"
+NEEDS = {
+    r"^pip install": "a package index",
+    r"^make ": "minutes: CI runs the targets that it needs",
+    r"^storectl serve": "a server that runs until it is stopped; the tutorial has one",
+    r"(?<!--store )gs://": "a bucket",
+    r"-s ckpt\.example|-c lab": "another machine",
+    r"^storectl import": "checkpoints of another project; docs/migration.md has them",
+}
+"""What lines of ``sh`` blocks need that a test does not have."""
 
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a document."""
-
-    document: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.document.relative_to(ROOT)}:{self.line}"
-
-
-def blocks_of(document: Path) -> list[Block]:
-    text = document.read_text()
-    return [
-        Block(document, text.count("\n", 0, found.start()) + 1, found[1], found[2])
-        for found in re.finditer(
-            r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
-        )
-    ]
-
-
-BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+BLOCKS = [
+    block
+    for document in DOCUMENTS
+    if document != TUTORIAL
+    for block in blocks_of(document)
+]
 SAMPLE = next(b for b in blocks_of(DOCS / "storectl.md") if b.language == "python")
 """Makes the store of the examples."""
 
@@ -92,11 +100,6 @@ def each_block(language: str, *, slow: Collection[Path] = ()) -> pytest.MarkDeco
         if block.language == language
     ]
     return pytest.mark.parametrize("block", found, ids=str)
-
-
-def steady(text: str) -> str:
-    """Returns the text with the moment that it was printed at taken out."""
-    return re.sub(MOMENT, "MOMENT", text)
 
 
 def executed(block: Block, root: Path) -> list[str]:
@@ -150,13 +153,14 @@ def test_each_document_is_linked_from_the_readme() -> None:
     text = README.read_text()
 
     for document in sorted(DOCS.glob("*.md")):
-        assert f"](docs/{document.name})" in text, document
+        assert f"](docs/{document.name})" in text, document.name
 
 
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     kinds = {block.language for block in BLOCKS}
 
-    assert {"python", "console", "sh", "text", "toml"} == kinds
+    known = {"python", "console", "sh", "py", "toml", "json", "diff", "text"}
+    assert known == kinds
 
 
 @each_block("toml")
@@ -221,7 +225,7 @@ def test_the_command_line_prints_what_a_document_shows(
         executed(before[-1], root)
     else:
         shutil.copytree(sample, root)
-    commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", block.text, re.MULTILINE)
+    commands = commands_of(block.text)
 
     folder = ROOT
     assert commands
@@ -244,6 +248,77 @@ def test_the_command_line_prints_what_a_document_shows(
             env=os.environ | {"STORECTL_STORE": root.as_uri(), "COLUMNS": "80"},
         )
         assert (0, steady(output)) == (ran.returncode, steady(ran.stdout))
+
+
+@each_block("py")
+def test_a_program_for_another_environment_uses_what_exists(block: Block) -> None:
+    check_names(ast.parse(block.text))
+
+
+@each_block("json")
+def test_a_table_of_renames_of_a_document_is_valid(block: Block) -> None:
+    assert parse_rules(json.loads(block.text), str(block))
+
+
+@pytest.mark.slow
+@each_block("diff")
+def test_a_changed_program_of_a_document_runs(block: Block, tmp_path: Path) -> None:
+    lines = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
+    source = "\n".join(lines).replace("file:///ckpts", tmp_path.as_uri())
+    names: dict[str, Any] = {"step": 1, "state": {"x": np.ones(3)}}
+
+    exec(compile(source, str(block), "exec"), names)
+
+    names["manager"].close()
+    assert [1.0, 1.0, 1.0] == names["state"]["x"].tolist()
+
+
+def runnable_lines(block: Block) -> list[str]:
+    """Returns the lines of a ``sh`` block that need nothing but the sample."""
+    lines = [line.partition("  #")[0].strip() for line in block.text.splitlines()]
+    return [line for line in lines if not any(re.search(need, line) for need in NEEDS)]
+
+
+RUNNABLE = [
+    block for block in BLOCKS if block.language == "sh" and runnable_lines(block)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+def test_the_commands_of_a_document_work(
+    block: Block, sample: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(sample, root)
+    with store.connect(root.as_uri()) as client:
+        client.run("prod/llama-8b").tags.set("best", 200)
+    certificate, config = tmp_path / "ckpt.pem", tmp_path / "config.toml"
+    certificate.touch()
+    for line in runnable_lines(block):
+        words = shlex.split(
+            line.replace("/etc/ssl/ckpt.pem", str(certificate))
+            .replace(":/ckpts", f":{tmp_path}/ckpts")
+            .replace(":/models", f":{tmp_path}/models")
+        )
+        ran = subprocess.run(
+            [sys.executable, "-m", "storesvc_client.cli", *words[1:]],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            env=os.environ
+            | {"STORECTL_STORE": root.as_uri(), "STORESVC_CONFIG": str(config)},
+        )
+        assert 0 == ran.returncode, (line, ran.stdout)
+
+
+def test_each_need_of_a_command_is_that_of_a_document() -> None:
+    text = "\n".join(block.text for block in BLOCKS if block.language == "sh")
+
+    assert [] == [need for need in NEEDS if not re.search(need, text, re.MULTILINE)]
+    assert len(RUNNABLE) >= 2
 
 
 @each_block("sh")
@@ -336,7 +411,12 @@ def test_the_links_of_a_document_lead_somewhere(document: Path) -> None:
         assert target.exists(), link
         if heading:
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            assert heading in {t.lower().replace(" ", "-") for t in titles}, link
+            assert heading in {anchor(title) for title in titles}, link
+
+
+def anchor(title: str) -> str:
+    """Returns the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 @each_document

@@ -1,0 +1,129 @@
+"""Adds the generated pages to a build of the site; ``mkdocs.yml`` names this module.
+
+The documents of the repository stay where a reader of a checkout expects them; their
+links are rewritten for the site.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from storesvc_client.errors import BY_REASON
+from tests.site.client_pages import client_page, models_page
+from tests.site.contract_pages import FOLDER, contract_pages
+from tests.site.error_page import completed, reasons_of
+from tests.site.proto_files import ProtoFile, read_contract
+from tests.site.repository_links import rewritten, section
+from tests.site.storectl_page import storectl_page
+
+ROOT: Final = Path(__file__).parents[2]
+EXAMPLES: Final = ROOT / "deploy" / "examples"
+SHIM: Final = "assets/iframe-worker.js"
+
+DOCUMENTS: Final[Mapping[str, str]] = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "deploy/README.md": "deployment.md",
+}
+"""Documents outside of ``docs/``, and their pages."""
+
+README_SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
+    "README.md#coming-from-orbax": ("Coming from Orbax", "coming-from-orbax.md"),
+    "README.md#how-it-compares": ("How it compares", "benchmarks.md"),
+}
+"""Sections of README.md that are pages: title and page of each link."""
+
+RESULTS: Final = "tests/bench/RESULTS.md"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the generated pages, and replaces the links of the written ones."""
+    try:
+        contract = read_contract(ROOT / "proto")
+        generated = _generated(contract)
+        errors = (ROOT / "docs" / "errors.md").read_text()
+        classes = {reason: kind.__name__ for reason, kind in BY_REASON.items()}
+        generated["errors.md"] = completed(errors, contract, classes)
+    except ValueError as e:
+        raise PluginError(str(e)) from e
+    for page, text in generated.items():
+        found = files.get_file_from_path(page)
+        if found is not None:
+            files.remove(found)
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Returns a page of ``docs/`` with links to other pages."""
+    uri = page.file.src_uri
+    if page.file.generated_by is not None and uri != "errors.md":
+        return markdown
+    return rewritten(markdown, source=f"docs/{uri}", page=uri, pages=_pages(files))
+
+
+def _generated(contract: list[ProtoFile]) -> dict[str, str]:
+    pages = contract_pages(contract, reasons_of(contract))
+    pages["reference/client.md"] = client_page()
+    pages["reference/models.md"] = models_page()
+    pages["reference/storectl.md"] = storectl_page()
+    pages |= _examples()
+    known = _known_pages()
+    readme = (ROOT / "README.md").read_text()
+    for title, page in README_SECTIONS.values():
+        pages[page] = rewritten(
+            section(readme, title), source="README.md", page=page, pages=known
+        )
+    for document, page in DOCUMENTS.items():
+        text = (ROOT / document).read_text()
+        pages[page] = rewritten(text, source=document, page=page, pages=known)
+    pages["benchmarks.md"] += "\n\n" + (ROOT / RESULTS).read_text().replace(
+        "\n#", "\n##"
+    )
+    return pages
+
+
+def _examples() -> dict[str, str]:
+    """Returns a page with each script of ``deploy/examples``."""
+    pages = {}
+    rows = []
+    for path in sorted(EXAMPLES.glob("*.py")):
+        pages[f"examples/{path.stem}.md"] = (
+            f"# {path.name}\n\n`{path.relative_to(ROOT)}`\n\n"
+            f"```python\n{path.read_text()}```\n"
+        )
+        summary = path.read_text().split('"""')[1].strip().partition("\n")[0]
+        rows.append(f"| [{path.name}]({path.stem}.md) | {summary} |")
+    table = "\n".join(["| script | |", "|---|---|", *rows])
+    pages["examples/index.md"] = (
+        f"# Examples\n\nWhole training scripts; tests run each of them.\n\n{table}\n"
+    )
+    return pages
+
+
+def _known_pages() -> dict[str, str]:
+    """Returns the page of each place of the repository, as far as names show it."""
+    known = {f"docs/{path.name}": path.name for path in (ROOT / "docs").iterdir()}
+    known |= DOCUMENTS
+    known |= {link: page for link, (_, page) in README_SECTIONS.items()}
+    known |= {"README.md": "index.md", RESULTS: "benchmarks.md"}
+    known["deploy/examples"] = "examples/index.md"
+    known["proto/storesvc/v1"] = f"{FOLDER}/index.md"
+    for path in (ROOT / "proto" / "storesvc" / "v1").glob("*.proto"):
+        known[str(path.relative_to(ROOT))] = f"{FOLDER}/{path.stem}.md"
+    for path in EXAMPLES.glob("*.py"):
+        known[str(path.relative_to(ROOT))] = f"examples/{path.stem}.md"
+    return known
+
+
+def _pages(files: Files) -> dict[str, str]:
+    known = _known_pages()
+    known |= {f"docs/{file.src_uri}": file.src_uri for file in files}
+    return known

@@ -14,7 +14,9 @@ from tests.site.contract_pages import REASONS, Links
 from tests.site.proto_files import Method, ProtoFile
 
 PREFIX: Final = "ERROR_REASON_"
-_HEADING: Final = re.compile(r"^### ([A-Z_]+)$", re.MULTILINE)
+_SECTION: Final = re.compile(
+    r"^### (?P<name>[A-Z_]+)\n(?P<text>.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL
+)
 _COMMENT: Final = re.compile(r"`([A-Z_]+)`: (.+)", re.DOTALL)
 
 
@@ -31,11 +33,7 @@ class Reason:
 
 def remedies(page: str) -> dict[str, str]:
     """Returns the text below the heading of each reason of docs/errors.md."""
-    _, *parts = _HEADING.split(page)
-    texts = (
-        re.split(r"^#", text, maxsplit=1, flags=re.MULTILINE) for text in parts[1::2]
-    )
-    return {name: text[0].strip() for name, text in zip(parts[::2], texts, strict=True)}
+    return {found["name"]: found["text"].strip() for found in _SECTION.finditer(page)}
 
 
 def reasons_of(files: Iterable[ProtoFile]) -> dict[str, Reason]:
@@ -110,22 +108,27 @@ def completed(page: str, files: Sequence[ProtoFile], classes: Mapping[str, str])
             f"errors.proto; lacks {missing}, has in addition {unknown}"
         )
 
-    def inserted(heading: re.Match[str]) -> str:
-        reason = reasons[heading[1]]
-        kind = classes[reason.name]
-        client = f"[`{kind}`](reference/client.md#storesvc_client.{kind})"
-        sent = _sent(reason, links)
-        return "\n\n".join(
-            [
-                heading[0],
-                f"Status `{reason.status}`, raised as {client}, {sent}.",
-                f"**Cause:** {_capital(_from_root(links.of_text(reason.cause)))}",
-                "**What to do:**",
-            ]
-        )
+    return _SECTION.sub(
+        lambda found: _section(
+            reasons[found["name"]],
+            classes[found["name"]],
+            found["text"].strip(),
+            links,
+        ),
+        page,
+    )
 
-    text = _HEADING.sub(inserted, page)
-    return text.replace("**What to do:**\n\n", "**What to do:** ")
+
+def _section(reason: Reason, kind: str, remedy: str, links: Links) -> str:
+    client = f"[`{kind}`](reference/client.md#storesvc_client.{kind})"
+    cause = _from_root(links.of_text(reason.cause))
+    parts = [
+        f"### {reason.name}",
+        f"**Cause:** {cause[:1].upper()}{cause[1:]}",
+        f"**What to do:** {remedy}",
+        f"Status `{reason.status}`, raised as {client}, {_sent(reason, links)}.",
+    ]
+    return "\n\n".join(parts) + "\n{ .sent }\n\n"
 
 
 def _sent(reason: Reason, links: Links) -> str:
@@ -139,7 +142,3 @@ def _sent(reason: Reason, links: Links) -> str:
 def _from_root(text: str) -> str:
     """Returns links of pages of the contract as links of a page next to its folder."""
     return re.sub(r"\]\((?!\.\./)", "](contract/", text).replace("](../errors.md", "](")
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -1,8 +1,8 @@
 """Examples in the docstrings of the public API, which the reference shows: they run.
 
 Each runs over a store of its own with two checkpoints, with the names of ``_names``.
-Values that an example shows are of another store, so only those of
-``SHOWN`` are compared.
+Values that an example shows are of another store, so they are compared
+only where ``SHOWN`` names the example.
 """
 
 import doctest

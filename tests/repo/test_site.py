@@ -11,9 +11,10 @@ from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from storesvc_client.errors import BY_REASON
 from storesvc_proto.v1 import errors_pb2 as pb
-from tests.site.client_pages import CLIENT, MODELS, client_page
+from tests.site.client_pages import CLIENT, MODELS, client_pages, page_of
 from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
+from tests.site.griffe_extensions import fenced
 from tests.site.proto_files import ProtoFile, read_contract
 from tests.site.repository_links import rewritten, section
 from tests.site.storectl_page import storectl_page
@@ -151,7 +152,7 @@ def test_the_page_of_errors_has_cause_status_class_and_remedy(
         "**Cause:** The run does not exist.\n\n"
         "**What to do:** Correct it.\n\n"
         "Status `NOT_FOUND`, raised as "
-        "[`NotFoundError`](reference/client.md#storesvc_client.NotFoundError), sent by "
+        "[`NotFoundError`](client/errors.md#storesvc_client.NotFoundError), sent by "
         "[GetRun](contract/errors.md#GetRun), "
         "[WatchRuns](contract/errors.md#WatchRuns).\n{ .sent }\n\n"
         "## B\n\n"
@@ -243,9 +244,9 @@ def test_the_reference_has_every_public_name_of_the_client_once() -> None:
     names = [name for group in CLIENT.values() for name in group]
 
     assert sorted(storesvc_client.__all__) == sorted(names)
-    for name in names:
-        assert client_page().count(f"::: storesvc_client.{name}\n") <= 1
-        assert f"::: storesvc_client.{name}" in client_page()
+    for title, group in CLIENT.items():
+        lines = client_pages()[page_of(title)].splitlines()
+        assert [f"::: storesvc_client.{name}" for name in group] == lines[2::2]
 
 
 @pytest.mark.parametrize("module", MODELS)
@@ -335,3 +336,12 @@ def test_the_site_loads_nothing_from_another_host() -> None:
     assert [] == re.findall(r"https?://\S+", text)
     for path in (*assets.glob("*.css"), *assets.glob("*.js")):
         assert [] == re.findall(r"https?://\S+", path.read_text()), path
+
+
+def test_an_example_of_a_docstring_gets_a_fence() -> None:
+    docstring = "Does it.\n\n    >>> f(\n    ...     1)\n    2\n\nMore.\n>>> g()"
+
+    assert (
+        "Does it.\n\n    ```pycon\n    >>> f(\n    ...     1)\n    2\n    ```\n\n"
+        "More.\n```pycon\n>>> g()\n```"
+    ) == fenced(docstring)

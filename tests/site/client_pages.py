@@ -3,8 +3,12 @@
 mkdocstrings replaces each ``::: name`` by the documentation of the name.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
+
+FOLDER: Final = "client"
+INDEX: Final = f"{FOLDER}/index.md"
 
 CLIENT: Final[Mapping[str, Sequence[str]]] = {
     "Connecting": ("connect", "Client", "Run", "RunInfo", "ServerInfo", "Identity"),
@@ -61,23 +65,53 @@ MODELS: Final[Mapping[str, Sequence[str]]] = {
 """The public names of each module for models."""
 
 
-def client_page() -> str:
-    """Returns the Markdown of the page of ``storesvc_client``."""
-    parts = [
-        "# Client",
-        (
-            "`import storesvc_client as store`. A `Client` opens a store, a `Run` "
-            "saves and restores; everything else is a value that they take or return."
-        ),
-    ]
-    for title, names in CLIENT.items():
-        parts += [f"## {title}", *(f"::: storesvc_client.{name}" for name in names)]
-    return "\n\n".join(parts)
+_ONE_BELOW: Final = "    options: { heading_level: 3 }"
 
 
-def models_page() -> str:
-    """Returns the Markdown of the page of the modules for models."""
+def client_pages() -> dict[str, str]:
+    """Returns the Markdown of each page, by its path in the site."""
+    pages = {
+        page_of(title): f"# {title}\n\n{_entries('storesvc_client', names)}"
+        for title, names in CLIENT.items()
+    }
     parts = ["# Models", "Each module is imported by itself, and needs its library."]
     for module, names in MODELS.items():
-        parts += [f"## {module}", *(f"::: {module}.{name}" for name in names)]
-    return "\n\n".join(parts)
+        parts.append(f"## {module}")
+        parts += [f"::: {module}.{name}\n{_ONE_BELOW}" for name in names]
+    return {INDEX: _index(), **pages, page_of("Models"): "\n\n".join(parts)}
+
+
+def page_of(title: str) -> str:
+    """Returns the path of the page of a section."""
+    return f"{FOLDER}/{re.sub('[^a-z]+', '-', title.lower())}.md"
+
+
+def _entries(module: str, names: Sequence[str]) -> str:
+    return "\n\n".join(f"::: {module}.{name}" for name in names)
+
+
+def _index() -> str:
+    rows = [
+        f"| [{title}]({page_of(title).removeprefix(f'{FOLDER}/')}) | {_links(names)} |"
+        for title, names in CLIENT.items()
+    ]
+    modules = ", ".join(f"`{module}`" for module in MODELS)
+    rows.append(f"| [Models](models.md) | {modules} |")
+    return "\n".join(
+        [
+            "# Client",
+            "",
+            (
+                "`import storesvc_client as store`. A `Client` opens a store, a `Run` "
+                "saves and restores; everything else they take or return."
+            ),
+            "",
+            "| page | names |",
+            "|---|---|",
+            *rows,
+        ]
+    )
+
+
+def _links(names: Sequence[str]) -> str:
+    return ", ".join(f"[`{name}`][storesvc_client.{name}]" for name in names)

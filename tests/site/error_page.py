@@ -120,7 +120,7 @@ def completed(page: str, files: Sequence[ProtoFile], classes: Mapping[str, str])
 
 
 def _section(reason: Reason, kind: str, remedy: str, links: Links) -> str:
-    client = f"[`{kind}`](reference/client.md#storesvc_client.{kind})"
+    client = f"[`{kind}`](client/errors.md#storesvc_client.{kind})"
     cause = _from_root(links.of_text(reason.cause))
     parts = [
         f"### {reason.name}",

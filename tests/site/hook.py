@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from storesvc_client.errors import BY_REASON
-from tests.site.client_pages import client_page, models_page
+from tests.site.client_pages import client_pages
 from tests.site.contract_pages import FOLDER, contract_pages
 from tests.site.error_page import completed, reasons_of
 from tests.site.proto_files import ProtoFile, read_contract
@@ -23,22 +23,22 @@ from tests.site.storectl_page import storectl_page
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "deploy" / "examples"
-SHIM: Final = "assets/iframe-worker.js"
+ALONE: Final = ("index.md", "tutorial.md")
+"""Pages whose tab has no other page."""
 
 DOCUMENTS: Final[Mapping[str, str]] = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "deploy/README.md": "deployment.md",
+    "tests/bench/RESULTS.md": "benchmarks.md",
 }
 """Documents outside of ``docs/``, and their pages."""
 
 README_SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "README.md#coming-from-orbax": ("Coming from Orbax", "coming-from-orbax.md"),
-    "README.md#how-it-compares": ("How it compares", "benchmarks.md"),
+    "README.md#how-it-compares": ("How it compares", "comparison.md"),
 }
 """Sections of README.md that are pages: title and page of each link."""
-
-RESULTS: Final = "tests/bench/RESULTS.md"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -64,6 +64,8 @@ def on_page_markdown(
 ) -> str:
     """Returns a page of ``docs/`` with links to other pages."""
     uri = page.file.src_uri
+    if uri in ALONE:
+        page.meta["hide"] = ["navigation"]
     if page.file.generated_by is not None and uri != "errors.md":
         return markdown
     return rewritten(markdown, source=f"docs/{uri}", page=uri, pages=_pages(files))
@@ -71,8 +73,7 @@ def on_page_markdown(
 
 def _generated(contract: list[ProtoFile]) -> dict[str, str]:
     pages = contract_pages(contract, reasons_of(contract))
-    pages["reference/client.md"] = client_page()
-    pages["reference/models.md"] = models_page()
+    pages |= client_pages()
     pages["reference/storectl.md"] = storectl_page()
     pages |= _examples()
     known = _known_pages()
@@ -84,9 +85,6 @@ def _generated(contract: list[ProtoFile]) -> dict[str, str]:
     for document, page in DOCUMENTS.items():
         text = (ROOT / document).read_text()
         pages[page] = rewritten(text, source=document, page=page, pages=known)
-    pages["benchmarks.md"] += "\n\n" + (ROOT / RESULTS).read_text().replace(
-        "\n#", "\n##"
-    )
     return pages
 
 
@@ -101,7 +99,7 @@ def _examples() -> dict[str, str]:
         )
         summary = path.read_text().split('"""')[1].strip().partition("\n")[0]
         rows.append(f"| [{path.name}]({path.stem}.md) | {summary} |")
-    table = "\n".join(["| script | |", "|---|---|", *rows])
+    table = "\n".join(["| script | what it does |", "|---|---|", *rows])
     pages["examples/index.md"] = (
         f"# Examples\n\nWhole training scripts; tests run each of them.\n\n{table}\n"
     )
@@ -113,7 +111,7 @@ def _known_pages() -> dict[str, str]:
     known = {f"docs/{path.name}": path.name for path in (ROOT / "docs").iterdir()}
     known |= DOCUMENTS
     known |= {link: page for link, (_, page) in README_SECTIONS.items()}
-    known |= {"README.md": "index.md", RESULTS: "benchmarks.md"}
+    known["README.md"] = "index.md"
     known["deploy/examples"] = "examples/index.md"
     known["proto/storesvc/v1"] = f"{FOLDER}/index.md"
     for path in (ROOT / "proto" / "storesvc" / "v1").glob("*.proto"):

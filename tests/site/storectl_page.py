@@ -13,17 +13,24 @@ WIDTH: Final = 88
 def storectl_page() -> str:
     """Returns the Markdown of the page."""
     parts = [
-        "# storectl",
+        "# Commands of storectl",
         (
             "Each command with its `--help`. [The command line](../storectl.md) has "
             "examples. Options of the group may be given before or after a command."
         ),
     ]
-    for level, words, context in _commands(click.Context(main, info_name="storectl")):
+    for level, words, context in _commands(_context(main, "storectl", None)):
         name = " ".join(words)
         parts.append(f"{'#' * level} {name} {{ #{name.replace(' ', '-')} }}")
         parts.append(f"```text\n{context.get_help().rstrip()}\n```")
     return "\n\n".join(parts)
+
+
+def _context(
+    command: click.Command, name: str, parent: click.Context | None
+) -> click.Context:
+    settings = command.context_settings
+    return click.Context(command, info_name=name, parent=parent, **settings)
 
 
 def _commands(
@@ -31,11 +38,11 @@ def _commands(
 ) -> Iterator[tuple[int, tuple[str, ...], click.Context]]:
     """Yields the level of the heading, the words and the context of each command."""
     context.terminal_width = WIDTH
-    yield min(len(words) + 1, 4), words, context
+    yield max(len(words), 2), words, context
     command = context.command
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
             if below is not None and not below.hidden:
-                inner = click.Context(below, parent=context, info_name=name)
+                inner = _context(below, name, context)
                 yield from _commands(inner, (*words, name))

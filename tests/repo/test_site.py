@@ -16,7 +16,7 @@ from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
 from tests.site.griffe_extensions import fenced
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import rewritten, section
+from tests.site.repository_links import loaded_from_elsewhere, rewritten, section
 from tests.site.storectl_page import storectl_page
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +246,9 @@ def test_the_reference_has_every_public_name_of_the_client_once() -> None:
     assert sorted(storesvc_client.__all__) == sorted(names)
     for title, group in CLIENT.items():
         lines = client_pages()[page_of(title)].splitlines()
-        assert [f"::: storesvc_client.{name}" for name in group] == lines[2::2]
+        assert [f"::: storesvc_client.{name}" for name in group] == lines[
+            2 : 2 + 2 * len(group) : 2
+        ]
 
 
 @pytest.mark.parametrize("module", MODELS)
@@ -311,6 +313,18 @@ def test_links_of_a_page_in_a_folder_are_relative_to_it() -> None:
     )
 
     assert "[a](../saving.md)" == found
+
+
+def test_what_a_page_loads_from_another_host_is_found() -> None:
+    html = (
+        '<a href="https://host/x">x</a> <img src="x.svg"> <script src="a.js"></script>'
+        '<script src="https://cdn/x.js"></script><link href=//fonts><link href="//f">'
+    )
+
+    assert [
+        '<script src="https://cdn/x.js">',
+        '<link href="//f">',
+    ] == loaded_from_elsewhere(html)
 
 
 def test_a_section_becomes_a_page() -> None:

@@ -4,7 +4,7 @@ mkdocstrings replaces each ``::: name`` by the documentation of the name.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 FOLDER: Final = "client"
@@ -48,6 +48,31 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
 }
 """The names of ``storesvc_client.__all__`` below the titles of their sections."""
 
+PARTS: Final[Mapping[str, Sequence[str]]] = {
+    "Checkpoints, tags and holds": (
+        *("storesvc_client._api.tags.Tags", "storesvc_client._api.holds.Holds"),
+        "storesvc_client._api.uploads.Uploads",
+    ),
+    "Retention": ("storesvc_client._api.retention.Retention",),
+}
+"""Classes of attributes of a ``Run``, such as ``run.tags``, by the sections of
+``CLIENT`` that they belong to. They have no public name."""
+
+TYPES: Final = (
+    "storesvc.format.names.Which",
+    "storesvc_client._values.durations.DurationLike",
+    "storesvc_client._values.key_patterns.Patterns",
+    "storesvc_client._pytree.partition_rules.Rules",
+    "storesvc_client._values.options.SnapshotMode",
+    "storesvc_client._values.options.IfBusy",
+    "storesvc_client._values.options.OnDamaged",
+    "storesvc_client._values.options.OnMismatch",
+    "storesvc_client._values.options.Rehearse",
+    "storesvc_client._values.triggers.Trigger",
+    "storesvc_client._values.triggers.OnFailure",
+)
+"""Types of arguments, without public names either."""
+
 MODELS: Final[Mapping[str, Sequence[str]]] = {
     "storesvc_client.easydel": (
         *("save_state", "restore_state", "save_model", "restore_model"),
@@ -71,14 +96,17 @@ _ONE_BELOW: Final = "    options: { heading_level: 3 }"
 def client_pages() -> dict[str, str]:
     """Returns the Markdown of each page, by its path in the site."""
     pages = {
-        page_of(title): f"# {title}\n\n{_entries('storesvc_client', names)}"
+        page_of(title): "\n\n".join([f"# {title}", *_entries(title, names)])
         for title, names in CLIENT.items()
     }
     parts = ["# Models", "Each module is imported by itself, and needs its library."]
     for module, names in MODELS.items():
         parts.append(f"## {module}")
         parts += [f"::: {module}.{name}\n{_ONE_BELOW}" for name in names]
-    return {INDEX: _index(), **pages, page_of("Models"): "\n\n".join(parts)}
+    pages[page_of("Models")] = "\n\n".join(parts)
+    types = [f"::: {path}" for path in TYPES]
+    pages[page_of("Types of arguments")] = "\n\n".join(["# Types of arguments", *types])
+    return {INDEX: _index(), **pages}
 
 
 def page_of(title: str) -> str:
@@ -86,8 +114,9 @@ def page_of(title: str) -> str:
     return f"{FOLDER}/{re.sub('[^a-z]+', '-', title.lower())}.md"
 
 
-def _entries(module: str, names: Sequence[str]) -> str:
-    return "\n\n".join(f"::: {module}.{name}" for name in names)
+def _entries(title: str, names: Sequence[str]) -> Iterator[str]:
+    yield from (f"::: storesvc_client.{name}" for name in names)
+    yield from (f"::: {path}" for path in PARTS.get(title, ()))
 
 
 def _index() -> str:
@@ -97,6 +126,8 @@ def _index() -> str:
     ]
     modules = ", ".join(f"`{module}`" for module in MODELS)
     rows.append(f"| [Models](models.md) | {modules} |")
+    types = ", ".join(f"[`{path.rpartition('.')[2]}`][{path}]" for path in TYPES)
+    rows.append(f"| [Types of arguments](types-of-arguments.md) | {types} |")
     return "\n".join(
         [
             "# Client",

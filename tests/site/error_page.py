@@ -13,6 +13,9 @@ from typing import Final
 from tests.site.contract_pages import REASONS, Links
 from tests.site.proto_files import Method, ProtoFile
 
+MANY: Final = 12
+"""Calls that are counted instead of named."""
+
 PREFIX: Final = "ERROR_REASON_"
 _SECTION: Final = re.compile(
     r"^### (?P<name>[A-Z_]+)\n(?P<text>.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL
@@ -134,6 +137,10 @@ def _section(reason: Reason, kind: str, remedy: str, links: Links) -> str:
 def _sent(reason: Reason, links: Links) -> str:
     if not reason.methods:
         return "sent by any call"
+    if len(reason.methods) > MANY:
+        return (
+            f"sent by {len(reason.methods)} calls of the [contract](contract/index.md)"
+        )
     return "sent by " + ", ".join(
         _from_root(links.of_text(name)) for name in reason.methods
     )

@@ -18,7 +18,7 @@ from tests.site.client_pages import client_pages
 from tests.site.contract_pages import FOLDER, contract_pages
 from tests.site.error_page import completed, reasons_of
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import rewritten, section
+from tests.site.repository_links import loaded_from_elsewhere, rewritten, section
 from tests.site.storectl_page import storectl_page
 
 ROOT: Final = Path(__file__).parents[2]
@@ -69,6 +69,16 @@ def on_page_markdown(
     if page.file.generated_by is not None and uri != "errors.md":
         return markdown
     return rewritten(markdown, source=f"docs/{uri}", page=uri, pages=_pages(files))
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Returns a page; rejects one that a browser would load with help of other hosts."""
+    found = loaded_from_elsewhere(output)
+    if found:
+        raise PluginError(
+            f"{page.file.dest_uri}: expected files of the site only, got {found}"
+        )
+    return output
 
 
 def _generated(contract: list[ProtoFile]) -> dict[str, str]:

@@ -89,7 +89,7 @@ breaking: $(INSTALLED)
 # The documentation site, as files in build/docs. A link that leads nowhere, a page that
 # is not in the navigation and an error reason without a remedy fail.
 docs: $(INSTALLED)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # Runs the tests against the wheel that users install: in an environment that borrows
 # the dependencies of .venv but not its editable install, and from a folder without the

@@ -48,28 +48,27 @@ class Reader:
             return self._stop()
         if command.endswith(" &"):
             return self._start(command.removesuffix(" &"))
-        ran = subprocess.run(self._line(command), **self._options(), check=False)
-        shown = ran.stdout + ("Killed\n" if ran.returncode == -signal.SIGKILL else "")
-        assert ran.returncode in (0, -signal.SIGKILL), shown
-        return self._restored(shown)
+        process = self._process(command)
+        printed, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode in (0, -signal.SIGKILL), printed
+        killed = "Killed\n" if process.returncode else ""
+        return self._restored(printed + killed)
 
-    def _line(self, command: str) -> str:
+    def _process(self, command: str) -> subprocess.Popen[str]:
         program, _, rest = self._adapted(command).partition(" ")
         module = "" if program == "python" else " -m storesvc_client.cli"
-        return f"exec {sys.executable}{module} {rest}"
-
-    def _options(self) -> dict[str, object]:
-        return {
-            "shell": True,
-            "cwd": self._folder,
-            "env": self._environment,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "text": True,
-        }
+        return subprocess.Popen(
+            f"exec {sys.executable}{module} {rest}",
+            shell=True,
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def _start(self, command: str) -> str:
-        self._server = subprocess.Popen(self._line(command), **self._options())
+        self._server = self._process(command)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             with socket.socket() as probe:

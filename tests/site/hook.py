@@ -72,7 +72,7 @@ def on_page_markdown(
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Returns a page; rejects one that a browser would load with help of other hosts."""
+    """Returns a page; rejects one that loads something from another host."""
     found = loaded_from_elsewhere(output)
     if found:
         raise PluginError(

@@ -11,6 +11,7 @@ Example:
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -105,12 +106,12 @@ def read_contract(folder: Path) -> list[ProtoFile]:
         ValueError: protoc rejects the files.
     """
     # Imported here: the tests of pages do without protoc.
-    from grpc_tools import _proto, protoc  # type: ignore[attr-defined]
+    from grpc_tools import protoc  # type: ignore[import-untyped]  # has no annotations
 
     sources = sorted(str(path) for path in folder.rglob("*.proto"))
     with TemporaryDirectory() as place:
         target = Path(place, "set.binpb")
-        arguments = [f"-I{folder}", f"-I{Path(_proto.__path__[0])}", *sources]
+        arguments = [f"-I{folder}", f"-I{files('grpc_tools') / '_proto'}", *sources]
         options = ["--include_source_info", f"--descriptor_set_out={target}"]
         if protoc.main(["protoc", *options, *arguments]):
             raise ValueError(f"{folder}: expected a contract, and protoc rejects it")

@@ -78,7 +78,8 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
         raise PluginError(
             f"{page.file.dest_uri}: expected files of the site only, got {found}"
         )
-    return output
+    # the theme's dialog has no name, which screen readers need
+    return output.replace(' role="dialog"', ' role="dialog" aria-label="Search"', 1)
 
 
 def _generated(contract: list[ProtoFile]) -> dict[str, str]:

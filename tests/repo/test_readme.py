@@ -20,6 +20,7 @@ docs/tutorial.md is executed as a whole, by tests/repo/test_tutorial.py.
 """
 
 import ast
+import builtins
 import contextlib
 import functools
 import io
@@ -273,9 +274,14 @@ def test_a_changed_program_of_a_document_runs(block: Block, tmp_path: Path) -> N
     assert [1.0, 1.0, 1.0] == names["state"]["x"].tolist()
 
 
+def shell_lines(block: Block) -> list[str]:
+    """Returns the lines of a block; a backslash at the end of one joins the next."""
+    return block.text.replace("\\\n", " ").splitlines()
+
+
 def runnable_lines(block: Block) -> list[str]:
     """Returns the lines of a ``sh`` block that need nothing but the sample."""
-    lines = [line.partition("  #")[0].strip() for line in block.text.splitlines()]
+    lines = [line.partition("  #")[0].strip() for line in shell_lines(block)]
     return [line for line in lines if not any(re.search(need, line) for need in NEEDS)]
 
 
@@ -323,7 +329,7 @@ def test_each_need_of_a_command_is_that_of_a_document() -> None:
 
 @each_block("sh")
 def test_the_commands_of_a_document_exist(block: Block) -> None:
-    for line in block.text.splitlines():
+    for line in shell_lines(block):
         check_shell_line(line)
 
 
@@ -397,6 +403,13 @@ def test_the_public_names_that_a_document_uses_exist(document: Path) -> None:
             )
             if found and not re.fullmatch(r"[\w/]+\.(py|proto)", found[0]):
                 functools.reduce(getattr, found[2][1:].split("."), named[found[1]])
+
+
+@each_document
+def test_the_errors_that_a_document_names_exist(document: Path) -> None:
+    for code in inline_code(document):
+        if re.fullmatch(r"[A-Z]\w+Error", code):
+            assert hasattr(store, code) or hasattr(builtins, code), code
 
 
 @each_document

@@ -1,5 +1,6 @@
 """The pages that the documentation site generates from the code and the contract."""
 
+import hashlib
 import inspect
 import re
 from pathlib import Path
@@ -27,6 +28,9 @@ CLASSES = {reason: kind.__name__ for reason, kind in BY_REASON.items()}
 with_contract = pytest.mark.skipif(
     not (PROTO / "storesvc").exists(), reason="the wheel has generated code only"
 )
+
+SHIM_SHA256 = "e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609"
+"""Digest of iframe-worker 1.0.4, shim/index.js, as npm has it."""
 
 SAMPLE = """
 // Why.
@@ -340,6 +344,15 @@ def test_each_document_has_a_page_in_the_navigation() -> None:
 
     for document in sorted((ROOT / "docs").glob("*.md")):
         assert f": {document.name}" in nav, document.name
+
+
+def test_the_code_of_others_is_unchanged() -> None:
+    shim = ROOT / "docs" / "assets" / "iframe-worker.js"
+
+    assert SHIM_SHA256 == hashlib.sha256(shim.read_bytes()).hexdigest()
+    assert "Permission is hereby granted" in (
+        shim.with_suffix(".LICENSE.txt").read_text()
+    )
 
 
 def test_the_site_loads_nothing_from_another_host() -> None:

@@ -210,7 +210,7 @@ def documents() -> list[Path]:
 
 def configuration() -> list[Path]:
     """Returns the files of the repository that have comments and are no modules."""
-    found = [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    found = [ROOT / name for name in ("Makefile", "mkdocs.yml", "pyproject.toml")]
     found += sorted((ROOT / "deploy").rglob("*.yaml"))
     return [*found, ROOT / "deploy" / "Dockerfile"]
 

@@ -23,6 +23,13 @@ GUIDE = ROOT / "deploy" / "README.md"
 TEXT = GUIDE.read_text()
 RUN = "prod/llama-8b"
 BACKUP = "gs://BACKUP/ckpts"
+NOT_RUN = {
+    "docker": "a daemon; tests/deploy checks the Dockerfile and the install lines",
+    "gcloud": "a project of Google Cloud",
+    "kubectl": "a cluster; tests/deploy renders and validates the manifests",
+    "openssl": "tests/deploy/test_certificates.py runs these",
+}
+"""Programs of the guide that these tests do not run, and why."""
 
 
 def lines() -> list[str]:
@@ -68,6 +75,12 @@ def test_the_commands_of_the_guide_work_one_after_the_other(
         run = client.run(RUN)
         assert [200, 100] == [found.step for found in run.checkpoints()]
         assert "ended" == run.uploads.get(upload).state
+
+
+def test_every_program_of_the_guide_is_run_or_listed() -> None:
+    programs = {line.split()[0] for line in lines()}
+
+    assert {"storectl", *NOT_RUN} == programs
 
 
 def test_every_storectl_command_in_the_text_is_valid() -> None:

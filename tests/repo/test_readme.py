@@ -164,6 +164,13 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     assert known == kinds
 
 
+def test_the_other_pages_of_the_site_have_output_only() -> None:
+    pages = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/bench/RESULTS.md")
+    kinds = {block.language for page in pages for block in blocks_of(ROOT / page)}
+
+    assert {"text"} == kinds
+
+
 @each_block("toml")
 def test_a_policy_of_a_document_is_valid(block: Block) -> None:
     found = parse_policy_file(block.text)

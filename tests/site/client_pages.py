@@ -37,6 +37,7 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
     ),
     "Monitoring": (
         *("Progress", "ProgressCallback", "progress_bar", "StepLogger", "Plot"),
+        *("SaveTrace", "WriterReport", "PhaseSpan"),
     ),
     "Errors": (
         *("StoreError", "InvalidRequestError", "UnsupportedLeafError"),

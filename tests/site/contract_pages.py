@@ -18,6 +18,7 @@ TITLES: Final[Mapping[str, str]] = {
     "access_service": "Access",
     "tree": "Trees and manifests",
     "retention": "Retention policies",
+    "report": "Reports",
     "bucket": "Objects in the bucket",
     "errors": "Error details",
 }

@@ -16,8 +16,9 @@ from tests.site.client_pages import CLIENT, MODELS, client_pages, page_of
 from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
 from tests.site.griffe_extensions import fenced
+from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import loaded_from_elsewhere, rewritten, section
+from tests.site.repository_links import rewritten, section
 from tests.site.storectl_page import storectl_page
 
 ROOT = Path(__file__).parents[2]
@@ -329,6 +330,16 @@ def test_what_a_page_loads_from_another_host_is_found() -> None:
         '<script src="https://cdn/x.js">',
         '<link href="//f">',
     ] == loaded_from_elsewhere(html)
+
+
+def test_long_names_in_tables_break_behind_separators() -> None:
+    html = "<code>a_name_of_a_metric_total</code><td><code>a_name</code></td>"
+    cell = "<td><code>storesvc_commit_failures_total</code> x</td>"
+
+    assert html == with_breaks(html)
+    assert (
+        "<td><code>storesvc_<wbr>commit_<wbr>failures_<wbr>total</code> x</td>"
+    ) == with_breaks(cell)
 
 
 def test_a_section_becomes_a_page() -> None:

@@ -17,8 +17,9 @@ from storesvc_client.errors import BY_REASON
 from tests.site.client_pages import client_pages
 from tests.site.contract_pages import FOLDER, contract_pages
 from tests.site.error_page import completed, reasons_of
+from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import loaded_from_elsewhere, rewritten, section
+from tests.site.repository_links import rewritten, section
 from tests.site.storectl_page import storectl_page
 
 ROOT: Final = Path(__file__).parents[2]
@@ -69,6 +70,13 @@ def on_page_markdown(
     if page.file.generated_by is not None and uri != "errors.md":
         return markdown
     return rewritten(markdown, source=f"docs/{uri}", page=uri, pages=_pages(files))
+
+
+def on_page_content(
+    html: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Returns the contents of a page with breaks in long names."""
+    return with_breaks(html)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

@@ -49,12 +49,6 @@ def _relative(target: str, page: str) -> str:
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
-def loaded_from_elsewhere(html: str) -> list[str]:
-    """Returns what a page loads from other hosts; links to follow do not count."""
-    tags = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", html)
-    return [tag for tag in tags if re.search(r"""["'](?:https?:)?//""", tag)]
-
-
 def section(markdown: str, title: str) -> str:
     """Returns the section of a title, which becomes that of a page.
 

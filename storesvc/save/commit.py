@@ -8,7 +8,8 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 2. Write the objects that the record will name.
 3. Append the commit to the journal, so that a watch cannot miss it.
 4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
-5. Delete the staging tables and the parts of the upload.
+5. Delete the staging tables and the parts of the upload; over a bucket, the server
+   answers first.
 """
 
 import logging
@@ -44,6 +45,7 @@ from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
 from storesvc.offload import offload
+from storesvc.save.discards import Discards
 from storesvc.save.receipts import Receipt, Receipts
 from storesvc.save.reuse import (
     Claims,
@@ -104,6 +106,8 @@ class Commits:
         *,
         clock: Clock,
     ) -> None:
+        self.discards = Discards(bucket)
+        """Deletes what committed uploads leave."""
         self._bucket = bucket
         self._catalog = catalog
         self._uploads = uploads
@@ -172,7 +176,7 @@ class Commits:
         # 5. Receipts and staging last: without them the upload could not be committed
         #    again. The record names none of them; after a crash here, garbage
         #    collection deletes them.
-        await self._discard(name)
+        await self.discards.delete(name)
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
 
@@ -373,18 +377,6 @@ class Commits:
         """Returns a record that another call wrote, once it is durable."""
         await self._bucket.settle(RunPaths(name.run).checkpoint(slot.step))
         return slot
-
-    async def _discard(self, name: UploadName) -> None:
-        places = RunPaths(name.run)
-        try:
-            await reach(Failpoint.COMMIT_BEFORE_DISCARD)
-            await together(
-                self._bucket.delete_below(places.staging_of(name.upload)),
-                self._bucket.delete_below(places.upload_parts(name.upload)),
-            )
-        except StoreError:
-            # The commit stands; garbage collection deletes the rest.
-            _log.warning("%s: its staging was not deleted", name, exc_info=True)
 
 
 def _event(name: UploadName, record: pb.CheckpointRecord, span: Span) -> Committed:

@@ -22,7 +22,7 @@ from storesvc.storage.hedging import Limits
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_client._rpc import retry
 from tests.conftest import GIVEN_BUCKET, gcs_root
-from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status, Truncate
 from tests.support.command_line import document, refusal
 from tests.support.examples import sampled
 from tests.support.server_process import EndedError, ServerProcess
@@ -360,3 +360,38 @@ def test_the_demo_holds_in_a_bucket(root: str, tmp_path: Path) -> None:
 
     assert 0 == demo.returncode, demo.stdout + demo.stderr
     server.kill()
+
+
+def left_of_uploads(root: str) -> list[str]:
+    """Returns the objects that only uploads in progress need."""
+
+    async def listed() -> list[str]:
+        bucket = await TensorStoreBucket.open(root)
+        return [place for place in await bucket.list("") if "/staging/" in place]
+
+    return asyncio.run(listed())
+
+
+@pytest.mark.emulated
+def test_nothing_of_an_upload_is_left_when_its_server_has_ended(
+    root: str, gcs: FakeGcs
+) -> None:
+    gcs.fault("DELETE .*staging", Delay(0.5), times=ALWAYS)
+    with store.connect(root) as client:
+        client.run("tests/gcs").save(1, sharded(64)).result()
+
+    assert [] == left_of_uploads(root)
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_a_save_does_not_wait_for_the_deletion_of_its_staging(
+    root: str, gcs: FakeGcs
+) -> None:
+    tree = sharded(64)
+    with store.connect(root) as client:
+        run = client.run("tests/gcs")
+        gcs.fault("DELETE .*staging", Stall(), times=ALWAYS)
+        run.save(1, tree).result(timeout=deadlines.ANSWER_SECONDS / 2)
+        assert_equal(tree, run.restore(1, like=tree))
+        assert left_of_uploads(root)

@@ -8,7 +8,7 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 2. Write the objects that the record will name.
 3. Append the commit to the journal, so that a watch cannot miss it.
 4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
-5. Delete the staging tables and the parts of the upload; over a bucket, the server
+5. Delete the staging tables and the parts of the upload; a server over a bucket
    answers first.
 """
 

@@ -1,8 +1,9 @@
 """Deletes what committed uploads leave: their staging tables and their parts.
 
-A checkpoint needs none of it, and garbage collection deletes what a crash leaves. So a
-server over a bucket, where deletions take several requests, answers a commit first and
-deletes in the background: between ``defer`` and ``drain``. Otherwise ``delete`` waits.
+A checkpoint needs none of it, and garbage collection deletes what a crash leaves. So
+``storectl serve`` over a bucket, where deletions take several requests, answers a
+commit first and deletes in the background: between ``defer`` and ``drain``. Elsewhere,
+as in an embedded store, ``delete`` waits.
 """
 
 import asyncio

@@ -34,9 +34,6 @@ DRAIN_SECONDS: Final = 10.0
 """Maximum time for calls in flight after SIGTERM. Streams that are cut off continue on
 another server, or on this one after its restart."""
 
-DISCARD_SECONDS: Final = 2.0
-"""Maximum time for deletions in the background after that; what is left is garbage."""
-
 NOTICE_SECONDS: Final = 0.5
 """Time during which a stopping server still accepts calls, until clients that watch its
 health have received the change."""
@@ -147,8 +144,6 @@ async def running(
     except RuntimeError as e:
         raise unusable(address) from e
     await server.start()
-    if not store.bucket.has_files:  # files are deleted faster than a reply is sent
-        store.commits.discards.defer()
     try:
         yield port
     finally:
@@ -163,8 +158,6 @@ async def running(
         # 3. Reject new calls; wait for those in flight. A stream that is cut off must
         #    send again what was not acknowledged.
         await server.stop(DRAIN_SECONDS)
-        # 4. Commits that were answered may still be deleting what they left.
-        await store.commits.discards.drain(DISCARD_SECONDS)
 
 
 def is_loopback(host: str) -> bool:

@@ -29,6 +29,10 @@ from storesvc.server.tls import Tls
 from storesvc.server.traces import traced
 from storesvc.storage.location import is_writable, storage_at
 
+DISCARD_SECONDS: Final = 2.0
+"""Maximum time for deletions in the background after the drain; what is left then is
+garbage."""
+
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
 """Maximum time from SIGTERM to the end of the process. A storage call that has not
 returned by then never returns, such as one for a file on a lost network mount."""
@@ -152,6 +156,8 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         serving.policy, anonymous=serving.anonymous, root=serving.root
     )
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
+    if not store.bucket.has_files:  # files are deleted faster than a reply is sent
+        store.commits.discards.defer()
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     certificate = serving.tls.certificate if serving.tls else None
     async with (
@@ -175,6 +181,8 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         async with collecting(store, interval):
             await stop.wait()
         _log.info("draining")
+    # 4. Commits that were answered may still be deleting what they left.
+    await store.commits.discards.drain(DISCARD_SECONDS)
     _log.info("stopped")
 
 

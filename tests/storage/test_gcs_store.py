@@ -372,13 +372,23 @@ def left_of_uploads(root: str) -> list[str]:
     return asyncio.run(listed())
 
 
+@pytest.fixture
+def bucket_server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    yield server
+    server.kill()
+
+
 @pytest.mark.emulated
+@pytest.mark.slow
 def test_nothing_of_an_upload_is_left_when_its_server_has_ended(
-    root: str, gcs: FakeGcs
+    root: str, gcs: FakeGcs, bucket_server: ServerProcess
 ) -> None:
-    gcs.fault("DELETE .*staging", Delay(0.5), times=ALWAYS)
-    with store.connect(root) as client:
+    gcs.fault("DELETE .*staging", Delay(1.5), times=ALWAYS)
+    with store.connect(bucket_server.address) as client:
         client.run("tests/gcs").save(1, sharded(64)).result()
+    bucket_server.stop()
 
     assert [] == left_of_uploads(root)
 
@@ -386,10 +396,10 @@ def test_nothing_of_an_upload_is_left_when_its_server_has_ended(
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_a_save_does_not_wait_for_the_deletion_of_its_staging(
-    root: str, gcs: FakeGcs
+    root: str, gcs: FakeGcs, bucket_server: ServerProcess
 ) -> None:
     tree = sharded(64)
-    with store.connect(root) as client:
+    with store.connect(bucket_server.address) as client:
         run = client.run("tests/gcs")
         gcs.fault("DELETE .*staging", Stall(), times=ALWAYS)
         run.save(1, tree).result(timeout=deadlines.ANSWER_SECONDS / 2)

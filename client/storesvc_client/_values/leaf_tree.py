@@ -1,8 +1,8 @@
 """Draws the leaves of a checkpoint as a tree.
 
 Two rules keep the drawing short and complete: a node with one child shares a line with
-it (``embed/embedding``), and consecutively numbered siblings with the same keys, dtypes
-and shapes are drawn once, as ``{0..11}``, with their number before their content.
+it (``embed/embedding``), and numbered siblings with the same keys, dtypes and shapes
+are drawn once, as ``layer_{0..11}``, with their number before their content.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
+from storesvc_client._values.natural_order import natural_key
+from storesvc_client._values.numbered_names import numbered_series
 from storesvc_client._values.texts import count_text, dtype_text, shape_text, size_text
 
 if TYPE_CHECKING:
@@ -52,31 +54,54 @@ def grow(leaves: "Iterable[LeafInfo]") -> tuple[Node, ...]:
     return _children([(tuple(leaf.key.split("/")), leaf) for leaf in leaves])
 
 
-def draw(nodes: Sequence[Node], *, depth: int | None = None) -> Iterator[Line]:
-    """Yields the drawing line by line, down to ``depth`` levels."""
-    groups = list(_alike(nodes))
-    for group in groups:
-        last = group is groups[-1]
-        name, content, size = _line(group)
-        yield f"{'└── ' if last else '├── '}{name}", content, size
+def draw(
+    nodes: Sequence[Node], *, depth: int | None = None, expand: bool = False
+) -> Iterator[Line]:
+    """Yields the drawing line by line.
+
+    Args:
+        nodes: Siblings.
+        depth: Maximum number of levels; None: all.
+        expand: Whether to draw each of numbered siblings.
+    """
+    rows = [_Row(node, node.parts[0], 1) for node in nodes] if expand else _rows(nodes)
+    for row in rows:
+        last = row is rows[-1]
+        yield f"{'└── ' if last else '├── '}{row.name}", row.content, row.size
         if depth != 1:
-            below = draw(group[0].children, depth=depth and depth - 1)
-            for inner, what, amount in below:
-                yield f"{'    ' if last else '│   '}{inner}", what, amount
+            below = depth and depth - 1
+            inner = draw(row.node.children, depth=below, expand=expand)
+            for name, content, size in inner:
+                yield f"{'    ' if last else '│   '}{name}", content, size
 
 
-def _line(group: Sequence[Node]) -> Line:
-    first = group[0]
-    size = size_text(first.size_bytes)
-    if len(group) == 1:
-        return first.name, first.content, size
-    numbers = f"{{{first.parts[0]}..{group[-1].parts[0]}}}"
-    name = "/".join((numbers, *first.parts[1:]))
-    return name, f"{len(group)} x {first.content}", f"{len(group)} x {size}"
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One node, for all that are like it."""
+
+    node: Node
+    first_part: str
+    count: int
+
+    @property
+    def name(self) -> str:
+        return "/".join((self.first_part, *self.node.parts[1:])) or "''"
+
+    @property
+    def content(self) -> str:
+        return f"{self._times}{self.node.content}"
+
+    @property
+    def size(self) -> str:
+        return f"{self._times}{size_text(self.node.size_bytes)}"
+
+    @property
+    def _times(self) -> str:
+        return "" if self.count == 1 else f"{self.count:,} x "
 
 
 def _children(entries: Iterable[_Entry]) -> tuple[Node, ...]:
-    ordered = sorted(entries, key=lambda entry: [*map(_order, entry[0])])
+    ordered = sorted(entries, key=lambda entry: [*map(natural_key, entry[0])])
     siblings = groupby(ordered, key=lambda entry: entry[0][0])
     return tuple(_node(list(below)) for _, below in siblings)
 
@@ -101,33 +126,15 @@ def _node(entries: list[_Entry]) -> Node:
     )
 
 
-def _alike(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """Yields groups of nodes; each group is drawn once."""
-    group: list[Node] = []
+def _rows(nodes: Sequence[Node]) -> list[_Row]:
+    """Returns the rows of siblings, in the order of the first node of each."""
+    alike: dict[object, list[Node]] = {}
     for node in nodes:
-        if group and not _continues(group[-1], node):
-            yield group
-            group = []
-        group.append(node)
-    if group:
-        yield group
-
-
-def _continues(before: Node, node: Node) -> bool:
-    number, after = before.parts[0], node.parts[0]
-    return (
-        _is_number(number)
-        and _is_number(after)
-        and int(after) == int(number) + 1
-        and (before.parts[1:], before.likeness) == (node.parts[1:], node.likeness)
-    )
-
-
-def _order(part: str) -> tuple[bool, int, str]:
-    """Returns a sort key: numbers by value, before texts."""
-    number = _is_number(part)
-    return not number, int(part) if number else 0, part
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdecimal() and str(int(part)) == part
+        alike.setdefault((node.parts[1:], node.likeness), []).append(node)
+    first_at = {id(node): at for at, node in enumerate(nodes)}
+    rows = [
+        _Row(those[series.indices[0]], series.text, len(series.indices))
+        for those in alike.values()
+        for series in numbered_series([node.parts[0] for node in those])
+    ]
+    return sorted(rows, key=lambda row: first_at[id(row.node)])

@@ -1,8 +1,8 @@
 """Prints tables and fields for people, and JSON for programs.
 
-Tables are plain columns, two spaces apart, and never truncated. In a terminal that is
-too narrow, cells of folding columns break over lines. Unprintable characters in text
-from a store are escaped, so that no label can control a terminal.
+Tables are plain columns, two spaces apart. In a terminal that is too narrow,
+``table_layout`` shortens cells; in a pipe or a file a table is complete. Unprintable
+characters in text from a store are escaped, so that no label can control a terminal.
 
 JSON follows the JSON mapping of protobuf: times are RFC 3339 in UTC, durations are
 seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" and
@@ -12,50 +12,49 @@ seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" 
 import json
 import math
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import click
 
 from storesvc_client._values.texts import plural, printable
+from storesvc_client.cli.table_layout import Column, Shrink, lay_out
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
 
 _Item = TypeVar("_Item")
 
-_LEAST_FOLDED: Final = 16
-"""Minimum width in characters of a folded column; narrower is unreadable."""
+__all__ = [
+    "Column",
+    "Listing",
+    "Shrink",
+    "json_value",
+    "print_fields",
+    "print_json",
+    "print_note",
+    "print_table",
+]
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    right: bool = False
-    """True for quantities, which are aligned right."""
-    folds: bool = False
-    """True if cells may break over lines in a terminal that is too narrow."""
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table; without titles, it has no header."""
     cells = [tuple(map(printable, row)) for row in rows]
-    titles = tuple(column.title for column in columns)
-    lines = [titles, *cells] if any(titles) else cells
-    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
-    if _needs_folding(columns, widths):
-        _print_folded(columns, cells)
-        return
-    for line in lines:
-        padded = map(_pad, line, widths, columns)
-        click.secho("  ".join(padded).rstrip(), bold=line is titles or None)
+    room = get_terminal_size().columns if sys.stdout.isatty() else None
+    layout = lay_out(columns, cells, room=room)
+    has_titles = any(column.title for column in columns)
+    for number, line in enumerate(layout.lines):
+        click.secho(line, bold=(has_titles and number == 0) or None)
+    if hidden := [title for title in layout.hidden if title]:
+        print_note(
+            f"hidden, since the terminal is too narrow: {', '.join(hidden)}; a wider "
+            "one or a pipe shows all columns"
+        )
 
 
 def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -> None:
@@ -87,6 +86,8 @@ class Listing(Generic[_Item]):
     noun: str
     columns: tuple[Column, ...]
     row: Callable[[_Item], tuple[str, ...]]
+    document: Callable[[_Item], object] = field(default=lambda item: item)
+    """Returns the value of an item that JSON shows."""
 
     def show(
         self,
@@ -95,6 +96,7 @@ class Listing(Generic[_Item]):
         as_json: bool,
         limit: int | None = None,
         damaged: "Sequence[DataLossError]" = (),
+        absence: Callable[[], str] | None = None,
     ) -> None:
         """Prints the items; notes on stderr what it leaves out.
 
@@ -103,6 +105,7 @@ class Listing(Generic[_Item]):
             as_json: Whether to print JSON.
             limit: Maximum number of items, including damaged ones; None prints all.
             damaged: Errors of damaged records; grows while the items are read.
+            absence: Returns the note of an empty list, once the items are read.
 
         Raises:
             DataLossError: The last of ``damaged``; the others are printed before.
@@ -118,11 +121,11 @@ class Listing(Generic[_Item]):
         reported = damaged if limit is None else damaged[: limit - len(shown)]
         rest = rest or len(reported) < len(damaged)
         if as_json:
-            print_json(shown)
+            print_json([*map(self.document, shown)])
         elif shown:
             print_table(self.columns, map(self.row, shown))
         elif not damaged:
-            print_note(f"no {plural(self.noun)}")
+            print_note(absence() if absence else f"no {plural(self.noun)}")
         if rest:
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
             noun = self.noun if limit == 1 and not known else plural(self.noun)
@@ -136,7 +139,7 @@ class Listing(Generic[_Item]):
 def json_value(value: Any) -> Any:
     """Returns the value as JSON types."""
     if is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        named = {each.name: getattr(value, each.name) for each in fields(value)}
         return json_value(named)
     match value:
         case Mapping():
@@ -155,47 +158,3 @@ def json_value(value: Any) -> Any:
             return value
         case _:
             return str(value)
-
-
-def _needs_folding(columns: Sequence[Column], widths: Sequence[int]) -> bool:
-    """Returns whether a terminal is too narrow and folding helps."""
-    if not sys.stdout.isatty():
-        return False
-    from shutil import get_terminal_size
-
-    room = get_terminal_size().columns - 2 * (len(columns) - 1)
-    folding = sum(column.folds for column in columns)
-    rigid = sum(
-        width for column, width in zip(columns, widths, strict=True) if not column.folds
-    )
-    return folding > 0 and sum(widths) > room >= rigid + folding * _LEAST_FOLDED
-
-
-def _print_folded(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            no_wrap=not column.folds,
-            overflow="fold",
-            min_width=_LEAST_FOLDED if column.folds else None,
-        )
-    for row in cells:
-        table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)
-
-
-def _pad(cell: str, width: int, column: Column) -> str:
-    space = " " * (width - _width(cell))
-    return space + cell if column.right else cell + space
-
-
-def _width(cell: str) -> int:
-    if cell.isascii():
-        return len(cell)
-    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in cell)

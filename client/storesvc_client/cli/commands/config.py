@@ -12,7 +12,7 @@ from storesvc_client.cli.arguments import json_option, store_target
 from storesvc_client.cli.config_file import config_path, read_config, write_config
 from storesvc_client.cli.contexts import FILES, Config, Context, check_name
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, print_json
+from storesvc_client.cli.output import Column, Listing, Shrink, print_json
 
 _FILE: Final = click.Path(
     exists=True, dir_okay=False, resolve_path=True, path_type=Path
@@ -119,8 +119,8 @@ def list_contexts(*, as_json: bool) -> None:
         columns=(
             Column(""),
             Column("NAME"),
-            Column("STORE", folds=True),
-            Column("OPTIONS", folds=True),
+            Column("STORE", shrink=Shrink.MIDDLE),
+            Column("OPTIONS", shrink=Shrink.END),
         ),
         row=lambda context: _row(context, is_current=context.name == found.current),
     )

@@ -14,7 +14,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import names_error
-from storesvc_client.cli.output import Column, print_json, print_table
+from storesvc_client.cli.output import Column, Shrink, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath, has_names, is_foreign
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from storesvc_client._foreign.comparison import Comparison
 
 _COLUMNS: Final = (
-    Column("KEY", folds=True),
+    Column("KEY", shrink=Shrink.MIDDLE),
     Column("WHAT"),
     Column("BEFORE"),
     Column("AFTER"),

@@ -11,6 +11,7 @@ from storesvc_client.cli.arguments import any_path, json_option
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
+    Shrink,
     json_value,
     print_fields,
     print_json,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client, Usage
 
 _RUNS: Final = (
-    Column("RUN", folds=True),
+    Column("RUN", shrink=Shrink.MIDDLE),
     Column("CHECKPOINTS", right=True),
     Column("UPLOADS", right=True),
     Column("LOGICAL", right=True),

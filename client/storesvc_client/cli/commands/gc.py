@@ -8,20 +8,26 @@ import click
 from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import duration, json_option, parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import Column, print_json, print_note, print_table
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    print_json,
+    print_note,
+    print_table,
+)
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import Collected
 
 _COLUMNS: Final = (
-    Column("RUN", folds=True),
+    Column("RUN", shrink=Shrink.MIDDLE),
     Column("ABORTED", right=True),
     Column("DELETED", right=True),
     Column("PURGED", right=True),
     Column("GARBAGE", right=True),
     Column("REMOVED", right=True),
-    Column("LEFT", folds=True),
+    Column("LEFT", shrink=Shrink.END),
 )
 
 

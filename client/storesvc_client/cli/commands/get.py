@@ -25,7 +25,13 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import data_of, echo_data
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
-from storesvc_client.cli.output import Column, json_value, print_json, print_table
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    json_value,
+    print_json,
+    print_table,
+)
 from storesvc_client.cli.paths import LeafPath
 
 if TYPE_CHECKING:
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
     from storesvc_client.cli.leaf_summary import Array, Summary
 
 _COLUMNS: Final = (
-    Column("KEY", folds=True),
+    Column("KEY", shrink=Shrink.MIDDLE),
     Column("DTYPE"),
     Column("SHAPE"),
     Column("MIN", right=True),

@@ -11,7 +11,7 @@ from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, print_json, print_note
+from storesvc_client.cli.output import Column, Listing, Shrink, print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ _HOLDS: Final = Listing(
     columns=(
         Column("HOLD"),
         Column("STEP", right=True),
-        Column("OWNER", folds=True),
-        Column("EXPIRES"),
+        Column("OWNER", shrink=Shrink.END),
+        Column("EXPIRES", shrink=Shrink.TIME),
     ),
 )
 

@@ -1,172 +1,39 @@
 """``storectl ls``: lists runs, checkpoints or leaves."""
 
-from collections.abc import Mapping
-from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._values.texts import (
-    ABSENT,
-    dtype_text,
-    key_text,
-    pairs_text,
-    shape_text,
-    size_text,
-    time_text,
-)
 from storesvc_client.cli.arguments import (
     json_option,
     keep_names_option,
     readable_path,
 )
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import ForeignStore, names_error
-from storesvc_client.cli.leaf_selection import select_leaves
-from storesvc_client.cli.output import Column, Listing
-from storesvc_client.cli.paths import (
-    CheckpointPath,
-    LeafPath,
-    NamespacePath,
-    RunPath,
-    StorePath,
-    has_names,
-    is_foreign,
-)
+from storesvc_client.cli.foreign import names_error
+from storesvc_client.cli.output import print_note
+from storesvc_client.cli.paths import RunPath, StorePath, has_names, is_foreign
+from storesvc_client.cli.record_selection import RecordSelection
+from storesvc_client.cli.record_views import view_of
 
 if TYPE_CHECKING:
-    from storesvc_client import (
-        Checkpoint,
-        DataLossError,
-        ForeignInfo,
-        LeafInfo,
-        RunInfo,
-    )
-
-
-_RECORDS: Final = ("copy.", "import.", "orbax.commit_time")
-"""Beginnings of labels that record where a checkpoint comes from; ``stat`` shows
-them."""
-
-
-def _labels_text(labels: Mapping[str, str]) -> str:
-    return pairs_text(
-        {key: text for key, text in labels.items() if not key.startswith(_RECORDS)}
-    )
-
-
-def _run_row(run: "RunInfo") -> tuple[str, ...]:
-    latest = ABSENT if run.latest_step is None else str(run.latest_step)
-    return run.name, latest, time_text(run.create_time)
-
-
-def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        time_text(checkpoint.commit_time),
-        size_text(checkpoint.size_bytes),
-        str(checkpoint.leaf_count),
-        pairs_text(checkpoint.metrics),
-        _labels_text(checkpoint.labels),
-    )
-
-
-def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        _moment_text(checkpoint.create_time),
-        size_text(checkpoint.size_bytes),
-        str(checkpoint.leaf_count),
-        pairs_text(checkpoint.metrics),
-        _labels_text(checkpoint.labels),
-    )
-
-
-def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        _moment_text(checkpoint.delete_time),
-        _moment_text(checkpoint.purge_time),
-        size_text(checkpoint.size_bytes),
-        pairs_text(checkpoint.metrics),
-        _labels_text(checkpoint.labels),
-    )
-
-
-def _moment_text(time: datetime | None) -> str:
-    return ABSENT if time is None else time_text(time)
-
-
-def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
-    return (
-        key_text(leaf),
-        dtype_text(leaf),
-        shape_text(leaf),
-        size_text(leaf.size_bytes),
-        str(leaf.chunk_count),
-    )
-
-
-_RUNS: Final = Listing(
-    noun="run",
-    row=_run_row,
-    columns=(
-        Column("RUN", folds=True),
-        Column("LATEST", right=True),
-        Column("CREATED"),
-    ),
-)
-_CHECKPOINTS: Final = Listing(
-    noun="checkpoint",
-    row=_checkpoint_row,
-    columns=(
-        Column("STEP", right=True),
-        Column("COMMITTED"),
-        Column("SIZE", right=True),
-        Column("LEAVES", right=True),
-        Column("METRICS", folds=True),
-        Column("LABELS", folds=True),
-    ),
-)
-_FOREIGN: Final = Listing(
-    noun="checkpoint",
-    row=_foreign_row,
-    columns=(
-        Column("STEP", right=True),
-        Column("WRITTEN"),
-        Column("SIZE", right=True),
-        Column("LEAVES", right=True),
-        Column("METRICS", folds=True),
-        Column("LABELS", folds=True),
-    ),
-)
-_DELETED: Final = Listing(
-    noun="deleted checkpoint",
-    row=_deleted_row,
-    columns=(
-        Column("STEP", right=True),
-        Column("DELETED"),
-        Column("PURGE"),
-        Column("SIZE", right=True),
-        Column("METRICS", folds=True),
-        Column("LABELS", folds=True),
-    ),
-)
-_LEAVES: Final = Listing(
-    noun="leaf",
-    row=_leaf_row,
-    columns=(
-        Column("KEY", folds=True),
-        Column("DTYPE"),
-        Column("SHAPE"),
-        Column("SIZE", right=True),
-        Column("CHUNKS", right=True),
-    ),
-)
+    from storesvc_client import DataLossError
 
 
 @click.command()
 @click.argument("path", type=readable_path, metavar="[PATH]", required=False)
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="CONDITION",
+    help="List only records that match, such as 'loss<2.5'; all, if repeated.",
+)
+@click.option(
+    "--sort",
+    metavar="FIELD",
+    help="Sort by a field, the lowest value first; -FIELD: the highest first.",
+)
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -185,6 +52,8 @@ def ls(
     connection: Connection,
     *,
     path: StorePath | None,
+    where: Sequence[str],
+    sort: str | None,
     limit: int | None,
     deleted: bool,
     keep_names: bool,
@@ -196,43 +65,46 @@ def ls(
     import or a copy sets are shown by storectl stat, and with --json.
 
     \b
+    Fields of --where and --sort are the columns, the names of --json, and:
+      loss, stage           a metric or a label; also metrics.loss, labels.stage
+      age                   time since the commit: age<12h
+      tags, pinned          alone: any tag, a pin; tags=best*: such a tag
+    A condition has <, <=, >, >=, =, != and is joined with &, |, ~ and parentheses.
+    Names and values with other characters are in quotes. A checkpoint without a value
+    matches only !=, and is sorted last.
+
+    \b
     Examples:
       storectl ls                                  all runs
       storectl ls prod                             the runs of a namespace
       storectl ls prod/llama-8b                    the checkpoints of a run
       storectl ls prod/llama-8b --limit 1 --json   its newest one, for a program
+      storectl ls prod/llama-8b --sort loss --where 'loss<2.5' --limit 20
+      storectl ls prod/llama-8b --where 'pinned | stage=final & age<7d'
       storectl ls prod/llama-8b --deleted          checkpoints that can be undeleted
       storectl ls prod/llama-8b@latest             the leaves of a checkpoint
       storectl ls 'prod/llama-8b@500:**/kernel'    leaves whose key matches
+      storectl ls prod/llama-8b@500 --sort -size   its leaves, the largest first
       storectl ls orbax:gs://bucket/run            checkpoints that Orbax wrote
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
     if keep_names and not has_names(path):
         raise names_error()
+    is_foreign_run = isinstance(path, RunPath) and is_foreign(path.run)
+    if deleted and is_foreign_run:
+        raise click.UsageError("--deleted goes with a run of a store")
+    view = view_of(path, deleted=deleted)
+    selection = RecordSelection(view.schema, where=where, sort=sort)
     damaged: list[DataLossError] = []
-    if isinstance(path, RunPath) and is_foreign(path.run):
-        if deleted:
-            raise click.UsageError("--deleted goes with a run of a store")
-        written = ForeignStore(keep_names=keep_names).run(path.run).checkpoints()
-        _FOREIGN.show(written, limit=limit, as_json=as_json)
-        return
-    if isinstance(path, CheckpointPath | LeafPath):
-        with connection.open_for(path, keep_names=keep_names) as opened:
-            leaves = select_leaves(opened, path).leaves
-        _LEAVES.show(leaves, limit=limit, as_json=as_json)
-        return
-    with connection.open() as client:
-        match path:
-            case None | NamespacePath():
-                namespace = path.namespace if path else None
-                runs = client.runs(namespace, on_damage=damaged.append)
-                _RUNS.show(runs, limit=limit, as_json=as_json, damaged=damaged)
-            case RunPath(run) if deleted:
-                gone = client.run(run).checkpoints(
-                    deleted=True, on_damage=damaged.append
-                )
-                _DELETED.show(gone, limit=limit, as_json=as_json, damaged=damaged)
-            case RunPath(run):
-                found = client.run(run).checkpoints(on_damage=damaged.append)
-                _CHECKPOINTS.show(found, limit=limit, as_json=as_json, damaged=damaged)
+    with connection.open_for(path, keep_names=keep_names) as opened:
+        records = view.records(opened, path, damaged.append)
+        view.listing.show(
+            selection.of(records, limit=limit),
+            limit=limit,
+            as_json=as_json,
+            damaged=damaged,
+            absence=selection.absence,
+        )
+    if warning := selection.warning():
+        print_note(warning)

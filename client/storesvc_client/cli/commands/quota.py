@@ -7,7 +7,13 @@ import click
 from storesvc_client._values.texts import size_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import Column, print_json, print_note, print_table
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    print_json,
+    print_note,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import Quota
@@ -36,7 +42,7 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
     else:
         columns = (
             Column("QUOTA"),
-            Column("OF", folds=True),
+            Column("OF", shrink=Shrink.END),
             Column("USED", right=True),
             Column("LIMIT", right=True),
             Column("WARNS AT", right=True),

@@ -11,6 +11,7 @@ from storesvc_client.cli.arguments import duration, json_option, run_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
+    Shrink,
     json_value,
     print_json,
     print_note,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _COLUMNS: Final = (
     Column("STEP", right=True),
     Column("KEPT"),
-    Column("WHY", folds=True),
+    Column("WHY", shrink=Shrink.END),
     Column("OWN BYTES", right=True),
 )
 

@@ -11,7 +11,7 @@ from storesvc_client._values.texts import time_text
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, print_json
+from storesvc_client.cli.output import Column, Listing, Shrink, print_json
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _TAGS: Final = Listing(
     columns=(
         Column("TAG"),
         Column("STEP", right=True),
-        Column("SET"),
+        Column("SET", shrink=Shrink.TIME),
         Column("PROTECTED"),
     ),
 )

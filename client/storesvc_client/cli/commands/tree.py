@@ -14,10 +14,16 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
-from storesvc_client.cli.output import Column, json_value, print_json, print_table
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    json_value,
+    print_json,
+    print_table,
+)
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
-_COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
+_COLUMNS: Final = (Column("", shrink=Shrink.END), Column(""), Column("", right=True))
 
 
 @click.command()
@@ -28,6 +34,7 @@ _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
     metavar="N",
     help="Draw N levels; the last one counts the leaves below it.",
 )
+@click.option("--expand", is_flag=True, help="Draw each of numbered siblings.")
 @keep_names_option
 @json_option
 @pass_connection
@@ -36,20 +43,22 @@ def tree(
     *,
     path: CheckpointPath | LeafPath,
     depth: int | None,
+    expand: bool,
     keep_names: bool,
     as_json: bool,
 ) -> None:
     """Draw the leaves of a checkpoint as a tree.
 
     Its items are listed below them. A node with a single child shares a line with it.
-    Consecutively numbered siblings with the same content are drawn once: "{0..11}  12 x
-    8 leaves" stands for twelve subtrees of eight leaves, and the lines below it show
-    one of them.
+    Numbered siblings with the same content are drawn once: "layer_{0..11}  12 x 8
+    leaves" stands for twelve subtrees of eight leaves, and the lines below it show the
+    first of them. "{0..30..2}" are the even numbers up to 30.
 
     \b
     Examples:
       storectl tree prod/llama-8b@latest
       storectl tree prod/llama-8b@500 --depth 2
+      storectl tree prod/llama-8b@500 --expand
       storectl tree 'prod/llama-8b@500:opt_state/**'
     """
     with connection.open_for(path, keep_names=keep_names) as client:
@@ -59,7 +68,8 @@ def tree(
         return
     count = count_text(len(selection.leaves), "leaf")
     top = (str(selection.checkpoint), count, size_text(selection.size_bytes))
-    lines = [top, *draw(grow(selection.leaves), depth=depth), *_items(selection)]
+    drawing = draw(grow(selection.leaves), depth=depth, expand=expand)
+    lines = [top, *drawing, *_items(selection)]
     print_table(_COLUMNS, lines)
 
 

@@ -9,7 +9,7 @@ from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import json_option, parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, print_json
+from storesvc_client.cli.output import Column, Listing, Shrink, print_json
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ _OF_RUN: Final = Listing(
     columns=(
         Column("UPLOAD"),
         Column("STEP", right=True),
-        Column("BEGAN"),
-        Column("RENEWED"),
+        Column("BEGAN", shrink=Shrink.TIME),
+        Column("RENEWED", shrink=Shrink.TIME),
         Column("WRITERS"),
         Column("WAITS FOR"),
-        Column("OWNER", folds=True),
+        Column("OWNER", shrink=Shrink.END),
     ),
 )
 _OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
     noun="upload",
     row=lambda upload: (upload.run, *_row(upload)),
-    columns=(Column("RUN", folds=True), *_OF_RUN.columns),
+    columns=(Column("RUN", shrink=Shrink.MIDDLE), *_OF_RUN.columns),
 )
 
 

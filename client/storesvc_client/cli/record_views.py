@@ -1,0 +1,260 @@
+"""Lists of runs, checkpoints and leaves: what ``ls`` reads and how it is shown."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from storesvc_client._values.texts import (
+    ABSENT,
+    dtype_text,
+    key_text,
+    pairs_text,
+    shape_text,
+    size_text,
+    time_text,
+)
+from storesvc_client.cli.leaf_selection import select_leaves
+from storesvc_client.cli.output import (
+    Column,
+    Listing,
+    Shrink,
+    json_value,
+    print_note,
+)
+from storesvc_client.cli.paths import (
+    CheckpointPath,
+    LeafPath,
+    NamespacePath,
+    RunPath,
+    StorePath,
+    is_foreign,
+)
+from storesvc_client.cli.record_fields import (
+    CHECKPOINTS,
+    DELETED,
+    FOREIGN,
+    LEAVES,
+    RUNS,
+    Schema,
+    TaggedCheckpoint,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client import (
+        Checkpoint,
+        Client,
+        DataLossError,
+        ForeignInfo,
+        LeafInfo,
+        Run,
+        RunInfo,
+    )
+    from storesvc_client.cli.foreign import ForeignStore, Readable
+
+_OnDamage: TypeAlias = "Callable[[DataLossError], object]"
+
+
+_RECORDS: Final = ("copy.", "import.", "orbax.commit_time")
+"""Beginnings of labels that record where a checkpoint comes from; ``stat`` shows
+them."""
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return pairs_text(
+        {key: text for key, text in labels.items() if not key.startswith(_RECORDS)}
+    )
+
+
+def _run_row(run: "RunInfo") -> tuple[str, ...]:
+    latest = ABSENT if run.latest_step is None else str(run.latest_step)
+    return run.name, latest, time_text(run.create_time)
+
+
+def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
+    checkpoint = tagged.checkpoint
+    return (
+        str(checkpoint.step),
+        time_text(checkpoint.commit_time),
+        size_text(checkpoint.size_bytes),
+        str(checkpoint.leaf_count),
+        " ".join(tagged.tags) or ABSENT,
+        "yes" if checkpoint.pinned else ABSENT,
+        pairs_text(checkpoint.metrics),
+        _labels_text(checkpoint.labels),
+    )
+
+
+def _checkpoint_document(tagged: TaggedCheckpoint) -> object:
+    return json_value(tagged.checkpoint) | {"tags": tagged.tags}
+
+
+def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        _moment_text(checkpoint.create_time),
+        size_text(checkpoint.size_bytes),
+        str(checkpoint.leaf_count),
+        pairs_text(checkpoint.metrics),
+        _labels_text(checkpoint.labels),
+    )
+
+
+def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        _moment_text(checkpoint.delete_time),
+        _moment_text(checkpoint.purge_time),
+        size_text(checkpoint.size_bytes),
+        pairs_text(checkpoint.metrics),
+        _labels_text(checkpoint.labels),
+    )
+
+
+def _moment_text(time: datetime | None) -> str:
+    return ABSENT if time is None else time_text(time)
+
+
+def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
+    return (
+        key_text(leaf),
+        dtype_text(leaf),
+        shape_text(leaf),
+        size_text(leaf.size_bytes),
+        str(leaf.chunk_count),
+    )
+
+
+_RUNS: Final = Listing(
+    noun="run",
+    row=_run_row,
+    columns=(
+        Column("RUN", shrink=Shrink.MIDDLE),
+        Column("LATEST", right=True),
+        Column("CREATED", shrink=Shrink.TIME),
+    ),
+)
+_CHECKPOINTS: Final = Listing(
+    noun="checkpoint",
+    row=_checkpoint_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("COMMITTED", shrink=Shrink.TIME),
+        Column("SIZE", right=True),
+        Column("LEAVES", right=True),
+        Column("TAGS", shrink=Shrink.END),
+        Column("PINNED", shrink=Shrink.END),
+        Column("METRICS", shrink=Shrink.END),
+        Column("LABELS", shrink=Shrink.END),
+    ),
+    document=_checkpoint_document,
+)
+_FOREIGN: Final = Listing(
+    noun="checkpoint",
+    row=_foreign_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("WRITTEN", shrink=Shrink.TIME),
+        Column("SIZE", right=True),
+        Column("LEAVES", right=True),
+        Column("METRICS", shrink=Shrink.END),
+        Column("LABELS", shrink=Shrink.END),
+    ),
+)
+_DELETED: Final = Listing(
+    noun="deleted checkpoint",
+    row=_deleted_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("DELETED", shrink=Shrink.TIME),
+        Column("PURGE", shrink=Shrink.TIME),
+        Column("SIZE", right=True),
+        Column("METRICS", shrink=Shrink.END),
+        Column("LABELS", shrink=Shrink.END),
+    ),
+)
+_LEAVES: Final = Listing(
+    noun="leaf",
+    row=_leaf_row,
+    columns=(
+        Column("KEY", shrink=Shrink.MIDDLE),
+        Column("DTYPE"),
+        Column("SHAPE"),
+        Column("SIZE", right=True),
+        Column("CHUNKS", right=True),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A list of records of one type, and how they are read."""
+
+    listing: Listing[Any]
+    schema: Schema
+    records: Callable[[Any, Any, _OnDamage], Iterable[Any]]
+    """Reads the records of a path in an open store; passes on errors of damaged ones.
+    """
+
+
+def view_of(path: StorePath | None, *, deleted: bool) -> View:
+    """Returns the view of what is at a path; ``deleted`` of a run's deleted
+    checkpoints."""
+    match path:
+        case None | NamespacePath():
+            return View(listing=_RUNS, schema=RUNS, records=_runs)
+        case CheckpointPath() | LeafPath():
+            return View(listing=_LEAVES, schema=LEAVES, records=_leaves)
+        case RunPath(run) if is_foreign(run):
+            return View(listing=_FOREIGN, schema=FOREIGN, records=_foreign)
+        case RunPath() if deleted:
+            return View(listing=_DELETED, schema=DELETED, records=_deleted)
+        case RunPath():
+            return View(listing=_CHECKPOINTS, schema=CHECKPOINTS, records=_checkpoints)
+
+
+def _runs(
+    client: "Client", path: NamespacePath | None, on_damage: _OnDamage
+) -> "Iterable[RunInfo]":
+    return client.runs(path.namespace if path else None, on_damage=on_damage)
+
+
+def _checkpoints(
+    client: "Client", path: RunPath, on_damage: _OnDamage
+) -> Iterator[TaggedCheckpoint]:
+    run = client.run(path.run)
+    tags = _tags_by_uid(run)
+    for checkpoint in run.checkpoints(on_damage=on_damage):
+        names = tuple(tags.get(checkpoint.uid, ()))
+        yield TaggedCheckpoint(checkpoint=checkpoint, tags=names)
+
+
+def _tags_by_uid(run: "Run") -> Mapping[str, Sequence[str]]:
+    from storesvc_client import PermissionDeniedError
+
+    found: dict[str, list[str]] = defaultdict(list)
+    try:
+        for tag in run.tags.list(on_damage=lambda e: print_note(str(e))):
+            found[tag.uid].append(tag.name)
+    except PermissionDeniedError as e:  # the checkpoints may be listed all the same
+        print_note(f"tags are not shown: {e}")
+    return found
+
+
+def _deleted(
+    client: "Client", path: RunPath, on_damage: _OnDamage
+) -> "Iterable[Checkpoint]":
+    return client.run(path.run).checkpoints(deleted=True, on_damage=on_damage)
+
+
+def _leaves(
+    source: "Readable", path: CheckpointPath | LeafPath, _: _OnDamage
+) -> "Iterable[LeafInfo]":
+    return select_leaves(source, path).leaves
+
+
+def _foreign(
+    source: "ForeignStore", path: RunPath, _: _OnDamage
+) -> "Iterable[ForeignInfo]":
+    return source.run(path.run).checkpoints()

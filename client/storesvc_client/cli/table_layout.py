@@ -1,0 +1,183 @@
+"""Fits a table into a terminal.
+
+A table that is too wide loses, in this order, columns without any value, the seconds of
+times, and parts of long texts, for which an ellipsis stands. If that is not enough, the
+last columns are hidden, and the caller says so. Numbers, steps and ids are never cut: a
+part of one looks like another one.
+
+>>> cut("params/layers/11/kernel", 16, Shrink.MIDDLE)
+'param…/11/kernel'
+"""
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import accumulate
+from typing import Final
+
+from storesvc_client._values.texts import ABSENT
+
+GAP: Final = "  "
+"""Space between columns."""
+
+_MINUTES: Final = len("2026-11-24 07:55")
+_ELLIPSIS: Final = "…"
+
+
+class Shrink(Enum):
+    """How cells may be shortened in a terminal that is too narrow."""
+
+    NO = "not at all"
+    END = "at the end, as of texts"
+    MIDDLE = "in the middle, as of paths"
+    TIME = "seconds and zone, of times"
+
+
+_LEAST: Final = {Shrink.END: 8, Shrink.MIDDLE: 16}
+"""Minimum characters of a text that is cut; fewer are unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    right: bool = False
+    """True for quantities, which are aligned right."""
+    shrink: Shrink = Shrink.NO
+    """How its cells may be shortened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A table as it is printed."""
+
+    lines: tuple[str, ...]
+    """The titles, if there are any, and the rows."""
+    hidden: tuple[str, ...] = ()
+    """Titles of columns that have values and do not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A column with its cells."""
+
+    column: Column
+    cells: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        return max(map(text_width, (self.column.title, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """The width that it can be cut to."""
+        if self.column.shrink not in _LEAST:
+            return self.width
+        least = max(_LEAST[self.column.shrink], text_width(self.column.title))
+        return min(self.width, least)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.column.shrink in _LEAST and {ABSENT, ""}.issuperset(self.cells)
+
+    def in_minutes(self) -> "_Part":
+        """Returns it with shorter times."""
+        if self.column.shrink is not Shrink.TIME:
+            return self
+        return replace(self, cells=tuple(cell[:_MINUTES] for cell in self.cells))
+
+    def cut_to(self, width: int) -> "_Part":
+        how = self.column.shrink
+        return replace(self, cells=tuple(cut(cell, width, how) for cell in self.cells))
+
+
+def lay_out(
+    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, room: int | None = None
+) -> Layout:
+    """Returns a table with aligned cells.
+
+    Args:
+        columns: The columns; without titles, the table has no header.
+        rows: The cells of each row.
+        room: Width of the terminal in characters; None: there is no limit.
+    """
+    cells = tuple(zip(*rows, strict=True)) or ((),) * len(columns)
+    parts = [
+        _Part(column=column, cells=tuple(each))
+        for column, each in zip(columns, cells, strict=True)
+    ]
+    hidden: list[str] = []
+    if room is not None and _total([part.width for part in parts]) > room:
+        parts = _without_empty(parts, room)
+        if _total([part.width for part in parts]) > room:
+            parts = [part.in_minutes() for part in parts]
+        while len(parts) > 1 and _total([part.least for part in parts]) > room:
+            hidden.insert(0, parts.pop().column.title)
+        widths = _shared_out(parts, room)
+        parts = [part.cut_to(w) for part, w in zip(parts, widths, strict=True)]
+    return Layout(lines=tuple(_lines(parts)), hidden=tuple(hidden))
+
+
+def cut(text: str, width: int, how: Shrink) -> str:
+    """Returns a text that takes at most ``width`` characters of a terminal."""
+    if text_width(text) <= width or how not in _LEAST:
+        return text
+    tail_width = (width - 1) * 2 // 3 if how is Shrink.MIDDLE else 0
+    tail = _beginning(text[::-1], tail_width)[::-1]
+    return _beginning(text, width - 1 - tail_width) + _ELLIPSIS + tail
+
+
+def text_width(text: str) -> int:
+    """Returns the characters of a terminal that a text takes."""
+    return len(text) if text.isascii() else sum(map(_char_width, text))
+
+
+def _char_width(char: str) -> int:
+    return 1 + (unicodedata.east_asian_width(char) in "WF")
+
+
+def _beginning(text: str, width: int) -> str:
+    """Returns as many characters as fit."""
+    ends = accumulate(map(_char_width, text))
+    return text[: sum(end <= width for end in ends)]
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _without_empty(parts: Sequence[_Part], room: int) -> list[_Part]:
+    """Leaves out columns without a value, the last ones first, until the rest fits."""
+    kept = [*parts]
+    for part in reversed(parts):
+        if part.is_empty and _total([each.width for each in kept]) > room:
+            kept.remove(part)
+    return kept
+
+
+def _shared_out(parts: Sequence[_Part], room: int) -> list[int]:
+    """Returns widths that fit: the widest columns are cut first."""
+    widths = [max(part.least, min(part.width, room)) for part in parts]
+    while _total(widths) > room:
+        wide = [at for at, part in enumerate(parts) if widths[at] > part.least]
+        if not wide:
+            break
+        widths[max(wide, key=lambda at: widths[at])] -= 1
+    return widths
+
+
+def _lines(parts: Sequence[_Part]) -> list[str]:
+    has_titles = any(part.column.title for part in parts)
+    padded = []
+    for part in parts:
+        titles = (part.column.title,) if has_titles else ()
+        width = max(map(text_width, (*titles, *part.cells)), default=0)
+        padded.append([_pad(c, width, part.column) for c in (*titles, *part.cells)])
+    return [GAP.join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
+def _pad(cell: str, width: int, column: Column) -> str:
+    space = " " * (width - text_width(cell))
+    return space + cell if column.right else cell + space

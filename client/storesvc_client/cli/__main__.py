@@ -1,10 +1,14 @@
 """Runs storectl, as ``python -m storesvc_client.cli`` and as the installed script."""
 
 import gc
+import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
+
+COMPLETION: Final = "_STORECTL_COMPLETE"
+"""Environment variable of a shell that completes; click derives its name."""
 
 
 def run() -> None:
@@ -22,6 +26,10 @@ def run() -> None:
         # inside the try, so that Ctrl-C during the imports prints one line, too
         from storesvc_client.cli.group import main
 
+        if instruction := os.environ.get(COMPLETION):
+            from storesvc_client.cli.completion_shells import prepare
+
+            prepare(instruction)
         main(prog_name="storectl")
     except (KeyboardInterrupt, ImportError):
         # native modules turn an interrupt of their imports into an ImportError

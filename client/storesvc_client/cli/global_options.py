@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from storesvc_client.cli.arguments import store_target
+from storesvc_client.cli.completion import completer, context_names
 from storesvc_client.cli.connection import DEFAULT_TARGET, VERBOSE, Connection
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -28,6 +29,7 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
     },
     ("--context", "-c"): {
         "metavar": "NAME",
+        "shell_complete": completer(context_names),
         "help": "Store and options that storectl config set NAME has kept, in place of "
         "the current context.",
     },
@@ -77,6 +79,10 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+_OF_BOTH: Final = ("type", "is_flag", "shell_complete")
+"""Settings of an option before a command that it has after a command, too."""
+
+
 def global_options(function: _F) -> _F:
     """Adds the options to the group."""
     for names, settings in reversed(_OPTIONS.items()):
@@ -100,7 +106,7 @@ def accept_global_options(command: click.Command) -> None:
 def _repeated(own: set[str]) -> Iterator[click.Option]:
     for names, settings in _OPTIONS.items():
         if own.isdisjoint(names):
-            kept = {k: v for k, v in settings.items() if k in ("type", "is_flag")}
+            kept = {k: v for k, v in settings.items() if k in _OF_BOTH}
             yield click.Option(
                 names, expose_value=False, hidden=True, callback=_override, **kept
             )

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from keyword import iskeyword
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -14,6 +13,7 @@ from click.core import ParameterSource
 from storesvc_client.cli.connection import VERBOSE, Connection
 from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
+from storesvc_client.cli.suggestions import command_hint, error_text
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
@@ -67,6 +67,8 @@ class _Group(click.Group):
         with _reported(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)
             context.meta[_JSON] = as_json
+            if context.resilient_parsing:  # a shell completes; no command is called
+                context.obj = _connection(context, **context.params)
             return context
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -88,12 +90,22 @@ class _Group(click.Group):
             from storesvc_client import StoreError
 
             if isinstance(e, StoreError) and not ctx.meta[VERBOSE]:
-                raise Refusal(str(e)) from e
+                raise Refusal(error_text(e)) from e
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Returns the names of the commands."""
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the command of the arguments; suggests one if there is none."""
+        name = args[0]
+        is_wrong = name not in COMMANDS and not name.startswith("-")
+        if is_wrong and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}.{command_hint(name, COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
     def get_command(
         self,
@@ -124,15 +136,8 @@ def _command(name: str) -> click.Command:
 def main(
     ctx: click.Context,
     *,
-    store: str,
-    context: str | None,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    token_file: Path | None,
-    insecure: bool,
-    timeout: float,
     verbose: bool,
+    **_: object,
 ) -> None:
     """Inspect, change or serve a checkpoint store.
 
@@ -162,20 +167,20 @@ def main(
     for zsh and fish.
     """
     ctx.meta[VERBOSE] = verbose
+    ctx.obj = _connection(ctx, **ctx.params)
+
+
+def _connection(ctx: click.Context, **options: Any) -> Connection:
+    """Returns the connection that the options of the group describe."""
 
     def options_from(source: ParameterSource) -> frozenset[str]:
         names = ("store", "ca", "cert", "key", "token_file")
         return frozenset(n for n in names if ctx.get_parameter_source(n) is source)
 
-    ctx.obj = Connection(
-        target=store,
-        ca=ca,
-        cert=cert,
-        key=key,
-        token_file=token_file,
+    options.pop("verbose")
+    return Connection(
+        target=options.pop("store"),
         from_environment=options_from(ParameterSource.ENVIRONMENT),
-        insecure=insecure,
-        timeout=timeout,
         given=options_from(ParameterSource.COMMANDLINE),
-        context=context,
+        **options,
     )

@@ -6,6 +6,7 @@ import click
 
 from storesvc_client._values.texts import printable
 from storesvc_client.cli.arguments import json_option
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import print_json, print_note
 
@@ -36,7 +37,12 @@ def auth() -> None:
 
 @auth.command("can-i")
 @click.argument("permission", metavar="VERB")
-@click.argument("parent", metavar="[RUN|NAMESPACE]", required=False)
+@click.argument(
+    "parent",
+    metavar="[RUN|NAMESPACE]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+)
 @json_option
 @pass_connection
 def can_i(
@@ -62,7 +68,12 @@ def can_i(
 
 
 @auth.command("list")
-@click.argument("parent", metavar="[RUN|NAMESPACE]", required=False)
+@click.argument(
+    "parent",
+    metavar="[RUN|NAMESPACE]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+)
 @json_option
 @pass_connection
 def list_permissions(

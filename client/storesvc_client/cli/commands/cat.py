@@ -4,6 +4,7 @@ import click
 
 from storesvc_client._values.texts import count_text
 from storesvc_client.cli.arguments import readable_item
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import echo_data
 from storesvc_client.cli.errors import Refusal
@@ -11,7 +12,12 @@ from storesvc_client.cli.paths import LeafPath
 
 
 @click.command()
-@click.argument("path", type=readable_item, metavar="PATH")
+@click.argument(
+    "path",
+    type=readable_item,
+    metavar="PATH",
+    shell_complete=complete_path(Part.LEAF, Part.LEAF, items=True),
+)
 @pass_connection
 def cat(connection: Connection, *, path: LeafPath) -> None:
     """Write an item of a checkpoint to stdout, byte for byte.

@@ -9,6 +9,7 @@ import click
 from storesvc.format.names import InvalidNameError
 from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import json_option, store_target
+from storesvc_client.cli.completion import completer, context_names
 from storesvc_client.cli.config_file import config_path, read_config, write_config
 from storesvc_client.cli.contexts import FILES, Config, Context, check_name
 from storesvc_client.cli.errors import Refusal
@@ -43,7 +44,9 @@ def config() -> None:
 
 
 @config.command("set")
-@click.argument("name", type=_name, metavar="NAME")
+@click.argument(
+    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
+)
 @click.option("--store", "-s", type=store_target, required=True, metavar="TARGET")
 @click.option("--ca", type=_FILE, metavar="FILE")
 @click.option("--cert", type=_FILE, metavar="FILE")
@@ -89,7 +92,9 @@ def set_context(
 
 
 @config.command()
-@click.argument("name", type=_name, metavar="NAME")
+@click.argument(
+    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
+)
 def use(*, name: str) -> None:
     """Make a context the current one."""
     found = read_config()
@@ -129,7 +134,9 @@ def list_contexts(*, as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("name", type=_name, metavar="NAME")
+@click.argument(
+    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
+)
 def remove(*, name: str) -> None:
     """Remove a context; its store is not changed."""
     found = read_config()

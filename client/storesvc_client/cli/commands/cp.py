@@ -9,6 +9,7 @@ import click
 
 from storesvc.format.names import InvalidNameError
 from storesvc_client.cli.arguments import json_option
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 from storesvc_client.cli.places import ContextName, Place, StoreTarget, parse_place
@@ -27,8 +28,18 @@ def _place(text: str) -> Place:
 
 
 @click.command()
-@click.argument("source", type=_place, metavar="SRC")
-@click.argument("target", type=_place, metavar="DST")
+@click.argument(
+    "source",
+    type=_place,
+    metavar="SRC",
+    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
+)
+@click.argument(
+    "target",
+    type=_place,
+    metavar="DST",
+    shell_complete=complete_path(Part.RUN, Part.RUN, contexts=True),
+)
 @click.option("--steps", type=step_list, metavar="STEPS", help="Copy these: 100,200.")
 @click.option("--no-tags", is_flag=True, help="Set no tags.")
 @click.option(

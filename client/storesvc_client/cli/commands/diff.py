@@ -12,6 +12,7 @@ from storesvc_client.cli.arguments import (
     keep_names_option,
     readable_whole,
 )
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import names_error
 from storesvc_client.cli.output import Column, Shrink, print_json, print_table
@@ -38,8 +39,18 @@ _ITEM_COLUMNS: Final = (
 
 
 @click.command()
-@click.argument("before", type=readable_whole, metavar="BEFORE")
-@click.argument("after", type=readable_whole, metavar="AFTER")
+@click.argument(
+    "before",
+    type=readable_whole,
+    metavar="BEFORE",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
+@click.argument(
+    "after",
+    type=readable_whole,
+    metavar="AFTER",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
 @keep_names_option
 @json_option
 @pass_connection

@@ -8,6 +8,7 @@ import click
 
 from storesvc_client._values.texts import size_text
 from storesvc_client.cli.arguments import any_path, json_option
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
@@ -57,7 +58,13 @@ def whole_path(text: str) -> NamespacePath | RunPath | CheckpointPath:
 
 
 @click.command()
-@click.argument("path", type=whole_path, metavar="[PATH]", required=False)
+@click.argument(
+    "path",
+    type=whole_path,
+    metavar="[PATH]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.CHECKPOINT),
+)
 @json_option
 @pass_connection
 def du(

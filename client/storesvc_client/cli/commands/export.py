@@ -7,6 +7,7 @@ import click
 
 from storesvc_client._values.texts import count_text, size_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import json_value, print_json
 from storesvc_client.cli.paths import CheckpointPath
@@ -38,7 +39,12 @@ def _size(text: str) -> int:
 
 
 @click.command()
-@click.argument("path", type=whole_checkpoint, metavar="RUN@STEP")
+@click.argument(
+    "path",
+    type=whole_checkpoint,
+    metavar="RUN@STEP",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
 @click.argument("target", metavar="FORMAT:PLACE")
 @click.option(
     "--select",

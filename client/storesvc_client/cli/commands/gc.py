@@ -7,6 +7,7 @@ import click
 
 from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import duration, json_option, parent_path
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
@@ -32,7 +33,13 @@ _COLUMNS: Final = (
 
 
 @click.command()
-@click.argument("path", type=parent_path, metavar="[PATH]", required=False)
+@click.argument(
+    "path",
+    type=parent_path,
+    metavar="[PATH]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+)
 @click.option(
     "--dry-run", is_flag=True, help="Change nothing; show what a collection would do."
 )

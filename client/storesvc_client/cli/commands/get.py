@@ -22,6 +22,7 @@ from storesvc_client.cli.arguments import (
     keep_names_option,
     readable_leaves,
 )
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import data_of, echo_data
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
@@ -52,7 +53,12 @@ _COLUMNS: Final = (
 
 
 @click.command()
-@click.argument("path", type=readable_leaves, metavar="PATH")
+@click.argument(
+    "path",
+    type=readable_leaves,
+    metavar="PATH",
+    shell_complete=complete_path(Part.LEAF, Part.LEAF),
+)
 @click.option(
     "--output",
     "-o",

@@ -9,6 +9,7 @@ import click
 
 from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Column, Listing, Shrink, print_json, print_note
@@ -42,7 +43,12 @@ _HOLDS: Final = Listing(
 
 
 @click.command()
-@click.argument("path", type=run_or_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=run_or_checkpoint,
+    metavar="PATH",
+    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT),
+)
 @click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
 @click.option(
     "--owner", metavar="NAME", help="Owner of the hold; this machine by default."

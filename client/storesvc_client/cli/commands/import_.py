@@ -12,6 +12,7 @@ from storesvc_client.cli.arguments import (
     label,
     run_path,
 )
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import names_error
 from storesvc_client.cli.paths import (
@@ -39,7 +40,12 @@ def _source(text: str) -> RunPath | CheckpointPath:
 
 @click.command("import")
 @click.argument("source", type=_source, metavar="SRC")
-@click.argument("path", type=run_path, metavar="RUN")
+@click.argument(
+    "path",
+    type=run_path,
+    metavar="RUN",
+    shell_complete=complete_path(Part.RUN, Part.RUN),
+)
 @click.option(
     "--steps", type=step_list, metavar="STEPS", help="Import these steps: 100,200."
 )

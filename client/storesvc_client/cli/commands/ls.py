@@ -10,6 +10,7 @@ from storesvc_client.cli.arguments import (
     keep_names_option,
     readable_path,
 )
+from storesvc_client.cli.completion import Part, complete_path, completer, fields
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import names_error
 from storesvc_client.cli.output import print_note
@@ -22,16 +23,24 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=readable_path, metavar="[PATH]", required=False)
+@click.argument(
+    "path",
+    type=readable_path,
+    metavar="[PATH]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.LEAF),
+)
 @click.option(
     "--where",
     multiple=True,
     metavar="CONDITION",
+    shell_complete=completer(fields),
     help="List only records that match, such as 'loss<2.5'; all, if repeated.",
 )
 @click.option(
     "--sort",
     metavar="FIELD",
+    shell_complete=completer(fields),
     help="Sort by a field, the lowest value first; -FIELD: the highest first.",
 )
 @click.option(

@@ -6,6 +6,7 @@ import click
 
 from storesvc_client._values.texts import size_text
 from storesvc_client.cli.arguments import json_option
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("namespace")
+@click.argument(
+    "namespace", shell_complete=complete_path(Part.NAMESPACE, Part.NAMESPACE)
+)
 @json_option
 @pass_connection
 def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from storesvc_client._values.texts import ABSENT, plural, size_text, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_path
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
@@ -41,7 +42,12 @@ def policy(text: str) -> "RetentionPolicy":
 
 
 @click.command()
-@click.argument("path", type=run_path, metavar="RUN")
+@click.argument(
+    "path",
+    type=run_path,
+    metavar="RUN",
+    shell_complete=complete_path(Part.RUN, Part.RUN),
+)
 @click.argument("wanted", type=policy, metavar="[POLICY]", required=False)
 @click.option(
     "--dry-run",

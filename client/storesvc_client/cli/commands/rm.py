@@ -10,6 +10,7 @@ import click
 from storesvc_client._values.texts import time_text
 from storesvc_client.cli.arguments import duration, json_option, step_path
 from storesvc_client.cli.batch import change_each
+from storesvc_client.cli.completion import Part, Which, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import json_value
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("paths", type=step_path, metavar="PATH...", nargs=-1, required=True)
+@click.argument(
+    "paths",
+    type=step_path,
+    metavar="PATH...",
+    nargs=-1,
+    required=True,
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.STEPS),
+)
 @click.option(
     "--purge-delay",
     type=duration,

@@ -12,6 +12,7 @@ from storesvc_client.cli.arguments import (
     keep_names_option,
     readable_checkpoint,
 )
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import (
@@ -27,7 +28,12 @@ _COLUMNS: Final = (Column("", shrink=Shrink.END), Column(""), Column("", right=T
 
 
 @click.command()
-@click.argument("path", type=readable_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=readable_checkpoint,
+    metavar="PATH",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.LEAF),
+)
 @click.option(
     "--depth",
     type=click.IntRange(min=1),

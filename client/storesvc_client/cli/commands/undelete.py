@@ -7,6 +7,7 @@ import click
 
 from storesvc_client.cli.arguments import json_option, step_path
 from storesvc_client.cli.batch import change_each
+from storesvc_client.cli.completion import Part, Which, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.paths import CheckpointPath
 
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("paths", type=step_path, metavar="PATH...", nargs=-1, required=True)
+@click.argument(
+    "paths",
+    type=step_path,
+    metavar="PATH...",
+    nargs=-1,
+    required=True,
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.DELETED),
+)
 @json_option
 @pass_connection
 def undelete(

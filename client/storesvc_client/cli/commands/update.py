@@ -7,6 +7,7 @@ import click
 
 from storesvc_client._values.texts import pairs_text
 from storesvc_client.cli.arguments import json_option, label, whole_checkpoint
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import print_fields, print_json
 from storesvc_client.cli.paths import CheckpointPath
@@ -32,7 +33,12 @@ def metric(text: str) -> tuple[str, float]:
 
 
 @click.command()
-@click.argument("path", type=whole_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=whole_checkpoint,
+    metavar="PATH",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
 @click.option(
     "--label",
     "labels",

@@ -7,6 +7,7 @@ import click
 
 from storesvc_client._values.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import json_option, parent_path
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Column, Listing, Shrink, print_json
@@ -58,7 +59,13 @@ _OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
 
 
 @click.command()
-@click.argument("path", type=parent_path, metavar="[PATH]", required=False)
+@click.argument(
+    "path",
+    type=parent_path,
+    metavar="[PATH]",
+    required=False,
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+)
 @click.option(
     "--abort",
     metavar="UPLOAD",

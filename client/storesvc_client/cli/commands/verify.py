@@ -6,6 +6,7 @@ import click
 
 from storesvc_client._values.texts import count_text, printable, size_text
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import json_value, print_json
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=whole_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=whole_checkpoint,
+    metavar="PATH",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
 @json_option
 @pass_connection
 def verify(connection: Connection, *, path: CheckpointPath, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from storesvc_client._values.texts import pairs_text, printable, size_text
 from storesvc_client.cli.arguments import parent_path
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Interrupted, Refusal
 from storesvc_client.cli.output import json_value, print_note
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=parent_path, metavar="PATH")
+@click.argument(
+    "path",
+    type=parent_path,
+    metavar="PATH",
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+)
 @click.option(
     "--since",
     metavar="now|latest|TOKEN",

@@ -1,0 +1,47 @@
+"""Suggestions for names that do not exist."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from storesvc.format.names import LATEST
+
+if TYPE_CHECKING:
+    from storesvc_client import StoreError
+
+_WORDS: Final = {
+    "copy": "cp",
+    "delete": "rm",
+    "info": "stat",
+    "list": "ls",
+    "remove": "rm",
+    "show": "stat",
+    "tags": "tag",
+}
+"""Commands by the names that they have in other programs."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the most similar of the known names; None if none is similar."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, [*known], n=1)), None)
+
+
+def command_hint(name: str, commands: Iterable[str]) -> str:
+    """Returns the suggestion of a command, for the end of a message, or ""."""
+    found = _WORDS.get(name) or nearest(name, commands)
+    return f" Did you mean {found!r}?" if found else ""
+
+
+def error_text(error: "StoreError") -> str:
+    """Returns the message of an error, with a path or a command to go on with."""
+    metadata: Mapping[str, str] = error.metadata
+    run, tag = metadata.get("run"), metadata.get("tag")
+    match error.reason:
+        case "TAG_NOT_FOUND" if run and tag:
+            found = metadata.get("nearest", "").partition(",")[0]
+            found = found or nearest(tag, [LATEST]) or ""
+            hint = f"; did you mean {run}@{found}?" if found else ""
+            return f"{run} has no tag {tag}{hint or ';'} 'storectl tag {run}' lists all"
+        case _:
+            return str(error)

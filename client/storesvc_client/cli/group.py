@@ -135,6 +135,7 @@ def _command(name: str) -> click.Command:
 @click.pass_context
 def main(
     ctx: click.Context,
+    /,
     *,
     verbose: bool,
     **_: object,

@@ -37,6 +37,7 @@ __all__ = [
     "print_json",
     "print_note",
     "print_table",
+    "report",
 ]
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -50,11 +51,9 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     has_titles = any(column.title for column in columns)
     for number, line in enumerate(layout.lines):
         click.secho(line, bold=(has_titles and number == 0) or None)
-    if hidden := [title for title in layout.hidden if title]:
-        print_note(
-            f"hidden, since the terminal is too narrow: {', '.join(hidden)}; a wider "
-            "one or a pipe shows all columns"
-        )
+    if layout.hidden:
+        titles = ", ".join(filter(None, layout.hidden)) or "all columns"
+        print_note(f"no room for {titles}; a wider terminal or a pipe shows all")
 
 
 def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -> None:
@@ -77,6 +76,14 @@ def print_json(value: object) -> None:
 def print_note(text: str) -> None:
     """Prints a remark on stderr, so that it does not enter a pipe."""
     click.echo(f"storectl: {text}", err=True)
+
+
+def report(errors: "Sequence[DataLossError]") -> None:
+    """Prints errors of damaged records on stderr, and raises the last one."""
+    for error in errors[:-1]:
+        print_note(str(error))
+    if errors:
+        raise errors[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +137,7 @@ class Listing(Generic[_Item]):
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
             noun = self.noun if limit == 1 and not known else plural(self.noun)
             print_note(f"{limit:,} {known}{noun} shown, there are more")
-        for error in reported[:-1]:
-            print_note(str(error))
-        if reported:
-            raise reported[-1]
+        report(reported)
 
 
 def json_value(value: Any) -> Any:

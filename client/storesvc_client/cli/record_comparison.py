@@ -108,7 +108,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None or (found[3] and not found[2]):
         raise ValueError(f"expected {Kind.SIZE.value}")
-    unit = (1024 if found[3] else 1000) ** _PREFIXES[found[2].upper()]
+    unit: int = (1024 if found[3] else 1000) ** _PREFIXES[found[2].upper()]
     return round(float(found[1]) * unit)
 
 

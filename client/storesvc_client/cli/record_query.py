@@ -174,13 +174,13 @@ class _Reader:
             self._at = place
             raise self._error(_expected_field(self._schema), _hint(name, self._schema))
         self.fields.add(field)
-        if self._next is None or self._next.kind != "operator":
+        if self._kind != "operator":
             if not field.may_stand_alone:
                 raise self._error(f"expected an operator after {name}, such as < or =")
             return field.is_set
         operator = Operator.parse(self._advance().text)
         place = self._at
-        is_quoted = self._next is not None and self._next.kind == "quoted"
+        is_quoted = self._kind == "quoted"
         is_number = operator.orders and field.kind is Kind.ANY
         expected = Kind.NUMBER if is_number else field.kind
         value = self._word(f"{expected.value} after {operator.value}")
@@ -195,6 +195,11 @@ class _Reader:
     @property
     def _next(self) -> _Token | None:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    @property
+    def _kind(self) -> str:
+        """Kind of the next token; "" at the end."""
+        return self._next.kind if self._next else ""
 
     def _advance(self) -> _Token:
         self._at += 1

@@ -142,7 +142,7 @@ _CHECKPOINTS: Final = Listing(
         Column("STEP", right=True),
         Column("COMMITTED", shrink=Shrink.TIME),
         Column("SIZE", right=True),
-        Column("LEAVES", right=True),
+        Column("LEAVES", right=True, is_minor=True),
         Column("TAGS", shrink=Shrink.END),
         Column("PINNED", shrink=Shrink.END),
         Column("METRICS", shrink=Shrink.END),
@@ -157,7 +157,7 @@ _FOREIGN: Final = Listing(
         Column("STEP", right=True),
         Column("WRITTEN", shrink=Shrink.TIME),
         Column("SIZE", right=True),
-        Column("LEAVES", right=True),
+        Column("LEAVES", right=True, is_minor=True),
         Column("METRICS", shrink=Shrink.END),
         Column("LABELS", shrink=Shrink.END),
     ),
@@ -231,14 +231,10 @@ def _checkpoints(
 
 
 def _tags_by_uid(run: "Run") -> Mapping[str, Sequence[str]]:
-    from storesvc_client import PermissionDeniedError
-
+    """Returns the names of tags; a damaged one is reported, and its row is shown."""
     found: dict[str, list[str]] = defaultdict(list)
-    try:
-        for tag in run.tags.list(on_damage=lambda e: print_note(str(e))):
-            found[tag.uid].append(tag.name)
-    except PermissionDeniedError as e:  # the checkpoints may be listed all the same
-        print_note(f"tags are not shown: {e}")
+    for tag in run.tags.list(on_damage=lambda error: print_note(str(error))):
+        found[tag.uid].append(tag.name)
     return found
 
 

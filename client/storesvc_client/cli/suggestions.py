@@ -37,11 +37,17 @@ def error_text(error: "StoreError") -> str:
     """Returns the message of an error, with a path or a command to go on with."""
     metadata: Mapping[str, str] = error.metadata
     run, tag = metadata.get("run"), metadata.get("tag")
+    near = metadata.get("nearest", "").split(",")
     match error.reason:
         case "TAG_NOT_FOUND" if run and tag:
-            found = metadata.get("nearest", "").partition(",")[0]
-            found = found or nearest(tag, [LATEST]) or ""
-            hint = f"; did you mean {run}@{found}?" if found else ""
-            return f"{run} has no tag {tag}{hint or ';'} 'storectl tag {run}' lists all"
+            found = nearest(tag, [LATEST, *near]) or near[0]
+            hint = f"; did you mean {run}@{found}?" if found else ";"
+            return f"{run} has no tag {tag}{hint} 'storectl tag {run}' lists all"
+        case "RUN_NOT_FOUND" if run and near[0]:
+            namespace = run.partition("/")[0]
+            return (
+                f"run {run} does not exist; did you mean {near[0]}? 'storectl ls "
+                f"{namespace}' lists all"
+            )
         case _:
             return str(error)

@@ -1,8 +1,8 @@
 """Fits a table into a terminal.
 
 A table that is too wide loses, in this order, columns without any value, the seconds of
-times, and parts of long texts, for which an ellipsis stands. If that is not enough, the
-last columns are hidden, and the caller says so. Numbers, steps and ids are never cut: a
+times, and parts of long texts, for which an ellipsis stands. If that is not enough,
+minor columns and then the last ones are hidden, and the caller says so. Numbers, steps and ids are never cut: a
 part of one looks like another one.
 
 >>> cut("params/layers/11/kernel", 16, Shrink.MIDDLE)
@@ -31,10 +31,11 @@ class Shrink(Enum):
     NO = "not at all"
     END = "at the end, as of texts"
     MIDDLE = "in the middle, as of paths"
+    DRAWING = "at the end, as of lines of a tree"
     TIME = "seconds and zone, of times"
 
 
-_LEAST: Final = {Shrink.END: 8, Shrink.MIDDLE: 16}
+_LEAST: Final = {Shrink.END: 10, Shrink.MIDDLE: 16, Shrink.DRAWING: 20}
 """Minimum characters of a text that is cut; fewer are unreadable."""
 
 
@@ -47,6 +48,8 @@ class Column:
     """True for quantities, which are aligned right."""
     shrink: Shrink = Shrink.NO
     """How its cells may be shortened."""
+    is_minor: bool = False
+    """True if it is hidden before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class Layout:
     lines: tuple[str, ...]
     """The titles, if there are any, and the rows."""
     hidden: tuple[str, ...] = ()
-    """Titles of columns that have values and do not fit."""
+    """Titles of columns that have values and do not fit; the first is hidden first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,10 @@ def lay_out(
         if _total([part.width for part in parts]) > room:
             parts = [part.in_minutes() for part in parts]
         while len(parts) > 1 and _total([part.least for part in parts]) > room:
-            hidden.insert(0, parts.pop().column.title)
+            minor = [part for part in parts if part.column.is_minor]
+            last = (minor or parts)[-1]
+            parts.remove(last)
+            hidden.append(last.column.title)
         widths = _shared_out(parts, room)
         parts = [part.cut_to(w) for part, w in zip(parts, widths, strict=True)]
     return Layout(lines=tuple(_lines(parts)), hidden=tuple(hidden))

@@ -1,7 +1,5 @@
 """``storectl du``: shows the bytes of checkpoints and runs."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -19,6 +17,7 @@ from storesvc_client.cli.output import (
     print_note,
     print_table,
 )
+from storesvc_client.cli.parent_details import usages_of
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
@@ -107,23 +106,13 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    names = {run.name for run in client.runs(namespace)}
-    names |= {upload.run for upload in client.uploads(namespace)}
-    usages = list(_usages(client, sorted(names)))
+    usages = list(usages_of(client, namespace))
     if as_json:
         print_json(usages)
     elif usages:
         print_table(_RUNS, map(_run_row, usages))
     else:
         print_note("no runs")
-
-
-def _usages(client: "Client", names: Iterable[str]) -> "Iterator[Usage]":
-    from storesvc_client import NotFoundError
-
-    for name in names:
-        with suppress(NotFoundError):  # its first save was aborted in the meantime
-            yield client.run(name).usage()
 
 
 def _print_run(client: "Client", name: str, *, as_json: bool) -> None:

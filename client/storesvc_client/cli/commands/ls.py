@@ -12,14 +12,22 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path, completer, fields
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import names_error
+from storesvc_client.cli.foreign import ForeignStore, names_error
 from storesvc_client.cli.output import print_note
-from storesvc_client.cli.paths import RunPath, StorePath, has_names, is_foreign
+from storesvc_client.cli.parent_details import namespace_hint
+from storesvc_client.cli.paths import (
+    NamespacePath,
+    RunPath,
+    StorePath,
+    has_names,
+    is_foreign,
+)
 from storesvc_client.cli.record_selection import RecordSelection
 from storesvc_client.cli.record_views import view_of
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
+    from storesvc_client.cli.foreign import Readable
 
 
 @click.command()
@@ -113,7 +121,17 @@ def ls(
             limit=limit,
             as_json=as_json,
             damaged=damaged,
-            absence=selection.absence,
+            absence=lambda: _absence(selection, opened, path),
         )
     if warning := selection.warning():
         print_note(warning)
+
+
+def _absence(
+    selection: RecordSelection, source: "Readable", path: StorePath | None
+) -> str:
+    """Returns the note of an empty list."""
+    note = selection.absence()
+    if isinstance(path, NamespacePath) and not isinstance(source, ForeignStore):
+        return note + namespace_hint(source, path.namespace)
+    return note

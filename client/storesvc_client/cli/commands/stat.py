@@ -1,4 +1,4 @@
-"""``storectl stat``: shows the details of a checkpoint or of one leaf."""
+"""``storectl stat``: shows a namespace, a run, a checkpoint or a leaf in detail."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,21 @@ from storesvc_client._values.texts import (
 from storesvc_client.cli.arguments import (
     json_option,
     keep_names_option,
-    readable_checkpoint,
+    readable_path,
 )
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.leaf_selection import Selection, select_leaf
 from storesvc_client.cli.output import json_value, print_fields, print_json
-from storesvc_client.cli.paths import CheckpointPath, LeafPath
+from storesvc_client.cli.parent_details import print_namespace, print_run
+from storesvc_client.cli.paths import (
+    LeafPath,
+    NamespacePath,
+    RunPath,
+    StorePath,
+    is_foreign,
+)
 
 if TYPE_CHECKING:
     from storesvc.format.names import Which
@@ -45,32 +53,52 @@ _SHOWN_ITEMS: Final = 20
 
 
 @click.command()
-@click.argument("path", type=readable_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=readable_path,
+    metavar="PATH",
+    shell_complete=complete_path(Part.NAMESPACE, Part.LEAF),
+)
 @keep_names_option
 @json_option
 @pass_connection
 def stat(
     connection: Connection,
     *,
-    path: CheckpointPath | LeafPath,
+    path: StorePath,
     keep_names: bool,
     as_json: bool,
 ) -> None:
-    """Show the details of a checkpoint, or of one leaf.
+    """Show details of a namespace, a run, a checkpoint or a leaf.
+
+    Of a metric of a run, the value of its newest checkpoint comes first.
 
     \b
     Examples:
+      storectl stat prod
+      storectl stat prod/llama-8b
       storectl stat prod/llama-8b@latest
       storectl stat prod/llama-8b@500:params/embed/embedding
     """
-    with connection.open_for(path, keep_names=keep_names) as client:
+    if isinstance(path, RunPath) and is_foreign(path.run):
+        raise click.UsageError(
+            f"{path}: expected a step or latest at the end, such as {path}@latest"
+        )
+    if isinstance(path, NamespacePath | RunPath):
+        with connection.open() as client:
+            if isinstance(path, RunPath):
+                print_run(client.run(path.run), as_json=as_json)
+            else:
+                print_namespace(client, path.namespace, as_json=as_json)
+        return
+    with connection.open_for(path, keep_names=keep_names) as source:
         if isinstance(path, LeafPath):
-            _print_leaf(select_leaf(client, path), as_json=as_json)
-        elif isinstance(client, ForeignStore):
-            opened = client.run(path.run).open(path.which)
+            _print_leaf(select_leaf(source, path), as_json=as_json)
+        elif isinstance(source, ForeignStore):
+            opened = source.run(path.run).open(path.which)
             _print_foreign(opened, as_json=as_json)
         else:
-            _print_checkpoint(client.run(path.run), path.which, as_json=as_json)
+            _print_checkpoint(source.run(path.run), path.which, as_json=as_json)
 
 
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:

@@ -24,7 +24,11 @@ from storesvc_client.cli.output import (
 )
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
-_COLUMNS: Final = (Column("", shrink=Shrink.END), Column(""), Column("", right=True))
+_COLUMNS: Final = (
+    Column("", shrink=Shrink.DRAWING),
+    Column(""),
+    Column("", right=True),
+)
 
 
 @click.command()

@@ -249,7 +249,7 @@ def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
         ["-s", "memory://", "ls"],
         ["ls", "Prod/llama"],
         ["tree", "prod/llama"],
-        ["stat", "prod"],
+        ["stat", "orbax:/prod"],
         ["get", "prod/llama@latest"],
         ["get", "prod/llama@latest:x", "--force"],
         ["serve", "--root", "file:///x", "--tls-key", __file__],

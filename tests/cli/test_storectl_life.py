@@ -144,7 +144,7 @@ def test_an_absent_tag_is_an_error_that_names_similar_tags(
         ["tag", saved.name, "bets", "--delete"],
     ):
         sentence = refused(*arguments)
-        assert f"{saved.name} has no tag bets (nearest: best)" in sentence
+        assert f"has no tag bets; did you mean {saved.name}@best?" in sentence
 
 
 def test_a_deleted_checkpoint_cannot_be_tagged_or_updated(

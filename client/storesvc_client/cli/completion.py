@@ -1,13 +1,14 @@
 """Completes paths, tags, contexts and fields in a shell.
 
 Candidates come from the store that the command line names. The shell waits for them, so
-that a call has a short timeout, and every error leaves the list empty.
+that a call has a short timeout, and an error ends the list.
 
 A path is completed part by part, up to the first part that the command does not accept:
 a namespace, a run, a step or tag, the parts of a leaf key.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import click
 
+from storesvc.format.names import LATEST
 from storesvc_client.cli.connection import Connection
 from storesvc_client.cli.paths import CheckpointPath, RunPath, is_foreign, parse_path
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from storesvc_client import Checkpoint, Client, Run
 
-TIMEOUT: Final = 1.5
+TIMEOUT: Final = 1.0
 """Maximum seconds of one call to the store."""
 
 _NEWEST: Final = 100
@@ -117,9 +119,9 @@ def context_names(_context: click.Context, _text: str) -> Iterator[Candidate]:
 
 
 def fields(context: click.Context, _text: str) -> Iterator[Candidate]:
-    """Yields the fields of the records at the argument ``path``: those of all, and the
-    metrics and labels of the newest checkpoints."""
-    from storesvc_client.cli.record_views import view_of
+    """Yields the fields of the records at the argument ``path``, and the metrics and
+    labels of the newest checkpoints."""
+    from storesvc_client.cli.records.views import view_of
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value
@@ -145,12 +147,10 @@ def completer(
         from click.shell_completion import CompletionItem
 
         found: list[Candidate] = []
-        try:
-            with context:
-                every = candidates(context, text)
-                found += [each for each in every if each.value.startswith(text)]
-        except Exception:  # noqa: BLE001 - a shell that completes shows no errors
-            found.clear()
+        with suppress(Exception), context:  # a shell that completes shows no errors
+            for candidate in candidates(context, text):
+                if candidate.value.startswith(text):
+                    found.append(candidate)  # noqa: PERF401 - an error keeps them
         return [
             CompletionItem(each.value, help=each.note, is_part=each.is_part)
             for each in found
@@ -218,8 +218,9 @@ class _Reader:
 
     def _names_of_checkpoints(self, run: "Run") -> Iterator[tuple[str, str | None]]:
         if self._which is Which.ANY:
-            yield "latest", None
-            for tag in run.tags.list():
+            tags = [*run.tags.list()]  # an error of a run that does not exist
+            yield LATEST, None
+            for tag in tags:
                 yield tag.name, f"step {tag.step}"
         for checkpoint in run.checkpoints(deleted=self._which is Which.DELETED):
             yield str(checkpoint.step), _note(checkpoint)

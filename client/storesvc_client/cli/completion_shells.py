@@ -18,7 +18,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-_LIMIT: Final = 5.0
+_LIMIT: Final = 4.0
 """Maximum seconds of a completion."""
 
 _PLAIN: Final = frozenset(

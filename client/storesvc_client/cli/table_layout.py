@@ -2,8 +2,8 @@
 
 A table that is too wide loses, in this order, columns without any value, the seconds of
 times, and parts of long texts, for which an ellipsis stands. If that is not enough,
-minor columns and then the last ones are hidden, and the caller says so. Numbers, steps and ids are never cut: a
-part of one looks like another one.
+minor columns and then the last ones are hidden, and the caller says so. Numbers, steps
+and ids are never cut: a part of one looks like another one.
 
 >>> cut("params/layers/11/kernel", 16, Shrink.MIDDLE)
 'param…/11/kernel'
@@ -26,7 +26,7 @@ _ELLIPSIS: Final = "…"
 
 
 class Shrink(Enum):
-    """How cells may be shortened in a terminal that is too narrow."""
+    """A way to shorten cells in a terminal that is too narrow."""
 
     NO = "not at all"
     END = "at the end, as of texts"
@@ -47,7 +47,7 @@ class Column:
     right: bool = False
     """True for quantities, which are aligned right."""
     shrink: Shrink = Shrink.NO
-    """How its cells may be shortened."""
+    """The way its cells are shortened."""
     is_minor: bool = False
     """True if it is hidden before all others."""
 

@@ -22,8 +22,8 @@ from storesvc_client.cli.paths import (
     has_names,
     is_foreign,
 )
-from storesvc_client.cli.record_selection import RecordSelection
-from storesvc_client.cli.record_views import view_of
+from storesvc_client.cli.records.selection import RecordSelection
+from storesvc_client.cli.records.views import view_of
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError

@@ -31,7 +31,7 @@ from storesvc_client.cli.paths import (
     StorePath,
     is_foreign,
 )
-from storesvc_client.cli.record_fields import (
+from storesvc_client.cli.records.fields import (
     CHECKPOINTS,
     DELETED,
     FOREIGN,

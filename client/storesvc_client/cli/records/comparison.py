@@ -12,7 +12,7 @@ from enum import Enum
 from fnmatch import translate
 from typing import Any, Final, Self, TypeAlias
 
-from storesvc_client.cli.record_fields import Field, Kind, as_number
+from storesvc_client.cli.records.fields import Field, Kind, as_number
 
 Predicate: TypeAlias = Callable[[Any], bool]
 """A condition on a record."""

@@ -7,8 +7,8 @@ from typing import Any, Final
 import click
 
 from storesvc_client._values.texts import plural
-from storesvc_client.cli.record_fields import Kind, Schema
-from storesvc_client.cli.record_query import (
+from storesvc_client.cli.records.fields import Kind, Schema
+from storesvc_client.cli.records.query import (
     QueryError,
     parse_condition,
     parse_order,

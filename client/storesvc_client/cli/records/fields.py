@@ -1,8 +1,8 @@
 """Fields of the records that ``ls`` lists, for ``--where`` and ``--sort``.
 
-A field has the name of its column, or the one that it has with ``--json``. Other names
-are those of metrics and labels; ``metrics.NAME`` and ``labels.NAME`` are those only,
-also where a field has the same name.
+A field has the name of its column, or its name with ``--json``. Other names are metrics
+and labels; ``metrics.NAME`` and ``labels.NAME`` are nothing else, also where a field
+has the same name.
 
 >>> CHECKPOINTS.field("loss").value(tagged)
 2.5
@@ -30,7 +30,7 @@ _Map: TypeAlias = Callable[[Any], Mapping[str, Any]]
 
 
 class Kind(Enum):
-    """What the values of a field are; the text describes a value that is expected."""
+    """The type of a field; the text describes a value that is expected."""
 
     NUMBER = "a number"
     SIZE = "a size, such as 500000 or 1.5GiB"

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from storesvc_client.cli.record_comparison import Operator, Predicate, comparison
-from storesvc_client.cli.record_fields import Field, Kind, Schema
+from storesvc_client.cli.records.comparison import Operator, Predicate, comparison
+from storesvc_client.cli.records.fields import Field, Kind, Schema
 
 MAX_NESTING: Final = 32
 """Maximum depth of parentheses and negations, as in retention policies."""
@@ -44,7 +44,7 @@ _HINTS: Final = {
     "&": "; a single & joins conditions",
     "|": "; a single | joins conditions",
 }
-"""What to do about signs of other languages."""
+"""Hints for signs of other languages."""
 
 
 class QueryError(ValueError):

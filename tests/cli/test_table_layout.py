@@ -1,0 +1,100 @@
+"""Tables in terminals of any width."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storesvc_client.cli.table_layout import Column, Shrink, cut, lay_out, text_width
+
+COLUMNS = (
+    Column("STEP", right=True),
+    Column("COMMITTED", shrink=Shrink.TIME),
+    Column("LEAVES", right=True, is_minor=True),
+    Column("TAGS", shrink=Shrink.END),
+    Column("KEY", shrink=Shrink.MIDDLE),
+)
+ROWS = [
+    ("100", "2026-11-24 07:55:18+00:00", "12", "-", "params/layers/0/attention/bias"),
+    ("7", "2026-11-24 07:55:17+00:00", "3", "-", "step"),
+]
+
+
+def lines(room: int | None) -> list[str]:
+    return [*lay_out(COLUMNS, ROWS, room=room).lines]
+
+
+def test_a_table_without_a_limit_is_complete() -> None:
+    assert [
+        "STEP  COMMITTED                  LEAVES  TAGS  KEY",
+        " 100  2026-11-24 07:55:18+00:00      12  -     params/layers/0/attention/bias",
+        "   7  2026-11-24 07:55:17+00:00       3  -     step",
+    ] == lines(None)
+
+
+def test_columns_without_a_value_are_left_out_first() -> None:
+    assert [
+        "STEP  COMMITTED                  LEAVES  KEY",
+        " 100  2026-11-24 07:55:18+00:00      12  params/layers/0/attention/bias",
+        "   7  2026-11-24 07:55:17+00:00       3  step",
+    ] == lines(74)
+
+
+def test_times_lose_their_seconds_before_a_text_is_cut() -> None:
+    assert [
+        "STEP  COMMITTED         LEAVES  KEY",
+        " 100  2026-11-24 07:55      12  params/layers/0/attention/bias",
+        "   7  2026-11-24 07:55       3  step",
+    ] == lines(64)
+
+
+def test_a_path_is_cut_in_the_middle() -> None:
+    assert " 100  2026-11-24 07:55      12  params/…tention/bias" == lines(52)[1]
+
+
+def test_minor_columns_are_hidden_before_the_last_ones() -> None:
+    hidden = [lay_out(COLUMNS, ROWS, room=room).hidden for room in (48, 42, 39, 10)]
+
+    assert [
+        (),
+        ("LEAVES",),
+        ("LEAVES", "KEY"),
+        ("LEAVES", "KEY", "COMMITTED"),
+    ] == hidden
+
+
+def test_numbers_are_never_cut() -> None:
+    assert ["STEP", " 100", "   7"] == lines(1)
+
+
+def test_a_table_without_rows_has_its_titles() -> None:
+    assert ("STEP  COMMITTED  LEAVES  TAGS  KEY",) == lay_out(COLUMNS, []).lines
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "how", "expected"),
+    [
+        ("loss=2.5 acc=0.5", 10, Shrink.END, "loss=2.5 …"),
+        ("params/layers/11/kernel", 16, Shrink.MIDDLE, "param…/11/kernel"),
+        ("short", 10, Shrink.END, "short"),
+        ("2026-11-24 07:55", 10, Shrink.TIME, "2026-11-24 07:55"),
+        ("模型模型模型", 7, Shrink.END, "模型模…"),
+        ("模型模型模型", 8, Shrink.END, "模型模…"),
+    ],
+)
+def test_an_ellipsis_stands_for_what_is_cut(
+    text: str, width: int, how: Shrink, expected: str
+) -> None:
+    assert expected == cut(text, width, how)
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.text("ab1-模", max_size=40)] * 5), max_size=4),
+    room=st.integers(1, 120),
+)
+def test_a_table_fits_once_only_its_first_column_is_left(
+    rows: list[tuple[str, ...]], room: int
+) -> None:
+    layout = lay_out(COLUMNS, rows, room=room)
+
+    first = max(map(text_width, ["STEP", *(row[0] for row in rows)]))
+    assert all(text_width(line) <= max(room, first) for line in layout.lines)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client.cli.table_layout import Column, Shrink, cut, lay_out, text_width
+from storesvc_client.cli.output import Column, Shrink, aligned, text_width
+from storesvc_client.cli.table_layout import cut, narrowed
 
 COLUMNS = (
     Column("STEP", right=True),
@@ -19,16 +20,17 @@ ROWS = [
 ]
 
 
-def lines(room: int | None) -> list[str]:
-    return [*lay_out(COLUMNS, ROWS, room=room).lines]
+def lines(room: int) -> list[str]:
+    table = narrowed(COLUMNS, ROWS, room=room)
+    return [*aligned(table.columns, table.rows)]
 
 
-def test_a_table_without_a_limit_is_complete() -> None:
+def test_a_table_that_fits_is_complete() -> None:
     assert [
         "STEP  COMMITTED                  LEAVES  TAGS  KEY",
         " 100  2026-11-24 07:55:18+00:00      12  -     params/layers/0/attention/bias",
         "   7  2026-11-24 07:55:17+00:00       3  -     step",
-    ] == lines(None)
+    ] == lines(80)
 
 
 def test_columns_without_a_value_are_left_out_first() -> None:
@@ -52,7 +54,7 @@ def test_a_path_is_cut_in_the_middle() -> None:
 
 
 def test_minor_columns_are_hidden_before_the_last_ones() -> None:
-    hidden = [lay_out(COLUMNS, ROWS, room=room).hidden for room in (48, 42, 39, 10)]
+    hidden = [narrowed(COLUMNS, ROWS, room=room).hidden for room in (48, 42, 39, 10)]
 
     assert [
         (),
@@ -67,7 +69,9 @@ def test_numbers_are_never_cut() -> None:
 
 
 def test_a_table_without_rows_has_its_titles() -> None:
-    assert ("STEP  COMMITTED  LEAVES  TAGS  KEY",) == lay_out(COLUMNS, []).lines
+    table = narrowed(COLUMNS, [], room=80)
+
+    assert ["STEP  COMMITTED  LEAVES  TAGS  KEY"] == [*aligned(table.columns, [])]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,8 @@ def test_an_ellipsis_stands_for_what_is_cut(
 def test_a_table_fits_once_only_its_first_column_is_left(
     rows: list[tuple[str, ...]], room: int
 ) -> None:
-    layout = lay_out(COLUMNS, rows, room=room)
+    table = narrowed(COLUMNS, rows, room=room)
+    lines = aligned(table.columns, table.rows)
 
     first = max(map(text_width, ["STEP", *(row[0] for row in rows)]))
-    assert all(text_width(line) <= max(room, first) for line in layout.lines)
+    assert all(text_width(line) <= max(room, first) for line in lines)

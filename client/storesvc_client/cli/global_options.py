@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from storesvc_client.cli.arguments import store_target
-from storesvc_client.cli.completion import completer, context_names
+from storesvc_client.cli.completion import complete_context
 from storesvc_client.cli.connection import DEFAULT_TARGET, VERBOSE, Connection
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
     },
     ("--context", "-c"): {
         "metavar": "NAME",
-        "shell_complete": completer(context_names),
+        "shell_complete": complete_context,
         "help": "Store and options that storectl config set NAME has kept, in place of "
         "the current context.",
     },

@@ -12,48 +12,88 @@ seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import click
 
 from storesvc_client._values.texts import plural, printable
-from storesvc_client.cli.table_layout import Column, Shrink, lay_out
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
 
 _Item = TypeVar("_Item")
 
-__all__ = [
-    "Column",
-    "Listing",
-    "Shrink",
-    "json_value",
-    "print_fields",
-    "print_json",
-    "print_note",
-    "print_table",
-    "report",
-]
+GAP: Final = "  "
+"""Space between columns."""
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+class Shrink(Enum):
+    """A way to shorten cells in a terminal that is too narrow."""
+
+    NO = "not at all"
+    END = "at the end, as of texts"
+    MIDDLE = "in the middle, as of paths"
+    DRAWING = "at the end, as of lines of a tree"
+    TIME = "seconds and zone, of times"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    right: bool = False
+    """True for quantities, which are aligned right."""
+    shrink: Shrink = Shrink.NO
+    """The way its cells are shortened."""
+    is_minor: bool = False
+    """True if it is hidden before all others."""
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table; without titles, it has no header."""
     cells = [tuple(map(printable, row)) for row in rows]
-    room = get_terminal_size().columns if sys.stdout.isatty() else None
-    layout = lay_out(columns, cells, room=room)
+    hidden: tuple[str, ...] = ()
+    if sys.stdout.isatty():
+        room = get_terminal_size().columns
+        if max(map(text_width, aligned(columns, cells)), default=0) > room:
+            from storesvc_client.cli.table_layout import narrowed
+
+            table = narrowed(columns, cells, room=room)
+            columns, cells, hidden = table.columns, [*table.rows], table.hidden
     has_titles = any(column.title for column in columns)
-    for number, line in enumerate(layout.lines):
+    for number, line in enumerate(aligned(columns, cells)):
         click.secho(line, bold=(has_titles and number == 0) or None)
-    if layout.hidden:
-        titles = ", ".join(filter(None, layout.hidden)) or "all columns"
+    if hidden:
+        titles = ", ".join(filter(None, hidden)) or "all columns"
         print_note(f"no room for {titles}; a wider terminal or a pipe shows all")
+
+
+def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table: the titles, if there are any, and the rows."""
+    titles = tuple(column.title for column in columns)
+    lines = [titles, *rows] if any(titles) else rows
+    widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield GAP.join(map(_pad, line, widths, columns)).rstrip()
+
+
+def text_width(text: str) -> int:
+    """Returns the characters of a terminal that a text takes."""
+    return len(text) if text.isascii() else sum(map(char_width, text))
+
+
+def char_width(char: str) -> int:
+    """Returns the characters of a terminal that a character takes."""
+    return 1 + (unicodedata.east_asian_width(char) in "WF")
 
 
 def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -> None:
@@ -162,3 +202,8 @@ def json_value(value: Any) -> Any:
             return value
         case _:
             return str(value)
+
+
+def _pad(cell: str, width: int, column: Column) -> str:
+    space = " " * (width - text_width(cell))
+    return space + cell if column.right else cell + space

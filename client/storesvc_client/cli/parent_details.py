@@ -16,9 +16,14 @@ from storesvc_client._values.texts import (
     time_text,
 )
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import json_value, print_fields, print_json, report
-from storesvc_client.cli.suggestions import nearest
-from storesvc_client.cli.table_layout import text_width
+from storesvc_client.cli.output import (
+    json_value,
+    print_fields,
+    print_json,
+    report,
+    text_width,
+)
+from storesvc_client.cli.suggestions import namespace_hint
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -173,13 +178,6 @@ def usages_of(client: "Client", namespace: str | None) -> "Iterator[Usage]":
     for name in sorted(names):
         with suppress(NotFoundError):  # its first save was aborted in the meantime
             yield client.run(name).usage()
-
-
-def namespace_hint(client: "Client", namespace: str) -> str:
-    """Returns the suggestion of a namespace with a similar name, or ""."""
-    known = {run.name.partition("/")[0] for run in client.runs()}
-    found = nearest(namespace, known - {namespace})
-    return f"; did you mean {found}?" if found else ""
 
 
 def _run_document(

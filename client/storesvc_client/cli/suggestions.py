@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from storesvc.format.names import LATEST
 
 if TYPE_CHECKING:
-    from storesvc_client import StoreError
+    from storesvc_client import Client, StoreError
 
 _WORDS: Final = {
     "copy": "cp",
@@ -31,6 +31,13 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
     """Returns the suggestion of a command, for the end of a message, or ""."""
     found = _WORDS.get(name) or nearest(name, commands)
     return f" Did you mean {found!r}?" if found else ""
+
+
+def namespace_hint(client: "Client", namespace: str) -> str:
+    """Returns the suggestion of a namespace with a similar name, or ""."""
+    known = {run.name.partition("/")[0] for run in client.runs()}
+    found = nearest(namespace, known - {namespace})
+    return f"; did you mean {found}?" if found else ""
 
 
 def error_text(error: "StoreError") -> str:

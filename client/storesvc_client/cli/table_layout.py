@@ -1,6 +1,6 @@
-"""Fits a table into a terminal.
+"""Fits a table into a terminal that is too narrow for it.
 
-A table that is too wide loses, in this order, columns without any value, the seconds of
+The table loses, in this order, columns without any value, the seconds of
 times, and parts of long texts, for which an ellipsis stands. If that is not enough,
 minor columns and then the last ones are hidden, and the caller says so. Numbers, steps
 and ids are never cut: a part of one looks like another one.
@@ -9,56 +9,29 @@ and ids are never cut: a part of one looks like another one.
 'param…/11/kernel'
 """
 
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import accumulate
 from typing import Final
 
 from storesvc_client._values.texts import ABSENT
-
-GAP: Final = "  "
-"""Space between columns."""
+from storesvc_client.cli.output import GAP, Column, Shrink, char_width, text_width
 
 _MINUTES: Final = len("2026-11-24 07:55")
 _ELLIPSIS: Final = "…"
-
-
-class Shrink(Enum):
-    """A way to shorten cells in a terminal that is too narrow."""
-
-    NO = "not at all"
-    END = "at the end, as of texts"
-    MIDDLE = "in the middle, as of paths"
-    DRAWING = "at the end, as of lines of a tree"
-    TIME = "seconds and zone, of times"
 
 
 _LEAST: Final = {Shrink.END: 10, Shrink.MIDDLE: 16, Shrink.DRAWING: 20}
 """Minimum characters of a text that is cut; fewer are unreadable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    right: bool = False
-    """True for quantities, which are aligned right."""
-    shrink: Shrink = Shrink.NO
-    """The way its cells are shortened."""
-    is_minor: bool = False
-    """True if it is hidden before all others."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A table as it is printed."""
+class Narrowed:
+    """A table that fits."""
 
-    lines: tuple[str, ...]
-    """The titles, if there are any, and the rows."""
-    hidden: tuple[str, ...] = ()
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    hidden: tuple[str, ...]
     """Titles of columns that have values and do not fit; the first is hidden first."""
 
 
@@ -96,34 +69,37 @@ class _Part:
         return replace(self, cells=tuple(cut(cell, width, how) for cell in self.cells))
 
 
-def lay_out(
-    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, room: int | None = None
-) -> Layout:
-    """Returns a table with aligned cells.
+def narrowed(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, room: int
+) -> Narrowed:
+    """Returns a table that fits, or has a single column.
 
     Args:
-        columns: The columns; without titles, the table has no header.
+        columns: The columns.
         rows: The cells of each row.
-        room: Width of the terminal in characters; None: there is no limit.
+        room: Width of the terminal in characters.
     """
     cells = tuple(zip(*rows, strict=True)) or ((),) * len(columns)
-    parts = [
+    every = [
         _Part(column=column, cells=tuple(each))
         for column, each in zip(columns, cells, strict=True)
     ]
+    parts = _without_empty(every, room)
+    if _total([part.width for part in parts]) > room:
+        parts = [part.in_minutes() for part in parts]
     hidden: list[str] = []
-    if room is not None and _total([part.width for part in parts]) > room:
-        parts = _without_empty(parts, room)
-        if _total([part.width for part in parts]) > room:
-            parts = [part.in_minutes() for part in parts]
-        while len(parts) > 1 and _total([part.least for part in parts]) > room:
-            minor = [part for part in parts if part.column.is_minor]
-            last = (minor or parts)[-1]
-            parts.remove(last)
-            hidden.append(last.column.title)
-        widths = _shared_out(parts, room)
-        parts = [part.cut_to(w) for part, w in zip(parts, widths, strict=True)]
-    return Layout(lines=tuple(_lines(parts)), hidden=tuple(hidden))
+    while len(parts) > 1 and _total([part.least for part in parts]) > room:
+        minor = [part for part in parts if part.column.is_minor]
+        last = (minor or parts)[-1]
+        parts.remove(last)
+        hidden.append(last.column.title)
+    widths = _shared_out(parts, room)
+    parts = [part.cut_to(w) for part, w in zip(parts, widths, strict=True)]
+    return Narrowed(
+        columns=tuple(part.column for part in parts),
+        rows=tuple(zip(*(part.cells for part in parts), strict=True)),
+        hidden=tuple(hidden),
+    )
 
 
 def cut(text: str, width: int, how: Shrink) -> str:
@@ -135,18 +111,9 @@ def cut(text: str, width: int, how: Shrink) -> str:
     return _beginning(text, width - 1 - tail_width) + _ELLIPSIS + tail
 
 
-def text_width(text: str) -> int:
-    """Returns the characters of a terminal that a text takes."""
-    return len(text) if text.isascii() else sum(map(_char_width, text))
-
-
-def _char_width(char: str) -> int:
-    return 1 + (unicodedata.east_asian_width(char) in "WF")
-
-
 def _beginning(text: str, width: int) -> str:
     """Returns as many characters as fit."""
-    ends = accumulate(map(_char_width, text))
+    ends = accumulate(map(char_width, text))
     return text[: sum(end <= width for end in ends)]
 
 
@@ -172,18 +139,3 @@ def _shared_out(parts: Sequence[_Part], room: int) -> list[int]:
             break
         widths[max(wide, key=lambda at: widths[at])] -= 1
     return widths
-
-
-def _lines(parts: Sequence[_Part]) -> list[str]:
-    has_titles = any(part.column.title for part in parts)
-    padded = []
-    for part in parts:
-        titles = (part.column.title,) if has_titles else ()
-        width = max(map(text_width, (*titles, *part.cells)), default=0)
-        padded.append([_pad(c, width, part.column) for c in (*titles, *part.cells)])
-    return [GAP.join(line).rstrip() for line in zip(*padded, strict=True)]
-
-
-def _pad(cell: str, width: int, column: Column) -> str:
-    space = " " * (width - text_width(cell))
-    return space + cell if column.right else cell + space

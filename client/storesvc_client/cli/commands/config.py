@@ -9,7 +9,7 @@ import click
 from storesvc.format.names import InvalidNameError
 from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import json_option, store_target
-from storesvc_client.cli.completion import completer, context_names
+from storesvc_client.cli.completion import complete_context
 from storesvc_client.cli.config_file import config_path, read_config, write_config
 from storesvc_client.cli.contexts import FILES, Config, Context, check_name
 from storesvc_client.cli.errors import Refusal
@@ -44,9 +44,7 @@ def config() -> None:
 
 
 @config.command("set")
-@click.argument(
-    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
-)
+@click.argument("name", type=_name, metavar="NAME", shell_complete=complete_context)
 @click.option("--store", "-s", type=store_target, required=True, metavar="TARGET")
 @click.option("--ca", type=_FILE, metavar="FILE")
 @click.option("--cert", type=_FILE, metavar="FILE")
@@ -92,9 +90,7 @@ def set_context(
 
 
 @config.command()
-@click.argument(
-    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
-)
+@click.argument("name", type=_name, metavar="NAME", shell_complete=complete_context)
 def use(*, name: str) -> None:
     """Make a context the current one."""
     found = read_config()
@@ -134,9 +130,7 @@ def list_contexts(*, as_json: bool) -> None:
 
 
 @config.command()
-@click.argument(
-    "name", type=_name, metavar="NAME", shell_complete=completer(context_names)
-)
+@click.argument("name", type=_name, metavar="NAME", shell_complete=complete_context)
 def remove(*, name: str) -> None:
     """Remove a context; its store is not changed."""
     found = read_config()

@@ -17,7 +17,6 @@ from storesvc_client.cli.output import (
     print_note,
     print_table,
 )
-from storesvc_client.cli.parent_details import usages_of
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
@@ -106,6 +105,8 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
+    from storesvc_client.cli.parent_details import usages_of
+
     usages = list(usages_of(client, namespace))
     if as_json:
         print_json(usages)

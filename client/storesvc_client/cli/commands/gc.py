@@ -70,8 +70,12 @@ def gc(
     without a hold may lose what they read.
 
     \b
-    Columns: uploads aborted, checkpoints deleted by the policy, checkpoints purged,
-    garbage objects found, objects deleted, why something was postponed.
+    ABORTED   uploads whose lease had expired
+    DELETED   checkpoints that the retention policy does not keep
+    PURGED    deleted checkpoints whose purge time had passed
+    GARBAGE   objects that nothing refers to
+    REMOVED   the objects of these that were deleted
+    LEFT      why something is left for the next collection
 
     \b
     Examples:

@@ -99,7 +99,7 @@ def import_(
     Examples:
       storectl import orbax:/ckpts/llama-8b prod/llama-8b
       storectl import orbax:gs://bucket/llama-8b prod/llama-8b --create
-      storectl import safetensors:/models/llama prod/llama --steps 0 --label team=a
+      storectl import safetensors:/models/llama prod/llama --label team=a
     """
     if keep_names and not has_names(source.run):
         raise names_error()

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from storesvc_client._values.texts import plural
 from storesvc_client.cli.arguments import (
     json_option,
     keep_names_option,
     readable_path,
 )
-from storesvc_client.cli.completion import Part, complete_path, completer, fields
+from storesvc_client.cli.completion import Part, complete_field, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignStore, names_error
 from storesvc_client.cli.output import print_note
-from storesvc_client.cli.parent_details import namespace_hint
 from storesvc_client.cli.paths import (
     NamespacePath,
     RunPath,
@@ -22,12 +22,13 @@ from storesvc_client.cli.paths import (
     has_names,
     is_foreign,
 )
-from storesvc_client.cli.records.selection import RecordSelection
-from storesvc_client.cli.records.views import view_of
+from storesvc_client.cli.records.views import View, view_of
+from storesvc_client.cli.suggestions import namespace_hint
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
     from storesvc_client.cli.foreign import Readable
+    from storesvc_client.cli.records.selection import RecordSelection
 
 
 @click.command()
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
     "--where",
     multiple=True,
     metavar="CONDITION",
-    shell_complete=completer(fields),
+    shell_complete=complete_field,
     help="List only records that match, such as 'loss<2.5'; all, if repeated.",
 )
 @click.option(
     "--sort",
     metavar="FIELD",
-    shell_complete=completer(fields),
+    shell_complete=complete_field,
     help="Sort by a field, the lowest value first; -FIELD: the highest first.",
 )
 @click.option(
@@ -86,9 +87,10 @@ def ls(
       loss, stage           a metric or a label; also metrics.loss, labels.stage
       age                   time since the commit: age<12h
       tags, pinned          alone: any tag, a pin; tags=best*: such a tag
-    A condition has <, <=, >, >=, =, != and is joined with &, |, ~ and parentheses.
-    Names and values with other characters are in quotes. A checkpoint without a value
-    matches only !=, and is sorted last.
+
+    A condition compares with <, <=, >, >=, = or !=; &, |, ~ and parentheses join
+    several. Names and values with spaces or such signs are quoted. A checkpoint without
+    a value matches only !=, and is sorted last.
 
     \b
     Examples:
@@ -98,7 +100,7 @@ def ls(
       storectl ls prod/llama-8b --limit 1 --json   its newest one, for a program
       storectl ls prod/llama-8b --sort loss --where 'loss<2.5' --limit 20
       storectl ls prod/llama-8b --where 'pinned | stage=final & age<7d'
-      storectl ls prod/llama-8b --deleted          checkpoints that can be undeleted
+      storectl ls prod/llama-8b --deleted          those that can be undeleted
       storectl ls prod/llama-8b@latest             the leaves of a checkpoint
       storectl ls 'prod/llama-8b@500:**/kernel'    leaves whose key matches
       storectl ls prod/llama-8b@500 --sort -size   its leaves, the largest first
@@ -112,26 +114,41 @@ def ls(
     if deleted and is_foreign_run:
         raise click.UsageError("--deleted goes with a run of a store")
     view = view_of(path, deleted=deleted)
-    selection = RecordSelection(view.schema, where=where, sort=sort)
+    selection = _selection(path, where=where, sort=sort, deleted=deleted)
     damaged: list[DataLossError] = []
-    with connection.open_for(path, keep_names=keep_names) as opened:
-        records = view.records(opened, path, damaged.append)
+    with connection.open_for(path, keep_names=keep_names) as source:
+        records = view.records(source, path, damaged.append)
         view.listing.show(
-            selection.of(records, limit=limit),
+            selection.of(records, limit=limit) if selection else records,
             limit=limit,
             as_json=as_json,
             damaged=damaged,
-            absence=lambda: _absence(selection, opened, path),
+            absence=lambda: _absence(view, selection, source, path),
         )
-    if warning := selection.warning():
+    if selection and (warning := selection.warning()):
         print_note(warning)
 
 
+def _selection(
+    path: StorePath | None, *, where: Sequence[str], sort: str | None, deleted: bool
+) -> "RecordSelection | None":
+    """Returns the selection of the options; None without one."""
+    if not where and sort is None:
+        return None
+    from storesvc_client.cli.records.fields import schema_of
+    from storesvc_client.cli.records.selection import RecordSelection
+
+    return RecordSelection(schema_of(path, deleted=deleted), where=where, sort=sort)
+
+
 def _absence(
-    selection: RecordSelection, source: "Readable", path: StorePath | None
+    view: View,
+    selection: "RecordSelection | None",
+    source: "Readable",
+    path: StorePath | None,
 ) -> str:
     """Returns the note of an empty list."""
-    note = selection.absence()
+    note = selection.absence() if selection else f"no {plural(view.listing.noun)}"
     if isinstance(path, NamespacePath) and not isinstance(source, ForeignStore):
         return note + namespace_hint(source, path.namespace)
     return note

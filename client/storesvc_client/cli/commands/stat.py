@@ -27,7 +27,6 @@ from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignStore
 from storesvc_client.cli.leaf_selection import Selection, select_leaf
 from storesvc_client.cli.output import json_value, print_fields, print_json
-from storesvc_client.cli.parent_details import print_namespace, print_run
 from storesvc_client.cli.paths import (
     LeafPath,
     NamespacePath,
@@ -85,6 +84,8 @@ def stat(
             f"{path}: expected a step or latest at the end, such as {path}@latest"
         )
     if isinstance(path, NamespacePath | RunPath):
+        from storesvc_client.cli.parent_details import print_namespace, print_run
+
         with connection.open() as client:
             if isinstance(path, RunPath):
                 print_run(client.run(path.run), as_json=as_json)

@@ -9,7 +9,7 @@ import click
 from storesvc.format.names import InvalidNameError, check_tag
 from storesvc_client._values.texts import time_text
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
-from storesvc_client.cli.completion import Part, complete_path, completer, tags
+from storesvc_client.cli.completion import Part, complete_path, complete_tag
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Column, Listing, Shrink, print_json
@@ -61,7 +61,7 @@ def tag_name(text: str) -> str:
     type=tag_name,
     metavar="[NAME]",
     required=False,
-    shell_complete=completer(tags),
+    shell_complete=complete_tag,
 )
 @click.option(
     "--protected/--unprotected",

@@ -95,7 +95,7 @@ def update(
     \b
     Examples:
       storectl update prod/llama-8b@500 --pin
-      storectl update prod/llama-8b@best --label stage=final --metric eval/loss=2.1
+      storectl update prod/llama-8b@best --label stage=final --metric loss=2.1
       storectl update prod/llama-8b@500 --unpin --remove-label stage
     """
     new_labels, new_metrics = dict(labels), dict(metrics)

@@ -15,13 +15,18 @@ from datetime import datetime
 from enum import Enum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from storesvc_client._values.natural_order import natural_key
 from storesvc_client._values.texts import dtype_text, shape_text
-
-if TYPE_CHECKING:
-    from storesvc_client import Checkpoint
+from storesvc_client.cli.paths import (
+    CheckpointPath,
+    LeafPath,
+    NamespacePath,
+    RunPath,
+    StorePath,
+    is_foreign,
+)
 
 Value: TypeAlias = float | str | bool | datetime | tuple[str, ...] | None
 """The value of a field; None, "" or an empty tuple if the record has none."""
@@ -40,14 +45,6 @@ class Kind(Enum):
     TEXT = "a text"
     TEXTS = "a text, of a list"
     ANY = "a number or a text"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaggedCheckpoint:
-    """A checkpoint with the names of its tags."""
-
-    checkpoint: "Checkpoint"
-    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,3 +250,21 @@ LEAVES: Final = Schema(
     json_names={"size_bytes": "size", "chunk_count": "chunks"},
 )
 """Fields of ``LeafInfo``."""
+
+
+def schema_of(path: StorePath | None, *, deleted: bool) -> Schema:
+    """Returns the fields of the records at a path.
+
+    Args:
+        path: The path; None: all runs.
+        deleted: Whether they are the deleted checkpoints of a run.
+    """
+    match path:
+        case None | NamespacePath():
+            return RUNS
+        case CheckpointPath() | LeafPath():
+            return LEAVES
+        case RunPath(run) if is_foreign(run):
+            return FOREIGN
+        case RunPath():
+            return DELETED if deleted else CHECKPOINTS

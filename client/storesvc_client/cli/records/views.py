@@ -31,15 +31,6 @@ from storesvc_client.cli.paths import (
     StorePath,
     is_foreign,
 )
-from storesvc_client.cli.records.fields import (
-    CHECKPOINTS,
-    DELETED,
-    FOREIGN,
-    LEAVES,
-    RUNS,
-    Schema,
-    TaggedCheckpoint,
-)
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -54,6 +45,14 @@ if TYPE_CHECKING:
     from storesvc_client.cli.foreign import ForeignStore, Readable
 
 _OnDamage: TypeAlias = "Callable[[DataLossError], object]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCheckpoint:
+    """A checkpoint with the names of its tags."""
+
+    checkpoint: "Checkpoint"
+    tags: tuple[str, ...]
 
 
 _RECORDS: Final = ("copy.", "import.", "orbax.commit_time")
@@ -192,7 +191,6 @@ class View:
     """A list of records of one type, and how they are read."""
 
     listing: Listing[Any]
-    schema: Schema
     records: Callable[[Any, Any, _OnDamage], Iterable[Any]]
     """Reads the records of a path in an open store; passes on errors of damaged ones.
     """
@@ -203,15 +201,15 @@ def view_of(path: StorePath | None, *, deleted: bool) -> View:
     checkpoints."""
     match path:
         case None | NamespacePath():
-            return View(listing=_RUNS, schema=RUNS, records=_runs)
+            return View(listing=_RUNS, records=_runs)
         case CheckpointPath() | LeafPath():
-            return View(listing=_LEAVES, schema=LEAVES, records=_leaves)
+            return View(listing=_LEAVES, records=_leaves)
         case RunPath(run) if is_foreign(run):
-            return View(listing=_FOREIGN, schema=FOREIGN, records=_foreign)
+            return View(listing=_FOREIGN, records=_foreign)
         case RunPath() if deleted:
-            return View(listing=_DELETED, schema=DELETED, records=_deleted)
+            return View(listing=_DELETED, records=_deleted)
         case RunPath():
-            return View(listing=_CHECKPOINTS, schema=CHECKPOINTS, records=_checkpoints)
+            return View(listing=_CHECKPOINTS, records=_checkpoints)
 
 
 def _runs(

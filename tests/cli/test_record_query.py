@@ -1,9 +1,11 @@
 """Conditions and orders of lists, as texts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import islice
+from weakref import WeakSet
 
 import pytest
 from hypothesis import given
@@ -11,11 +13,8 @@ from hypothesis import strategies as st
 
 from storesvc_client.cli.records.comparison import parse_size
 from storesvc_client.cli.records.fields import CHECKPOINTS, LEAVES
-from storesvc_client.cli.records.query import (
-    QueryError,
-    parse_condition,
-    parse_order,
-)
+from storesvc_client.cli.records.query import QueryError, parse_condition, parse_order
+from storesvc_client.cli.records.selection import RecordSelection
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
 
@@ -33,7 +32,7 @@ class Fields:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Record:
     """A checkpoint with its tags."""
 
@@ -149,7 +148,10 @@ def test_brackets_of_a_shape_are_no_pattern() -> None:
         ("tags<best", "expected = or != before the value of tags"),
         ("step", "expected an operator after step, such as < or =, got nothing"),
         ("pinned and loss<3", "expected &, | or the end, got 'and'; & joins"),
+        ("not pinned", "expected &, | or the end, got 'pinned'; ~ negates a"),
+        ("!pinned", "expected a field, got '!'; ~ negates a condition"),
         ("pinned && loss<3", "expected a field, got '&'; a single & joins"),
+        ("pinned & <3", "'pinned & <3' at character 10: expected a field, got '<'"),
         ("(pinned", "expected &, | or ), got nothing"),
         ("pinned)", "at character 7: expected &, | or the end, got ')'"),
         ("'loss<3", "at character 1: expected ' at its end"),
@@ -255,3 +257,44 @@ def test_the_oldest_has_the_greatest_age() -> None:
 def test_an_order_without_a_field_is_an_error(text: str) -> None:
     with pytest.raises(QueryError, match="expected a field: age, begun"):
         parse_order(text, CHECKPOINTS)
+
+
+# --- selection --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sort", ["step", "-step"])
+def test_a_sorted_list_with_a_limit_keeps_no_more_records_than_it_shows(
+    sort: str,
+) -> None:
+    alive = WeakSet[Record]()
+    most = 0
+
+    def records() -> Iterator[Record]:
+        nonlocal most
+        for step in range(200):
+            found = record(step=step)
+            alive.add(found)
+            most = max(most, len(alive))
+            yield found
+
+    selection = RecordSelection(CHECKPOINTS, sort=sort)
+    shown = [each.checkpoint.step for each in selection.of(records(), limit=3)]
+
+    assert shown == ([0, 1, 2, 3] if sort == "step" else [199, 198, 197, 196])
+    assert most < 10
+
+
+def test_a_limit_without_an_order_reads_no_more_than_it_needs() -> None:
+    read: list[int] = []
+
+    def records() -> Iterator[Record]:
+        for step in range(200):
+            read.append(step)
+            yield record(step=step)
+
+    selection = RecordSelection(CHECKPOINTS, where=["step>=5"])
+    shown = islice(selection.of(records(), limit=2), 2)
+
+    assert [5, 6] == [each.checkpoint.step for each in shown]
+    assert [*range(7)] == read
+    assert selection.warning() is None

@@ -7,6 +7,7 @@ A path is completed part by part, up to the first part that the command does not
 a namespace, a run, a step or tag, the parts of a leaf key.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 TIMEOUT: Final = 1.0
 """Maximum seconds of one call to the store."""
+
+ENOUGH: Final = 2.0
+"""Seconds after which what was found is all that the shell gets."""
 
 _NEWEST: Final = 100
 """Checkpoints whose metrics and labels are candidates: a page of the server."""
@@ -116,10 +120,13 @@ def completed(
     from click.shell_completion import CompletionItem
 
     found: list[Candidate] = []
+    ends = time.monotonic() + ENOUGH
     with suppress(Exception), context:  # a shell that completes shows no errors
         for candidate in candidates(context, text):
             if candidate.value.startswith(text):
-                found.append(candidate)  # noqa: PERF401 - an error keeps them
+                found.append(candidate)
+            if time.monotonic() > ends:
+                break
     return [
         CompletionItem(each.value, help=each.note, is_part=each.is_part)
         for each in found

@@ -41,6 +41,7 @@ _HINTS: Final = {
     "and": "; & joins conditions",
     "or": "; | joins conditions",
     "not": "; ~ negates a condition",
+    "!": "; ~ negates a condition",
     "&": "; a single & joins conditions",
     "|": "; a single | joins conditions",
 }
@@ -232,7 +233,9 @@ class _Reader:
             place, got = "at the end", "nothing"
         else:
             place, got = f"at character {found.start + 1}", repr(found.text[:60])
-        hint = hint or _HINTS.get(found.text.lower() if found else "", "")
+        before = [t for t in self._tokens[: self._at][-1:] if t.kind == "word"]
+        hints = (_HINTS.get(t.text.lower()) for t in (found, *before) if t)
+        hint = hint or next(filter(None, hints), "")
         return QueryError(f"{self._text[:200]!r} {place}: {expected}, got {got}{hint}")
 
 

@@ -1,7 +1,7 @@
 """Details of a run or a namespace, for ``stat``: what it holds, uses and keeps."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         DataLossError,
         HoldInfo,
         Quota,
+        RetentionPolicy,
         Run,
         RunInfo,
         Tag,
@@ -102,6 +103,19 @@ class Summary:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDetails:
+    """A run, and all that belongs to it."""
+
+    usage: "Usage"
+    info: "RunInfo"
+    policy: "RetentionPolicy | None"
+    summary: Summary
+    tags: "tuple[Tag, ...]"
+    holds: "tuple[HoldInfo, ...]"
+    """Holds that have not expired."""
+
+
 def print_run(run: "Run", *, as_json: bool) -> None:
     """Prints the details of a run.
 
@@ -111,21 +125,28 @@ def print_run(run: "Run", *, as_json: bool) -> None:
             printed before.
     """
     damaged: list[DataLossError] = []
-    usage, info, policy = run.usage(), run.info(), run.retention.get()
-    # the store rejects a list of a run that has no checkpoint yet
-    has_some = usage.checkpoint_count > 0
-    every = run.checkpoints(on_damage=damaged.append) if has_some else ()
-    summary = Summary.of(every)
-    tags = list(run.tags.list(on_damage=damaged.append)) if has_some else []
-    now = datetime.now(UTC)
-    holds = run.holds.list(on_damage=damaged.append) if has_some else ()
-    live = [hold for hold in holds if hold.expire_time > now]
+    details = _details(run, damaged.append)
     if as_json:
-        print_json(_run_document(usage, info, policy, summary, tags, live))
+        print_json(_run_document(details))
     else:
-        fields = _run_fields(usage, info, policy, summary, tags, live)
-        print_fields(run.name, fields.items())
+        print_fields(run.name, _run_fields(details).items())
     report(damaged)
+
+
+def _details(run: "Run", on_damage: "Callable[[DataLossError], object]") -> RunDetails:
+    usage = run.usage()
+    # the store rejects lists of a run that has no checkpoint yet
+    has_some = usage.checkpoint_count > 0
+    now = datetime.now(UTC)
+    holds = run.holds.list(on_damage=on_damage) if has_some else ()
+    return RunDetails(
+        usage=usage,
+        info=run.info(),
+        policy=run.retention.get(),
+        summary=Summary.of(run.checkpoints(on_damage=on_damage) if has_some else ()),
+        tags=tuple(run.tags.list(on_damage=on_damage)) if has_some else (),
+        holds=tuple(hold for hold in holds if hold.expire_time > now),
+    )
 
 
 def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
@@ -180,40 +201,28 @@ def usages_of(client: "Client", namespace: str | None) -> "Iterator[Usage]":
             yield client.run(name).usage()
 
 
-def _run_document(
-    usage: "Usage",
-    info: "RunInfo",
-    policy: Any,
-    summary: Summary,
-    tags: "Sequence[Tag]",
-    holds: "Sequence[HoldInfo]",
-) -> dict[str, Any]:
+def _run_document(details: RunDetails) -> dict[str, Any]:
     from storesvc_client import format_policy
 
-    used = {name: v for name, v in json_value(usage).items() if name != "run"}
+    used = {name: v for name, v in json_value(details.usage).items() if name != "run"}
     return {
-        **json_value(info),
+        **json_value(details.info),
         **used,
-        "first_step": summary.first_step,
-        "pinned_count": summary.pinned_count,
-        "retention": format_policy(policy) if policy else None,
-        "tags": json_value(tags),
-        "holds": json_value(holds),
-        "metrics": json_value(summary.metrics),
+        "first_step": details.summary.first_step,
+        "pinned_count": details.summary.pinned_count,
+        "retention": format_policy(details.policy) if details.policy else None,
+        "tags": json_value(details.tags),
+        "holds": json_value(details.holds),
+        "metrics": json_value(details.summary.metrics),
     }
 
 
-def _run_fields(
-    usage: "Usage",
-    info: "RunInfo",
-    policy: Any,
-    summary: Summary,
-    tags: "Sequence[Tag]",
-    holds: "Sequence[HoldInfo]",
-) -> dict[str, str | Sequence[str]]:
+def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
     from storesvc_client import format_policy
     from storesvc_client._values.durations import duration_text
 
+    info, usage, summary = details.info, details.usage, details.summary
+    policy = format_policy(details.policy) if details.policy else "none: all stay"
     delay = info.purge_delay
     return {
         "uid": info.uid,
@@ -223,13 +232,15 @@ def _run_fields(
         "pinned": f"{summary.pinned_count:,}",
         "deleted": f"{usage.deleted_checkpoint_count:,}",
         "uploads": f"{usage.upload_count:,}",
-        "tags": _listed((tag.name, f"step {tag.step}") for tag in tags),
-        "holds": _listed((f"step {hold.step}", _hold_text(hold)) for hold in holds),
+        "tags": _listed((tag.name, f"step {tag.step}") for tag in details.tags),
+        "holds": _listed(
+            (f"step {hold.step}", _hold_text(hold)) for hold in details.holds
+        ),
         "metrics": _listed(
             (name, str(known)) for name, known in sorted(summary.metrics.items())
         ),
         "labels": pairs_text(info.labels),
-        "retention": format_policy(policy) if policy else "none: all stay",
+        "retention": policy,
         "purge delay": "the server's" if delay is None else duration_text(delay),
         "logical": size_text(usage.logical_bytes),
         "stored": size_text(usage.stored_bytes),

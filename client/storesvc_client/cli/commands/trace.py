@@ -5,13 +5,19 @@ import shutil
 import click
 
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import json_value, print_json
 from storesvc_client.cli.paths import CheckpointPath
 
 
 @click.command()
-@click.argument("path", type=whole_checkpoint, metavar="PATH")
+@click.argument(
+    "path",
+    type=whole_checkpoint,
+    metavar="PATH",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
 @json_option
 @pass_connection
 def trace(connection: Connection, *, path: CheckpointPath, as_json: bool) -> None:

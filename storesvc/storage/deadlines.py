@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from storesvc.storage.location import MEMORY_DRIVER, Storage
 from storesvc.storage.log_throttle import LogThrottle
+from storesvc.telemetry.events import Stalled, publish
 
 ANSWER_SECONDS: Final = 60.0
 """Maximum time of a response, retries included, before the time for its bytes."""
@@ -61,5 +62,6 @@ async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) 
 
 
 def _log_late(storage: Storage, seconds: float, clock: Callable[[], float]) -> None:
+    publish(Stalled(storage=storage.spec["driver"]))
     if _throttle.admits(storage.name, now=clock()):
         _log.warning("%s has not answered for %.0f s", storage.name, seconds)

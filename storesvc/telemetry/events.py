@@ -63,7 +63,7 @@ class StorageRequested:
     """A request to the storage has ended, with all of its hedges and retries."""
 
     storage: str
-    """Kind of the storage: "file", "gcs", "memory" or "s3"."""
+    """Driver of TensorStore: "file", "gcs", "gcs_grpc", "memory" or "s3"."""
     operation: Operation
     path: str
     """Path of the object, or prefix of the list."""
@@ -81,6 +81,14 @@ class Retried:
     """Kind of the request: "read", "write" or "change" (a conditional write)."""
     kind: Literal["hedge", "retry"]
     """A hedge is sent in addition to a slow request, a retry instead of a late one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """A storage has not answered for so long that a warning is logged."""
+
+    storage: str
+    """Kind of the storage, as of ``StorageRequested``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +198,7 @@ Event: TypeAlias = (
     | CallEnded
     | StorageRequested
     | Retried
+    | Stalled
     | ChunksMoved
     | Committed
     | Waited

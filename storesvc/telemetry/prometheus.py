@@ -43,6 +43,7 @@ from storesvc.telemetry.events import (
     Retried,
     RunCollected,
     RunContents,
+    Stalled,
     StorageRequested,
     StoreCollected,
     Waited,
@@ -132,6 +133,8 @@ class Metrics:
                 self._of_request(*key).observe(event.seconds)
             case Retried():
                 self._retries.labels(event.operation, event.kind).inc()
+            case Stalled():
+                self._stalls.labels(event.storage).inc()
             case ChunksMoved():
                 self._chunk_bytes.labels(event.direction, event.path).inc(
                     event.size_bytes
@@ -266,6 +269,11 @@ class Metrics:
             "storesvc_storage_retries_total",
             "Requests to the storage that were sent again.",
             *("operation", "kind"),
+        )
+        self._stalls = self._counter(
+            "storesvc_storage_stalls_total",
+            "Requests that the storage has not answered for 15 s or more.",
+            "storage",
         )
 
     def _make_collection(self) -> None:

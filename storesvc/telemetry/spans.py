@@ -38,6 +38,7 @@ from storesvc.telemetry.events import (
     Event,
     Retried,
     RunCollected,
+    Stalled,
     StorageRequested,
     StoreCollected,
 )
@@ -103,7 +104,7 @@ class Spans:
                 self._emit_call(event)
             case StorageRequested() if event.seconds >= SLOW_SECONDS:
                 _keep(event)
-            case Retried():
+            case Retried() | Stalled():
                 _keep((time.time(), event))
             case Committed():
                 self._emit_upload(event)
@@ -177,6 +178,10 @@ class Spans:
                 attributes = {"storesvc.chunk_count": part.chunk_count}
             case RunCollected():
                 name, attributes = "gc.run", _collected(part)
+            case (float() as moment, Stalled() as stalled):
+                attributes = {"storesvc.storage": stalled.storage}
+                call.add_event("stall", attributes, _nanoseconds(moment))
+                return
             case (float() as moment, Retried() as retried):
                 call.add_event(
                     retried.kind,

@@ -11,7 +11,7 @@ Example:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
@@ -19,6 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from storesvc_client._values.axes import Place, Ticks, scale
 from storesvc_client._values.texts import number_text, printable
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError, NotFoundError
@@ -34,15 +35,11 @@ _RIGHT: Final = 16
 _TOP: Final = 34
 _BOTTOM: Final = 46
 
-_TICKS: Final = 7
-"""Maximum number of intervals between ticks."""
-
 _MANY: Final = 80
 """Points above which only those without neighbours are drawn as dots."""
 
 _GREY: Final = "#767676"
 _BLUE: Final = "#2b83ea"
-_MAX: Final = 1e300
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -85,14 +82,28 @@ class Plot:
             InvalidRequestError: The path has another suffix.
             OSError: The file cannot be written.
         """
-        file = Path(path)
-        if file.suffix.lower() != ".svg":
-            raise InvalidRequestError(
-                f"plot of {self.metric}: expected a file that ends in .svg, got "
-                f"{str(file)!r}"
-            )
-        file.write_text(self.svg, encoding="utf-8")
-        return file
+        return write_svg(f"plot of {self.metric}", self.svg, path)
+
+
+def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
+    """Writes a drawing to a file, and returns its path.
+
+    Args:
+        place: Name of the drawing, for messages.
+        svg: The drawing.
+        path: A path that ends in ``.svg``.
+
+    Raises:
+        InvalidRequestError: The path has another suffix.
+        OSError: The file cannot be written.
+    """
+    file = Path(path)
+    if file.suffix.lower() != ".svg":
+        raise InvalidRequestError(
+            f"{place}: expected a file that ends in .svg, got {str(file)!r}"
+        )
+    file.write_text(svg, encoding="utf-8")
+    return file
 
 
 def plot_of(run: str, metric: str, checkpoints: Iterable[Checkpoint]) -> Plot:
@@ -143,19 +154,19 @@ def _drawing(title: str, points: Sequence[Point]) -> str:
         parts.append(f'<text x="{_LEFT}" y="{_HEIGHT / 2}">no finite value</text>')
         return "".join([*parts, "</svg>"])
     steps = [float(step) for step, _ in points]
-    x, x_ticks = _scale(steps, _LEFT, _WIDTH - _RIGHT, whole=True)
+    x, x_ticks = scale(steps, _LEFT, _WIDTH - _RIGHT, whole=True)
     values = [value for _, value in drawn]
-    y, y_ticks = _scale(values, _HEIGHT - _BOTTOM, _TOP, whole=False)
+    y, y_ticks = scale(values, _HEIGHT - _BOTTOM, _TOP, whole=False)
     parts += _axes(x, x_ticks, y, y_ticks)
     parts += _line(points, x, y, dots=len(drawn) <= _MANY)
     return "".join([*parts, "</svg>"])
 
 
 def _axes(
-    x: Callable[[float], float],
-    x_ticks: Sequence[tuple[float, str]],
-    y: Callable[[float], float],
-    y_ticks: Sequence[tuple[float, str]],
+    x: Place,
+    x_ticks: Ticks,
+    y: Place,
+    y_ticks: Ticks,
 ) -> list[str]:
     """Returns axes, lines at the ticks, and their texts."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
@@ -192,8 +203,8 @@ def _segment(
 
 def _line(
     points: Sequence[Point],
-    x: Callable[[float], float],
-    y: Callable[[float], float],
+    x: Place,
+    y: Place,
     *,
     dots: bool,
 ) -> list[str]:
@@ -217,53 +228,3 @@ def _line(
             ]
         stretch = []
     return parts
-
-
-def _scale(
-    values: Sequence[float], start: float, end: float, *, whole: bool
-) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """Returns the place of a value on an axis, and the ticks with their texts.
-
-    Args:
-        values: The values, all finite; those beyond 1e300 are drawn at the edge.
-        start: Place of the lowest value.
-        end: Place of the highest value.
-        whole: Whether ticks must be whole numbers.
-    """
-    low, high = (min(max(v, -_MAX), _MAX) for v in (min(values), max(values)))
-    margin = 0.0 if whole else 0.05 * (high - low)
-    resolution = max(abs(low) * 1e-15, abs(high) * 1e-15, 1 / _MAX)
-    if high - low <= resolution:  # one value: in the middle
-        margin = max(abs(low) * 0.05, 1.0)
-    # there is no step below 0
-    low = max(low - margin, 0.0) if whole and low >= 0 else low - margin
-    high += margin
-    step = _nice((high - low) / _TICKS)
-    if whole:
-        step = max(step, 1.0)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    digits = _digits(max(abs(low), abs(high)), step)
-    labels = {_label(i * step, digits): i * step for i in range(first, last + 1)}
-
-    def place(value: float) -> float:
-        share = (value - low) / (high - low)
-        return start + (end - start) * min(max(share, 0.0), 1.0)
-
-    return place, [(at, label) for label, at in labels.items()]
-
-
-def _nice(length: float) -> float:
-    """Returns the least of 1, 2 and 5 times a power of ten that is not shorter."""
-    power = 10.0 ** math.floor(math.log10(length))
-    return next(n * power for n in (1, 2, 5, 10) if n * power >= length * (1 - 1e-9))
-
-
-def _digits(largest: float, step: float) -> int:
-    """Returns the significant digits by which neighbouring ticks differ."""
-    return min(max(math.ceil(math.log10(largest / step) + 1e-9) + 1, 1), 17)
-
-
-def _label(value: float, digits: int) -> str:
-    if abs(value) < 1e7 and value == int(value):
-        return f"{int(value):,}"
-    return f"{value:.{max(digits, 2)}g}"

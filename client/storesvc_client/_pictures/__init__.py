@@ -1,0 +1,7 @@
+"""Draws checkpoints, runs and leaves as SVG, and computes the statistics of leaves.
+
+It may import `storesvc.format`, `_values`, NumPy and `errors`; it reads nothing itself.
+
+Begin with `treemap.py`; `svg.py` has what all pictures are made of, `picture.py` what a
+notebook gets.
+"""

@@ -1,11 +1,14 @@
-"""Groups of leaf keys: natural order, and the layer of a key."""
+"""Groups of leaf keys: natural order, and the layers of a model."""
 
 import re
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeAlias
 
 Natural: TypeAlias = tuple[tuple[str, int, str], ...]
 
-_NUMBER = re.compile(r"([0-9]{1,18})")
+_DIGITS: Final = "0123456789"
+_NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
 
 def natural(text: str) -> Natural:
@@ -19,17 +22,31 @@ def natural(text: str) -> Natural:
     return tuple((words, int(digits or -1), digits) for words, digits in pairs)
 
 
-def layer_of(key: str) -> str:
-    """Returns the key up to its first part with a number; without one, up to its
-    second part.
+def layers_of(keys: Iterable[str]) -> dict[str, str]:
+    """Returns the layer of each key: the key up to its numbered part with the most
+    siblings, at least two, such as "layers/3". Without such a part, it is the key
+    without its last part, and at most four parts of it.
 
-    >>> layer_of("params/layers/3/mlp/kernel"), layer_of("params/layer_3/kernel")
-    ('params/layers/3', 'params/layer_3')
-    >>> layer_of("params/embed/embedding")
-    'params/embed'
+    >>> keys = [*(f"mu/0/layers/{at}/w" for at in range(3)), "mu/0/embed/w"]
+    >>> [*layers_of(keys).values()]
+    ['mu/0/layers/0', 'mu/0/layers/1', 'mu/0/layers/2', 'mu/0/embed']
     """
-    parts = key.split("/")
-    for at, part in enumerate(parts, 1):
-        if part[-1:].isdecimal():
-            return "/".join(parts[:at])
-    return "/".join(parts[:2])
+    parts_of = {key: tuple(key.split("/")) for key in keys}
+    siblings = defaultdict[tuple[str, ...], set[str]](set)
+    for parts in parts_of.values():
+        for at, part in enumerate(parts):
+            if part[-1:] in _DIGITS and part:
+                siblings[*parts[:at], part.rstrip(_DIGITS)].add(part)
+    return {key: "/".join(_layer(parts, siblings)) for key, parts in parts_of.items()}
+
+
+def _layer(
+    parts: tuple[str, ...], siblings: Mapping[tuple[str, ...], set[str]]
+) -> tuple[str, ...]:
+    most, length = 2, 0
+    for at, part in enumerate(parts):
+        if part[-1:] in _DIGITS and part:
+            count = len(siblings[*parts[:at], part.rstrip(_DIGITS)])
+            if count > most:
+                most, length = count, at + 1
+    return parts[:length] if length else parts[: min(max(len(parts) - 1, 1), 4)]

@@ -1,0 +1,261 @@
+"""Counts the values of an array in bounded memory, part by part.
+
+Types of at most 16 bits have one counter for each value: everything is exact. Other
+values are counted by sign, exponent and the first 8 bits of the mantissa of their
+float64 (8 MiB of counters), so that a histogram of any range and scale can be made
+afterwards; mean and standard deviation of parts are combined as Chan, Golub and LeVeque
+do (1983), with powers of two taken out where squares would overflow.
+
+NaN and infinite values are counted, and change nothing else.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    F64: TypeAlias = NDArray[np.float64]
+    I64: TypeAlias = NDArray[np.int64]
+
+_KEPT_BITS: Final = 20
+"""Bits of a float64 that choose its counter: sign, exponent, 8 of the mantissa."""
+
+_DROPPED: Final = np.uint64(64 - _KEPT_BITS)
+_POSITIVE: Final = 1 << (_KEPT_BITS - 1)
+_SAFE_EXPONENT: Final = 480
+"""Exponent of two up to which squares of values, and sums of them, do not overflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Finite values by place, and what else was counted."""
+
+    low: "F64"
+    """Lowest value of each counter, ascending."""
+    high: "F64"
+    """Highest value of each counter; equal to ``low`` if it counts one value."""
+    counts: "I64"
+    nan_count: int
+    inf_count: int
+    zero_count: int
+    minimum: float | None
+    """Lowest finite value; None if there is none, as are the following."""
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    """Standard deviation of the population."""
+
+
+class Tallying(Protocol):
+    """Counters of values."""
+
+    def add(self, part: "NDArray[Any]") -> None:
+        """Counts the values of a part."""
+        ...
+
+    def tally(self) -> Tally:
+        """Returns what was counted so far."""
+        ...
+
+
+def tallying(dtype: "np.dtype[Any]") -> Tallying:
+    """Returns counters for arrays of a dtype; of complex values, their modulus is
+    counted."""
+    if dtype.itemsize <= 2:
+        return _EachValue(dtype)
+    return _Rounded(dtype)
+
+
+def as_float64(array: "NDArray[Any]") -> "F64":
+    """Returns values as float64; of complex values, the modulus."""
+    with np.errstate(all="ignore"):  # NaN of small floats, and modulus beyond float64
+        if array.dtype.kind == "c":
+            return np.abs(array.astype(np.complex128))
+        return array.astype(np.float64)
+
+
+class _EachValue:
+    """One counter for each value of a type of 8 or 16 bits."""
+
+    def __init__(self, dtype: "np.dtype[Any]") -> None:
+        self._bits = np.dtype(f"uint{8 * dtype.itemsize}")
+        every = np.arange(1 << (8 * dtype.itemsize)).astype(self._bits)
+        if dtype.kind == "b":
+            self._values = (every > 0).astype(np.float64)
+        else:
+            self._values = as_float64(every.view(dtype))
+        self._counts = np.zeros(len(every), np.int64)
+
+    def add(self, part: "NDArray[Any]") -> None:
+        """See ``Tallying.add``."""
+        bits = np.ascontiguousarray(part).reshape(-1).view(self._bits)
+        self._counts += np.bincount(bits, minlength=len(self._counts))
+
+    def tally(self) -> Tally:
+        """See ``Tallying.tally``."""
+        values, counts = self._values, self._counts
+        is_there = np.isfinite(values) & (counts > 0)
+        # +0 and -0, and bits that a type ignores, are one value
+        found, where = np.unique(values[is_there] + 0.0, return_inverse=True)
+        each = np.bincount(where, counts[is_there], minlength=len(found))
+        total = each.sum()
+        mean = float((found * each).sum() / total) if total else None
+        std = None
+        if mean is not None:
+            std = math.sqrt(((found - mean) ** 2 * each).sum() / total)
+        return Tally(
+            low=found,
+            high=found,
+            counts=each.astype(np.int64),
+            nan_count=int(counts[np.isnan(values)].sum()),
+            inf_count=int(counts[np.isinf(values)].sum()),
+            zero_count=int(counts[values == 0].sum()),
+            minimum=float(found[0]) if total else None,
+            maximum=float(found[-1]) if total else None,
+            mean=mean,
+            std=std,
+        )
+
+
+class _Rounded:
+    """Counters of float64 values with the same first bits."""
+
+    def __init__(self, dtype: "np.dtype[Any]") -> None:
+        self._is_integer = dtype.kind in "iu"
+        self._counts = np.zeros(1 << _KEPT_BITS, np.int64)
+        self._nan_count = self._inf_count = self._zero_count = 0
+        self._minimum: float = math.inf
+        self._maximum: float = -math.inf
+        self._moments = _Moments(0, 0.0, 0.0, 0)
+
+    def add(self, part: "NDArray[Any]") -> None:
+        """See ``Tallying.add``."""
+        values = as_float64(part).reshape(-1)
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            nan_count = int(np.isnan(values).sum())
+            self._nan_count += nan_count
+            self._inf_count += int((~is_finite).sum()) - nan_count
+            values = values[is_finite]
+        if not len(values):
+            return
+        ends = (
+            (part if self._is_integer else values).min(),
+            (part if self._is_integer else values).max(),
+        )
+        self._minimum = min(self._minimum, ends[0].item())
+        self._maximum = max(self._maximum, ends[1].item())
+        self._zero_count += len(values) - int(np.count_nonzero(values))
+        keys = (values + 0.0).view(np.uint64) >> _DROPPED
+        self._counts += np.bincount(keys.astype(np.int64), minlength=len(self._counts))
+        self._moments = self._moments.joined(_Moments.of(values))
+
+    def tally(self) -> Tally:
+        """See ``Tallying.tally``."""
+        keys = np.flatnonzero(self._counts)
+        negative, positive = keys[keys >= _POSITIVE][::-1], keys[keys < _POSITIVE]
+        nearer, further = self._edges(negative - _POSITIVE)
+        low, high = self._edges(positive)
+        counts = self._counts[np.concatenate([negative, positive])]
+        is_any = len(keys) > 0
+        low, high = (
+            np.clip(edges, self._minimum, self._maximum) if is_any else edges
+            for edges in (
+                np.concatenate([-further, low]),
+                np.concatenate([-nearer, high]),
+            )
+        )
+        if self._zero_count:  # smaller values share the counter of 0
+            low, high, counts = self._without_zeros(low, high, counts)
+        return Tally(
+            low=low,
+            high=high,
+            counts=counts,
+            nan_count=self._nan_count,
+            inf_count=self._inf_count,
+            zero_count=self._zero_count,
+            minimum=self._minimum if is_any else None,
+            maximum=self._maximum if is_any else None,
+            mean=self._moments.value_mean if is_any else None,
+            std=self._moments.std if is_any else None,
+        )
+
+    @staticmethod
+    def _edges(keys: "I64") -> "tuple[F64, F64]":
+        """Returns the lowest and the highest magnitudes of counters."""
+        bits = keys.astype(np.uint64) << _DROPPED
+        past = (keys + 1).astype(np.uint64) << _DROPPED
+        return bits.view(np.float64), past.view(np.float64)
+
+    def _without_zeros(
+        self, low: "F64", high: "F64", counts: "I64"
+    ) -> "tuple[F64, F64, I64]":
+        """Gives zeros a counter of their own, before the smallest positive values."""
+        at = int(np.searchsorted(low, 0.0))
+        counts = counts.copy()
+        counts[at] -= self._zero_count
+        if not counts[at]:
+            high = high.copy()
+            high[at], counts[at] = 0.0, self._zero_count
+            return low, high, counts
+        return (
+            np.insert(low, at, 0.0),
+            np.insert(high, at, 0.0),
+            np.insert(counts, at, self._zero_count),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Count, mean, and sum of squared distances from it, of values that are divided by
+    a power of two."""
+
+    count: int
+    mean: float
+    squares: float
+    exponent: int
+
+    @classmethod
+    def of(cls, values: "F64") -> "_Moments":
+        """Returns the moments of finite values."""
+        _, exponent = math.frexp(max(abs(values.min()), abs(values.max())))
+        if abs(exponent) <= _SAFE_EXPONENT:
+            exponent = 0
+        else:
+            values = np.ldexp(values, -exponent)
+        mean = float(values.mean())
+        return cls(len(values), mean, float(np.square(values - mean).sum()), exponent)
+
+    def joined(self, other: "_Moments") -> "_Moments":
+        """Returns the moments of the values of both."""
+        if not self.count:
+            return other
+        exponent = max(self.exponent, other.exponent)
+        one, two = self._divided(exponent), other._divided(exponent)  # noqa: SLF001 - its own class
+        count = one.count + two.count
+        apart = two.mean - one.mean
+        return _Moments(
+            count,
+            one.mean + apart * (two.count / count),
+            one.squares + two.squares + apart**2 * (one.count / count * two.count),
+            exponent,
+        )
+
+    def _divided(self, exponent: int) -> "_Moments":
+        by = self.exponent - exponent
+        squares = math.ldexp(self.squares, 2 * by)
+        return _Moments(self.count, math.ldexp(self.mean, by), squares, exponent)
+
+    @property
+    def value_mean(self) -> float:
+        """Mean of the values themselves."""
+        return math.ldexp(self.mean, self.exponent)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the values themselves."""
+        return math.ldexp(math.sqrt(self.squares / self.count), self.exponent)

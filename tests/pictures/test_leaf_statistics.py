@@ -102,7 +102,8 @@ def test_no_value_of_float64_spoils_the_statistics(
     assert int(np.isinf(array).sum()) == found.inf_count
     assert int((array == 0).sum()) == found.zero_count
     if not len(finite):
-        assert found.minimum is found.mean is found.std is found.linear is None
+        assert [None] * 3 == [found.minimum, found.mean, found.std]
+        assert found.linear is None
         return
     assert (finite.min(), finite.max()) == (found.minimum, found.maximum)
     exact = [np.longdouble(value) for value in finite]

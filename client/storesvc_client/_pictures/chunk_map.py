@@ -11,6 +11,7 @@ from storesvc.format.grids import Grid, Region
 from storesvc_client._pictures.leaf_colours import CHANGES, percent
 from storesvc_client._pictures.planes import Cell, Plane
 from storesvc_client._pictures.svg import (
+    Style,
     document,
     element,
     fitted,
@@ -108,7 +109,7 @@ def _level(cell: Cell) -> int:
     return next(at for at, (_, _, most) in enumerate(CHANGES) if share <= most)
 
 
-def _style(level: int) -> dict[str, str | float]:
+def _style(level: int) -> Style:
     if not level:
         return {"fill": "currentColor", "fill_opacity": 0.16}
     return {"fill": CHANGES[level][1]}

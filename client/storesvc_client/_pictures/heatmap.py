@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from storesvc_client._pictures.svg import (
+    Style,
     document,
     element,
     fitted,
@@ -109,10 +110,10 @@ def _level(mean: float, strongest: float) -> int:
     return round(_LEVELS * mean / strongest) if strongest else 0
 
 
-def _style(level: int) -> dict[str, str | float]:
+def _style(level: int) -> Style:
     colour = _POSITIVE if level > 0 else _NEGATIVE
     # without smoothing, which would draw lines between neighbours of other strengths
-    crisp: dict[str, str | float] = {"shape_rendering": "crispEdges"}
+    crisp: Style = {"shape_rendering": "crispEdges"}
     return crisp | {"fill": colour, "fill_opacity": abs(level) / _LEVELS}
 
 
@@ -123,7 +124,7 @@ def _scale(strongest: float, top: float) -> Iterator[str]:
     start = text_width(f"-{text}") + 8
     for level in range(-_LEVELS, _LEVELS + 1):
         if level:
-            place = {"x": start + (level + _LEVELS) * wide, "y": top - 5}
+            place: Style = {"x": start + (level + _LEVELS) * wide, "y": top - 5}
             yield element("rect", **place, width=wide, height=10, **_style(level))
     yield words("0", start + _SCALE / 2, top + 4, text_anchor="middle")
     yield words(text, start + _SCALE + 8, top + 4)

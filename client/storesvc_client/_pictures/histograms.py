@@ -117,9 +117,9 @@ def _count_below(tally: Tally, edges: "F64") -> "F64":
     after = np.cumsum(tally.counts[~is_point])
     before = after - tally.counts[~is_point]
     places = np.stack([low, high], axis=1).reshape(-1)
-    return below + np.interp(
-        edges, places, np.stack([before, after], axis=1).reshape(-1)
-    )
+    sums_at = np.stack([before, after], axis=1).reshape(-1)
+    spread: F64 = np.interp(edges, places, sums_at)
+    return below + spread
 
 
 def _floats(values: "NDArray[np.float64] | Sequence[float]") -> tuple[float, ...]:

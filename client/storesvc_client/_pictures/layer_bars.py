@@ -18,6 +18,7 @@ from storesvc_client._pictures.leaf_colours import (
 )
 from storesvc_client._pictures.svg import (
     GREY,
+    Style,
     document,
     element,
     fitted,
@@ -154,7 +155,7 @@ def _bar(
         f"{printable(_shown(layer.name))}\n{count_text(layer.leaf_count, 'leaf')}, "
         f"{size_text(layer.size_bytes)}\n{share} changed"
     )
-    bar = {"x": left, "y": top + (_ROW - _BAR) / 2, "height": _BAR, "rx": 2.0}
+    bar: Style = {"x": left, "y": top + (_ROW - _BAR) / 2, "height": _BAR, "rx": 2.0}
     yield words(name, left - 10, y, text_anchor="end")
     yield element(
         "rect", title=title, **bar, width=length, fill="currentColor", fill_opacity=0.12

@@ -32,10 +32,15 @@ _PREFERRED: Final = {"float32": 0, "bfloat16": 1, "float16": 1, "float64": 2}
 class Colouring(Protocol):
     """A rule that colours leaves."""
 
-    title: str
-    """Words for "by ...", such as "dtype"."""
-    colours: Mapping[str, str]
-    """Colours by entry of the legend, in its order."""
+    @property
+    def title(self) -> str:
+        """Words for "by ...", such as "dtype"."""
+        ...
+
+    @property
+    def colours(self) -> Mapping[str, str]:
+        """Colours by entry of the legend, in its order."""
+        ...
 
     def entry(self, leaves: Sequence[LeafInfo]) -> str:
         """Returns the entry of the legend that leaves belong to together."""

@@ -13,10 +13,13 @@ Example:
 
 from collections.abc import Iterable
 from html import escape
-from typing import Final
+from typing import Any, Final, TypeAlias
 from unicodedata import east_asian_width
 
 from storesvc_client._values.texts import printable, printable_lines
+
+Style: TypeAlias = dict[str, Any]
+"""Attributes of an element: texts and numbers."""
 
 FONT: Final = 11.0
 """Height of texts, in pixels."""
@@ -88,7 +91,7 @@ def document(body: Iterable[str], *, label: str, width: float, height: float) ->
     )
 
 
-def words(text: str, x: float, y: float, **attributes: str | float) -> str:
+def words(text: str, x: float, y: float, **attributes: Any) -> str:
     """Returns a line of text that starts at a place, or ends there or is centred."""
     return element("text", escaped(text), x=x, y=y, **attributes)
 

@@ -11,7 +11,7 @@ Example:
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from storesvc_client._pictures.mark_names import (
     PlacedName,
@@ -24,6 +24,7 @@ from storesvc_client._pictures.svg import (
     ORANGE,
     PURPLE,
     RED,
+    Style,
     document,
     element,
     fitted,
@@ -196,7 +197,7 @@ def _drawn(lane: str, mark: Mark, y: float) -> str:
             return _path(mark, cross, fill="none", stroke=RED, stroke_width=2.5)
 
 
-def _path(mark: Mark, places: str, **attributes: str | float) -> str:
+def _path(mark: Mark, places: str, **attributes: Any) -> str:
     return element("path", title=mark.title, d=places, **attributes)
 
 
@@ -207,7 +208,7 @@ def _diamond(x: float, y: float, r: float) -> str:
 
 def _saved(mark: Mark, y: float) -> str:
     """Returns a dot for one checkpoint and a bar for several; hollow if deleted."""
-    style: dict[str, str | float] = {
+    style: Style = {
         "stroke": BLUE,
         "stroke_width": 1.5,
         "fill": "none",
@@ -290,7 +291,7 @@ def _line(places: Sequence[_Value]) -> Iterator[str]:
         yield _dot(*places[0], "")
         return
     points = " ".join(f"{number(x)},{number(y)}" for x, y in _thinned(places))
-    style: dict[str, str | float] = {"stroke_width": 1.8, "stroke_linejoin": "round"}
+    style: Style = {"stroke_width": 1.8, "stroke_linejoin": "round"}
     yield element("polyline", points=points, fill="none", stroke=BLUE, **style)
 
 

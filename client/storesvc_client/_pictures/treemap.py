@@ -18,6 +18,7 @@ from storesvc_client._pictures.leaf_colours import (
 from storesvc_client._pictures.rectangles import Rectangle
 from storesvc_client._pictures.svg import (
     FONT,
+    Style,
     document,
     element,
     fitted,
@@ -104,7 +105,7 @@ def _tile(tile: Tile, rule: Colouring, total: int) -> Iterator[str]:
     if not name or at.height < FONT + 6:
         return
     ink = ink_on(colour)
-    style = {"fill": ink, "pointer_events": "none"}
+    style: Style = {"fill": ink, "pointer_events": "none"}
     yield words(name, at.x + _PAD, at.y + FONT + 4, **style)
     size = size_text(tile.size_bytes)
     if at.height >= 2 * FONT + 12 and text_width(size) <= at.width - 2 * _PAD:
@@ -154,8 +155,12 @@ def _group(group: Group, total: int) -> Iterator[str]:
     yield words(name, at.x + 5, at.y + FONT + 2, pointer_events="none")
     if text_width(name) + text_width(size) + 20 <= at.width:
         right = at.x + at.width - 5
-        style = {"text_anchor": "end", "fill_opacity": 0.7, "pointer_events": "none"}
-        yield words(size, right, at.y + FONT + 2, **style)
+        style: Style = {
+            "text_anchor": "end",
+            "fill_opacity": 0.7,
+            "pointer_events": "none",
+        }
+        yield words(size, right, at.y + FONT + 2, fill_opacity=0.7, **style)
 
 
 def _legend(

@@ -76,7 +76,7 @@ class _Part:
     name: str
     depth: int
     """Number of parts that the keys share."""
-    leaves: "Sequence[tuple[Sequence[str], LeafInfo]]"
+    leaves: "Sequence[tuple[list[str], LeafInfo]]"
     size_bytes: int
     is_rest: bool = False
 
@@ -140,7 +140,7 @@ def _children(part: _Part) -> tuple[list[_Part], int]:
     )
     while first[depth : depth + 1] == last[depth : depth + 1] and depth < len(first):
         depth += 1
-    below: dict[str, list[tuple[Sequence[str], LeafInfo]]] = {}
+    below: dict[str, list[tuple[list[str], LeafInfo]]] = {}
     for entry in part.leaves:
         path = entry[0]
         below.setdefault(path[depth] if depth < len(path) else "", []).append(entry)

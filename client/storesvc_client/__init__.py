@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         ForeignRun,
         open_foreign,
     )
+    from storesvc_client._pictures.leaf_statistics import LeafStatistics
+    from storesvc_client._pictures.picture import Picture
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
@@ -125,6 +127,7 @@ __all__ = [
     "KeepTagged",
     "LeafDifference",
     "LeafInfo",
+    "LeafStatistics",
     "LimitError",
     "Loop",
     "Minutes",
@@ -135,6 +138,7 @@ __all__ = [
     "PerProcess",
     "PermissionDeniedError",
     "PhaseSpan",
+    "Picture",
     "Plot",
     "PreconditionError",
     "ProcessReading",
@@ -194,6 +198,8 @@ _HOMES: Final = {
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Identity": "_values.access",
     "Quota": "_values.quotas",
+    "LeafStatistics": "_pictures.leaf_statistics",
+    "Picture": "_pictures.picture",
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
     "Transfer": "_values.transfers",

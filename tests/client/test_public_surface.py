@@ -23,6 +23,7 @@ RUN = {
         "steps",
         "tags",
         "trace",
+        "timeline",
         "undelete",
         "update",
         "uploads",
@@ -73,10 +74,11 @@ def test_handles_show_no_internals(run: store.Run) -> None:
     methods = {"done", "exception", "rehearsal", "report", "result", "step"}
     assert methods == visible(save)
     methods = {
-        *("document", "export", "info", "items", "leaves", "name", "read", "report"),
-        "restore",
+        *("document", "export", "info", "items", "leaves", "name", "pictures", "read"),
+        *("report", "restore", "statistics"),
     }
     assert methods == visible(opened)
+    assert {"chunks", "layers", "sharding", "treemap"} == visible(opened.pictures)
 
 
 def test_the_values_of_a_run_have_short_texts(run: store.Run) -> None:

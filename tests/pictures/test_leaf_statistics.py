@@ -283,7 +283,7 @@ def test_a_scale_that_does_not_exist_is_rejected() -> None:
     with pytest.raises(
         store.InvalidRequestError, match=r"'linear' or 'symlog', got 'l"
     ):
-        statistics_of(np.ones(1)).histogram(scale="log")
+        statistics_of(np.ones(1)).histogram(scale="log")  # type: ignore[arg-type]
 
 
 def test_without_finite_values_pictures_say_so() -> None:

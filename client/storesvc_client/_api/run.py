@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, Unpack
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, Unpack
 
 from storesvc.format.names import RunName, Which
 from storesvc_client._api.collection import Usage, usage_of
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
     from storesvc_client._job.departures import Departures
+    from storesvc_client._pictures.picture import Picture
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
@@ -548,6 +549,39 @@ class Run(RunTransfers, RunCheckpoints):
                 the nearest.
         """
         return plot_of(self.name, metric, self.checkpoints())
+
+    def timeline(
+        self, metric: str = "", *, axis: Literal["step", "time"] = "step"
+    ) -> "Picture":
+        """Returns the checkpoints over steps or time, which a notebook shows: kept,
+        deleted, tagged, pinned and held ones.
+
+        >>> run.timeline("loss").save("run.svg")
+
+        Args:
+            metric: Name of a metric that is drawn above them; "" for none.
+            axis: "step", or "time" of the commits.
+
+        Raises:
+            NotFoundError: There is no such run.
+            InvalidRequestError: An argument is of another type.
+        """
+        from storesvc_client._pictures.picture import Picture
+        from storesvc_client._pictures.timeline import timeline
+
+        if not isinstance(metric, str) or axis not in ("step", "time"):
+            raise InvalidRequestError(
+                f"timeline of {self.name}: expected the name of a metric and axis= "
+                f"'step' or 'time', got {metric!r} and {axis!r}"
+            )
+        drawing = timeline(
+            [*self.checkpoints(), *self.checkpoints(deleted=True)],
+            tags=self.tags.list(),
+            holds=self.holds.list(),
+            metric=metric,
+            axis=axis,
+        )
+        return Picture(name=f"timeline of {self.name}", drawing=drawing)
 
     def watch(self, since: str = "now") -> Generator[Event]:
         """Returns an endless iterator over the changes of the run's checkpoints.

@@ -8,7 +8,7 @@ Example:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc_client._values.texts import count_text, size_text
 from storesvc_client._values.values import LeafInfo
@@ -83,7 +83,7 @@ class LeafStatistics:
         """Share of the elements that are 0, from 0 to 1."""
         return self.zero_count / self.count if self.count else 0.0
 
-    def histogram(self, *, scale: str = "symlog") -> "Picture":
+    def histogram(self, *, scale: Literal["linear", "symlog"] = "symlog") -> "Picture":
         """Returns the histogram as a picture.
 
         Args:

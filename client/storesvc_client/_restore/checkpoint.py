@@ -52,8 +52,9 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.sharding import Mesh
-    from numpy.typing import DTypeLike
+    from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
@@ -130,6 +131,11 @@ class OpenCheckpoint(OpenTree):
     @property
     def _manifest(self) -> Manifest:
         return self._chunks
+
+    def _digests(self, row: int) -> "NDArray[np.uint8]":
+        start, stop = self._chunks.tree.first_chunk[row : row + 2]
+        digests: NDArray[np.uint8] = self._chunks.sums.digests[start:stop]
+        return digests
 
     def restore(
         self,

@@ -37,10 +37,18 @@ from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import NotFoundError
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+
+    from storesvc_client._pictures.leaf_statistics import LeafStatistics
+    from storesvc_client._restore.pictures import Pictures
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Maximum bytes of leaves that ``read`` keeps in memory."""
+
+
+STATISTICS_BYTES: Final = 64 << 20
+"""Maximum bytes that ``statistics`` reads by default."""
 
 
 class OpenTree:
@@ -81,6 +89,10 @@ class OpenTree:
     def _held(self) -> AbstractContextManager[None]:
         """Returns a block in which the checkpoint is not removed."""
         return nullcontext()
+
+    def _digests(self, row: int) -> "NDArray[np.uint8] | None":  # noqa: ARG002 - a subclass uses it
+        """Returns the digests of the chunks of a row; None if there are none."""
+        return None
 
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import tree_html
@@ -131,6 +143,34 @@ class OpenTree:
         rows = [self._row(key) for key in dict.fromkeys(wanted)]
         for row, array in self._arrays(rows):
             yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), array
+
+    @cached_property
+    def pictures(self) -> "Pictures":
+        """Pictures: ``treemap``, ``layers``, ``chunks``, ``sharding``."""
+        from storesvc_client._restore.pictures import Pictures
+
+        return Pictures(self)
+
+    def statistics(
+        self, key: str, *, budget_bytes: int = STATISTICS_BYTES
+    ) -> "LeafStatistics":
+        """Returns the statistics of the values of a leaf. Needs no jax.
+
+        >>> run.open("best").statistics("params/kernel").histogram()
+
+        Args:
+            key: Key of the leaf.
+            budget_bytes: Maximum bytes to read. If the leaf has more, evenly
+                distributed chunks are read, and the result says so.
+
+        Raises:
+            NotFoundError: The checkpoint has no such leaf.
+            InvalidRequestError: The budget is less than a chunk.
+            DataLossError: Stored bytes are damaged; the message names leaf and chunk.
+        """
+        from storesvc_client._restore.pictures import statistics_of
+
+        return statistics_of(self, key, budget_bytes=budget_bytes)
 
     def _item_bytes(self, rows: "Sequence[int]") -> "Iterator[tuple[int, bytes]]":
         """Yields the bytes of items by row."""

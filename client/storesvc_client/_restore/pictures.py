@@ -1,0 +1,178 @@
+"""Pictures of an open checkpoint, and the statistics of its leaves.
+
+Pictures read nothing: they follow from the manifest. Statistics read chunks, at most
+as many as a budget of bytes allows.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from storesvc.format.grids import Region
+from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._pictures.chunk_map import chunk_map
+from storesvc_client._pictures.layer_bars import changed_shares, layer_bars
+from storesvc_client._pictures.leaf_statistics import (
+    LeafStatistics,
+    leaf_statistics,
+    sampled_chunks,
+)
+from storesvc_client._pictures.picture import Picture
+from storesvc_client._pictures.sharding_grid import sharding_grid
+from storesvc_client._pictures.treemap import treemap
+from storesvc_client._values.findings import Diff
+from storesvc_client._values.values import LeafInfo
+from storesvc_client.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from storesvc_client._restore.open_tree import OpenTree
+
+AT_ONCE_BYTES: Final = 64 << 20
+"""Maximum bytes of chunks that statistics keep in memory."""
+
+
+class Pictures:
+    """Pictures of one checkpoint; ``OpenCheckpoint.pictures``. They read no data."""
+
+    def __init__(self, opened: "OpenTree") -> None:
+        self._opened = opened
+
+    def __repr__(self) -> str:
+        return f"<Pictures of {self._opened.name}>"
+
+    def treemap(self, diff: Diff | None = None) -> Picture:
+        """Returns a treemap of the leaves by bytes, which a notebook shows.
+
+        >>> run.open("best").pictures.treemap(run.diff(100, "best"))
+
+        Args:
+            diff: Differences from an earlier checkpoint: shares of changed chunks then
+                give the colours; None: dtypes do.
+
+        Raises:
+            InvalidRequestError: The differences are those of another checkpoint.
+        """
+        shares = None if diff is None else changed_shares(self._checked(diff))
+        drawing = treemap(self._opened.leaves.values(), changed=shares)
+        return Picture(name=f"treemap of {self._opened.name}", drawing=drawing)
+
+    def layers(self, diff: Diff) -> Picture:
+        """Returns bars of the share of changed bytes in each layer.
+
+        Args:
+            diff: Differences from an earlier checkpoint.
+
+        Raises:
+            InvalidRequestError: The differences are those of another checkpoint.
+        """
+        shares = changed_shares(self._checked(diff))
+        drawing = layer_bars(self._opened.leaves.values(), shares)
+        return Picture(name=f"changes of {self._opened.name}", drawing=drawing)
+
+    def chunks(self, key: str, *, base: "OpenTree | None" = None) -> Picture:
+        """Returns a map of the chunks of a leaf.
+
+        Args:
+            key: Key of the leaf.
+            base: An earlier checkpoint: chunks with another digest are filled.
+
+        Raises:
+            NotFoundError: A checkpoint has no such leaf.
+            InvalidRequestError: The leaf has another dtype, shape or chunk shape in the
+                earlier checkpoint, or a checkpoint is one of another project.
+        """
+        leaf = self._leaf(key)
+        changed = None if base is None else changed_chunks(self._opened, base, key)
+        drawing = chunk_map(leaf.shape, leaf.chunk_shape, changed=changed)
+        return Picture(name=f"chunks of {key} of {self._opened.name}", drawing=drawing)
+
+    def sharding(self, key: str) -> Picture:
+        """Returns the blocks of a leaf, and the devices of each when it was saved.
+
+        Args:
+            key: Key of the leaf.
+
+        Raises:
+            NotFoundError: The checkpoint has no such leaf.
+        """
+        leaf = self._leaf(key)
+        drawing = sharding_grid(leaf.shape, leaf.sharding)
+        name = f"sharding of {key} of {self._opened.name}"
+        return Picture(name=name, drawing=drawing)
+
+    def _leaf(self, key: str) -> LeafInfo:
+        self._opened._row(key)  # noqa: SLF001 - raises if there is none
+        return self._opened.leaves[key]
+
+    def _checked(self, diff: Diff) -> Diff:
+        found = f"{diff.checkpoint.run}@{diff.checkpoint.step}"
+        if found != self._opened.name:
+            raise InvalidRequestError(
+                f"picture of {self._opened.name}: expected a diff whose later "
+                f"checkpoint it is, got one of {found}"
+            )
+        return diff
+
+
+def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
+    """Returns the numbers of the chunks of a leaf whose digests differ.
+
+    Args:
+        opened: The later checkpoint.
+        base: The earlier checkpoint.
+        key: Key of the leaf.
+
+    Raises:
+        NotFoundError: A checkpoint has no such leaf.
+        InvalidRequestError: Their chunks cannot be compared.
+    """
+    one, other = (each._digests(each._row(key)) for each in (opened, base))  # noqa: SLF001 - not public
+    if one is None or other is None:
+        name = opened.name if one is None else base.name
+        raise InvalidRequestError(
+            f"chunks of {key}: expected two checkpoints of a store, got {name}, which "
+            "has no digests"
+        )
+    after, before = opened.leaves[key], base.leaves[key]
+    forms = [(leaf.dtype, leaf.shape, leaf.chunk_shape) for leaf in (after, before)]
+    if forms[0] != forms[1]:
+        texts = [f"{dtype} {shape} in chunks {cut}" for dtype, shape, cut in forms]
+        raise InvalidRequestError(
+            f"chunks of {key}: expected {texts[0]} in {base.name}, got {texts[1]}"
+        )
+    differ = (one != other).any(axis=1)
+    return [int(number) for number in np.flatnonzero(differ)]
+
+
+def statistics_of(opened: "OpenTree", key: str, *, budget_bytes: int) -> LeafStatistics:
+    """Returns the statistics of a leaf; see ``OpenTree.statistics``."""
+    row = opened._row(key)  # noqa: SLF001 - not public
+    leaf, grid = opened.leaves[key], opened._tree.grids[row]  # noqa: SLF001 - not public
+    chunks = sampled_chunks(leaf, grid.chunk_bytes, budget_bytes)
+    at_once = max(AT_ONCE_BYTES // max(grid.chunk_bytes, 1), 1)
+
+    def blocks() -> "Iterator[tuple[Region, NDArray[Any]]]":
+        with opened._held():  # noqa: SLF001 - not public
+            for start in range(0, len(chunks), at_once):
+                batch = chunks[start : start + at_once]
+                yield from _read(opened, row, [*map(grid.region, batch)])
+
+    return leaf_statistics(leaf, blocks())
+
+
+def _read(
+    opened: "OpenTree", row: int, regions: Sequence[Region]
+) -> "list[tuple[Region, NDArray[Any]]]":
+    found: list[tuple[Region, NDArray[Any]]] = []
+    lock = threading.Lock()
+
+    def place(buffer: Buffer) -> None:
+        with lock:
+            found.extend(zip(buffer.regions, buffer.arrays, strict=True))
+
+    opened._read([(row, regions)], place)  # noqa: SLF001 - not public
+    return found

@@ -160,7 +160,7 @@ def _group(group: Group, total: int) -> Iterator[str]:
             "fill_opacity": 0.7,
             "pointer_events": "none",
         }
-        yield words(size, right, at.y + FONT + 2, fill_opacity=0.7, **style)
+        yield words(size, right, at.y + FONT + 2, **style)
 
 
 def _legend(

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 import storesvc_client as store
 from tests.pictures.parsed import SVG, parsed, texts, titles
@@ -131,16 +134,43 @@ def test_statistics_read_no_more_than_their_budget(run: store.Run) -> None:
         opened.statistics("v")
 
 
-@pytest.mark.parametrize("tree", [{"w": np.ones(())}, {"w": np.ones((0, 3))}, {"w": 7}])
+@pytest.mark.parametrize(
+    ("leaf", "count", "mean"),
+    [(np.full((), 3.0), 1, 3.0), (np.ones((0, 3)), 0, None), (7, 1, 7.0)],
+)
 def test_scalars_and_empty_leaves_have_statistics(
-    run: store.Run, tree: dict[str, object]
+    run: store.Run, leaf: object, count: int, mean: float | None
 ) -> None:
-    run.save(1, tree).result()
+    run.save(1, {"w": leaf}).result()
 
     found = run.open().statistics("w")
 
-    assert found.leaf.size_bytes // max(1, found.count) in (0, 8)
+    assert (count, mean) == (found.count, found.mean)
     parsed(found.histogram().svg)
+
+
+def test_the_devices_of_a_sharded_leaf_are_those_of_its_mesh(run: store.Run) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec("model"))
+    run.save(1, {"w": jax.device_put(np.ones((8, 8)), sharding)}).result()
+
+    shown = texts(parsed(run.open().pictures.sharding("w").svg))
+
+    assert ["0, 2, 4, 6", "1, 3, 5, 7"] == shown[:2]
+    assert "mesh of 8 devices: data=4, model=2" in shown
+    assert "each block on 4 devices" == shown[-1]
+
+
+def test_a_checkpoint_of_another_project_has_pictures_but_no_digests(
+    tmp_path: Path,
+) -> None:
+    save_file({"a.w": LARGE, "b": np.ones(3)}, tmp_path / "model.safetensors")
+    opened = store.open_foreign(f"safetensors:{tmp_path}").open()
+
+    assert 2 == len(titles(parsed(opened.pictures.treemap().svg)))
+    assert LARGE[-1] == opened.statistics("a/w").maximum
+    with pytest.raises(store.InvalidRequestError, match="which has no digests"):
+        opened.pictures.chunks("b", base=opened)
 
 
 def test_a_timeline_has_the_states_of_the_checkpoints_of_a_run(run: store.Run) -> None:

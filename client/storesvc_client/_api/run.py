@@ -569,10 +569,14 @@ class Run(RunTransfers, RunCheckpoints):
         from storesvc_client._pictures.picture import Picture
         from storesvc_client._pictures.timeline import timeline
 
-        if not isinstance(metric, str) or axis not in ("step", "time"):
+        place = f"timeline of {self.name}"
+        if not isinstance(metric, str):
             raise InvalidRequestError(
-                f"timeline of {self.name}: expected the name of a metric and axis= "
-                f"'step' or 'time', got {metric!r} and {axis!r}"
+                f"{place}: expected the name of a metric, got {metric!r}"
+            )
+        if axis not in ("step", "time"):
+            raise InvalidRequestError(
+                f"{place}: expected axis= 'step' or 'time', got {axis!r}"
             )
         drawing = timeline(
             [*self.checkpoints(), *self.checkpoints(deleted=True)],
@@ -581,7 +585,7 @@ class Run(RunTransfers, RunCheckpoints):
             metric=metric,
             axis=axis,
         )
-        return Picture(name=f"timeline of {self.name}", drawing=drawing)
+        return Picture(name=place, drawing=drawing)
 
     def watch(self, since: str = "now") -> Generator[Event]:
         """Returns an endless iterator over the changes of the run's checkpoints.

@@ -54,7 +54,7 @@ class Pictures:
                 give the colours; None: dtypes do.
 
         Raises:
-            InvalidRequestError: The differences are those of another checkpoint.
+            InvalidRequestError: The differences lead to another checkpoint.
         """
         shares = None if diff is None else changed_shares(self._checked(diff))
         drawing = treemap(self._opened.leaves.values(), changed=shares)
@@ -67,7 +67,7 @@ class Pictures:
             diff: Differences from an earlier checkpoint.
 
         Raises:
-            InvalidRequestError: The differences are those of another checkpoint.
+            InvalidRequestError: The differences lead to another checkpoint.
         """
         shares = changed_shares(self._checked(diff))
         drawing = layer_bars(self._opened.leaves.values(), shares)

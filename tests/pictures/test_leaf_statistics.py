@@ -92,6 +92,9 @@ def test_each_dtype_has_the_statistics_that_numpy_computes(dtype: str) -> None:
 @example(np.array([np.nan, np.inf, -np.inf]), 1)
 @example(np.array([-3.0, -3.0]), 1)
 @example(np.array([1e-310, 1e300]), 1)
+@example(np.array([8e-259, 0.0]), 1)
+@example(np.array([0.0, 8e-259]), 1)
+@example(np.array([1e-200, 3e-200, 0.0, 0.0]), 2)
 def test_no_value_of_float64_spoils_the_statistics(
     array: NDArray[np.float64], chunk: int
 ) -> None:

@@ -30,6 +30,10 @@ _SAFE_EXPONENT: Final = 480
 """Exponent of two up to which squares of values, and sums of them, do not overflow."""
 
 
+_LEAST_EXPONENT: Final = -1100
+"""Exponent of two below that of every float64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
     """Finite values by place, and what else was counted."""
@@ -222,7 +226,10 @@ class _Moments:
     @classmethod
     def of(cls, values: "F64") -> "_Moments":
         """Returns the moments of finite values."""
-        _, exponent = math.frexp(max(abs(values.min()), abs(values.max())))
+        peak = max(abs(values.min()), abs(values.max()))
+        if not peak:  # an exponent that no other part takes over
+            return cls(len(values), 0.0, 0.0, _LEAST_EXPONENT)
+        _, exponent = math.frexp(peak)
         if abs(exponent) <= _SAFE_EXPONENT:
             exponent = 0
         else:

@@ -91,8 +91,11 @@ def test_each_dtype_has_the_statistics_that_numpy_computes(dtype: str) -> None:
 @example(np.array([5e-324, 0.0, -0.0, -5e-324]), 2)
 @example(np.array([np.nan, np.inf, -np.inf]), 1)
 @example(np.array([-3.0, -3.0]), 1)
+@example(np.array([5e-324, -1.0]), 1)
+@example(np.array([-3.31381845e226]), 1)
 @example(np.array([1e-310, 1e300]), 1)
 @example(np.array([8e-259, 0.0]), 1)
+@example(np.array([2.3e-309, 0.0]), 1)
 @example(np.array([0.0, 8e-259]), 1)
 @example(np.array([1e-200, 3e-200, 0.0, 0.0]), 2)
 def test_no_value_of_float64_spoils_the_statistics(

@@ -1,6 +1,7 @@
 """A timeline has a mark for each state of a checkpoint, with a metric above it."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
@@ -97,6 +98,19 @@ def test_the_metric_is_drawn_above_its_checkpoints() -> None:
     assert 2 == len(line.attrib["points"].split())
     heights = [float(place.split(",")[1]) for place in line.attrib["points"].split()]
     assert heights[0] < heights[1]  # 3.0 is above 2.0
+
+
+@pytest.mark.parametrize(
+    "values", [(-3.3138184e226, -3.3138185e226), (1e-300, 2e-300), (1e308, -1e308)]
+)
+def test_a_metric_of_any_magnitude_stays_in_its_frame(values: Sequence[float]) -> None:
+    every = [
+        checkpoint(step, metrics={"loss": value}) for step, value in enumerate(values)
+    ]
+
+    (line,) = parsed(timeline(every, metric="loss")).iter(f"{SVG}polyline")
+
+    assert 2 == len(line.attrib["points"].split())
 
 
 def test_a_metric_without_finite_values_says_so() -> None:

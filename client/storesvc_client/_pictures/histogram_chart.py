@@ -123,7 +123,7 @@ def _axes(
         yield line(_LEFT, y(at), right, y(at), opacity=0.2)
         yield words(label, _LEFT - 6, y(at) + 4, text_anchor="end")
     # 0 and the ends are named first; the others where there is room
-    taken: list[tuple[float, float]] = []
+    taken = [(-math.inf, 0.0), (right + _RIGHT, math.inf)]
     order = sorted(range(len(x_ticks)), key=lambda at: _rank(at, x_ticks))
     for at, label in (x_ticks[number] for number in order):
         place, half = x(at), text_width(label) / 2 + 4

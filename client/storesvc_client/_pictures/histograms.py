@@ -112,14 +112,15 @@ def _count_below(tally: Tally, edges: "F64") -> "F64":
     below[-1] = sums[-1]
     if is_point.all():
         return below
-    # values of a counter are taken to be spread evenly over it
+    # Values of a counter are taken to be spread evenly over it. np.interp would divide
+    # by the widths, and overflow.
     low, high = tally.low[~is_point], tally.high[~is_point]
-    after = np.cumsum(tally.counts[~is_point])
-    before = after - tally.counts[~is_point]
-    places = np.stack([low, high], axis=1).reshape(-1)
-    sums_at = np.stack([before, after], axis=1).reshape(-1)
-    spread: F64 = np.interp(edges, places, sums_at)
-    return below + spread
+    counts = tally.counts[~is_point]
+    before = np.cumsum(counts) - counts
+    at = np.maximum(np.searchsorted(low, edges, side="right") - 1, 0)
+    share = (np.clip(edges, low[at], high[at]) - low[at]) / (high[at] - low[at])
+    spread: F64 = below + before[at] + share * counts[at]
+    return spread
 
 
 def _floats(values: "NDArray[np.float64] | Sequence[float]") -> tuple[float, ...]:

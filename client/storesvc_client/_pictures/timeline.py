@@ -265,7 +265,8 @@ def _metric(
     y, ticks = scale(drawn, bottom - 4, top + 4, whole=False)
     for value, label in ticks:
         yield line(_LEFT, y(value), width - _RIGHT, y(value), opacity=0.25)
-        yield words(label, _LEFT - 8, y(value) + 4, text_anchor="end")
+        text = label if text_width(label) < _LEFT - 8 else f"{value:.2g}"
+        yield words(text, _LEFT - 8, y(value) + 4, text_anchor="end")
     yield words(name, width - _RIGHT - 4, top + 8, text_anchor="end", font_weight=600)
     for stretch in _stretches(points):
         yield from _line([(place(x), y(value)) for x, value in stretch])

@@ -166,6 +166,18 @@ def test_a_symmetric_log_histogram_shows_every_magnitude_of_both_signs() -> None
     assert max(found.counts) <= 2  # a linear one has 10 of 14 in the middle
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zeros_do_not_widen_a_symmetric_log_scale(dtype: str) -> None:
+    values = np.linspace(1, 10, 100).astype(DTYPES[dtype])
+
+    found = statistics_of(np.concatenate([np.zeros_like(values), values])).symlog
+
+    assert found is not None
+    assert found.unit is not None
+    assert 1 <= found.unit < 1.2
+    assert 100 == found.counts[0]
+
+
 def test_values_that_are_not_finite_are_only_counted() -> None:
     values = np.array([1, 2, 3, np.nan, np.inf, -np.inf, np.nan], np.float32)
     array = np.stack([values, values])
@@ -211,6 +223,16 @@ def test_block_means_agree_with_those_of_the_whole_array() -> None:
         for row in range(64)
     ]
     assert np.array(expected) == pytest.approx(np.array(found), abs=1e-6)
+
+
+def test_the_mean_of_a_block_is_that_of_its_finite_values() -> None:
+    array = np.ones((128, 2))
+    array[::2] = [np.nan, np.inf]
+
+    found = statistics_of(array).means
+
+    assert found is not None
+    assert {(1.0, 1.0)} == {*found}
 
 
 def test_large_blocks_are_converted_part_by_part(
@@ -314,7 +336,7 @@ def test_a_heatmap_has_a_hue_for_each_sign_and_crosses_where_nothing_was_read() 
     }
     assert {("#d9653b", "1"): 2, (BLUE, "1"): 1, (BLUE, "0.5"): 1} == squares
     (crosses,) = (one for one in some.iter(f"{SVG}path") if one.get("fill") == "none")
-    assert 2 == crosses.attrib["d"].count("M")
+    assert 2 == crosses.attrib["d"].count("M") == crosses.attrib["d"].count("m")
 
 
 def test_a_heatmap_of_a_large_leaf_has_few_elements() -> None:

@@ -29,7 +29,7 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
     ),
     "Inspection": (
         *("Verification", "Damage", "Diff", "LeafDifference", "ItemDifference"),
-        *("Usage", "Collected", "Quota"),
+        *("Usage", "Collected", "Quota", "Picture", "LeafStatistics"),
     ),
     "Other projects and copies": (
         *("open_foreign", "ForeignRun", "ForeignCheckpoint", "ForeignInfo"),

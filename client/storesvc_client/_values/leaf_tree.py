@@ -138,3 +138,21 @@ def _rows(nodes: Sequence[Node]) -> list[_Row]:
         for series in numbered_series([node.parts[0] for node in those])
     ]
     return sorted(rows, key=lambda row: first_at[id(row.node)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Alike siblings that are drawn once."""
+
+    node: Node
+    """The first of them."""
+    name: str
+    """Name of the row, such as "layer_{0..11}/kernel"."""
+    count: int
+
+
+def groups(nodes: Sequence[Node]) -> list[Group]:
+    """Returns siblings in groups, each of which is drawn once."""
+    return [
+        Group(node=row.node, name=row.name, count=row.count) for row in _rows(nodes)
+    ]

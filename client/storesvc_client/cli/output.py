@@ -4,35 +4,46 @@ Tables are plain columns, two spaces apart. In a terminal that is too narrow,
 ``table_layout`` shortens cells; in a pipe or a file a table is complete. Unprintable
 characters in text from a store are escaped, so that no label can control a terminal.
 
-JSON follows the JSON mapping of protobuf: times are RFC 3339 in UTC, durations are
-seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" and
-"-Infinity"; complex numbers are [real, imaginary]. Sizes are in bytes.
+JSON is that of `storesvc_client/_values/json_values.py`.
 """
 
 import json
-import math
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
 from enum import Enum
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import click
 
+from storesvc_client._values.json_values import json_value
 from storesvc_client._values.texts import plural, printable
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
 
+__all__ = [
+    "GAP",
+    "Column",
+    "Listing",
+    "Shrink",
+    "aligned",
+    "char_width",
+    "json_value",
+    "print_fields",
+    "print_json",
+    "print_note",
+    "print_table",
+    "report",
+    "text_width",
+]
+
 _Item = TypeVar("_Item")
 
 GAP: Final = "  "
 """Space between columns."""
-
-_NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Shrink(Enum):
@@ -178,30 +189,6 @@ class Listing(Generic[_Item]):
             noun = self.noun if limit == 1 and not known else plural(self.noun)
             print_note(f"{limit:,} {known}{noun} shown, there are more")
         report(reported)
-
-
-def json_value(value: Any) -> Any:
-    """Returns the value as JSON types."""
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {each.name: getattr(value, each.name) for each in fields(value)}
-        return json_value(named)
-    match value:
-        case Mapping():
-            return {str(key): json_value(item) for key, item in value.items()}
-        case list() | tuple():
-            return [json_value(item) for item in value]
-        case datetime():
-            return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
-        case timedelta():
-            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
-        case complex():
-            return [json_value(value.real), json_value(value.imag)]
-        case float() if not math.isfinite(value):
-            return _NOT_FINITE[str(value)]
-        case None | bool() | int() | float():
-            return value
-        case _:
-            return str(value)
 
 
 def _pad(cell: str, width: int, column: Column) -> str:

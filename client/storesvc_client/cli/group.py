@@ -19,7 +19,7 @@ COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("import", "cp", "uploads", "du", "quota", "gc", "config"),
-    *("login", "whoami", "auth", "audit", "ping", "serve", "demo"),
+    *("login", "whoami", "auth", "audit", "ping", "serve", "console", "demo"),
 )
 """The commands in the order of ``--help``; each has its own module."""
 

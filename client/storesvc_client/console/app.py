@@ -1,0 +1,313 @@
+"""The application: routes, errors as pages, and the two forms of a page.
+
+Functions of pages are synchronous, as the client is; Starlette runs them in threads.
+
+>>> app = create_app(client, key="secret", store="file:///ckpts")
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias
+from urllib.parse import parse_qsl
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Scope
+
+from storesvc_client import (
+    AlreadyExistsError,
+    Client,
+    ConflictError,
+    InvalidRequestError,
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    StoreError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from storesvc_client._values.json_values import json_value
+from storesvc_client.console.event_feeds import EventFeed, EventFeeds
+from storesvc_client.console.guard import LOOPBACK, Access, Guard
+from storesvc_client.console.opened import OpenedCheckpoints
+from storesvc_client.console.page import Page
+from storesvc_client.console.pages import (
+    change,
+    checkpoint,
+    diff,
+    events,
+    help_,
+    leaf,
+    me,
+    run,
+    runs,
+    storage,
+    uploads,
+)
+from storesvc_client.console.rendering import FOLDER, Renderer
+from storesvc_client.console.visit import Visit
+
+PageFunction: TypeAlias = Callable[[Visit], Page]
+
+_STATUSES: Final = (
+    (NotFoundError, 404),
+    (InvalidRequestError, 400),
+    (PermissionDeniedError, 403),
+    (UnauthenticatedError, 401),
+    ((ConflictError, AlreadyExistsError, PreconditionError), 409),
+    (LimitError, 429),
+    (UnavailableError, 503),
+)
+"""HTTP statuses of errors of the store; others are 500."""
+
+_log = logging.getLogger(__name__)
+
+_FORM_BYTES: Final = 64 << 10
+"""Maximum size of a form."""
+
+_POLL_SECONDS: Final = 0.25
+"""Interval at which a stream of events looks for new ones."""
+
+_SILENT_POLLS: Final = 60
+"""Polls after which a silent stream sends a comment, so that it is seen to live."""
+
+
+class _Assets(StaticFiles):
+    """The files of `static/`, whose addresses change with their content."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Returns a file."""
+        response = await super().get_response(path, scope)
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        return response
+
+
+def create_app(
+    client: Client,
+    *,
+    key: str,
+    store: str,
+    hosts: frozenset[str] = LOOPBACK,
+) -> ASGIApp:
+    """Returns the console as an ASGI application.
+
+    Args:
+        client: Client of the store, with the token of the user; stays open.
+        key: Secret that a browser must have.
+        store: Name of the store, for people.
+        hosts: Host names, without ports, under which the console is reached.
+    """
+    console = _Console(client, Access(key=key, hosts=hosts), Renderer(store=store))
+    shown = console.shown
+    app = Starlette(
+        routes=[
+            Route("/", shown(runs.page)),
+            Route("/r/{namespace}/{name}", shown(_of_name)),
+            Route("/tree/{namespace}/{name}", shown(checkpoint.tree_rows)),
+            Route("/plot/{namespace}/{name}", console.points),
+            Route("/diff", shown(diff.page)),
+            Route("/uploads", shown(uploads.page)),
+            Route("/storage", shown(storage.page)),
+            Route("/events", shown(events.page)),
+            Route("/events/stream", console.stream),
+            Route("/me", shown(me.page)),
+            Route("/help", shown(help_.page)),
+            Route("/change/{action}", shown(change.page), methods=["GET"]),
+            Route("/change/{action}", console.change, methods=["POST"]),
+            Mount("/static", _Assets(directory=FOLDER / "static")),
+        ],
+        exception_handlers={
+            StoreError: console.store_error,
+            HTTPException: console.http_error,
+            Exception: console.unforeseen_error,
+        },
+    )
+    # around all of it, so that responses to unforeseen errors have the headers too
+    return Guard(app, access=console.access)
+
+
+def _of_name(visit: Visit) -> Page:
+    """Returns the page of a run, a checkpoint or a leaf, as the address says."""
+    if "@" not in visit.path["name"]:
+        return run.page(visit)
+    return leaf.page(visit) if "key" in visit.query else checkpoint.page(visit)
+
+
+class _Console:
+    """State that all requests share."""
+
+    def __init__(self, client: Client, access: Access, renderer: Renderer) -> None:
+        self.access = access
+        self._client = client
+        self._opened = OpenedCheckpoints()
+        self._feeds = EventFeeds(client)
+        self._renderer = renderer
+
+    def shown(self, function: PageFunction) -> Callable[[Request], Response]:
+        """Returns the endpoint of a page."""
+
+        def endpoint(request: Request) -> Response:
+            return self._response(request, function(self._visit(request)))
+
+        return endpoint
+
+    def points(self, request: Request) -> Response:
+        """Returns the points of a metric, for the interactive plot."""
+        return JSONResponse(json_value(run.points(self._visit(request))))
+
+    async def change(self, request: Request) -> Response:
+        """Makes the change that a form names, and leads back to its page."""
+        fields = await _fields(request)
+        if not self.access.is_form_token(fields.get("token")):
+            raise HTTPException(
+                403,
+                "expected a change from a page of this console, got a form without "
+                "its token; nothing was changed",
+            )
+        address = await asyncio.to_thread(change.made, self._visit(request), fields)
+        return RedirectResponse(address, 303)
+
+    async def stream(self, request: Request) -> Response:
+        """Streams events of a namespace or a run to the page of events."""
+        parent = request.query_params.get("of", "")
+        feed = await asyncio.to_thread(self._feeds.of, parent)
+        after = request.headers.get("last-event-id") or request.query_params.get(
+            "after", "0"
+        )
+        last = int(after) if after.isascii() and after.isdecimal() else 0
+        return StreamingResponse(
+            self._messages(feed, last), media_type="text/event-stream"
+        )
+
+    async def _messages(self, feed: EventFeed, last: int) -> AsyncIterator[str]:
+        silent = 0
+        while True:
+            for number, event in feed.after(last):
+                last, silent = number, 0
+                html = self._renderer.row("event_row.html", event=event)
+                yield f"id: {number}\ndata: {json.dumps(html)}\n\n"
+            if feed.problem:
+                return
+            silent += 1
+            if silent % _SILENT_POLLS == 0:
+                yield ": nothing new\n\n"
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def store_error(self, request: Request, error: Exception) -> Response:
+        """Returns the page of an error of the store."""
+        assert isinstance(error, StoreError)
+        status = next(
+            (status for kinds, status in _STATUSES if isinstance(error, kinds)), 500
+        )
+        return self._error(
+            request,
+            status,
+            kind=type(error).__name__,
+            reason=error.reason,
+            message=str(error),
+            metadata=dict(error.metadata),
+        )
+
+    def http_error(self, request: Request, error: Exception) -> Response:
+        """Returns the page of a request that no page answers."""
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code == 404:
+            message = (
+                f"there is no page {request.url.path}; begin with the list of runs"
+            )
+        return self._error(
+            request,
+            error.status_code,
+            kind="HTTPException",
+            reason="",
+            message=message,
+            metadata={},
+        )
+
+    def unforeseen_error(self, request: Request, error: Exception) -> Response:
+        """Returns the page of a defect of the console, and logs it."""
+        _log.error("page %s failed", request.url.path, exc_info=error)
+        return self._error(
+            request,
+            500,
+            kind=type(error).__name__,
+            reason="",
+            message="the console failed; its log on stderr has the cause",
+            metadata={},
+        )
+
+    def _error(self, request: Request, status: int, **error: Any) -> Response:
+        page = Page(
+            template="error.html",
+            title=_TITLES.get(status, "That did not work"),
+            document={"error": error},
+            section="",
+            values={"message": error["message"]},
+            status=status,
+        )
+        return self._response(request, page)
+
+    def _visit(self, request: Request) -> Visit:
+        return Visit(
+            client=self._client,
+            opened=self._opened,
+            feeds=self._feeds,
+            now=datetime.now(UTC),
+            path=request.path_params,
+            query=dict(request.query_params),
+        )
+
+    def _response(self, request: Request, page: Page) -> Response:
+        if "json" in request.query_params:
+            return JSONResponse(json_value(page.document), page.status)
+        html = self._renderer.html(
+            page,
+            token=self.access.form_token,
+            now=datetime.now(UTC),
+            address=request.url.path,
+        )
+        return HTMLResponse(html, page.status)
+
+
+_TITLES: Final = {
+    400: "The request is not valid",
+    401: "The store needs another token",
+    403: "Not permitted",
+    404: "Not found",
+    409: "The store rejected it",
+    429: "A limit is exceeded",
+    500: "The store failed",
+    503: "The store does not answer",
+}
+
+
+async def _fields(request: Request) -> dict[str, str]:
+    """Returns the fields of a form."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _FORM_BYTES:
+            raise HTTPException(
+                413,
+                f"expected a form of at most {_FORM_BYTES:,} bytes, got more; use "
+                "storectl",
+            )
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=64))
+    except ValueError as e:  # no UTF-8, or too many fields
+        raise HTTPException(400, f"expected a form of this console, got {e}") from e

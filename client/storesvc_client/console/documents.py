@@ -1,0 +1,76 @@
+"""Documents of checkpoints and leaves, as ``storectl stat --json`` prints them."""
+
+from collections import Counter
+from typing import Any
+
+from storesvc_client import (
+    Checkpoint,
+    LeafInfo,
+    NotFoundError,
+    OpenCheckpoint,
+    Run,
+    Tag,
+)
+from storesvc_client._values.json_values import json_value
+from storesvc_client._values.texts import ABSENT, dtype_text
+from storesvc_client.console.tree_rows import mesh_text
+
+
+def checkpoint_document(
+    checkpoint: Checkpoint,
+    opened: OpenCheckpoint | None,
+    *,
+    tags: list[Tag],
+    base_step: int | None,
+) -> dict[str, Any]:
+    """Returns the document of a checkpoint; without contents if it is deleted."""
+    document: dict[str, Any] = json_value(checkpoint)
+    document |= {
+        "tags": [tag.name for tag in tags],
+        "base_step": base_step,
+        "shared_bytes": checkpoint.stored_bytes - checkpoint.own_bytes,
+    }
+    return document if opened is None else document | contents(opened)
+
+
+def contents(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Returns what the leaves and the items of a checkpoint are."""
+    leaves = opened.leaves.values()
+    return {
+        "kinds": Counter(leaf.kind for leaf in leaves),
+        "dtypes": Counter(map(dtype_text, leaves)),
+        "meshes": sorted({mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
+        "model": _model(opened.document),
+        "items": [json_value(opened.items.info(name)) for name in opened.items],
+    }
+
+
+def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
+    """Returns the document of a leaf."""
+    document: dict[str, Any] = json_value(leaf)
+    return document | {"chunk_grid": chunk_grid(leaf)}
+
+
+def chunk_grid(leaf: LeafInfo) -> list[int]:
+    """Returns the number of chunks along each dimension."""
+    pairs = zip(leaf.shape, leaf.chunk_shape, strict=True)
+    return [-(-size // chunk) for size, chunk in pairs]
+
+
+def base_step_of(run: Run, checkpoint: Checkpoint) -> int | None:
+    """Returns the step whose chunks a checkpoint may share; None if there is none, or
+    if the record of its upload is gone."""
+    try:
+        return run.uploads.get(checkpoint.uid).base_step
+    except NotFoundError:
+        return None
+
+
+def _model(structure: bytes) -> dict[str, Any] | None:
+    """Returns the model that a checkpoint describes; None without a description."""
+    if not structure:
+        return None
+    from storesvc_client._values.documents import unpack_document
+
+    fields = unpack_document(structure)
+    return {name: fields.get(name) for name in ("model", "versions", "config")}

@@ -1,0 +1,218 @@
+"""``/r/NAMESPACE/RUN``: a run, its checkpoints, and what its retention policy does."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from statistics import median
+from typing import Any, Final
+
+from storesvc_client import (
+    Checkpoint,
+    DataLossError,
+    HoldInfo,
+    InvalidRequestError,
+    PermissionDeniedError,
+    RetentionDecision,
+    Run,
+    Tag,
+    format_policy,
+    parse_policy,
+)
+from storesvc_client._values.json_values import json_value
+from storesvc_client.console.addresses import command
+from storesvc_client.console.page import Page, crumbs_to_namespace
+from storesvc_client.console.pages.runs import main_metric
+from storesvc_client.console.pictures import metric_plot, timeline
+from storesvc_client.console.visit import Visit
+
+ROWS: Final = 50
+"""Checkpoints on one page of the table."""
+
+NEWEST: Final = 1_000
+"""Checkpoints that a page of a longer run reads at first; ``whole=1`` reads all."""
+
+_METRICS: Final = 3
+"""Metrics with a column of their own."""
+
+_SAVES: Final = 50
+"""Newest saves whose duration counts."""
+
+_DECISIONS: Final = 10
+"""Decisions of a retention policy that are listed."""
+
+_REASONS: Final = 6
+"""Rules of a retention policy whose checkpoints are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """A checkpoint in the table of a run."""
+
+    checkpoint: Checkpoint
+    tags: tuple[Tag, ...]
+    holds: tuple[HoldInfo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """Outcome of a retention policy, or the reason why there is none."""
+
+    policy: str
+    decisions: tuple[RetentionDecision, ...]
+    problem: str
+
+    @property
+    def deleted(self) -> list[RetentionDecision]:
+        """Decisions that delete."""
+        return [decision for decision in self.decisions if not decision.kept]
+
+    @property
+    def reasons(self) -> list[tuple[str, int]]:
+        """Rules that keep checkpoints, and how many."""
+        kept = (reason for d in self.decisions if d.kept for reason in d.reasons)
+        return Counter(kept).most_common(_REASONS)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that only the deleted checkpoints' saves added."""
+        return sum(decision.own_bytes for decision in self.deleted)
+
+
+def page(visit: Visit) -> Page:
+    """Returns the page of a run; of a long one the newest part, unless ``whole=1``."""
+    run = visit.run
+    damaged: list[DataLossError] = []
+    start = visit.number("from")
+    most = max(NEWEST, start + ROWS)
+    found = run.checkpoints(on_damage=damaged.append)
+    checkpoints = [*islice(found, None if visit.wants_whole else most + 1)]
+    is_partial = len(checkpoints) > most and not visit.wants_whole
+    names = _metric_names(checkpoints)
+    metric = visit.query.get("metric") or main_metric(checkpoints)
+    kept = run.retention.get()
+    tags = [*run.tags.list(on_damage=damaged.append)]
+    holds = [*run.holds.list(on_damage=damaged.append)]
+    deleted = [] if is_partial else _deleted(run, damaged)
+    return Page(
+        template="run.html",
+        title=run.name,
+        document=_document(checkpoints, tags),
+        command=command("ls", run.name),
+        crumbs=crumbs_to_namespace(run.name),
+        values={
+            "run": run,
+            "info": run.info(),
+            "is_partial": is_partial,
+            "facts": _facts(checkpoints),
+            "rows": _rows(checkpoints[start : start + ROWS], tags, holds),
+            "start": start,
+            "total": len(checkpoints),
+            "page_rows": ROWS,
+            "whole": {"whole": 1} if "whole" in visit.query else {},
+            "metric": metric,
+            "metric_names": names,
+            "columns": names[:_METRICS],
+            "span": _span([*checkpoints, *deleted]),
+            "timeline": timeline([*checkpoints, *deleted], tags, holds),
+            "plot": metric_plot(run.name, metric, checkpoints) if metric else None,
+            "deleted": deleted,
+            "uploads": [*run.uploads.list(on_damage=damaged.append)],
+            "policy": format_policy(kept) if kept else "",
+            "preview": _preview(
+                run,
+                visit.query.get("policy"),
+                has_policy=kept is not None and not is_partial,
+            ),
+            "damaged": damaged,
+            "shown_decisions": _DECISIONS,
+        },
+    )
+
+
+def points(visit: Visit) -> Mapping[str, Any]:
+    """Returns the steps and the values of a metric, for the interactive plot."""
+    metric = visit.query.get("metric", "")
+    damaged: list[DataLossError] = []
+    found = sorted(
+        (checkpoint.step, checkpoint.metrics[metric])
+        for checkpoint in visit.run.checkpoints(on_damage=damaged.append)
+        if metric in checkpoint.metrics
+    )
+    return {
+        "metric": metric,
+        "steps": [step for step, _ in found],
+        "values": [value for _, value in found],
+    }
+
+
+def _facts(checkpoints: Sequence[Checkpoint]) -> Mapping[str, Any]:
+    """Returns the facts on top of the page."""
+    stored = sum(checkpoint.stored_bytes for checkpoint in checkpoints)
+    own = sum(checkpoint.own_bytes for checkpoint in checkpoints)
+    times = [(c.commit_time - c.create_time) for c in checkpoints[:_SAVES]]
+    seconds = [time.total_seconds() for time in times]
+    return {
+        "newest": checkpoints[0] if checkpoints else None,
+        "logical_bytes": sum(checkpoint.size_bytes for checkpoint in checkpoints),
+        "own_bytes": own,
+        "reused": (stored - own) / stored if stored else None,
+        "save": timedelta(seconds=median(seconds)) if seconds else None,
+    }
+
+
+def _document(
+    checkpoints: Sequence[Checkpoint], tags: Sequence[Tag]
+) -> list[dict[str, Any]]:
+    """Returns the list as ``storectl ls --json`` prints it: with tags."""
+    names = defaultdict[str, list[str]](list)
+    for tag in tags:
+        names[tag.uid].append(tag.name)
+    return [json_value(c) | {"tags": names[c.uid]} for c in checkpoints]
+
+
+def _rows(
+    shown: Sequence[Checkpoint], tags: Sequence[Tag], holds: Sequence[HoldInfo]
+) -> list[StepRow]:
+    tagged = defaultdict[str, list[Tag]](list)
+    held = defaultdict[str, list[HoldInfo]](list)
+    for tag in tags:
+        tagged[tag.uid].append(tag)
+    for hold in holds:
+        held[hold.uid].append(hold)
+    return [
+        StepRow(checkpoint=c, tags=tuple(tagged[c.uid]), holds=tuple(held[c.uid]))
+        for c in shown
+    ]
+
+
+def _span(checkpoints: Sequence[Checkpoint]) -> tuple[int, int] | None:
+    """Returns the first and the last step, for plots that share an axis."""
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    return (min(steps), max(steps)) if steps else None
+
+
+def _deleted(run: Run, damaged: list[DataLossError]) -> list[Checkpoint]:
+    return [*run.checkpoints(deleted=True, on_damage=damaged.append)]
+
+
+def _metric_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Returns the names of metrics, the main one first."""
+    names = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
+    first = main_metric(checkpoints)
+    return sorted(names, key=lambda name: (name != first, name))
+
+
+def _preview(run: Run, asked: str | None, *, has_policy: bool) -> Preview | None:
+    """Returns what the policy in the form, or the one of the run, would do."""
+    if asked is None and not has_policy:
+        return None
+    try:
+        policy = parse_policy(asked) if asked else None
+        if policy is None and not has_policy:
+            return None
+        decisions = run.retention.preview(policy)
+    except (InvalidRequestError, PermissionDeniedError) as e:
+        return Preview(policy=asked or "", decisions=(), problem=str(e))
+    return Preview(policy=asked or "", decisions=tuple(decisions), problem="")

@@ -1,0 +1,98 @@
+"""``/storage``: the bytes of runs, and what a collection would do."""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from storesvc_client import Client, Collected, DataLossError, NotFoundError, Usage
+from storesvc_client.console.addresses import command
+from storesvc_client.console.page import Page
+from storesvc_client.console.pages.runs import CALLS
+from storesvc_client.console.visit import Visit
+
+ROWS: Final = 100
+"""Runs on one page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over runs."""
+
+    name: str
+    checkpoints: int
+    logical_bytes: int
+    stored_bytes: int
+    distinct_bytes: int
+
+    @property
+    def reused(self) -> float:
+        """Share of the stored bytes that is not stored again."""
+        if not self.stored_bytes:
+            return 0.0
+        return 1 - self.distinct_bytes / self.stored_bytes
+
+
+def page(visit: Visit) -> Page:
+    """Returns how many bytes runs take; with ``garbage=1`` what is garbage."""
+    namespace = visit.query.get("in") or None
+    damaged: list[DataLossError] = []
+    usages = _usages(visit.client, namespace, damaged)
+    by_namespace: dict[str, list[Usage]] = {}
+    for usage in usages:
+        by_namespace.setdefault(usage.run.partition("/")[0], []).append(usage)
+    start = visit.number("from")
+    largest = sorted(usages, key=lambda usage: -usage.distinct_bytes)
+    collected: list[Collected] | None = None
+    if "garbage" in visit.query:
+        collected = [*visit.client.collect(namespace, dry_run=True)]
+    return Page(
+        template="storage.html",
+        title="Storage",
+        document=usages,
+        command=command("du", *([namespace] if namespace else [])),
+        section="Storage",
+        values={
+            "totals": _totals("all runs", usages),
+            "namespaces": [_totals(n, of) for n, of in sorted(by_namespace.items())],
+            "rows": largest[start : start + ROWS],
+            "most_bytes": max((usage.distinct_bytes for usage in usages), default=0),
+            "start": start,
+            "total": len(usages),
+            "page_rows": ROWS,
+            "damaged": damaged,
+            "collected": collected,
+            "garbage_command": command("gc", "--dry-run"),
+        },
+    )
+
+
+def _usages(
+    client: Client, namespace: str | None, damaged: list[DataLossError]
+) -> list[Usage]:
+    runs = client.runs(namespace, on_damage=damaged.append)
+    uploads = client.uploads(namespace, on_damage=damaged.append)
+    names = {run.name for run in runs} | {upload.run for upload in uploads}
+
+    def usage_of(name: str) -> Usage | None:
+        try:
+            return client.run(name).usage()
+        except NotFoundError:  # its first save was aborted in the meantime
+            return None
+        except DataLossError as e:  # the other runs can be shown
+            damaged.append(e)
+            return None
+
+    with ThreadPoolExecutor(CALLS) as pool:
+        return [*filter(None, pool.map(usage_of, sorted(names)))]
+
+
+def _totals(name: str, usages: Iterable[Usage]) -> Totals:
+    known = [*usages]
+    return Totals(
+        name=name,
+        checkpoints=sum(usage.checkpoint_count for usage in known),
+        logical_bytes=sum(usage.logical_bytes for usage in known),
+        stored_bytes=sum(usage.stored_bytes for usage in known),
+        distinct_bytes=sum(usage.distinct_bytes for usage in known),
+    )

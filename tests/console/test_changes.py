@@ -1,0 +1,275 @@
+"""The console changes a store: it asks once, names the command, passes on etags."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from html import unescape
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.access.principals import Authentication, Principal
+from storesvc.rpc.security import Security
+from tests.console.served import ServedConsole
+from tests.support.command_line import printed
+from tests.support.faulty_server import serving
+from tests.support.policies import Policies
+
+TREE = {"w": np.ones(4, np.float32)}
+
+
+@pytest.fixture
+def own(client: store.Client) -> Iterator[ServedConsole]:
+    """The console of a client of this test."""
+    with ServedConsole(client) as served:
+        yield served
+
+
+@pytest.fixture
+def run(run: store.Run) -> store.Run:
+    """A run with three checkpoints."""
+    for step in (1, 2, 3):
+        run.save(step, TREE, metrics={"loss": 1 / step}, labels={"a": "b"}).result()
+    return run
+
+
+def asked(console: ServedConsole, path: str) -> tuple[str, dict[str, str], str]:
+    """Returns the form of a question: its address, its fields, and the command."""
+    html = console.text(path)
+    (action,) = re.findall(r'<form method="post" action="([^"]+)"', html)
+    form = html.partition('<form method="post"')[2]
+    fields = re.findall(r'type="hidden" name="([^"]+)" value="([^"]*)"', form)
+    (command,) = re.findall(r'class="cmd".*?<code>(.*?)</code>', html)
+    return action, {n: unescape(v) for n, v in fields}, unescape(command)
+
+
+def agreed(console: ServedConsole, path: str) -> httpx.Response:
+    """Answers a question with yes."""
+    action, fields, _ = asked(console, path)
+    return console.http.post(action, data=fields)
+
+
+def change(action: str, run: store.Run, **values: object) -> str:
+    query = "&".join(f"{name}={value}" for name, value in values.items())
+    return f"/change/{action}?run={run.name}&{query}"
+
+
+def links_to(html: str, action: str) -> list[str]:
+    return [
+        unescape(found) for found in re.findall(rf'"(/change/{action}\?[^"]*)"', html)
+    ]
+
+
+def test_a_tag_is_set(own: ServedConsole, run: store.Run) -> None:
+    response = agreed(own, change("tag", run, step=2, tag="best"))
+
+    assert 303 == response.status_code
+    assert f"/r/{run.name}@2" == response.headers["location"]
+    assert ["best"] == [tag.name for tag in run.tags.list()]
+    assert "best" in own.text(response.headers["location"])
+
+
+def test_a_tag_is_moved_only_from_where_the_user_saw_it(
+    own: ServedConsole, run: store.Run
+) -> None:
+    run.tags.set("best", 1)
+    action, fields, _ = asked(own, change("tag", run, step=2, tag="best"))
+    run.tags.set("best", 3)  # another user
+
+    response = own.http.post(action, data=fields)
+
+    assert 409 == response.status_code
+    assert [3] == [tag.step for tag in run.tags.list()]
+
+
+def test_a_tag_is_deleted_by_the_button_of_its_checkpoint(
+    own: ServedConsole, run: store.Run
+) -> None:
+    run.tags.set("best", 1)
+    (link,) = links_to(own.text(f"/r/{run.name}@1"), "untag")
+
+    assert 303 == agreed(own, link).status_code
+    assert [] == [*run.tags.list()]
+
+
+def test_a_checkpoint_is_pinned_and_unpinned(
+    own: ServedConsole, run: store.Run
+) -> None:
+    for action, pinned in (("pin", True), ("unpin", False)):
+        (link,) = links_to(own.text(f"/r/{run.name}@1"), action)
+        assert 303 == agreed(own, link).status_code
+
+        assert pinned is run.checkpoint(1).pinned
+
+
+def test_a_button_of_an_old_page_is_rejected(
+    own: ServedConsole, run: store.Run
+) -> None:
+    (link,) = links_to(own.text(f"/r/{run.name}@1"), "delete")
+    run.update(1, labels={"keep": "this"})  # another user
+
+    response = agreed(own, link)
+
+    assert 409 == response.status_code
+    assert 1 in run.steps()
+
+
+def test_a_hold_is_ended_by_the_button_of_its_checkpoint(
+    own: ServedConsole, run: store.Run
+) -> None:
+    hold = run.holds.create(1, owner="<b>eval</b>")
+    (link,) = links_to(own.text(f"/r/{run.name}@1"), "end-hold")
+
+    assert 303 == agreed(own, link).status_code
+    assert [] == [*run.holds.list()]
+    with suppress(store.StoreError):  # its renewal may have failed in the meantime
+        hold.close()
+
+
+def test_a_label_is_set_and_removed_and_the_others_stay(
+    own: ServedConsole, run: store.Run
+) -> None:
+    agreed(own, change("label", run, step=1, label="stage", text="final%20%26%20done"))
+    assert {"a": "b", "stage": "final & done"} == run.checkpoint(1).labels
+
+    agreed(own, change("label", run, step=1, label="a", text=""))
+    assert {"stage": "final & done"} == run.checkpoint(1).labels
+
+
+def test_a_checkpoint_is_deleted_and_undeleted(
+    own: ServedConsole, run: store.Run
+) -> None:
+    (link,) = links_to(own.text(f"/r/{run.name}@2"), "delete")
+    assert 303 == agreed(own, link).status_code
+    assert [1, 3] == run.steps()
+
+    (link,) = set(links_to(own.text(f"/r/{run.name}@2"), "undelete"))
+    assert 303 == agreed(own, link).status_code
+    assert [1, 2, 3] == run.steps()
+
+
+def test_a_pinned_checkpoint_is_not_deleted(own: ServedConsole, run: store.Run) -> None:
+    run.update(2, pinned=True)
+
+    response = agreed(own, change("delete", run, step=2))
+
+    assert 409 == response.status_code
+    assert "kept by a pin" in response.text
+    assert 2 in run.steps()
+
+
+def test_a_policy_is_set_applied_and_removed(
+    own: ServedConsole, run: store.Run
+) -> None:
+    (link,) = links_to(own.text(f"/r/{run.name}?policy=latest(1)"), "policy")
+    assert 303 == agreed(own, link).status_code
+    assert store.KeepLatest(1) == run.retention.get()
+    assert [1, 2, 3] == run.steps()
+
+    (link,) = links_to(own.text(f"/r/{run.name}"), "apply")
+    assert 303 == agreed(own, link).status_code
+    assert [3] == run.steps()
+
+    (link,) = links_to(own.text(f"/r/{run.name}"), "policy")
+    assert 303 == agreed(own, link).status_code
+    assert run.retention.get() is None
+
+
+def test_a_policy_is_not_set_over_that_of_another_user(
+    own: ServedConsole, run: store.Run
+) -> None:
+    (link,) = links_to(own.text(f"/r/{run.name}?policy=latest(1)"), "policy")
+    run.retention.set(store.KeepLatest(2))
+
+    assert 409 == agreed(own, link).status_code
+    assert store.KeepLatest(2) == run.retention.get()
+
+
+@pytest.mark.parametrize(
+    ("action", "values", "seen"),
+    [
+        (
+            "tag",
+            {"step": 2, "tag": "best"},
+            lambda run: [tag.step for tag in run.tags.list()],
+        ),
+        ("pin", {"step": 2}, lambda run: run.checkpoint(2).pinned),
+        (
+            "label",
+            {"step": 2, "label": "x", "text": "two words"},
+            lambda run: dict(run.checkpoint(2).labels),
+        ),
+        (
+            "label",
+            {"step": 2, "label": "a", "text": ""},
+            lambda run: dict(run.checkpoint(2).labels),
+        ),
+        ("delete", {"step": 2}, lambda run: run.steps()),
+        ("policy", {"policy": "latest(2)"}, lambda run: run.retention.get()),
+    ],
+)
+def test_the_command_of_a_change_does_the_same(
+    own: ServedConsole,
+    client: store.Client,
+    server_address: str,
+    run: store.Run,
+    action: str,
+    values: dict[str, object],
+    seen: Callable[[store.Run], object],
+) -> None:
+    twin = client.run(f"{run.name}-twin")
+    for step in (1, 2, 3):
+        twin.save(step, TREE, labels={"a": "b"}).result()
+    _, _, command = asked(own, change(action, twin, **values))
+
+    assert 303 == agreed(own, change(action, run, **values)).status_code
+    printed(server_address, *shlex.split(command)[1:])
+
+    assert seen(twin) == seen(run)
+
+
+def test_an_absent_tag_is_the_error_of_the_store(
+    own: ServedConsole, run: store.Run
+) -> None:
+    assert 404 == agreed(own, change("untag", run, tag="absent")).status_code
+
+
+def test_the_server_decides_what_a_user_sees_and_changes(tmp_path: Path) -> None:
+    policies = Policies()
+
+    async def authenticate(_context: object) -> Principal:
+        return Principal(name="user:ana", authentication=Authentication.TOKEN)
+
+    security = Security(
+        authenticate=authenticate, policy=lambda: policies.policy, observers=()
+    )
+    policies.bind(("admin", "prod/*", "user:ana"))
+    with (
+        serving(tmp_path / "store", security=security) as address,
+        store.connect(address) as client,
+        ServedConsole(client) as served,
+    ):
+        for name in ("prod/open", "prod/secret"):
+            client.run(name).save(1, TREE).result()
+            client.run(name).retention.set(store.KeepLatest(1))
+        policies.bind(("reader", "prod/open", "user:ana"))
+
+        runs = served.text("/")
+        run = served.text("/r/prod/open")
+        denied = agreed(served, "/change/delete?run=prod/open&step=1")
+        hidden = served.get("/r/prod/secret")
+        me = served.text("/me?in=prod/open")
+
+        assert [1] == client.run("prod/open").steps()
+
+    assert "prod/open" in runs
+    assert "secret" not in runs
+    assert "latest(1)" in run
+    assert (403, 404) == (denied.status_code, hidden.status_code)
+    assert "checkpoints.delete" in denied.text
+    assert "checkpoints.read" in me
+    assert "checkpoints.delete" not in me

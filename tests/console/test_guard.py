@@ -1,0 +1,148 @@
+"""The console lets its user in and no other site, and restricts what pages may do."""
+
+import httpx
+import pytest
+
+import storesvc_client as store
+from tests.console.served import KEY, ServedConsole
+
+
+def test_the_printed_address_lets_a_browser_in(console: ServedConsole) -> None:
+    with httpx.Client(base_url=console.address) as browser:
+        first = browser.get(f"/?key={KEY}")
+        then = browser.get("/")
+
+    assert 303 == first.status_code
+    assert "/" == first.headers["location"]  # no history keeps the key
+    assert "HttpOnly" in first.headers["set-cookie"]
+    assert "SameSite=lax" in first.headers["set-cookie"]
+    assert 200 == then.status_code
+
+
+@pytest.mark.parametrize("query", ["", "?key=", "?key=wrong", f"?key={KEY}x"])
+def test_another_user_of_the_machine_is_rejected(
+    console: ServedConsole, query: str
+) -> None:
+    response = httpx.get(f"{console.address}/{query}")
+
+    assert 403 == response.status_code
+    assert "storectl console" in response.text
+    assert "llama" not in response.text
+    assert KEY not in response.text
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", ""],
+)
+def test_a_name_of_another_site_is_rejected(console: ServedConsole, host: str) -> None:
+    response = console.http.get("/", headers={"Host": host})
+
+    assert response.status_code in (400, 403)  # 400: uvicorn itself
+    assert "llama" not in response.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]", "127.0.0.1"])
+def test_the_names_of_this_machine_are_accepted(
+    console: ServedConsole, host: str
+) -> None:
+    port = console.address.rpartition(":")[2]
+    cookies = {f"storesvc-console-{port}": KEY}
+
+    response = httpx.get(
+        console.address, headers={"Host": f"{host}:{port}"}, cookies=cookies
+    )
+
+    assert 200 == response.status_code
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/r/prod/llama-8b", "/nothing", "/static/console.css", "/static/no"]
+)
+def test_every_response_has_the_security_headers(
+    console: ServedConsole, path: str
+) -> None:
+    headers = console.get(path).headers
+
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert "nosniff" == headers["x-content-type-options"]
+    assert "same-origin" == headers["cross-origin-resource-policy"]
+    assert "same-origin" == headers["referrer-policy"]
+
+
+def test_a_rejection_has_the_security_headers_too(console: ServedConsole) -> None:
+    headers = httpx.get(console.address).headers
+
+    assert "default-src 'none'" in headers["content-security-policy"]
+
+
+def test_pages_are_not_stored_and_assets_are(console: ServedConsole) -> None:
+    assert "no-store" == console.get("/").headers["cache-control"]
+    assert "immutable" in console.get("/static/console.css").headers["cache-control"]
+
+
+@pytest.mark.parametrize("origin", [None, "null", "http://evil.example", ""])
+def test_a_change_of_another_site_is_rejected(
+    console: ServedConsole, seeded: store.Client, origin: str | None
+) -> None:
+    token = _token(console)
+    headers = {} if origin is None else {"Origin": origin}
+
+    response = httpx.post(
+        f"{console.address}/change/unpin",
+        headers=headers,
+        cookies={console.cookie: KEY},
+        data={"run": "prod/llama-8b", "step": "300", "token": token},
+    )
+
+    assert 403 == response.status_code
+    assert seeded.run("prod/llama-8b").checkpoint(300).pinned
+
+
+@pytest.mark.parametrize("token", ["", "wrong", KEY])
+def test_a_form_without_its_token_is_rejected(
+    console: ServedConsole, seeded: store.Client, token: str
+) -> None:
+    response = console.http.post(
+        "/change/unpin", data={"run": "prod/llama-8b", "step": "300", "token": token}
+    )
+
+    assert 403 == response.status_code
+    assert seeded.run("prod/llama-8b").checkpoint(300).pinned
+
+
+def test_a_change_without_the_cookie_is_rejected(console: ServedConsole) -> None:
+    response = httpx.post(
+        f"{console.address}/change/unpin?key={KEY}",
+        headers={"Origin": console.address},
+        data={"run": "prod/llama-8b", "step": "300", "token": _token(console)},
+    )
+
+    assert 403 == response.status_code
+
+
+def test_a_form_that_is_too_large_is_rejected(console: ServedConsole) -> None:
+    response = console.http.post("/change/pin", data={"run": "x" * 100_000})
+
+    assert 413 == response.status_code
+
+
+def test_a_question_changes_nothing(
+    console: ServedConsole, seeded: store.Client
+) -> None:
+    console.text("/change/unpin?run=prod/llama-8b&step=300")
+
+    assert seeded.run("prod/llama-8b").checkpoint(300).pinned
+
+
+def test_no_page_shows_the_key(console: ServedConsole) -> None:
+    for path in ("/", "/me", "/help", "/change/pin?run=prod/llama-8b&step=300"):
+        assert KEY not in console.text(path)
+
+
+def _token(console: ServedConsole) -> str:
+    html = console.text("/change/pin?run=prod/llama-8b&step=300")
+    return html.partition('name="token" value="')[2].partition('"')[0]

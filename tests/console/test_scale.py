@@ -1,0 +1,124 @@
+"""Pages stay small at 10,000 steps, at 100,000 leaves and at 1,000 runs."""
+
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format import layout
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import RunName
+from storesvc_client.console.pages.run import NEWEST
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.console.served import ServedConsole
+from tests.support import stored_records
+
+pytestmark = pytest.mark.slow
+
+STEPS, LEAVES, RUNS = 10_000, 100_000, 1_000
+LONG = RunName("scale", "long")
+NODES = 5_000
+"""Maximum elements of a page."""
+
+
+def copy_checkpoints(root: Path) -> None:
+    """Copies the record of step 0 to the steps up to 10,000, and the run to others."""
+    paths = RunPaths(LONG)
+    record = stored_records.read(root, paths.checkpoint(0), pb.CheckpointRecord)
+    for step in range(1, STEPS):
+        record.step = step
+        record.metrics["loss"] = 1 + 100 / (step + 50)
+        stored_records.write(root, paths.checkpoint(step), record)
+    run = stored_records.read(root, layout.run_record(LONG), pb.RunRecord)
+    for number in range(RUNS):
+        name = RunName("many", f"run-{number:04d}")
+        place = layout.run_record(name)
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        stored_records.write(root, place, run)
+        slot = RunPaths(name).checkpoint(0)
+        (root / slot).parent.mkdir(parents=True, exist_ok=True)
+        record.step = 0
+        stored_records.write(root, slot, record)
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedConsole]:
+    """The console of a store with long, large and many runs."""
+    root = tmp_path_factory.mktemp("scale") / "store"
+    with store.connect(root.as_uri()) as client:
+        small = {"w": np.zeros(2, np.float32)}
+        client.run(str(LONG)).save(0, small, metrics={"loss": 3.0}).result()
+        flat = {f"key-{number:06d}-x": number for number in range(LEAVES // 2)}
+        deep = [{"w": {"kernel": number}} for number in range(LEAVES // 2)]
+        client.run("scale/large").save(1, {"flat": flat, "deep": deep}).result()
+    copy_checkpoints(root)
+    with store.connect(root.as_uri()) as client, ServedConsole(client) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/?in=many&from=950",
+        "/?q=run-09",
+        "/r/scale/long",
+        "/r/scale/long?from=5000",
+        "/r/scale/long?policy=latest(3)|every(1000 steps)",
+        "/r/scale/long@5000",
+        "/r/scale/large@1",
+        "/r/scale/large@1?at=flat",
+        "/r/scale/large@1?at=flat&from=49000",
+        "/r/scale/large@1?at=deep&apart=1",
+        "/r/scale/large@1?at=deep/40000",
+        "/r/scale/large@1?match=kernel",
+        "/r/scale/large@1?match=**/w/*",
+        "/r/scale/large@1?key=deep/40000/w/kernel&values=1",
+        "/tree/scale/large@1?at=deep&apart=1&from=200",
+        "/storage",
+        "/events?of=many",
+    ],
+)
+def test_a_page_has_few_elements(console: ServedConsole, path: str) -> None:
+    response = console.get(path)
+    assert 200 == response.status_code, response.text
+    assert len(re.findall(r"<[a-z]", response.text)) < NODES
+
+
+@pytest.mark.parametrize("whole", ["", "&whole=1"])
+def test_the_pages_of_a_run_lead_to_every_step(
+    console: ServedConsole, whole: str
+) -> None:
+    path, seen = f"/r/scale/long?metric=loss{whole}&from={STEPS - 200}", set[str]()
+    while path:
+        html = console.text(path)
+        seen |= {*re.findall(r'"/r/scale/long@(\d+)"', html)}
+        following = re.findall(r'rel="next" href="(/r/scale/long\?[^"]+)"', html)
+        path = unescape(following[0]) if following else ""
+
+    assert {*map(str, range(200))} <= seen
+
+
+def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> None:
+    first, whole = (console.text(f"/r/scale/long{q}") for q in ("", "?whole=1"))
+
+    assert f"1 to 50 of {NEWEST + 1:,} or more checkpoints" in first
+    assert 'hx-get="/r/scale/long?whole=1"' in first
+    assert "1 to 50 of 10,000 checkpoints" in whole
+    assert "whole=1" not in whole.partition('class="facts"')[0]
+
+
+def test_the_tree_of_a_large_checkpoint_follows_its_page(
+    console: ServedConsole,
+) -> None:
+    whole = console.text("/r/scale/large@1?whole=1")
+    again = console.text("/r/scale/large@1")  # it is kept now
+
+    for html in (whole, again):
+        assert "{0..49999}" not in html  # one level
+        assert "deep" in html
+        assert "50,000 leaves" in html

@@ -34,6 +34,7 @@ PAGES = {
     "checkpoint": f"{LLAMA}@40000?at=params/layers/0",
     "leaf": f"{LLAMA}@40000?key=params/layers/3/mlp/gate/kernel&values=1",
     "diff": "/diff?a=prod/llama-8b@39000&b=prod/llama-8b@40000",
+    "trace": "/trace/prod/llama-8b@40000",
     "uploads": "/uploads",
     "storage": "/storage",
     "events": "/events?of=prod",

@@ -427,6 +427,7 @@ def test_the_rest_of_a_long_run_follows_its_newest_part(
         f"{RUN}@100",
         f"{RUN}@500?key=params/embed&values=1",
         "/diff?a=prod/llama-8b@400&b=prod/llama-8b@500",
+        "/trace/prod/llama-8b@500",
         "/uploads",
         "/storage?garbage=1",
         "/events?of=prod",

@@ -41,6 +41,7 @@ PAGES = [
     "/r/tests/single@1?key=&values=1",
     "/r/tests/hostile",
     "/r/tests/hostile@7",
+    "/trace/prod/llama-8b@500",
     "/diff",
     "/diff?a=prod/llama-8b@400&b=prod/llama-8b@best",
     "/diff?a=tests/hostile@7&b=tests/hostile@8",
@@ -166,6 +167,7 @@ def test_all_links_lead_somewhere(console: ServedConsole) -> None:
             "/diff?a=prod/llama-8b@400&b=prod/llama-8b@500",
             ["diff", "prod/llama-8b@400", "prod/llama-8b@500"],
         ),
+        ("/trace/prod/llama-8b@best", ["trace", "prod/llama-8b@best"]),
         ("/uploads", ["uploads"]),
         ("/storage", ["du"]),
         ("/storage?in=prod", ["du", "prod"]),
@@ -335,6 +337,14 @@ def test_a_deleted_checkpoint_can_be_undeleted_from_its_page(
 
     assert "/change/undelete?run=prod" in html
     assert "/change/delete" not in html
+
+
+def test_the_phases_of_a_save_are_drawn(console: ServedConsole) -> None:
+    text = Elements(console.text("/trace/prod/llama-8b@500")).text
+
+    assert "Process 0" in text
+    for phase in ("snapshot", "send", "acknowledge"):
+        assert phase in text
 
 
 def test_a_comparison_counts_what_differs(console: ServedConsole) -> None:

@@ -34,6 +34,11 @@ def plot_url(run: str, metric: str) -> str:
     return with_values(f"/plot/{quote(run)}", {"metric": metric})
 
 
+def trace_url(run: str, which: Which) -> str:
+    """Returns the address of the timeline of a save."""
+    return f"/trace/{quote(run)}@{quote(str(which), safe='')}"
+
+
 def tree_url(run: str, which: Which, **values: str | int) -> str:
     """Returns the address of rows of the tree of a checkpoint."""
     return with_values(f"/tree/{quote(run)}@{quote(str(which), safe='')}", values)

@@ -56,6 +56,7 @@ from storesvc_client.console.pages import (
     run,
     runs,
     storage,
+    trace,
     uploads,
 )
 from storesvc_client.console.rendering import FOLDER, Renderer
@@ -119,6 +120,7 @@ def create_app(
             Route("/r/{namespace}/{name}", shown(_of_name)),
             Route("/tree/{namespace}/{name}", shown(checkpoint.tree_rows)),
             Route("/plot/{namespace}/{name}", console.points),
+            Route("/trace/{namespace}/{name}", shown(trace.page)),
             Route("/diff", shown(diff.page)),
             Route("/uploads", shown(uploads.page)),
             Route("/storage", shown(storage.page)),

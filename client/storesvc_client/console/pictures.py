@@ -18,6 +18,7 @@ from storesvc_client import (
     LeafInfo,
     OpenCheckpoint,
     Tag,
+    WriterReport,
 )
 from storesvc_client._pictures.chunk_map import chunk_map as chunk_map_picture
 from storesvc_client._pictures.layer_bars import changed_shares
@@ -30,6 +31,7 @@ from storesvc_client._pictures.treemap import treemap as treemap_picture
 from storesvc_client._values.plots import plot_of
 from storesvc_client._values.texts import printable
 from storesvc_client.console.leaf_values import LeafValues
+from storesvc_client.console.save_chart import save_chart
 
 _WIDTH: Final = 96
 _HEIGHT: Final = 22
@@ -116,6 +118,14 @@ def heatmap(values: LeafValues) -> Markup | None:
     if found is None or found.means is None or found.minimum is None:
         return None
     return _drawn(found.heatmap().drawing)
+
+
+def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
+    """Returns the phases of a process of a save."""
+    if not writer.timeline:
+        return None
+    label = f"phases of process {writer.writer}"
+    return _drawn(save_chart(writer.timeline, seconds=seconds, label=label))
 
 
 def layer_bars(opened: OpenCheckpoint, found: Diff) -> Markup | None:

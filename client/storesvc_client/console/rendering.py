@@ -72,6 +72,7 @@ class Renderer:
             "plot_url": addresses.plot_url,
             "run_url": addresses.run_url,
             "sections": SECTIONS,
+            "trace_url": addresses.trace_url,
             "tree_url": addresses.tree_url,
         }
 

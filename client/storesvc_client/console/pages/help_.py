@@ -38,6 +38,11 @@ ROWS: Final = tuple(
             "storectl stat NAMESPACE/RUN@STEP:KEY",
         ),
         (
+            "/trace/NAMESPACE/RUN@STEP",
+            "how long each part of a save took",
+            "storectl trace NAMESPACE/RUN@STEP",
+        ),
+        (
             "/diff?a=BEFORE&b=AFTER",
             "two checkpoints compared",
             "storectl diff BEFORE AFTER",

@@ -1,0 +1,47 @@
+"""``/trace/NAMESPACE/RUN@STEP``: how long each part of a save took."""
+
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from storesvc_client import WriterReport
+from storesvc_client.console.addresses import checkpoint_url, command
+from storesvc_client.console.page import Crumb, Page, crumbs_to_run
+from storesvc_client.console.pictures import save_phases
+from storesvc_client.console.visit import Visit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterRow:
+    """A process of a save."""
+
+    report: WriterReport
+    chart: Markup | None
+
+
+def page(visit: Visit) -> Page:
+    """Returns the phases of the processes of a save, the slowest first."""
+    run = visit.run
+    found = run.trace(visit.which)
+    longest = max((writer.seconds for writer in found.writers), default=0.0)
+    writers = sorted(found.writers, key=lambda writer: -writer.seconds)
+    return Page(
+        template="trace.html",
+        title=f"Save of {run.name}@{found.step}",
+        document=found,
+        command=command("trace", f"{run.name}@{visit.which}"),
+        crumbs=(
+            *crumbs_to_run(run.name),
+            Crumb(name=f"@{found.step}", address=checkpoint_url(run.name, found.step)),
+        ),
+        values={
+            "found": found,
+            "writers": [
+                WriterRow(report=writer, chart=save_phases(writer, longest))
+                for writer in writers
+            ],
+            "longest": longest,
+            "sent_bytes": sum(writer.sent_bytes for writer in writers),
+            "reused_bytes": sum(w.total_bytes - w.sent_bytes for w in writers),
+        },
+    )

@@ -260,6 +260,7 @@ def test_the_server_decides_what_a_user_sees_and_changes(tmp_path: Path) -> None
 
         runs = served.text("/")
         run = served.text("/r/prod/open")
+        checkpoint = served.text("/r/prod/open@1")
         denied = agreed(served, "/change/delete?run=prod/open&step=1")
         hidden = served.get("/r/prod/secret")
         me = served.text("/me?in=prod/open")
@@ -269,6 +270,8 @@ def test_the_server_decides_what_a_user_sees_and_changes(tmp_path: Path) -> None
     assert "prod/open" in runs
     assert "secret" not in runs
     assert "latest(1)" in run
+    for html in (run, checkpoint):  # no button of what the server would deny
+        assert {"/change/end-hold"} >= {*re.findall(r"/change/[a-z-]+", html)}
     assert (403, 404) == (denied.status_code, hidden.status_code)
     assert "checkpoints.delete" in denied.text
     assert "checkpoints.read" in me

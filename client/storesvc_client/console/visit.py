@@ -44,6 +44,13 @@ class Visit:
         _, _, text = self.path["name"].partition("@")
         return which_of(text)
 
+    def permissions(self) -> frozenset[str]:
+        """Returns what the user may do on the run of the address.
+
+        A page leaves out the changes that the server would deny; the server decides.
+        """
+        return frozenset(self.client.test_permissions(self.run.name))
+
     @property
     def wants_whole(self) -> bool:
         """True if the page waits for all there is, as its document always does."""

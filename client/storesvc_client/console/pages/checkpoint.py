@@ -34,6 +34,14 @@ LARGE: Final = 20_000
 _PARTS: Final = frozenset({"at", "apart", "from", "match"})
 """Values of the query that ask for a part of the tree."""
 
+_CHANGES: Final = frozenset(
+    {
+        *("tags.set", "tags.delete", "holds.create", "checkpoints.update"),
+        *("checkpoints.pin", "checkpoints.delete"),
+    }
+)
+"""Permissions of the changes of a checkpoint that its page offers."""
+
 _NEAR: Final = 1_000
 """Newest checkpoints among which the neighbours of one are looked for."""
 
@@ -49,6 +57,7 @@ def page(visit: Visit) -> Page:
     found = visit.opened.find(run, visit.which, most=None if is_asked else LARGE)
     checkpoint = found.checkpoint
     path = f"{run.name}@{checkpoint.step}"
+    may = visit.permissions()
     damaged: list[DataLossError] = []
     tags = [
         t for t in run.tags.list(on_damage=damaged.append) if t.uid == checkpoint.uid
@@ -68,6 +77,8 @@ def page(visit: Visit) -> Page:
         crumbs=crumbs_to_run(run.name),
         values={
             "checkpoint": checkpoint,
+            "may": may,
+            "may_change": not _CHANGES.isdisjoint(may),
             "metric": main_metric([checkpoint]),
             "contents": document if opened else None,
             "tags": tags,

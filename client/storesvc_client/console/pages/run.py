@@ -104,6 +104,7 @@ def page(visit: Visit) -> Page:
         values={
             "run": run,
             "info": run.info(),
+            "may": visit.permissions(),
             "is_partial": is_partial,
             "facts": _facts(checkpoints),
             "rows": _rows(checkpoints[start : start + ROWS], tags, holds),

@@ -54,7 +54,8 @@ def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answ
         run = client.run("tests/warned")
         run.save(1, {"x": 1}).result()
         # A deletion in the background would be denied, too.
-        while any(re.search("/staging/|/uploads/.*/", n) for n in gcs.names("bucket")):
+        left = re.compile(f"{re.escape(root)}/.*(/staging/|/uploads/.*/)")
+        while any(left.match(f"gs://bucket/{name}") for name in gcs.names("bucket")):
             time.sleep(0.01)
         before = len(server.log)
         gcs.fault(".", Status(403, message="who are you"), times=ALWAYS)

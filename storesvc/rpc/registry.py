@@ -25,7 +25,7 @@ from storesvc.rpc.holds import HoldCalls
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.permissions import authorize
-from storesvc.rpc.request_limits import check_request
+from storesvc.rpc.request_limits import check_counts, check_size
 from storesvc.rpc.requests import parsed
 from storesvc.rpc.runs import RunCalls
 from storesvc.rpc.security import Security
@@ -129,8 +129,9 @@ def _parsing(rpc: str, method: _Method, kind: type[Message]) -> _Method:
     permissions."""
 
     async def call(data: bytes, context: Context) -> Any:
+        check_size(kind.DESCRIPTOR.full_name, len(data))
         request = parsed(kind, data)
-        check_request(request)
+        check_counts(request)
         await authorize(rpc, request)
         return await method(request, context)
 

@@ -44,10 +44,12 @@ LARGE: Final = frozenset(
         "storesvc.v1.FindChunksRequest",
         "storesvc.v1.WriteChunksRequest",
         "storesvc.v1.FinishWriterRequest",
-        "storesvc.v1.ReadChunksRequest",
     }
 )
 """Requests that may have the maximum size of a message."""
+
+MAX_READ_BYTES: Final = 10 * MAX_READ_CHUNKS + (4 << 10)
+"""Maximum bytes of a ReadChunksRequest: a varint takes ten bytes at most."""
 
 COUNTS: Final = MappingProxyType(
     {
@@ -116,21 +118,26 @@ class _Field(NamedTuple):
     """Message type of the entries; None: it has no repeated fields."""
 
 
-def check_request(request: Message) -> None:
-    """Rejects a request that is larger than any client needs.
+def check_size(request: str, size_bytes: int) -> None:
+    """Rejects a serialized request that is larger than any client needs, before the
+    event loop spends time on parsing it.
+
+    Args:
+        request: Full name of its message.
+        size_bytes: Its size.
 
     Raises:
-        LimitExceededError: It, or a table in it, exceeds a limit.
-        InvalidFieldError: Another field has too many entries.
+        LimitExceededError: It is larger.
     """
-    if request.DESCRIPTOR.full_name not in LARGE:
-        size = request.ByteSize()
-        if size > MAX_SMALL_BYTES:
-            raise LimitExceededError(
-                f"{request.DESCRIPTOR.name}: expected at most {MAX_SMALL_BYTES} bytes, "
-                f"got {size}; send a smaller request"
-            )
-    check_counts(request)
+    if size_bytes <= MAX_SMALL_BYTES or request in LARGE:
+        return
+    is_read = request == "storesvc.v1.ReadChunksRequest"
+    limit_bytes = MAX_READ_BYTES if is_read else MAX_SMALL_BYTES
+    if size_bytes > limit_bytes:
+        raise LimitExceededError(
+            f"{request.rpartition('.')[2]}: expected at most {limit_bytes} bytes, got {size_bytes}; "
+            "send a smaller request"
+        )
 
 
 def check_counts(message: Message, place: str = "") -> None:

@@ -95,6 +95,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._runs = frozenset(runs)
         # Cached, because looking labels up takes longer than counting.
+        self._of_method = cache(self._counts_of_method)
         self._of_call = cache(self._histograms_of_call)
         self._of_request = cache(self._histogram_of_request)
         self._contents: dict[str, RunContents] = {}
@@ -124,8 +125,9 @@ class Metrics:
         """Counts an event."""
         match event:
             case CallStarted():
-                self._started.labels(event.method).inc()
-                self._in_flight.labels(event.method).inc()
+                started, in_flight = self._of_method(event.method)
+                started.inc()
+                in_flight.inc()
             case CallEnded():
                 self._end_call(event)
             case StorageRequested():
@@ -346,6 +348,9 @@ class Metrics:
         for reason in _DENIALS:
             self._denied.labels(reason)
 
+    def _counts_of_method(self, method: str) -> tuple[Counter, Gauge]:
+        return self._started.labels(method), self._in_flight.labels(method)
+
     def _histograms_of_call(
         self, method: str, status: str
     ) -> tuple[Histogram, Histogram, Histogram]:
@@ -362,7 +367,8 @@ class Metrics:
 
     def _end_call(self, event: CallEnded) -> None:
         method, status = event.method, event.status
-        self._in_flight.labels(method).dec()
+        _, in_flight = self._of_method(method)
+        in_flight.dec()
         seconds, received_bytes, sent_bytes = self._of_call(method, status)
         seconds.observe(event.seconds)
         received_bytes.observe(event.received_bytes)

@@ -3,6 +3,7 @@
 import re
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from storesvc_client.errors import StoreError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.support.amplified_requests import all_amplified
+from tests.support.amplified_requests import SERVICES, all_amplified
 from tests.support.contract import Writer
 from tests.support.server_process import ServerProcess
 
@@ -26,6 +27,30 @@ def test_each_repeated_field_of_each_request_has_a_limit() -> None:
     found = {amplified.path[-1].full_name for amplified in AMPLIFIED}
 
     assert found == set(COUNTS)
+
+
+def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    """Parsing would occupy the event loop, and with it all other clients."""
+    server = start_server()
+    unary = [
+        method
+        for service in SERVICES
+        for method in service.methods
+        if not method.client_streaming
+    ]
+
+    with grpc.insecure_channel(server.address) as channel:
+        for method in unary:
+            kind = "unary_stream" if method.server_streaming else "unary_unary"
+            name = f"/{method.containing_service.full_name}/{method.name}"
+            call = getattr(channel, kind)(name)
+            send = partial(call, b"\xff" * (1 << 20), timeout=20)  # no message at all
+            with pytest.raises(grpc.RpcError) as caught:
+                list(send()) if method.server_streaming else send()
+            assert grpc.StatusCode.RESOURCE_EXHAUSTED == caught.value.code(), name
+            assert "expected at most" in (caught.value.details() or "")
 
 
 @pytest.mark.slow

@@ -134,9 +134,10 @@ def check_size(request: str, size_bytes: int) -> None:
     is_read = request == "storesvc.v1.ReadChunksRequest"
     limit_bytes = MAX_READ_BYTES if is_read else MAX_SMALL_BYTES
     if size_bytes > limit_bytes:
+        name = request.rpartition(".")[2]
         raise LimitExceededError(
-            f"{request.rpartition('.')[2]}: expected at most {limit_bytes} bytes, got {size_bytes}; "
-            "send a smaller request"
+            f"{name}: expected at most {limit_bytes} bytes, got {size_bytes}; send a "
+            "smaller request"
         )
 
 

@@ -9,7 +9,6 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
-import storesvc_client as store
 from tests.soak import promises
 from tests.soak.disks import Disk, Survivors, read_log
 from tests.soak.outcomes import Outcome
@@ -28,7 +27,7 @@ def failed_syncs() -> Outcome:
         with watched(Path(empty) / "store") as server:
             server.log_calls()
             server.start()
-            with store.connect(server.address) as client:
+            with server.connect() as client:
                 promises.save(client, 0)
                 kept = {0}
                 for number in count(1):

@@ -24,7 +24,7 @@ def full_disks() -> Outcome:
     with promises.prepared(0) as root, watched(root) as server:
         server.start()
         kept = {0}
-        with store.connect(server.address) as client:
+        with server.connect() as client:
             for all_that_follow in (False, True):
                 for number in count(1):
                     step = max(kept) + 1

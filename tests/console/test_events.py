@@ -76,6 +76,7 @@ def test_a_stream_continues_after_the_last_event_that_was_seen(
     assert f"{run.name}@2" in row
 
 
+@pytest.mark.slow
 def test_too_many_watches_are_refused(own: ServedConsole, client: store.Client) -> None:
     for number in range(33):
         name = f"many/run-{number}"

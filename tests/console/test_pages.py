@@ -129,6 +129,7 @@ def test_hostile_names_are_shown_as_text(console: ServedConsole) -> None:
         assert shown in Elements(console.text(path)).text
 
 
+@pytest.mark.slow
 def test_all_links_lead_somewhere(console: ServedConsole) -> None:
     seen = {path: path for path in PAGES}
     ahead = [*PAGES]
@@ -403,6 +404,7 @@ def test_an_error_names_its_kind_and_its_reason(console: ServedConsole) -> None:
     assert ("NotFoundError", "RUN_NOT_FOUND") == (error["kind"], error["reason"])
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_a_page(
     start_server: Callable[..., ServerProcess],
 ) -> None:

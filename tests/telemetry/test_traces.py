@@ -277,6 +277,7 @@ def test_log_records_in_json_have_the_call_and_its_trace(
         assert one["time"].endswith("Z")
 
 
+@pytest.mark.slow
 def test_a_collector_that_does_not_answer_delays_nothing(tmp_path: Path) -> None:
     with collecting_spans() as slow:
         slow.delay_seconds = 60

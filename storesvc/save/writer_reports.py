@@ -29,6 +29,18 @@ def check_report(report: report_pb2.WriterReport) -> None:
         raise InvalidFieldError(
             f"report.phases: expected at most {MAX_PHASES}, got {len(report.phases)}"
         )
+    if not 0 <= report.sent_bytes <= report.total_bytes:
+        raise InvalidFieldError(
+            f"report.sent_bytes: expected 0 to {report.total_bytes}, which is "
+            f"report.total_bytes, got {report.sent_bytes}"
+        )
+    try:
+        report.start_time.ToDatetime()
+    except ValueError as e:
+        raise InvalidFieldError(
+            f"report.start_time: expected a time of the years 1 to 9999, got "
+            f"{report.start_time.seconds} s since 1970"
+        ) from e
     _check_seconds("report.seconds", report.seconds)
     for at, phase in enumerate(report.phases):
         place = f"report.phases[{at}]"

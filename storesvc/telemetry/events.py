@@ -15,6 +15,7 @@ Example:
     >>> unsubscribe(seen.append)
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -211,6 +212,10 @@ Event: TypeAlias = (
 Subscriber: TypeAlias = Callable[[Event], object]
 
 _subscribers: list[Subscriber] = []
+_failed: set[int] = set()
+"""Subscribers whose failure was logged."""
+
+_log = logging.getLogger(__name__)
 
 
 def subscribe(subscriber: Subscriber) -> None:
@@ -229,9 +234,18 @@ def is_observed() -> bool:
 
 
 def publish(event: Event) -> None:
-    """Passes an event to all subscribers."""
+    """Passes an event to all subscribers.
+
+    The first failure of each is logged. None is raised: a commit must not fail because
+    it cannot be counted.
+    """
     for subscriber in _subscribers:
-        subscriber(event)
+        try:
+            subscriber(event)
+        except Exception:  # noqa: BLE001 - the work that is counted goes on
+            if id(subscriber) not in _failed:
+                _failed.add(id(subscriber))
+                _log.exception("%s failed at %s", subscriber, type(event).__name__)
 
 
 class Span:

@@ -76,7 +76,7 @@ NEEDS = {
     r"-s ckpt\.example|-c lab": "another machine",
     r"^storectl import": "checkpoints of another project; docs/migration.md has them",
 }
-"""What lines of ``sh`` blocks need that a test does not have."""
+"""Lines of ``sh`` blocks that are not run, and what they need that a test lacks."""
 
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))

@@ -41,6 +41,8 @@ def test_a_well_formed_report_is_accepted(
 
 
 CHANGES: dict[str, Callable[[pb.WriterReport], object]] = {
+    "report.sent_bytes": lambda r: setattr(r, "sent_bytes", 1),
+    "report.start_time": lambda r: setattr(r.start_time, "seconds", 1 << 60),
     "report.seconds": lambda r: setattr(r, "seconds", math.nan),
     "report.phases:": lambda r: r.phases.extend([r.phases[0]] * MAX_PHASES),
     "report.phases[0].name": lambda r: setattr(r.phases[0], "name", "a\nb"),

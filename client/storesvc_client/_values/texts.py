@@ -10,6 +10,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, assert_never
 
 if TYPE_CHECKING:
+    from storesvc.format.trees import SavedSharding
     from storesvc_client._values.values import ItemInfo, LeafInfo
 
 ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
@@ -116,3 +117,22 @@ def value_text(kind: str | None, size_bytes: int | None) -> str:
 def sizes_text(sizes: Iterable[int]) -> str:
     """Returns dimensions as text, such as "[256,128]"; "[]" for a scalar."""
     return f"[{','.join(map(str, sizes))}]"
+
+
+def spec_text(sharding: "SavedSharding | None") -> str:
+    """Returns a partition spec as jax prints it, such as P('fsdp', None)."""
+    if sharding is None:
+        return ABSENT
+    axes = (
+        repr(names[0] if len(names) == 1 else names) if names else "None"
+        for names in sharding.spec
+    )
+    return f"P({', '.join(axes)})"
+
+
+def mesh_text(sharding: "SavedSharding | None") -> str:
+    """Returns the axes of a mesh and their sizes, such as "fsdp=16 tp=2"."""
+    if sharding is None:
+        return ABSENT
+    axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
+    return " ".join(f"{name}={size}" for name, size in axes) or ABSENT

@@ -8,19 +8,16 @@ checkpoint holds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from storesvc_client._values.leaf_tree import Group, Node, groups
 from storesvc_client._values.texts import (
-    ABSENT,
     count_text,
     dtype_text,
     shape_text,
     size_text,
+    spec_text,
 )
-
-if TYPE_CHECKING:
-    from storesvc.format.trees import SavedSharding
 
 LEVEL: Final = 200
 """Maximum rows of one level on a page."""
@@ -184,22 +181,3 @@ def _joined(prefix: str, node: Node) -> str:
 
 def _parts(prefix: str) -> tuple[str, ...]:
     return tuple(prefix.split("/")) if prefix else ()
-
-
-def spec_text(sharding: "SavedSharding | None") -> str:
-    """Returns a partition spec as jax prints it, such as P('fsdp', None)."""
-    if sharding is None:
-        return ABSENT
-    axes = (
-        repr(names[0] if len(names) == 1 else names) if names else "None"
-        for names in sharding.spec
-    )
-    return f"P({', '.join(axes)})"
-
-
-def mesh_text(sharding: "SavedSharding | None") -> str:
-    """Returns the axes of a mesh and their sizes, such as "fsdp=16 tp=2"."""
-    if sharding is None:
-        return ABSENT
-    axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
-    return " ".join(f"{name}={size}" for name, size in axes) or ABSENT

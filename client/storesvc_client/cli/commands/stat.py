@@ -6,15 +6,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from storesvc_client._values.checkpoint_documents import (
+    base_step_of,
+    checkpoint_document,
+    chunk_grid,
+    contents,
+    leaf_document,
+)
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
     dtype_text,
+    mesh_text,
     pairs_text,
     printable,
     shape_text,
     size_text,
     sizes_text,
+    spec_text,
     time_text,
 )
 from storesvc_client.cli.arguments import (
@@ -37,11 +46,9 @@ from storesvc_client.cli.paths import (
 
 if TYPE_CHECKING:
     from storesvc.format.names import Which
-    from storesvc.format.trees import SavedSharding
     from storesvc_client import (
         Checkpoint,
         ForeignCheckpoint,
-        LeafInfo,
         OpenCheckpoint,
         Run,
         Tag,
@@ -104,14 +111,11 @@ def stat(
 
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
     checkpoint, opened = _found(run, which)
-    contents = {} if opened is None else _contents(opened)
     tagged = [tag for tag in run.tags.list() if tag.uid == checkpoint.uid]
-    tags = [tag.name for tag in tagged]
-    base_step = _base_step(run, checkpoint)
-    shared_bytes = checkpoint.stored_bytes - checkpoint.own_bytes
+    base_step = base_step_of(run, checkpoint)
+    document = checkpoint_document(checkpoint, opened, tags=tagged, base_step=base_step)
     if as_json:
-        uses = {"tags": tags, "base_step": base_step, "shared_bytes": shared_bytes}
-        print_json(json_value(checkpoint) | uses | contents)
+        print_json(document)
         return
     fields: dict[str, str | Sequence[str]] = {
         "uid": checkpoint.uid,
@@ -122,11 +126,11 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "size": _exact_size(checkpoint.size_bytes),
         "stored": _exact_size(checkpoint.stored_bytes),
         "own": _exact_size(checkpoint.own_bytes),
-        "shared": _exact_size(shared_bytes),
+        "shared": _exact_size(document["shared_bytes"]),
         "base": ABSENT if base_step is None else f"{run.name}@{base_step}",
         "leaves": f"{checkpoint.leaf_count:,}",
         "chunks": f"{checkpoint.chunk_count:,}",
-        **_contents_fields(contents),
+        **({} if opened is None else _contents_fields(document)),
         "tags": ", ".join(map(_tag_text, tagged)) or ABSENT,
         "pinned": "yes" if checkpoint.pinned else "no",
         "metrics": pairs_text(checkpoint.metrics),
@@ -137,9 +141,9 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
 
 def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
     """Prints a checkpoint of another project."""
-    info, contents = opened.info, _contents(opened)
+    info, held = opened.info, contents(opened)
     if as_json:
-        print_json(json_value(info) | contents)
+        print_json(json_value(info) | held)
         return
     fields = {
         "location": info.url,
@@ -148,7 +152,7 @@ def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
         "leaves": f"{info.leaf_count:,}",
         "chunks": f"{info.chunk_count:,}",
         "checksums": "of all elements" if info.is_verified else "none: unverified",
-        **_contents_fields(contents),
+        **_contents_fields(held),
         "metrics": pairs_text(info.metrics),
         "labels": pairs_text(info.labels),
     }
@@ -173,17 +177,6 @@ def _found(
     return opened.info, opened
 
 
-def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
-    """Returns the step whose chunks it may share; None if there is none, or if the
-    record of its upload is gone."""
-    from storesvc_client import NotFoundError
-
-    try:
-        return run.uploads.get(checkpoint.uid).base_step
-    except NotFoundError:  # its upload is forgotten
-        return None
-
-
 def _tag_text(tag: "Tag") -> str:
     return f"{tag.name} (by {tag.principal})" if tag.principal else tag.name
 
@@ -202,26 +195,13 @@ def _deletion_fields(checkpoint: "Checkpoint") -> dict[str, str]:
     return {name: time_text(time) for name, time in times.items() if time}
 
 
-def _contents(opened: "OpenCheckpoint | ForeignCheckpoint") -> dict[str, Any]:
-    leaves = opened.leaves.values()
+def _contents_fields(held: Mapping[str, Any]) -> "dict[str, str | Sequence[str]]":
     return {
-        "kinds": Counter(leaf.kind for leaf in leaves),
-        "dtypes": Counter(map(dtype_text, leaves)),
-        "meshes": sorted({_mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
-        "model": _model(opened.document),
-        "items": [json_value(opened.items.info(name)) for name in opened.items],
-    }
-
-
-def _contents_fields(contents: Mapping[str, Any]) -> "dict[str, str | Sequence[str]]":
-    if not contents:
-        return {}
-    return {
-        "kinds": _counts_text(contents["kinds"]),
-        "dtypes": _counts_text(contents["dtypes"]),
-        "saved on": "; ".join(contents["meshes"]) or ABSENT,
-        "model": _model_text(contents["model"]),
-        "items": _item_lines(contents["items"]),
+        "kinds": _counts_text(held["kinds"]),
+        "dtypes": _counts_text(held["dtypes"]),
+        "saved on": "; ".join(held["meshes"]) or ABSENT,
+        "model": _model_text(held["model"]),
+        "items": _item_lines(held["items"]),
     }
 
 
@@ -237,16 +217,6 @@ def _item_text(item: Mapping[str, Any]) -> str:
     return f"{item['name']} ({count}{item['kind']}, {size_text(item['size_bytes'])})"
 
 
-def _model(structure: bytes) -> dict[str, Any] | None:
-    """Returns the model that a checkpoint describes; None without a description."""
-    if not structure:
-        return None
-    from storesvc_client._values.documents import unpack_document
-
-    fields = unpack_document(structure)
-    return {name: fields.get(name) for name in ("model", "versions", "config")}
-
-
 def _model_text(model: dict[str, Any] | None) -> str:
     if model is None:
         return ABSENT
@@ -257,9 +227,9 @@ def _model_text(model: dict[str, Any] | None) -> str:
 
 def _print_leaf(selection: Selection, *, as_json: bool) -> None:
     (leaf,) = selection.leaves
-    grid = _grid(leaf)
+    grid = chunk_grid(leaf)
     if as_json:
-        print_json(json_value(leaf) | {"chunk_grid": grid})
+        print_json(leaf_document(leaf))
         return
     stored = {"stored as": leaf.dtype + sizes_text(leaf.shape)}
     fields = {
@@ -270,18 +240,10 @@ def _print_leaf(selection: Selection, *, as_json: bool) -> None:
         "size": _exact_size(leaf.size_bytes),
         "chunk shape": sizes_text(leaf.chunk_shape),
         "chunk grid": f"{sizes_text(grid)}, {count_text(leaf.chunk_count, 'chunk')}",
-        "saved on": _mesh_text(leaf.sharding),
-        "sharding": _spec_text(leaf.sharding),
+        "saved on": mesh_text(leaf.sharding),
+        "sharding": spec_text(leaf.sharding),
     }
     print_fields(f"{selection.checkpoint}:{leaf.key}", fields.items())
-
-
-def _grid(leaf: "LeafInfo") -> list[int]:
-    """Returns the number of chunks along each dimension."""
-    return [
-        -(-size // chunk)
-        for size, chunk in zip(leaf.shape, leaf.chunk_shape, strict=True)
-    ]
 
 
 def _exact_size(size_bytes: int) -> str:
@@ -293,21 +255,3 @@ def _exact_size(size_bytes: int) -> str:
 def _counts_text(counts: Mapping[str, int]) -> str:
     ordered = Counter(counts).most_common()
     return ", ".join(f"{count:,} {name}" for name, count in ordered) or ABSENT
-
-
-def _mesh_text(sharding: "SavedSharding | None") -> str:
-    if sharding is None:
-        return ABSENT
-    axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
-    return " ".join(f"{name}={size}" for name, size in axes) or ABSENT
-
-
-def _spec_text(sharding: "SavedSharding | None") -> str:
-    """Returns the partition spec as jax prints it, such as P('fsdp', None)."""
-    if sharding is None:
-        return ABSENT
-    axes = (
-        repr(names[0] if len(names) == 1 else names) if names else "None"
-        for names in sharding.spec
-    )
-    return f"P({', '.join(axes)})"

@@ -11,10 +11,13 @@ from storesvc_client import (
     LeafInfo,
     Run,
 )
+from storesvc_client._values.checkpoint_documents import (
+    base_step_of,
+    checkpoint_document,
+)
 from storesvc_client._values.key_patterns import matching_keys
-from storesvc_client._values.texts import dtype_text, shape_text, size_text
+from storesvc_client._values.texts import dtype_text, shape_text, size_text, spec_text
 from storesvc_client.console.addresses import command
-from storesvc_client.console.documents import base_step_of, checkpoint_document
 from storesvc_client.console.opened import Content, Found
 from storesvc_client.console.page import Page, crumbs_to_run
 from storesvc_client.console.pages.runs import main_metric
@@ -24,7 +27,6 @@ from storesvc_client.console.tree_rows import (
     Row,
     level,
     opened_rows,
-    spec_text,
 )
 from storesvc_client.console.visit import Visit
 

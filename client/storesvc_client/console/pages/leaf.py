@@ -5,10 +5,16 @@ from dataclasses import replace
 from typing import Literal
 
 from storesvc_client import LeafInfo, NotFoundError, OpenCheckpoint
+from storesvc_client._values.checkpoint_documents import chunk_grid, leaf_document
 from storesvc_client._values.key_patterns import keys_below, nearest_keys
-from storesvc_client._values.texts import dtype_text, shape_text, sizes_text
+from storesvc_client._values.texts import (
+    dtype_text,
+    mesh_text,
+    shape_text,
+    sizes_text,
+    spec_text,
+)
 from storesvc_client.console.addresses import checkpoint_url, command
-from storesvc_client.console.documents import chunk_grid, leaf_document
 from storesvc_client.console.leaf_values import READ_BYTES, is_readable
 from storesvc_client.console.page import Crumb, Page, crumbs_to_run
 from storesvc_client.console.pages import checkpoint
@@ -18,7 +24,6 @@ from storesvc_client.console.pictures import (
     histogram,
     sharding_grid,
 )
-from storesvc_client.console.tree_rows import mesh_text, spec_text
 from storesvc_client.console.visit import Visit
 
 

@@ -1,26 +1,29 @@
-"""Documents of checkpoints and leaves, as ``storectl stat --json`` prints them."""
+"""Documents of checkpoints and leaves, as ``storectl stat --json`` and the console show
+them."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from storesvc_client import (
-    Checkpoint,
-    LeafInfo,
-    NotFoundError,
-    OpenCheckpoint,
-    Run,
-    Tag,
-)
 from storesvc_client._values.json_values import json_value
-from storesvc_client._values.texts import ABSENT, dtype_text
-from storesvc_client.console.tree_rows import mesh_text
+from storesvc_client._values.texts import ABSENT, dtype_text, mesh_text
+
+if TYPE_CHECKING:
+    from storesvc_client import (
+        Checkpoint,
+        ForeignCheckpoint,
+        LeafInfo,
+        OpenCheckpoint,
+        Run,
+        Tag,
+    )
 
 
 def checkpoint_document(
-    checkpoint: Checkpoint,
-    opened: OpenCheckpoint | None,
+    checkpoint: "Checkpoint",
+    opened: "OpenCheckpoint | None",
     *,
-    tags: list[Tag],
+    tags: "Sequence[Tag]",
     base_step: int | None,
 ) -> dict[str, Any]:
     """Returns the document of a checkpoint; without contents if it is deleted."""
@@ -33,8 +36,8 @@ def checkpoint_document(
     return document if opened is None else document | contents(opened)
 
 
-def contents(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Returns what the leaves and the items of a checkpoint are."""
+def contents(opened: "OpenCheckpoint | ForeignCheckpoint") -> dict[str, Any]:
+    """Returns the kinds, dtypes and meshes of the leaves, the model and the items."""
     leaves = opened.leaves.values()
     return {
         "kinds": Counter(leaf.kind for leaf in leaves),
@@ -45,21 +48,25 @@ def contents(opened: OpenCheckpoint) -> dict[str, Any]:
     }
 
 
-def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
+def leaf_document(leaf: "LeafInfo") -> dict[str, Any]:
     """Returns the document of a leaf."""
     document: dict[str, Any] = json_value(leaf)
     return document | {"chunk_grid": chunk_grid(leaf)}
 
 
-def chunk_grid(leaf: LeafInfo) -> list[int]:
+def chunk_grid(leaf: "LeafInfo") -> list[int]:
     """Returns the number of chunks along each dimension."""
     pairs = zip(leaf.shape, leaf.chunk_shape, strict=True)
     return [-(-size // chunk) for size, chunk in pairs]
 
 
-def base_step_of(run: Run, checkpoint: Checkpoint) -> int | None:
+def base_step_of(run: "Run", checkpoint: "Checkpoint") -> int | None:
     """Returns the step whose chunks a checkpoint may share; None if there is none, or
     if the record of its upload is gone."""
+    from storesvc_client.errors import (
+        NotFoundError,  # loads gRPC, which --help need not
+    )
+
     try:
         return run.uploads.get(checkpoint.uid).base_step
     except NotFoundError:

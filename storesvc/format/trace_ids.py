@@ -14,7 +14,7 @@ Example:
 import re
 from typing import NamedTuple
 
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 
 
@@ -31,7 +31,8 @@ def trace_of_upload(upload: str) -> TraceIds | None:
 
 
 def parse_traceparent(text: str) -> TraceIds | None:
-    """Returns the ids of a ``traceparent``; None if it is malformed."""
+    """Returns the ids of a ``traceparent``; None if it is malformed, or if its last bit
+    states that the trace is not sampled."""
     found = _TRACEPARENT.fullmatch(text)
     return _valid(*found.groups()) if found else None
 

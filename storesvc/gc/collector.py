@@ -44,7 +44,13 @@ from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.references import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
 from storesvc.storage.bucket import Bucket
-from storesvc.telemetry.events import RunCollected, RunContents, Span, publish
+from storesvc.telemetry.events import (
+    RetentionApplied,
+    RunCollected,
+    RunContents,
+    Span,
+    publish,
+)
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """Minimum time since something lost its use, for readers without a hold."""
@@ -71,6 +77,8 @@ class Progress:
     """Reason why something was left for the next pass; "": nothing was."""
     is_unavailable: bool = False
     """True if the reason is a storage that did not answer or denied access."""
+    is_failed: bool = False
+    """True if an error ended the pass."""
 
     def after(self, expirations: Expirations) -> "Progress":
         """Returns the progress after steps 1 to 3."""
@@ -87,6 +95,7 @@ class Progress:
         return replace(
             self,
             postponed=str(error),
+            is_failed=True,
             is_unavailable=isinstance(
                 error, StorageDeniedError | StorageUnavailableError
             ),
@@ -215,7 +224,8 @@ class Collector:
             await self._reserve.put_back()
         except StoreError as e:
             progress = progress.failed(e)
-        publish(_event(progress, contents, span))
+        finally:  # a pass that is cancelled has deleted something, too
+            publish(_event(progress, contents, span))
         await reach(Failpoint.COLLECT_BEFORE_REPLY)
         yield replace(progress, is_done=True)
 
@@ -242,7 +252,9 @@ class Collector:
 
     async def retain(self, run: RunName) -> None:
         """Applies only the retention policy of a run, if it has one."""
-        await self._expiry.retain(run)
+        outcomes = await self._expiry.retain(run)
+        deleted = sum(not outcome.kept for outcome in outcomes)
+        publish(RetentionApplied(run=str(run), deleted_checkpoints=deleted))
 
     async def trim(self, namespaces: Iterable[str]) -> None:
         """Deletes the oldest announcements of the journals of namespaces."""
@@ -261,6 +273,6 @@ def _event(
         deleted_checkpoints=progress.deleted_checkpoints,
         purged_checkpoints=progress.purged_checkpoints,
         deleted_objects=progress.deleted_objects,
-        is_unavailable=progress.is_unavailable,
+        is_failed=progress.is_failed,
         contents=contents,
     )

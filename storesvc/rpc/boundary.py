@@ -33,6 +33,7 @@ from storesvc.quota.quotas import namespace_of
 from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.rpc.status import abort, note_status
 from storesvc.storage.log_throttle import LogThrottle
+from storesvc.telemetry.events import BugFound, publish
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
 """Maximum bytes of a message in either direction: gRPC's default."""
@@ -146,6 +147,7 @@ async def _translated(context: Context) -> AsyncIterator[None]:
         bug = uuid.uuid4().hex[:8]
         _log.exception("bug %s", bug)
         note_status(grpc.StatusCode.INTERNAL, "")
+        publish(BugFound())
         await context.abort(
             grpc.StatusCode.INTERNAL,
             f"a bug of the server, {bug} in its log; please report it",

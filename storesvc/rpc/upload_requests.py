@@ -98,6 +98,9 @@ def writer_report(
     """
     if not opening.HasField("report"):
         return None
+    # What this release does not know is not kept either: the record of the checkpoint
+    # would grow by it.
+    opening.report.DiscardUnknownFields()
     requests.checked_owner("report.owner", opening.report.owner)
     check_report(opening.report)
     return opening.report

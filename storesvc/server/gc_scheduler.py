@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
@@ -25,7 +25,12 @@ from storesvc.format.names import RunName
 from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.store import Store
-from storesvc.telemetry.events import Span, StoreCollected, publish
+from storesvc.telemetry.events import (
+    CollectorChanged,
+    Span,
+    StoreCollected,
+    publish,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)
@@ -142,6 +147,8 @@ async def _collect_periodically(
         with _logged("a pass over all runs"):
             if await lease.take():
                 await _collect_all(store, lease)
+            else:
+                publish(CollectorChanged())
 
 
 async def _collect_all(store: Store, lease: Lease) -> None:
@@ -149,16 +156,16 @@ async def _collect_all(store: Store, lease: Lease) -> None:
     renewal, span = asyncio.create_task(lease.keep()), Span()
     try:
         runs = await store.catalog.run_names(None)
-        is_complete = await _collect_each(store, runs)
+        ended = await _collect_each(store, runs)
         publish(
             StoreCollected(
                 start=span.start,
                 seconds=span.seconds,
                 runs=tuple(map(str, runs)),
-                is_complete=is_complete,
+                is_complete=not (ended.is_abandoned or ended.failed_runs),
             )
         )
-        if not is_complete:
+        if ended.is_abandoned:
             return
         for namespace in sorted({run.namespace for run in runs}):
             with _logged(f"the trimming of the journal of {namespace}"):
@@ -168,24 +175,37 @@ async def _collect_all(store: Store, lease: Lease) -> None:
         await asyncio.gather(renewal, return_exceptions=True)
 
 
-async def _collect_each(store: Store, runs: Sequence[RunName]) -> bool:
-    """Collects runs one after another; returns False if the pass was abandoned because
-    the storage is unavailable."""
-    failures = FailureLimit()
+class _Pass(NamedTuple):
+    """The end of a pass over all runs."""
+
+    failed_runs: int
+    is_abandoned: bool
+    """True if runs were left because the storage is unavailable."""
+
+
+async def _collect_each(store: Store, runs: Sequence[RunName]) -> _Pass:
+    """Collects runs one after another."""
+    failures, failed_runs = FailureLimit(), 0
     for run in runs:
+        is_collected = False
         with _logged(f"the collection of {run}"):
-            await _collect(store, run, failures)
+            is_collected = await _collect(store, run, failures)
+        failed_runs += not is_collected
         if failures.is_reached:
             _log.warning("a pass over all runs was abandoned at %s", run)
-            return False
-    return True
+            return _Pass(failed_runs, is_abandoned=True)
+    return _Pass(failed_runs, is_abandoned=False)
 
 
-async def _collect(store: Store, run: RunName, failures: FailureLimit) -> None:
+async def _collect(store: Store, run: RunName, failures: FailureLimit) -> bool:
+    """Collects a run; returns False if that failed."""
+    is_failed = False
     async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
         failures.record(progress)
+        is_failed = is_failed or progress.is_failed
         if progress.is_done:
             _log.debug("%s", progress)
+    return not is_failed
 
 
 async def _apply_retention_after_commits(store: Store) -> None:

@@ -161,8 +161,8 @@ class RunCollected:
     deleted_checkpoints: int
     purged_checkpoints: int
     deleted_objects: int
-    is_unavailable: bool
-    """True if the storage did not answer or denied access."""
+    is_failed: bool
+    """True if an error ended the pass over this run."""
     contents: RunContents | None
     """Contents of the run before the pass; None: it could not be read."""
 
@@ -176,7 +176,25 @@ class StoreCollected:
     runs: tuple[str, ...]
     """All runs of the store."""
     is_complete: bool
-    """False if the pass was abandoned because the storage is unavailable."""
+    """True if no run failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorChanged:
+    """Another server collects the garbage of the store now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionApplied:
+    """The retention policy of a run was applied after a commit."""
+
+    run: str
+    deleted_checkpoints: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BugFound:
+    """A call failed with an exception that is a bug."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +223,9 @@ Event: TypeAlias = (
     | Waited
     | RunCollected
     | StoreCollected
+    | CollectorChanged
+    | RetentionApplied
+    | BugFound
     | DamageFound
     | AuditFailed
 )

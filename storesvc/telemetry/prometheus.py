@@ -34,12 +34,15 @@ from prometheus_client import (
 
 from storesvc.telemetry.events import (
     AuditFailed,
+    BugFound,
     CallEnded,
     CallStarted,
     ChunksMoved,
+    CollectorChanged,
     Committed,
     DamageFound,
     Event,
+    RetentionApplied,
     Retried,
     RunCollected,
     RunContents,
@@ -79,6 +82,13 @@ _DENIALS: Final = frozenset(
 """Reasons of calls that were rejected because of their caller."""
 
 
+_COMMIT_REASONS: Final = (
+    *("CHECKPOINT_EXISTS", "CHUNKS_INCOMPLETE", "CONFLICT", "CORRUPT_DATA"),
+    *("STORAGE_DENIED", "STORAGE_FULL", "STORAGE_UNAVAILABLE", "UPLOAD_NOT_FOUND"),
+    *("UPLOAD_SUPERSEDED", "WRITER_UNFINISHED"),
+)
+"""Reasons for which a commit usually fails."""
+
 _DAMAGES: Final = ("missing", "checksum", "digest", "key_space", "file_table")
 """``Damage.Kind`` of the contract."""
 
@@ -98,6 +108,8 @@ class Metrics:
         self._of_method = cache(self._counts_of_method)
         self._of_call = cache(self._histograms_of_call)
         self._of_request = cache(self._histogram_of_request)
+        self._newest_of: dict[str, float] = {}
+        """Time of the newest commit of each of these runs."""
         self._contents: dict[str, RunContents] = {}
         """Contents of each run at its last collection."""
         PlatformCollector(self.registry)
@@ -149,6 +161,12 @@ class Metrics:
                 self._collect_run(event)
             case StoreCollected():
                 self._collect_store(event)
+            case CollectorChanged():
+                self._forget_contents()
+            case RetentionApplied():
+                self._ended.labels("checkpoint deleted").inc(event.deleted_checkpoints)
+            case BugFound():
+                self._bugs.inc()
             case DamageFound():
                 self._damage.labels(event.kind).inc()
             case AuditFailed():
@@ -212,6 +230,10 @@ class Metrics:
             "storesvc_auth_denied_total",
             "Calls that were rejected because of their caller.",
             "reason",
+        )
+        self._bugs = self._counter(
+            "storesvc_bugs_total",
+            "Calls that failed because of a bug of the server.",
         )
         self._waits = self._histogram(
             "storesvc_queue_wait_seconds",
@@ -325,11 +347,16 @@ class Metrics:
         self._oldest_upload = self._gauge(
             "storesvc_uploads_oldest_seconds", f"Age of the oldest open upload {place}."
         )
+        self._forget_contents()
+
+    def _forget_contents(self) -> None:
+        """Sets the contents of the store to unknown: this server has not collected
+        yet, or another one does now."""
         for gauge in (
             *(self._runs_count, self._checkpoints, self._logical_bytes),
             *(self._stored_bytes, self._uploads_open, self._oldest_upload),
         ):
-            gauge.set(math.nan)  # not known before the first collection
+            gauge.set(math.nan)
 
     def _make_known(self) -> None:
         """Begins the series whose labels are known at 0, since a counter that begins at
@@ -343,7 +370,9 @@ class Metrics:
         for operation in ("read", "write", "change"):
             for how in ("hedge", "retry"):
                 self._retries.labels(operation, how)
-        for result in ("complete", "abandoned"):
+        for reason in _COMMIT_REASONS:
+            self._commit_failures.labels(reason)
+        for result in ("complete", "incomplete"):
             self._passes.labels(result)
         for reason in _DENIALS:
             self._denied.labels(reason)
@@ -389,7 +418,9 @@ class Metrics:
         self._see_newest(event.run, event.start + event.seconds)
 
     def _see_newest(self, run: str, commit_time: float) -> None:
-        if run in self._runs and commit_time:
+        # A pass reports what it read when it began: a commit may be newer.
+        if run in self._runs and commit_time > self._newest_of.get(run, 0.0):
+            self._newest_of[run] = commit_time
             self._newest.labels(*run.split("/", 1)).set(commit_time)
 
     def _collect_run(self, event: RunCollected) -> None:
@@ -402,7 +433,7 @@ class Metrics:
             self._see_newest(event.run, event.contents.newest_commit)
 
     def _collect_store(self, event: StoreCollected) -> None:
-        self._passes.labels("complete" if event.is_complete else "abandoned").inc()
+        self._passes.labels("complete" if event.is_complete else "incomplete").inc()
         self._pass_durations.observe(event.seconds)
         if event.is_complete:
             self._last_success.set(event.start + event.seconds)

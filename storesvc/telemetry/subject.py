@@ -7,6 +7,9 @@ Example:
 
 from typing import Final
 
+MAX_CHARACTERS: Final = 1000
+"""Maximum length of a name: requests are measured before they are checked."""
+
 _KEYS: Final = {
     "checkpoints": "step",
     "uploads": "upload",
@@ -17,7 +20,9 @@ _KEYS: Final = {
 
 def subject_of(name: str) -> dict[str, str]:
     """Returns the parts of a resource name for logs and spans; empty for other
-    texts."""
+    texts, and for names that are longer than any."""
+    if len(name) > MAX_CHARACTERS:
+        return {}
     match name.split("/"):
         case ["namespaces", namespace]:
             return {"namespace": namespace}

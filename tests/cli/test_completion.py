@@ -300,6 +300,8 @@ def test_the_word_at_the_cursor_is_the_one_that_readline_replaces(
         ("a'b", "'", None),
         ("a b", "'", "a b"),
         ('a"$b`', '"', 'a\\"\\$b\\`'),
+        ("a!", '"', None),
+        ("a!", "", "a\\!"),
     ],
 )
 def test_a_value_is_typed_as_its_quotes_require(

@@ -206,13 +206,18 @@ def test_operators_compare_as_numbers_do(value: float, wanted: float) -> None:
         ("1K", 1000),
         ("1Ki", 1024),
         ("1 TiB", 2**40),
+        ("1_000", 1000),
+        ("9007199254740993", 9007199254740993),
     ],
 )
 def test_a_size_has_a_unit_of_powers_of_1000_or_1024(text: str, expected: int) -> None:
     assert expected == parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1iB", "-1", "1.5.1", "1GB2", "0x10"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "1iB", "-1", "1.5.1", "1GB2", "0x10", "1_", "1__0MB", "9" * 400],
+)
 def test_other_texts_are_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size"):
         parse_size(text)
@@ -239,10 +244,11 @@ def test_records_without_a_number_come_last_in_both_directions() -> None:
 
 
 def test_labels_are_sorted_as_numbers_before_texts() -> None:
-    labels = {1: "10", 2: "9", 3: "run10", 4: "run9", 5: "1e0"}
+    labels = {1: "10", 2: "9", 3: "run10", 4: "run9", 5: "1e0", 6: "nan"}
     records = [record(step=step, labels={"x": text}) for step, text in labels.items()]
 
-    assert [5, 2, 1, 4, 3] == steps_by("x", records)
+    assert [5, 2, 1, 4, 3, 6] == steps_by("x", records)
+    assert [3, 4, 1, 2, 5, 6] == steps_by("-x", records)
 
 
 def test_the_oldest_has_the_greatest_age() -> None:

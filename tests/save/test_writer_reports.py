@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
+from storesvc.rpc.upload_requests import writer_report
 from storesvc.save.writer_reports import (
     MAX_PHASES,
     MAX_WRITERS,
@@ -15,6 +16,7 @@ from storesvc.save.writer_reports import (
     longest,
 )
 from storesvc_proto.v1 import report_pb2 as pb
+from storesvc_proto.v1 import upload_service_pb2 as api
 
 seconds = st.floats(0, 1e6, width=32)
 
@@ -90,3 +92,17 @@ def test_the_writers_that_took_longest_are_kept_in_their_order(
     left = [one for one in reports if one not in kept]
     if left:
         assert min(k.seconds for k in kept) >= max(one.seconds for one in left)
+
+
+def test_fields_that_this_release_does_not_know_are_not_kept() -> None:
+    unknown = b"\xa2\x06\x04abcd"  # field 100
+    report = pb.WriterReport.FromString(a_report().SerializeToString() + unknown)
+    report.phases[0].MergeFromString(unknown)
+    report.start_time.MergeFromString(unknown)
+    request = api.FinishWriterRequest(report=report)
+    assert b"abcd" in request.SerializeToString()
+
+    kept = writer_report(request)
+
+    assert kept is not None
+    assert b"abcd" not in kept.SerializeToString()

@@ -7,6 +7,7 @@ A path is completed part by part, up to the first part that the command does not
 a namespace, a run, a step or tag, the parts of a leaf key.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -34,6 +35,9 @@ ENOUGH: Final = 2.0
 
 _NEWEST: Final = 100
 """Checkpoints whose metrics and labels are candidates: a page of the server."""
+
+_NAME: Final = re.compile(r"""[^\s&|~()<>=!'"]+""")
+"""Name that needs no quotes of the language of --where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +97,27 @@ def context_names(_context: click.Context, _text: str) -> Iterator[Candidate]:
         yield Candidate(value=name)
 
 
-def fields(context: click.Context, _text: str) -> Iterator[Candidate]:
+def fields(context: click.Context, text: str) -> Iterator[Candidate]:
     """Yields the fields of the records at the argument ``path``, and the metrics and
-    labels of the newest checkpoints."""
+    labels of the newest checkpoints; each after "-" if the text begins with it."""
     from storesvc_client.cli.records.fields import schema_of
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value
         path = parse_path(context.args[0])
     schema = schema_of(path, deleted=bool(context.params.get("deleted")))
-    names = dict.fromkeys(schema.fields)
-    if isinstance(path, RunPath) and not is_foreign(path.run):
-        with _connection(context).open() as client:
-            for newest in islice(client.run(path.run).checkpoints(), _NEWEST):
-                names |= dict.fromkeys((*newest.metrics, *newest.labels))
-    for name in names:
-        yield Candidate(value=name)
+    seen, sign = set(schema.fields), "-" if text.startswith("-") else ""
+    for name in schema.fields:
+        yield Candidate(value=sign + name)
+    if not isinstance(path, RunPath) or is_foreign(path.run):
+        return
+    with _connection(context).open() as client:
+        run = client.run(path.run)
+        for newest in islice(run.checkpoints(on_damage=lambda _: None), _NEWEST):
+            for name in (*newest.metrics, *newest.labels):
+                if name not in seen and _NAME.fullmatch(name):
+                    seen.add(name)
+                    yield Candidate(value=sign + name)
 
 
 def completed(
@@ -168,14 +177,17 @@ class _Reader:
         return self._namespaces()
 
     def _namespaces(self) -> Iterator[Candidate]:
-        seen = {run.name.partition("/")[0] for run in self._client.runs()}
+        seen = set[str]()
         is_part = self._rule.most > Part.NAMESPACE
-        for name in sorted(seen):
-            yield Candidate(value=f"{name}/" if is_part else name, is_part=is_part)
+        for run in self._client.runs(on_damage=lambda _: None):
+            name = run.name.partition("/")[0]
+            if name not in seen:  # at once: the shell waits for a short time only
+                seen.add(name)
+                yield Candidate(value=f"{name}/" if is_part else name, is_part=is_part)
 
     def _runs(self, namespace: str) -> Iterator[Candidate]:
         ending = "@" if self._rule.least > Part.RUN else ""
-        for run in self._client.runs(namespace):
+        for run in self._client.runs(namespace, on_damage=lambda _: None):
             yield Candidate(
                 value=f"{run.name}{ending}", is_part=self._rule.most > Part.RUN
             )
@@ -193,7 +205,8 @@ class _Reader:
             yield LATEST, None
             for tag in tags:
                 yield tag.name, f"step {tag.step}"
-        for checkpoint in run.checkpoints(deleted=self._rule.which is Which.DELETED):
+        deleted = self._rule.which is Which.DELETED
+        for checkpoint in run.checkpoints(deleted=deleted, on_damage=lambda _: None):
             yield str(checkpoint.step), _note(checkpoint)
 
     def _keys(self, name: str, which: str, text: str) -> Iterator[Candidate]:

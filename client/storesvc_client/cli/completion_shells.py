@@ -26,7 +26,7 @@ _PLAIN: Final = frozenset(
 )
 """Characters that no shell changes."""
 
-_SPECIAL_IN_DOUBLE_QUOTES: Final = frozenset('"$`\\!')
+_SPECIAL_IN_DOUBLE_QUOTES: Final = frozenset('"$`\\')
 
 
 def prepare(instruction: str) -> None:
@@ -95,6 +95,8 @@ def quoted(value: str, quote: str) -> str | None:
         case "'":
             return None if "'" in value else value
         case '"':
+            if "!" in value:  # bash keeps a backslash before it
+                return None
             special = _SPECIAL_IN_DOUBLE_QUOTES
             return "".join(f"\\{c}" if c in special else c for c in value)
         case _:

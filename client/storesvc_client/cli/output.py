@@ -126,7 +126,7 @@ def print_json(value: object) -> None:
 
 def print_note(text: str) -> None:
     """Prints a remark on stderr, so that it does not enter a pipe."""
-    click.echo(f"storectl: {text}", err=True)
+    click.echo(f"storectl: {printable(text)}", err=True)
 
 
 def report(errors: "Sequence[DataLossError]") -> None:
@@ -154,6 +154,7 @@ class Listing(Generic[_Item]):
         as_json: bool,
         limit: int | None = None,
         damaged: "Sequence[DataLossError]" = (),
+        is_selection: bool = False,
         absence: Callable[[], str] | None = None,
     ) -> None:
         """Prints the items; notes on stderr what it leaves out.
@@ -162,6 +163,8 @@ class Listing(Generic[_Item]):
             items: Items to print.
             as_json: Whether to print JSON.
             limit: Maximum number of items, including damaged ones; None prints all.
+            is_selection: Whether the items are chosen from a list that is read beyond
+                them: then damaged records of it do not count.
             damaged: Errors of damaged records; grows while the items are read.
             absence: Returns the note of an empty list, once the items are read.
 
@@ -171,12 +174,15 @@ class Listing(Generic[_Item]):
         shown: list[_Item] = []
         rest = False
         for item in items:
-            rest = limit is not None and len(shown) + len(damaged) >= limit
+            counted = len(shown) if is_selection else len(shown) + len(damaged)
+            rest = limit is not None and counted >= limit
             if rest:
                 break
             shown.append(item)
         # the search for the first omitted item may have found one more damaged record
-        reported = damaged if limit is None else damaged[: limit - len(shown)]
+        reported = damaged
+        if limit is not None and not is_selection:
+            reported = damaged[: limit - len(shown)]
         rest = rest or len(reported) < len(damaged)
         if as_json:
             print_json([*map(self.document, shown)])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -155,8 +154,9 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     Raises:
         Refusal: It has no runs.
     """
-    usages = list(usages_of(client, namespace))
-    if not usages:
+    damaged: list[DataLossError] = []
+    usages = list(usages_of(client, namespace, damaged.append))
+    if not usages and not damaged:
         hint = namespace_hint(client, namespace)
         raise Refusal(f"namespace {namespace!r} has no runs{hint}")
     quotas = client.quotas(namespace)
@@ -172,8 +172,9 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     }
     if as_json:
         print_json({"namespace": namespace, **totals, "quotas": json_value(quotas)})
+        report(damaged)
         return
-    largest = max(usages, key=lambda usage: usage.distinct_bytes)
+    largest = max(usages, key=lambda usage: usage.distinct_bytes, default=None)
     fields = {
         "runs": f"{totals['run_count']:,}",
         "checkpoints": f"{totals['checkpoint_count']:,}",
@@ -183,22 +184,39 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
         "stored": size_text(totals["stored_bytes"]),
         "distinct": size_text(totals["distinct_bytes"]),
         "data files": f"{totals['file_count']:,}",
-        "largest run": f"{largest.run}, {size_text(largest.distinct_bytes)}",
+        "largest run": f"{largest.run}, {size_text(largest.distinct_bytes)}"
+        if largest
+        else ABSENT,
         "quotas": _listed((quota.name, _quota_text(quota)) for quota in quotas),
     }
     print_fields(namespace, fields.items())
+    report(damaged)
 
 
-def usages_of(client: "Client", namespace: str | None) -> "Iterator[Usage]":
+def usages_of(
+    client: "Client",
+    namespace: str | None,
+    on_damage: "Callable[[DataLossError], object]",
+) -> "Iterator[Usage]":
     """Yields what each run of a namespace or of the store uses, also runs that have
-    only uploads."""
-    from storesvc_client import NotFoundError
+    only uploads.
 
-    names = {run.name for run in client.runs(namespace)}
-    names |= {upload.run for upload in client.uploads(namespace)}
+    Args:
+        client: Client of the store.
+        namespace: The namespace; None: all.
+        on_damage: Called with the error of each damaged record of a run or an upload.
+    """
+    from storesvc_client import DataLossError, NotFoundError
+
+    names = {run.name for run in client.runs(namespace, on_damage=on_damage)}
+    names |= {upload.run for upload in client.uploads(namespace, on_damage=on_damage)}
     for name in sorted(names):
-        with suppress(NotFoundError):  # its first save was aborted in the meantime
+        try:
             yield client.run(name).usage()
+        except DataLossError as e:  # one of its records is damaged
+            on_damage(e)
+        except NotFoundError:  # its first save was aborted in the meantime
+            continue
 
 
 def _run_document(details: RunDetails) -> dict[str, Any]:

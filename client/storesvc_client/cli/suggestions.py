@@ -1,12 +1,16 @@
 """Suggestions for names that do not exist."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from storesvc.format.names import LATEST
 
 if TYPE_CHECKING:
     from storesvc_client import Client, StoreError
+
+_MOST_RUNS: Final = 10_000
+"""Maximum runs that are read for a suggestion."""
 
 _WORDS: Final = {
     "copy": "cp",
@@ -35,7 +39,9 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
 
 def namespace_hint(client: "Client", namespace: str) -> str:
     """Returns the suggestion of a namespace with a similar name, or ""."""
-    known = {run.name.partition("/")[0] for run in client.runs()}
+    # Damaged records are no reason for a message without a suggestion.
+    runs = islice(client.runs(on_damage=lambda _: None), _MOST_RUNS)
+    known = {run.name.partition("/")[0] for run in runs}
     found = nearest(namespace, known - {namespace})
     return f"; did you mean {found}?" if found else ""
 

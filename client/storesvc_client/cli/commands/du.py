@@ -16,6 +16,7 @@ from storesvc_client.cli.output import (
     print_json,
     print_note,
     print_table,
+    report,
 )
 from storesvc_client.cli.paths import (
     CheckpointPath,
@@ -26,7 +27,7 @@ from storesvc_client.cli.paths import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, Client, Usage
+    from storesvc_client import Checkpoint, Client, DataLossError, Usage
 
 _RUNS: Final = (
     Column("RUN", shrink=Shrink.MIDDLE),
@@ -107,13 +108,15 @@ def du(
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
     from storesvc_client.cli.parent_details import usages_of
 
-    usages = list(usages_of(client, namespace))
+    damaged: list[DataLossError] = []
+    usages = list(usages_of(client, namespace, damaged.append))
     if as_json:
         print_json(usages)
     elif usages:
         print_table(_RUNS, map(_run_row, usages))
-    else:
+    elif not damaged:
         print_note("no runs")
+    report(damaged)
 
 
 def _print_run(client: "Client", name: str, *, as_json: bool) -> None:

@@ -123,6 +123,7 @@ def ls(
             limit=limit,
             as_json=as_json,
             damaged=damaged,
+            is_selection=selection is not None,
             absence=lambda: _absence(view, selection, source, path),
         )
     if selection and (warning := selection.warning()):

@@ -81,7 +81,9 @@ class Field:
                 return (1, natural_key(" ".join(texts)))
             case str() as text if self.kind is Kind.ANY:
                 number = as_number(text)
-                return (1, natural_key(text)) if number is None else (0, number)
+                if number is None:
+                    return (1, natural_key(text))
+                return None if math.isnan(number) else (0, number)
             case str() as text:
                 return (1, natural_key(text))
             case number:

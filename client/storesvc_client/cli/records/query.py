@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from storesvc_client.cli.records.comparison import Operator, Predicate, comparison
 from storesvc_client.cli.records.fields import Field, Kind, Schema
+from storesvc_client.cli.suggestions import nearest
 
 MAX_NESTING: Final = 32
 """Maximum depth of parentheses and negations, as in retention policies."""
@@ -247,7 +248,5 @@ def _expected_field(schema: Schema) -> str:
 
 def _hint(name: str, schema: Schema) -> str:
     """Returns the suggestion of a field with a similar name."""
-    import difflib
-
-    nearest = difflib.get_close_matches(name, schema.fields, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    found = nearest(name, schema.fields)
+    return f"; did you mean {found}?" if found else ""

@@ -13,6 +13,7 @@ from storesvc_client.cli.records.query import (
     parse_condition,
     parse_order,
 )
+from storesvc_client.cli.suggestions import nearest
 
 _MOST_NAMES: Final = 1000
 """Maximum names that are kept for a suggestion."""
@@ -84,14 +85,12 @@ class RecordSelection:
         """Returns a note on names that no record has; None if each is found."""
         if not (self._is_complete and self._count and self._absent):
             return None
-        import difflib
-
         name = min(self._absent)
         bare = name.partition(".")[2] if name.partition(".")[0] in self._maps else name
         known = sorted(self._known | {*self._schema.fields})
-        nearest = difflib.get_close_matches(bare, known, n=1)
+        found = nearest(bare, known)
         what = " or ".join(which.removesuffix("s") for which in self._maps)
-        ending = f"; did you mean {nearest[0]}?" if nearest else ""
+        ending = f"; did you mean {found}?" if found else ""
         return f"no {self._schema.noun} has a {what} {name!r}{ending}"
 
     @property

@@ -276,3 +276,29 @@ def test_the_server_decides_what_a_user_sees_and_changes(tmp_path: Path) -> None
     assert "checkpoints.delete" in denied.text
     assert "checkpoints.read" in me
     assert "checkpoints.delete" not in me
+
+
+def test_a_tag_that_another_user_has_set_since_is_not_moved(
+    own: ServedConsole, run: store.Run
+) -> None:
+    action, fields, _ = asked(own, change("tag", run, step=2, tag="best"))
+    run.tags.set("best", 3)
+
+    response = own.http.post(action, data=fields)
+
+    assert response.status_code == 409
+    assert "another user has set it since" in unescape(response.text)
+    assert [(tag.name, tag.step) for tag in run.tags.list()] == [("best", 3)]
+
+
+def test_a_policy_that_another_user_has_changed_since_is_not_applied(
+    own: ServedConsole, run: store.Run
+) -> None:
+    run.retention.set(store.KeepLatest(3))
+    action, fields, _ = asked(own, change("apply", run))
+    run.retention.set(store.KeepLatest(1))
+
+    response = own.http.post(action, data=fields)
+
+    assert response.status_code == 409
+    assert len(run.steps()) == 3

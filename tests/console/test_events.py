@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc_client.console.event_feeds import EventFeeds
 from tests.console.seeded import HOSTILE
 from tests.console.served import ServedConsole
 
@@ -89,3 +90,26 @@ def test_too_many_watches_are_refused(own: ServedConsole, client: store.Client) 
 def test_a_namespace_that_cannot_exist_is_an_error(own: ServedConsole) -> None:
     assert 400 == own.get("/events?of=UPPER").status_code
     assert 400 == own.get("/events/stream?of=UPPER").status_code
+
+
+def test_rejected_watches_do_not_use_up_the_limit(
+    own: ServedConsole, run: store.Run
+) -> None:
+    run.save(1, TREE).result()
+    for number in range(40):
+        assert own.http.get(f"/events?of=bad{number}/X").status_code == 400
+
+    assert own.http.get(f"/events?of={run.name}").status_code == 200
+
+
+def test_a_feed_that_begins_again_continues_the_numbers(
+    client: store.Client, run: store.Run
+) -> None:
+    run.save(1, TREE).result()
+    feeds = EventFeeds(client)
+    (last, _), *_ = feeds.of(run.name).after(0)
+    feeds.of(run.name).problem = store.UnavailableError("the server is gone")
+
+    begun = feeds.of(run.name)
+
+    assert [number > last for number, _ in begun.after(last)] == [True]

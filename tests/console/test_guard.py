@@ -42,6 +42,21 @@ def test_a_name_of_another_site_is_rejected(console: ServedConsole, host: str) -
     assert "llama" not in response.text
 
 
+def test_a_name_of_another_site_is_rejected_at_the_port_of_the_console(
+    console: ServedConsole,
+) -> None:
+    """As after DNS rebinding: the browser would send the cookie of that name."""
+    port = console.address.rpartition(":")[2]
+    response = httpx.get(
+        console.address,
+        headers={"Host": f"evil.example:{port}"},
+        cookies={f"storesvc-console-{port}": KEY},
+    )
+
+    assert 403 == response.status_code
+    assert "expected the name of this machine" in response.text
+
+
 @pytest.mark.parametrize("host", ["localhost", "[::1]", "127.0.0.1"])
 def test_the_names_of_this_machine_are_accepted(
     console: ServedConsole, host: str

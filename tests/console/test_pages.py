@@ -432,3 +432,15 @@ def test_a_console_works_on_a_root_without_a_server(tmp_path: Path) -> None:
         client.run("a/b").save(1, {"w": np.ones(2)}).result()
 
         assert "/r/a/b@1" in served.text("/")
+
+
+def test_the_links_of_a_page_keep_its_namespace(console: ServedConsole) -> None:
+    uploads = console.text("/uploads?in=prod")
+    storage = console.text("/storage?in=prod")
+
+    assert 'hx-get="/uploads?in=prod"' in uploads
+    assert 'href="/storage?garbage=1&in=prod"' in unescape(storage)
+
+
+def test_an_empty_key_without_a_leaf_leads_to_the_tree(console: ServedConsole) -> None:
+    assert 'id="tree"' in console.text(f"{RUN}@500?key=")

@@ -108,6 +108,9 @@ def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> Non
 
     assert f"1 to 50 of {NEWEST + 1:,} or more checkpoints" in first
     assert 'hx-get="/r/scale/long?whole=1"' in first
+    asked = console.text("/r/scale/long?policy=latest(1)&metric=loss")
+    rest = 'hx-get="/r/scale/long?policy=latest%281%29&amp;metric=loss&amp;whole=1"'
+    assert rest in asked
     assert "1 to 50 of 10,000 checkpoints" in whole
     assert "whole=1" not in whole.partition('class="facts"')[0]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from storesvc_client._pictures.keys import layers_of, natural
+from storesvc_client._pictures.keys import layers_of
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
     layer_bars,
@@ -10,6 +10,7 @@ from storesvc_client._pictures.layer_bars import (
 )
 from storesvc_client._pictures.leaf_colours import percent
 from storesvc_client._values.findings import Diff, LeafDifference
+from storesvc_client._values.natural_order import natural_key
 from tests.pictures.leaves import leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, parsed, texts, titles
 from tests.pictures.runs import checkpoint
@@ -56,7 +57,7 @@ def test_numbers_in_names_are_ordered_by_value() -> None:
     names = ["b", "a10", "a9", "a", "a9b2", "a9b11", f"a{'9' * 40}"]
 
     assert ["a", "a9", "a9b2", "a9b11", "a10", f"a{'9' * 40}", "b"] == sorted(
-        names, key=natural
+        names, key=natural_key
     )
 
 

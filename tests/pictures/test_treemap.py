@@ -231,3 +231,24 @@ def test_a_picture_of_a_large_tree_has_few_elements() -> None:
     assert 1_000 < len(rectangles(root)) <= 1_500
     assert len([*root.iter()]) < 4_500
     assert any(pairwise(rectangles(root)))
+
+
+@pytest.mark.parametrize("count", [1500, 1700, 2999, 4500, 7200])
+@pytest.mark.parametrize("key", ["w{}", "p/l/{}/a"])
+def test_a_tree_of_any_number_of_equal_leaves_is_drawn(count: int, key: str) -> None:
+    leaves = [leaf(key.format(at), (100,)) for at in range(count)]
+
+    found = parsed(treemap(leaves, width=800, height=400))
+
+    assert rectangles(found)
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_a_treemap_of_few_tiles_has_all_bytes(count: int, most: int) -> None:
+    leaves = [leaf(f"w{at}", (100,)) for at in range(count)]
+
+    placed = place_tiles(leaves, WHOLE, most=most)
+
+    assert sum(tile.size_bytes for tile in placed.tiles) == sum(
+        one.size_bytes for one in leaves
+    )

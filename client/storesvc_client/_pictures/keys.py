@@ -1,25 +1,10 @@
-"""Groups of leaf keys: natural order, and the layers of a model."""
+"""Groups leaf keys by the layers of a model."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeAlias
-
-Natural: TypeAlias = tuple[tuple[str, int, str], ...]
+from typing import Final
 
 _DIGITS: Final = "0123456789"
-_NUMBER: Final = re.compile(r"([0-9]{1,18})")
-
-
-def natural(text: str) -> Natural:
-    """Returns a sort key that orders numbers in a text by value.
-
-    >>> sorted(["layer10", "layer9"], key=natural)
-    ['layer9', 'layer10']
-    """
-    parts = _NUMBER.split(text)
-    pairs = zip(parts[::2], [*parts[1::2], ""], strict=True)
-    return tuple((words, int(digits or -1), digits) for words, digits in pairs)
 
 
 def layers_of(keys: Iterable[str]) -> dict[str, str]:

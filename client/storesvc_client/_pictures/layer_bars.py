@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc_client._pictures.keys import layers_of, natural
+from storesvc_client._pictures.keys import layers_of
 from storesvc_client._pictures.leaf_colours import (
     CHANGES,
     Shares,
@@ -27,6 +27,7 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.findings import Diff
+from storesvc_client._values.natural_order import natural_key
 from storesvc_client._values.texts import count_text, printable, size_text
 from storesvc_client._values.values import LeafInfo
 
@@ -89,9 +90,9 @@ def layer_changes(
     for key, layer in layers_of(by_key).items():
         groups[layer].append(by_key[key])
     layers = [_layer(name, found, changed) for name, found in groups.items()]
-    layers.sort(key=lambda one: (-one.changed_bytes, natural(one.name)))
+    layers.sort(key=lambda one: (-one.changed_bytes, natural_key(one.name)))
     shown, left = layers[:most], layers[most:]
-    shown.sort(key=lambda one: natural(one.name))
+    shown.sort(key=lambda one: natural_key(one.name))
     if left:
         rest = [leaf for one in left for leaf in groups[one.name]]
         shown.append(_layer(f"{len(left):,} other", rest, changed))

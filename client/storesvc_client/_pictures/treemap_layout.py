@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-from storesvc_client._pictures.keys import natural
 from storesvc_client._pictures.rectangles import Rectangle, divided
+from storesvc_client._values.natural_order import natural_key
 from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import LeafInfo
 
@@ -156,7 +156,9 @@ def _chosen(
     children: Sequence[_Part], depth: int, area: float, share: int
 ) -> list[_Part]:
     """Returns the children that get rectangles, largest first: those that can be seen,
-    as many as the share allows, and a rest of the others."""
+    as many as the share allows, and a rest of the others; none of none."""
+    if not children:
+        return []
     total = sum(child.size_bytes for child in children)
     seen = sum(child.size_bytes * area >= _LEAST_AREA * total for child in children)
     chosen = [*children]
@@ -169,7 +171,7 @@ def _chosen(
         chosen.append(
             _Part("other", depth, entries, size, is_rest=True) if is_rest else left[0]
         )
-    return sorted(chosen, key=lambda one: (-one.size_bytes, natural(one.name)))
+    return sorted(chosen, key=lambda one: (-one.size_bytes, natural_key(one.name)))
 
 
 def _fits_header(place: Rectangle, level: int) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Checkpoint,
         ForeignCheckpoint,
         LeafInfo,
+        NotFoundError,
         OpenCheckpoint,
         Run,
         Tag,
@@ -34,6 +35,19 @@ def checkpoint_document(
         "shared_bytes": checkpoint.stored_bytes - checkpoint.own_bytes,
     }
     return document if opened is None else document | contents(opened)
+
+
+def deleted_checkpoint(run: "Run", error: "NotFoundError") -> "Checkpoint":
+    """Returns the deleted checkpoint that an error names.
+
+    Raises:
+        NotFoundError: The error, if it names none, or one that was purged since.
+    """
+    if error.reason == "CHECKPOINT_DELETED":
+        for checkpoint in run.checkpoints(deleted=True):
+            if checkpoint.uid == error.metadata["uid"]:
+                return checkpoint
+    raise error
 
 
 def contents(opened: "OpenCheckpoint | ForeignCheckpoint") -> dict[str, Any]:

@@ -41,6 +41,7 @@ from storesvc_client import (
     UnavailableError,
 )
 from storesvc_client._values.json_values import json_value
+from storesvc_client.console.addresses import with_values
 from storesvc_client.console.event_feeds import EventFeed, EventFeeds
 from storesvc_client.console.guard import LOOPBACK, Access, Guard
 from storesvc_client.console.opened import OpenedCheckpoints
@@ -281,9 +282,14 @@ class _Console:
             page,
             token=self.access.form_token,
             now=datetime.now(UTC),
-            address=request.url.path,
+            address=_address_of(request),
         )
         return HTMLResponse(html, page.status)
+
+
+def _address_of(request: Request) -> str:
+    """Returns the path and the query of a request."""
+    return with_values(request.url.path, request.query_params)
 
 
 _TITLES: Final = {

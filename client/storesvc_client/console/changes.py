@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeAlias
 
 from storesvc_client import (
     Client,
+    ConflictError,
     InvalidRequestError,
     format_policy,
     parse_policy,
@@ -109,6 +110,11 @@ class SetTag(_OfCheckpoint):
     def apply(self, client: Client) -> None:
         """Sets the tag."""
         tags = client.run(self.run).tags
+        if not self.etag and _tag_etag(client, self.run, self.tag):
+            raise ConflictError(
+                f"{self.run}: expected no tag {self.tag}, as the page showed, but "
+                "another user has set it since; look at it, then decide again"
+            )
         tags.set(self.tag, self.step, etag=self.etag or None)
 
 
@@ -344,6 +350,9 @@ class SetPolicy(_OfRun):
 class ApplyPolicy(_OfRun):
     """Deletes now what the retention policy of a run does not keep."""
 
+    etag: str
+    """Etag of the run, whose policy the user saw."""
+
     @property
     def title(self) -> str:
         """Question to the user."""
@@ -362,13 +371,19 @@ class ApplyPolicy(_OfRun):
         """The storectl command."""
         return command("retain", self.run, "--apply")
 
-    def with_etag(self, client: Client) -> dict[str, str]:  # noqa: ARG002
-        """Returns no etag: the server applies the policy that it has."""
-        return {}
+    def with_etag(self, client: Client) -> dict[str, str]:
+        """Returns the etag of the run."""
+        return {"etag": self.etag or client.run(self.run).info().etag}
 
     def apply(self, client: Client) -> None:
         """Applies the policy."""
-        client.run(self.run).retention.apply()
+        run = client.run(self.run)
+        if self.etag and run.info().etag != self.etag:
+            raise ConflictError(
+                f"{self.run}: expected the policy that the page showed, but another "
+                "user has changed the run since; look at its policy, then decide again"
+            )
+        run.retention.apply()
 
 
 def change_of(action: str, fields: Fields) -> Change:
@@ -451,5 +466,5 @@ _CHANGES: Final[Mapping[str, Callable[[Fields], Change]]] = {
     "policy": lambda f: SetPolicy(
         run=_text(f, "run"), policy=_policy(f), etag=f.get("etag", "")
     ),
-    "apply": lambda f: ApplyPolicy(run=_text(f, "run")),
+    "apply": lambda f: ApplyPolicy(run=_text(f, "run"), etag=f.get("etag", "")),
 }

@@ -7,8 +7,9 @@ too.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
+from itertools import count
 from typing import Final
 
 from storesvc_client import Client, Event, LimitError, StoreError
@@ -26,7 +27,21 @@ _FIRST_SECONDS: Final = 0.5
 class EventFeed:
     """The events of a namespace or a run since the feed began."""
 
-    def __init__(self, watch: Callable[[], Generator[Event]], parent: str) -> None:
+    def __init__(
+        self,
+        watch: Callable[[], Generator[Event]],
+        parent: str,
+        numbers: Iterator[int],
+    ) -> None:
+        """Begins to watch.
+
+        Args:
+            watch: Returns the events.
+            parent: Namespace or run that is watched.
+            numbers: Numbers for the events: of all feeds, because a browser continues
+                after the last number that it has seen, also if its feed began again.
+        """
+        self._numbers = numbers
         self._events: deque[tuple[int, Event]] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._begun = threading.Event()
@@ -54,9 +69,9 @@ class EventFeed:
 
     def _watch(self, watch: Callable[[], Generator[Event]]) -> None:
         try:
-            for number, event in enumerate(watch(), 1):
+            for event in watch():
                 with self._lock:
-                    self._events.append((number, event))
+                    self._events.append((next(self._numbers), event))
                 self._begun.set()
         except StoreError as e:  # rejected, or the server is gone
             self.problem = e
@@ -71,6 +86,7 @@ class EventFeeds:
         self._client = client
         self._lock = threading.Lock()
         self._feeds: dict[str, EventFeed] = {}
+        self._numbers = count(1)
 
     def of(self, parent: str) -> EventFeed:
         """Returns the feed of a namespace or a run, and starts it if necessary.
@@ -83,12 +99,13 @@ class EventFeeds:
             feed = self._feeds.get(parent)
             if feed is not None and feed.problem is None:
                 return feed
-            if feed is None and len(self._feeds) >= _MOST:
+            self._feeds = {p: f for p, f in self._feeds.items() if f.problem is None}
+            if len(self._feeds) >= _MOST:
                 raise LimitError(
                     f"events of {parent}: expected at most {_MOST} namespaces and runs "
                     "that are watched, got one more; start another console"
                 )
-            feed = EventFeed(partial(self._watch, parent), parent)
+            feed = EventFeed(partial(self._watch, parent), parent, self._numbers)
             self._feeds[parent] = feed
         feed.wait()
         return feed

@@ -12,6 +12,7 @@ from typing import Final
 
 from storesvc.format.names import Which
 from storesvc_client import Checkpoint, LeafInfo, NotFoundError, OpenCheckpoint, Run
+from storesvc_client._values.checkpoint_documents import deleted_checkpoint
 from storesvc_client._values.leaf_tree import Node, grow
 from storesvc_client.console.leaf_values import LeafValues, read_values
 
@@ -83,12 +84,7 @@ class OpenedCheckpoints:
         try:
             checkpoint = run.checkpoint(which)
         except NotFoundError as e:
-            if e.reason != "CHECKPOINT_DELETED":
-                raise
-            for deleted in run.checkpoints(deleted=True):
-                if deleted.uid == e.metadata["uid"]:
-                    return Found(checkpoint=deleted, content=None)
-            raise  # it was purged in the meantime
+            return Found(checkpoint=deleted_checkpoint(run, e), content=None)
         content = self._kept_content(_key(checkpoint))
         if content is None and most is not None and checkpoint.leaf_count > most:
             return Found(checkpoint=checkpoint, content=None, is_deferred=True)

@@ -11,6 +11,7 @@ from storesvc_client._values.checkpoint_documents import (
     checkpoint_document,
     chunk_grid,
     contents,
+    deleted_checkpoint,
     leaf_document,
 )
 from storesvc_client._values.texts import (
@@ -168,12 +169,7 @@ def _found(
     try:
         opened = run.open(which)
     except NotFoundError as e:
-        if e.reason != "CHECKPOINT_DELETED":
-            raise
-        for checkpoint in run.checkpoints(deleted=True):
-            if checkpoint.uid == e.metadata["uid"]:
-                return checkpoint, None
-        raise  # it was purged in the meantime
+        return deleted_checkpoint(run, e), None
     return opened.info, opened
 
 

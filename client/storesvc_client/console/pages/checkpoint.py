@@ -17,7 +17,7 @@ from storesvc_client._values.checkpoint_documents import (
 )
 from storesvc_client._values.key_patterns import matching_keys
 from storesvc_client._values.texts import dtype_text, shape_text, size_text, spec_text
-from storesvc_client.console.addresses import command
+from storesvc_client.console.addresses import checkpoint_url, command, with_values
 from storesvc_client.console.opened import Content, Found
 from storesvc_client.console.page import Page, crumbs_to_run
 from storesvc_client.console.pages.runs import main_metric
@@ -89,6 +89,10 @@ def page(visit: Visit) -> Page:
             "shared_bytes": document["shared_bytes"],
             "damaged": damaged,
             "is_deferred": found.is_deferred,
+            "whole_url": with_values(
+                checkpoint_url(found.checkpoint.run, found.checkpoint.step),
+                {**visit.query, "whole": 1},
+            ),
             "treemap": treemap(opened, _difference(visit, run, checkpoint.step))
             if opened
             else None,

@@ -39,7 +39,8 @@ def page(visit: Visit) -> Page:
             f"{path}"
         )
     opened = found.content.opened
-    if key not in opened.leaves and keys_below(key, opened.leaves.keys()):
+    is_group = not key or keys_below(key, opened.leaves.keys())
+    if key not in opened.leaves and is_group:
         return checkpoint.page(replace(visit, query={"at": key}))
     leaf = _leaf_of(opened, key)
     values = None

@@ -21,7 +21,7 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client._values.json_values import json_value
-from storesvc_client.console.addresses import command
+from storesvc_client.console.addresses import command, run_url, with_values
 from storesvc_client.console.page import Page, crumbs_to_namespace
 from storesvc_client.console.pages.runs import main_metric
 from storesvc_client.console.pictures import metric_plot, timeline
@@ -106,6 +106,7 @@ def page(visit: Visit) -> Page:
             "info": run.info(),
             "may": visit.permissions(),
             "is_partial": is_partial,
+            "whole_url": with_values(run_url(run.name), {**visit.query, "whole": 1}),
             "facts": _facts(checkpoints),
             "rows": _rows(checkpoints[start : start + ROWS], tags, holds),
             "start": start,

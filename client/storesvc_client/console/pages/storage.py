@@ -62,7 +62,10 @@ def page(visit: Visit) -> Page:
             "page_rows": ROWS,
             "damaged": damaged,
             "collected": collected,
-            "garbage_command": command("gc", "--dry-run"),
+            "namespace": namespace,
+            "garbage_command": command(
+                "gc", *([namespace] if namespace else []), "--dry-run"
+            ),
         },
     )
 

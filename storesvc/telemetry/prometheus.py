@@ -89,6 +89,9 @@ _COMMIT_REASONS: Final = (
 )
 """Reasons for which a commit usually fails."""
 
+_ENDS: Final = ("upload aborted", "checkpoint deleted", "checkpoint purged")
+"""What a garbage collection or a retention policy ends."""
+
 _DAMAGES: Final = ("missing", "checksum", "digest", "key_space", "file_table")
 """``Damage.Kind`` of the contract."""
 
@@ -376,6 +379,8 @@ class Metrics:
             self._passes.labels(result)
         for reason in _DENIALS:
             self._denied.labels(reason)
+        for what in _ENDS:
+            self._ended.labels(what)
 
     def _counts_of_method(self, method: str) -> tuple[Counter, Gauge]:
         return self._started.labels(method), self._in_flight.labels(method)

@@ -32,12 +32,13 @@ demo: $(INSTALLED)
 demo-multihost: $(INSTALLED)
 	$(BIN)/python -m tests.demo.multihost
 
-# All but what is marked as slow, with a fifth of Hypothesis's examples; `make check`
-# runs all of both. Three at a time, since much of it waits.
+# All but what is marked as slow, with a fifth of Hypothesis's examples; `make wheel-test`
+# runs the rest of both. Three at a time, since much of it waits.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
-check: lint types contract breaking docs wheel-test deploy-test
+# Each test runs once, but for those that draw examples; the README's command is the last.
+check: lint types contract breaking docs wheel-test deploy-test test
 
 # --- Setting up ---------------------------------------------------------------
 
@@ -91,14 +92,17 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the tests against the wheel that users install: in an environment that borrows
-# the dependencies of .venv but not its editable install, and from a folder without the
-# sources, so that no path leads back to the checkout.
+# Runs the slow tests, and those that draw examples with all of these, against the wheel
+# that users install: in an environment that borrows the dependencies of .venv but not
+# its editable install, and from a folder without the sources, so that no path leads back
+# to the checkout. The wheel must have the same files as the checkout, which `make test`
+# tests.
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
 	@rm -rf build/wheel && mkdir -p build/wheel/run
 	$(call pip,$(VENV)) wheel --quiet --no-deps --no-build-isolation \
 	  --wheel-dir build/wheel .
+	@$(BIN)/python -m tests.repo.wheel_files build/wheel/storesvc-*.whl
 	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
 	@$(call pip,$(WHEEL_VENV)) install --quiet --no-deps --no-index \
 	  build/wheel/storesvc-*.whl
@@ -109,7 +113,7 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
-	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3
+	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3 -m "slow or hypothesis"
 
 # Checks deploy/ without a cluster and without an image registry: its files, their
 # rendering by kubectl, and the install lines of the image, for which pip needs its

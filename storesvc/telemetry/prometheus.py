@@ -90,7 +90,7 @@ _COMMIT_REASONS: Final = (
 """Reasons for which a commit usually fails."""
 
 _ENDS: Final = ("upload aborted", "checkpoint deleted", "checkpoint purged")
-"""What a garbage collection or a retention policy ends."""
+"""Ends of uploads and checkpoints by a collection or a retention policy."""
 
 _DAMAGES: Final = ("missing", "checksum", "digest", "key_space", "file_table")
 """``Damage.Kind`` of the contract."""

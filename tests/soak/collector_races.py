@@ -17,6 +17,7 @@ from pathlib import Path
 import storesvc_client as store
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
+from tests.support.restrictions import connect
 from tests.support.server_process import ServerProcess
 
 SECONDS = 60
@@ -28,7 +29,7 @@ class _Race:
     """Concurrent clients, and the losses that they found."""
 
     def __init__(self, addresses: list[str]) -> None:
-        self._clients = [store.connect(address) for address in addresses]
+        self._clients = [connect(address) for address in addresses]
         self._newest = -1
         self._stop = threading.Event()
         self.losses: list[str] = []

@@ -8,8 +8,9 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from typing import Final
 
-import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from tests.support.restrictions import channel
 
 PAUSE_SECONDS: Final = 0.02
 
@@ -47,7 +48,7 @@ def measured(address: str) -> Iterator[Health]:
 def _check(
     address: str, worst: "Synchronized[float]", stop: Event, ready: Event
 ) -> None:
-    check = grpc.insecure_channel(address).unary_unary(
+    check = channel(address).unary_unary(
         "/grpc.health.v1.Health/Check",
         HealthCheckRequest.SerializeToString,
         HealthCheckResponse.FromString,

@@ -23,6 +23,7 @@ from tests.soak.kills import Replica, served_replicas
 from tests.soak.outcomes import Outcome
 from tests.support import job_parts
 from tests.support.jax_job import JaxJob
+from tests.support.restrictions import connect
 
 KILLS = 10
 PROCESSES = 4
@@ -93,7 +94,7 @@ def job_kills() -> Outcome:
             time.sleep(0.02)
         for replica in replicas:
             replica.await_ready()
-        with store.connect(target) as client:
+        with connect(target) as client:
             losses = _losses(client.run(job_parts.RUN), job)
     if kills != KILLS:
         losses.append(f"expected {KILLS} kills, got {kills}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import storesvc_client as store
+from tests.support.restrictions import connect
 
 MIB = 1 << 20
 
@@ -36,7 +37,7 @@ def is_whole(found: Any, run: str, step: int) -> bool:
 def main() -> None:
     """Saves the remaining steps."""
     target, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(name)
         for step in range(_next(run), steps):
             print("begun", step, flush=True)

@@ -22,6 +22,7 @@ import storesvc_client as store
 from tests.fake_gcs import FakeGcs
 from tests.soak import job_process
 from tests.soak.outcomes import Outcome
+from tests.support.restrictions import connect
 from tests.support.server_process import ServerProcess
 
 KILLS = 10
@@ -177,7 +178,7 @@ def kills() -> Outcome:
         killer.wait()
         for replica in replicas:
             replica.await_ready()
-        with store.connect(target) as client:
+        with connect(target) as client:
             losses = [loss for job in killer.jobs for loss in job.losses(client)]
     if len(killer.kills) != KILLS:
         losses.append(f"expected {KILLS} kills, got {killer.kills}")

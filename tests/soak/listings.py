@@ -9,13 +9,11 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-import grpc
-
-import storesvc_client as store
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.soak.outcomes import Outcome
 from tests.support.contract import Writer
+from tests.support.restrictions import channel, connect
 from tests.support.server_process import ServerProcess
 
 RUN = "soak/listings"
@@ -48,7 +46,7 @@ def listings() -> Outcome:
 
 
 def _churn(address: str, stop: threading.Event) -> None:
-    with store.connect(address) as client:
+    with connect(address) as client:
         run = client.run(RUN)
         while not stop.is_set():
             for step in set(range(60)) - set(STAYING):
@@ -66,7 +64,7 @@ def _churn(address: str, stop: threading.Event) -> None:
 
 def _scan(address: str, page_size: int) -> list[str]:
     """Lists once; returns the errors of the list."""
-    stub = CheckpointServiceStub(grpc.insecure_channel(address))
+    stub = CheckpointServiceStub(channel(address))
     found: list[int] = []
     request = api.ListCheckpointsRequest(parent=PARENT, page_size=page_size)
     while True:

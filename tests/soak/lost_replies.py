@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import storesvc_client as store
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
+from tests.support.restrictions import connect, note_proxy
 from tests.support.server_process import ServerProcess
 
 CUTS = 200
@@ -70,6 +70,7 @@ class CuttingProxy:
 @contextmanager
 def _proxied(address: str) -> Iterator[CuttingProxy]:
     proxy = CuttingProxy(address)
+    note_proxy(proxy.address, address)
     try:
         yield proxy
     finally:
@@ -82,9 +83,9 @@ def lost_replies() -> Outcome:
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = ServerProcess(Path(scratch) / "store", Path(scratch))
         server.start()
-        with _proxied(server.address) as proxy, store.connect(server.address) as near:
+        with _proxied(server.address) as proxy, server.connect() as near:
             for number in range(CUTS):
-                with store.connect(proxy.address) as client:
+                with connect(proxy.address) as client:
                     proxy.cut_after(1 + number * BYTES_APART)
                     promises.save(client, number)
                 lost = promises.losses(near, kept=set(range(number + 1)))

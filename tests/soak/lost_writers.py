@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-import storesvc_client as store
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.soak.outcomes import Outcome
 from tests.support.contract import Writer, elements, frame, sums
+from tests.support.restrictions import connect
 from tests.support.server_process import ServerProcess
 
 RUN = "soak/writers"
@@ -87,7 +87,7 @@ def _join(writer: Writer, lost: int) -> list[str]:
 def _check(address: str, step: int, *, exists: bool) -> list[str]:
     """Checks that a committed step is whole, and that a lost one can be saved again
     after its upload is collected."""
-    with store.connect(address) as client:
+    with connect(address) as client:
         run = client.run(RUN)
         if not exists:
             for _ in client.collect(RUN, grace=timedelta()):  # sees its lease

@@ -16,10 +16,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 import numpy as np
 
-import storesvc_client as store
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -28,6 +26,7 @@ from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.rpc.test_stalled_clients import save_chunks
 from tests.soak.outcomes import Outcome
 from tests.support.contract import Writer, frame
+from tests.support.restrictions import channel, connect
 from tests.support.server_process import ServerProcess
 
 EACH: Final = 16
@@ -75,7 +74,7 @@ def misbehaving() -> Outcome:
 
 def _honest(address: str, run: str) -> tuple[float, float]:
     """Returns the median seconds of a save, and of a restore."""
-    with store.connect(address) as client:
+    with connect(address) as client:
         saved = [
             _seconds(partial(client.run(run).save, step, _state(step)))
             for step in range(ROUNDS)
@@ -142,10 +141,8 @@ def _stalled(address: str, name: str, stop: threading.Event) -> Iterator[Any]:
 
 def _stalled_readers(address: str, name: str, parent: str) -> Iterator[Any]:
     """Yields calls of which at most the first response is read."""
-    channel = grpc.insecure_channel(
-        address, options=[("grpc.use_local_subchannel_pool", 1)]
-    )
-    checkpoints, chunks = CheckpointServiceStub(channel), ChunkServiceStub(channel)
+    own = channel(address, [("grpc.use_local_subchannel_pool", 1)])
+    checkpoints, chunks = CheckpointServiceStub(own), ChunkServiceStub(own)
     manifest = checkpoints.ReadManifest(checkpoint_api.ReadManifestRequest(name=name))
     uid = next(manifest).checkpoint.uid
     yield manifest

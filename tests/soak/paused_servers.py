@@ -76,7 +76,7 @@ def _pause(
     if not winners:  # the one superseded the other, which then failed
         Writer(other.address, RUN, step).save()
         return []
-    with store.connect(other.address) as client:
+    with other.connect() as client:
         uid = client.run(RUN).checkpoint(step).uid
     if winners != {uid}:
         return [f"expected one committed checkpoint, {uid}, got {winners}"]
@@ -84,7 +84,7 @@ def _pause(
 
 
 def _collect(server: ServerProcess) -> None:
-    with store.connect(server.address) as client, suppress(store.NotFoundError):
+    with server.connect() as client, suppress(store.NotFoundError):
         for _ in client.collect(RUN, grace=timedelta()):
             pass
 

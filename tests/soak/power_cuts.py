@@ -14,7 +14,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeAlias
 
-import storesvc_client as store
 from tests.soak import promises
 from tests.soak.disks import Change, Disk, Survivors, read_log
 from tests.soak.kill_points import collect
@@ -24,10 +23,11 @@ from tests.soak.watched import WatchedServer, watched
 Save: TypeAlias = Callable[[WatchedServer, int], None]
 
 _SAVING: Final = """
-import sys, storesvc_client as store
+import sys
 from tests.soak import promises
+from tests.support.restrictions import connect
 address, direct, step = sys.argv[1:]
-with store.connect(address, direct=direct) as client:
+with connect(address, direct=direct) as client:
     promises.save(client, int(step))
 """
 
@@ -70,7 +70,7 @@ def _cut_everywhere(save: Save, outcome: Outcome) -> None:
 
 
 def _through_server(server: WatchedServer, step: int) -> None:
-    with store.connect(server.address) as client:
+    with server.connect() as client:
         promises.save(client, step)
 
 
@@ -101,7 +101,7 @@ def record(root: Path, save: Save) -> tuple[list[Change], dict[int, int], int]:
             save(server, step)
             acknowledged[step] = len(read_log(server.calls_log))
         deleting = len(read_log(server.calls_log))
-        with store.connect(server.address) as client:
+        with server.connect() as client:
             collect(client)
         server.stop()
         return read_log(server.calls_log), acknowledged, deleting

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import grpc
 
-import storesvc_client as store
 from tests.soak.outcomes import Outcome
 from tests.support.contract import Writer, frame, sums
+from tests.support.restrictions import connect
 from tests.support.server_process import ServerProcess
 
 ROUNDS = 500
@@ -39,7 +39,7 @@ def rivals() -> Outcome:
             for step in range(ROUNDS):
                 race = _two_uploads if step % 2 else _one_upload
                 outcome.add(f"step {step}", race(addresses, step))
-            with store.connect(addresses[0]) as client:
+            with connect(addresses[0]) as client:
                 found = {c.step for c in client.run(RUN).checkpoints()}
                 if found != set(range(ROUNDS)):
                     lost = sorted(set(range(ROUNDS)) ^ found)
@@ -78,7 +78,7 @@ def _two_uploads(addresses: list[str], step: int) -> list[str]:
     if not won:  # each upload superseded the other one at its begin
         Writer(addresses[0], RUN, step).save()
         return []
-    with store.connect(addresses[step % 2]) as client:
+    with connect(addresses[step % 2]) as client:
         uid = client.run(RUN).checkpoint(step).uid
     return [] if uid == won[0] else [f"{won[0]} won, and {uid} is there"]
 

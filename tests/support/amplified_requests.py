@@ -19,6 +19,7 @@ from storesvc_proto.v1 import (
     upload_service_pb2,
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
+from tests.support import restrictions
 from tests.support.contract import Writer
 
 SERVICES: Final = (
@@ -71,7 +72,7 @@ class Amplified:
         kind = f"{'stream' if is_stream else 'unary'}_"
         kind += "stream" if self.method.server_streaming else "unary"
         messages = [opening_of(self.method.name, writer), *[self.message()] * parts]
-        with grpc.insecure_channel(address) as channel:
+        with restrictions.channel(address) as channel:
             call = getattr(channel, kind)(f"/{service}/{self.method.name}")
             try:
                 answer = call(

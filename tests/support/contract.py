@@ -14,6 +14,7 @@ from storesvc.format.wire import Frame
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.support import restrictions
 
 CHUNK = 1000
 """Elements of a chunk, each of one byte."""
@@ -82,7 +83,7 @@ class Writer:
         chunks: int = 3,
         channel: grpc.Channel | None = None,
     ) -> None:
-        self.stub = UploadServiceStub(channel or grpc.insecure_channel(address))
+        self.stub = UploadServiceStub(channel or restrictions.channel(address))
         self.request_id = str(uuid.uuid4())
         self._parent = RunName.parse(run).resource
         self._upload = api.Upload(step=step, writer_count=writers)

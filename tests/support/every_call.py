@@ -23,6 +23,7 @@ from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.support import restrictions
 from tests.support.cancels import Start, many_answers, one_answer
 from tests.support.contract import CHUNK, Writer, frame, stored, sums, tree_of
 
@@ -33,7 +34,7 @@ class Saved:
     """A new namespace with one run, which has one checkpoint, at step 1."""
 
     def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
-        channel = channel or grpc.insecure_channel(address)
+        channel = channel or restrictions.channel(address)
         self.run = RunName(f"every-{next(_runs)}", "run")
         self.address = address
         self.checkpoints = CheckpointServiceStub(channel)

@@ -20,6 +20,7 @@ import storesvc_client as store
 from storesvc_client._pytree.all_gather import all_gather
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._restore import peer_plan
+from tests.support.restrictions import connect
 
 RUN = "tests/job"
 MIB = 1 << 20
@@ -113,7 +114,7 @@ def _error_of(act: Callable[[], object]) -> str:
 def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
     """Saves the same state twice; returns the reports of both saves."""
     state = state_on(mesh(rows, columns))
-    with store.connect(target, **options) as client:
+    with connect(target, **options) as client:
         run = client.run(RUN)
         first = run.save(1, state, metrics={"process": jax.process_index()})
         metrics = dict(first.result().metrics)
@@ -131,7 +132,7 @@ def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any
 def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
     """Restores the state onto another mesh; returns the differences and the report."""
     expected = state_on(mesh(rows, columns))
-    with store.connect(target) as client:
+    with connect(target) as client:
         opened = client.run(RUN).open(1, distributed=store.Distributed(**options))
         found = opened.restore(like=expected)
         assert opened.report is not None
@@ -145,7 +146,7 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
 
 def spreads_alone(target: str) -> list[str]:
     """Requests a spread restore by this process alone; returns the errors."""
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         like = {"w": np.zeros(8)}
         run.save(1, like).result()
@@ -195,7 +196,7 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
             opened._source, deadline = slow, timedelta(seconds=5)
         opened.restore(like=expected, deadline=deadline)
 
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         for spread in (True, False, None):
             opened = run.open(1, distributed=store.Distributed(spread=spread))
@@ -230,7 +231,7 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
     bytes in buffers."""
     expected = rows_on(mesh(jax.process_count(), jax.local_device_count()))
     outcome: dict[str, Any] = {"wrong": [], "peaks": []}
-    with store.connect(target) as client:
+    with connect(target) as client:
         for budget in budgets:
             peer_plan.STAGE_BYTES = budget  # type: ignore[misc]
             opened: Any = client.run(RUN).open(1, distributed=SPREAD)
@@ -252,7 +253,7 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
 def reads_damaged(target: str) -> str:
     """Restores a damaged checkpoint; returns the error of this process."""
     where = mesh(jax.process_count(), 1)
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
         return _error_of(
@@ -268,7 +269,7 @@ def warns(target: str) -> list[str]:
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("storesvc_client").addHandler(handler)
     counts = []
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         for step, seconds in enumerate((30, 200, 200)):
             leased = store.Distributed(lease=seconds)
@@ -331,7 +332,7 @@ def fails(target: str) -> list[str]:
             chosen = other if index == 1 else client
             chosen.run(RUN).save(6, {"w": leaf(8)}, distributed=leased).result()
 
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         run.save(0, {"w": leaf(8)}).result()
         acts = [
@@ -350,7 +351,7 @@ def dies(target: str, seconds: float) -> list[str]:
     the other processes: of this save, of the next save, and of an exchange of bytes."""
     state = state_on(mesh(jax.process_count(), 1))
     leased = store.Distributed(lease=seconds)
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         run.save(1, state).result()
         index, own = jax.process_index(), np.zeros(8, np.uint8)
@@ -417,7 +418,7 @@ def differ(target: str) -> dict[str, Any]:
             chosen.run(RUN).restore(3)
 
     some = on(1, 2)
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
         run.save(0, {"w": some}, distributed=leased, snapshot="device").result()
         ((_, saved),) = run.open(0).read(["w"])
@@ -448,7 +449,7 @@ def differ(target: str) -> dict[str, Any]:
 def goes_on(target: str) -> int:
     """Saves a step that another job left unfinished; returns the bytes sent."""
     state = state_on(mesh(jax.process_count(), 1))
-    with store.connect(target) as client:
+    with connect(target) as client:
         return client.run(RUN).save(2, state, base=None).report().sent_bytes
 
 
@@ -472,7 +473,7 @@ def saves_on(target: str, steps: int, log: str) -> None:
     """Saves the remaining steps, and appends to a log the steps that begin, succeed and
     fail."""
     where = mesh(jax.process_count(), 1)
-    with store.connect(target) as client, Path(log).open("a") as notes:
+    with connect(target) as client, Path(log).open("a") as notes:
         run = client.run(RUN)
         try:
             first = run.open(distributed=ALL).info.step + 1
@@ -521,7 +522,7 @@ def disagrees(target: str) -> list[str]:
             "replicated": replicated(np.arange(4)),
         },
     }
-    with store.connect(target) as client:
+    with connect(target) as client:
         run = client.run(RUN)
 
         def raised(step: int, name: str) -> str:

@@ -5,76 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
 
 import storesvc_client as store
+from tests.support import restrictions
 
 START_SECONDS = 30
 
 
 class EndedError(Exception):
     """The server ended before it accepted calls."""
-
-
-RESTRICTED: Final = "STORESVC_TEST_RESTRICTED"
-"""Environment variable: servers of tests have a policy, quotas and an audit log; with
-the value "tokens" also TLS, and only callers with a token."""
-
-_ISSUER: Final = """
-[[issuers]]
-name = "tests"
-issuer = "https://issuer.example"
-audiences = ["storesvc"]
-jwks_file = "{keys}"
-principal = "user:{{sub}}"
-"""
-
-_POLICY: Final = """
-[[bindings]]
-role = "admin"
-runs = ["**"]
-who = ["{who}"]
-
-[[quotas]]
-namespaces = ["*"]
-streams = 100000
-requests_per_second = 1000000
-
-[quotas_per_principal]
-streams = 100000
-requests_per_second = 1000000
-"""
-
-
-class _Options(NamedTuple):
-    """Options of a server, and what its clients connect with."""
-
-    server: Sequence[str] = ()
-    ca: Path | None = None
-    token: str | None = None
-
-
-def _restricted(arguments: tuple[str, ...], directory: Path) -> _Options:
-    """Returns the options of a server that restricts its callers, if requested."""
-    if RESTRICTED not in os.environ or "--policy" in arguments:
-        return _Options()
-    policy = directory / "policy-of-all.toml"
-    log = [] if "--audit-log" in arguments else ["--audit-log", f"{directory}/audit"]
-    options = ["--policy", str(policy), *log]
-    if os.environ[RESTRICTED] != "tokens":
-        policy.write_text(_POLICY.format(who="local"))
-        return _Options(options)
-    from tests.support.certificates import Authority
-    from tests.support.tokens import keys_document, signed
-
-    keys, authority = directory / "keys.json", Authority(directory)
-    pair = authority.issue("server", "localhost", "127.0.0.1")
-    keys.write_text(keys_document())
-    policy.write_text(_ISSUER.format(keys=keys) + _POLICY.format(who="user:tests"))
-    options += ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
-    return _Options(options, authority.certificate, signed("tests"))
 
 
 class ServerProcess:
@@ -95,8 +35,8 @@ class ServerProcess:
         self._uri = uri or root.as_uri()
         self._ready = directory / "ready"
         self._log = directory / "server.log"
-        self._restricted = _restricted(arguments, directory)
-        self._arguments = (*arguments, *self._restricted.server)
+        restricted = restrictions.server_options(arguments, directory)
+        self._arguments = (*arguments, *restricted)
         self.environment: dict[str, str] = {}
         """Additional environment variables; they apply from the next start on."""
         self._port = "0"
@@ -121,8 +61,7 @@ class ServerProcess:
 
     def connect(self) -> "store.Client":
         """Returns a client of it, with the credentials that it requires."""
-        needed = self._restricted
-        return store.connect(self.address, ca=needed.ca, token=needed.token)
+        return restrictions.connect(self.address)
 
     def start(self) -> None:
         """Starts it and waits until it accepts calls.
@@ -163,6 +102,7 @@ class ServerProcess:
             time.sleep(0.02)
         self.address = self._ready.read_text().strip()
         self._port = self.address.rpartition(":")[2]
+        restrictions.note_server(self.address, self._arguments)
 
     def wait(self) -> int:
         """Waits until it has ended, and returns its exit code."""

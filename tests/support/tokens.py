@@ -30,13 +30,15 @@ def keys_document() -> str:
     return json.dumps(KeySet([*KEYS.values()]).as_dict(private=False))
 
 
-def signed(subject: str, *, issuer: str = "https://issuer.example") -> str:
-    """Returns a token of an issuer that only its keys are known of, for an hour."""
+def signed(
+    subject: str, *, issuer: str = "https://issuer.example", seconds: int = 3600
+) -> str:
+    """Returns a token of an issuer that only its keys are known of, for some time."""
     now = int(time.time())
     claims = {"iss": issuer, "aud": AUDIENCE, "sub": subject}
     return jwt.encode(
         {"alg": "ES256", "kid": KEYS["ES256"].kid},
-        {**claims, "iat": now, "exp": now + 3600},
+        {**claims, "iat": now, "exp": now + seconds},
         KEYS["ES256"],
         algorithms=["ES256"],
     )

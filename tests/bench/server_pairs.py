@@ -1,6 +1,7 @@
-"""Compares two servers that differ in one thing: calls and saves of both, in turns.
+"""Compares servers that differ in one thing: calls and saves of each, in turns.
 
-Rounds alternate, and the ratios are of the best rounds and of the medians.
+Rounds alternate, and the ratios are of the best rounds and of the medians. A second
+server like the first shows how far a ratio of equal servers is from one.
 """
 
 import time
@@ -49,11 +50,11 @@ def caller(address: str, token: str | None) -> Callable[[int], None]:
 def table(
     title: str, works: Mapping[str, Callable[[], object]], *, rounds: int
 ) -> None:
-    """Times two works in turns, and prints a table.
+    """Times works in turns, and prints a table.
 
     Args:
         title: Title of the table.
-        works: The works by name; the ratio is that of the second to the first.
+        works: The works by name; the ratios are to the first one.
         rounds: Number of rounds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -68,8 +69,9 @@ def table(
     print(f"{title}: seconds a round of {rounds}, best and median")
     for name in works:
         print(f"  {name:10}  {best[name]:.3f}  {middle[name]:.3f}")
-    first, second = works
-    print(
-        f"  {second} / {first}: best {best[second] / best[first]:.3f}, median "
-        f"{middle[second] / middle[first]:.3f}"
-    )
+    first, *others = works
+    for name in others:
+        print(
+            f"  {name} / {first}: best {best[name] / best[first]:.3f}, median "
+            f"{middle[name] / middle[first]:.3f}"
+        )

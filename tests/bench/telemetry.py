@@ -1,5 +1,5 @@
 """``python -m tests.bench telemetry``: calls, saves and restores of a server with
-metrics and traces, and of one without; and scrapes while streams are open.
+metrics and traces, and of two without; and scrapes while streams are open.
 
 The traces go to a collector on this machine, whose time counts, too.
 """
@@ -35,7 +35,7 @@ STREAMS: Final = 64
 
 
 def main() -> None:
-    """Measures both servers in turns, and prints tables."""
+    """Measures the servers in turns, and prints tables."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as place,
         collecting_spans() as collector,
@@ -44,6 +44,7 @@ def main() -> None:
         options = (*SERVED, "--otlp-endpoint", collector.url, "--log-format", "json")
         servers = {
             "off": started(folder, "off"),
+            "off again": started(folder, "off again"),
             "on": started(folder, "on", *options),
         }
         try:

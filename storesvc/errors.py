@@ -44,6 +44,7 @@ The tree::
     ├── IssuerUnreachableError
     ├── PermissionDeniedError
     ├── AuditUnavailableError
+    ├── AuditLogDisabledError
     ├── LendingUnsupportedError
     ├── StorageDeniedError
     ├── StorageFullError
@@ -235,7 +236,12 @@ class PermissionDeniedError(StoreError):
 
 
 class AuditUnavailableError(StoreError):
-    """The audit log cannot record the call, so it changed nothing."""
+    """The audit log cannot record the call, so it changed nothing; or the log cannot
+    be read."""
+
+
+class AuditLogDisabledError(StoreError):
+    """The server has no audit log."""
 
 
 class LendingUnsupportedError(StoreError):

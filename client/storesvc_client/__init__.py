@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from storesvc_client._api.audit import AuditEntries
     from storesvc_client._api.client import Client, connect
     from storesvc_client._api.collection import Collected, Usage
     from storesvc_client._api.holds import Hold
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
     from storesvc_client._values.access import Identity
+    from storesvc_client._values.audit import AuditEntry
     from storesvc_client._values.findings import (
         Damage,
         Diff,
@@ -98,6 +100,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyExistsError",
+    "AuditEntries",
+    "AuditEntry",
     "Checkpoint",
     "Client",
     "Collected",
@@ -181,6 +185,8 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AuditEntries": "_api.audit",
+    "AuditEntry": "_values.audit",
     "Client": "_api.client",
     "connect": "_api.client",
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),

@@ -174,6 +174,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "CERTIFICATE_INVALID": UnauthenticatedError,
     "PERMISSION_DENIED": PermissionDeniedError,
     "AUDIT_UNAVAILABLE": UnavailableError,
+    "AUDIT_LOG_DISABLED": PreconditionError,
     "QUOTA_EXCEEDED": LimitError,
     "LENDING_UNSUPPORTED": PreconditionError,
 }

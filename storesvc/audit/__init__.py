@@ -1,7 +1,8 @@
-"""The audit log: who changed, deleted or was denied what.
+"""The audit log: who changed, deleted or was denied what; written and read.
 
 It may import `storesvc.access` and the layers below it.
 
 Start with `observer.py`, which decides what is recorded and when;
-`storesvc.format.audit_chain` has the format, and verifies it.
+`reader.py` reads pages of it. `storesvc.format.audit_chain` has the format, and
+verifies it.
 """

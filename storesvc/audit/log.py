@@ -9,6 +9,7 @@ the chain continues in the new file.
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,11 +58,14 @@ class AuditLog:
             InvalidFieldError: The file cannot be written.
         """
         self._path = path
-        self._server = server
+        self.server = server
+        """Name of this server in the entries."""
         self._waiting: list[_Waiting] = []
         self._writing: asyncio.Task[None] | None = None
         self._seq, self._prev = 0, FIRST
         self._file = -1
+        self._durable = threading.Lock()
+        """Held while the file has an entry that is not durable yet."""
         self.syncs = 0
         """Number of syncs."""
         try:
@@ -84,6 +88,17 @@ class AuditLog:
         # Shielded: an entry of a call that is cancelled is written anyway.
         await asyncio.shield(waiting.done)
 
+    def duplicate(self) -> tuple[int, int]:
+        """Returns a descriptor of the file, which the caller closes, and the size of
+        its durable entries.
+
+        Raises:
+            OSError: The log is closed, or the file cannot be used.
+        """
+        with self._durable:
+            file = os.dup(self._file)
+            return file, os.fstat(file).st_size
+
     async def reopen(self) -> None:
         """Opens the file again, as after a rotation; logs an error if it cannot."""
         try:
@@ -95,9 +110,10 @@ class AuditLog:
         """Closes the log once all entries are written."""
         while self._writing is not None:
             await asyncio.wait([self._writing])
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        with self._durable:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     async def _write_all(self) -> None:
         while self._waiting:
@@ -139,20 +155,24 @@ class AuditLog:
         seq, prev, lines = self._seq, self._prev, []
         for fields in entries:
             seq += 1
-            line = line_of({"server": self._server, **fields}, seq=seq, prev=prev)
+            line = line_of({"server": self.server, **fields}, seq=seq, prev=prev)
             prev = digest_of(line)
             lines.append(line + b"\n")
+        with self._durable:
+            self._put_bytes(b"".join(lines))
+        self.syncs += 1
+        self._seq, self._prev = seq, prev
+
+    def _put_bytes(self, lines: bytes) -> None:
         size = os.fstat(self._file).st_size
         try:
-            data = memoryview(b"".join(lines))
+            data = memoryview(lines)
             while data:
                 data = data[os.write(self._file, data) :]
             os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, size)
             raise
-        self.syncs += 1
-        self._seq, self._prev = seq, prev
 
     def _is_current(self) -> bool:
         """Returns whether the path leads to the open file."""
@@ -171,9 +191,10 @@ class AuditLog:
         opened = os.open(
             self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = opened
+        with self._durable:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = opened
         size = os.fstat(opened).st_size
         tail = os.pread(opened, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         is_torn = bool(tail) and not tail.endswith(b"\n")

@@ -4,11 +4,12 @@ import difflib
 
 from storesvc.access import call as access
 from storesvc.access.permissions import Permission
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.principals import Principal
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import requests
+from storesvc.rpc.audit import AUTHENTICATIONS, AuditCalls
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.lending import LendingCalls
 from storesvc.rpc.permissions import resource_of
@@ -16,21 +17,15 @@ from storesvc.rpc.security import Security
 from storesvc.store import Store
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
-_AUTHENTICATIONS = {
-    Authentication.ANONYMOUS: access_api.AUTHENTICATION_ANONYMOUS,
-    Authentication.LOCAL: access_api.AUTHENTICATION_LOCAL,
-    Authentication.CERTIFICATE: access_api.AUTHENTICATION_CERTIFICATE,
-    Authentication.TOKEN: access_api.AUTHENTICATION_TOKEN,
-}
 
-
-class AccessService(LendingCalls):
-    """Answers what a caller may do, and lends credentials."""
+class AccessService(AuditCalls, LendingCalls):
+    """Answers what a caller may do, lends credentials, and lists the audit log."""
 
     def __init__(self, store: Store, security: Security, quotas: Quotas) -> None:
         self._store = store
         self._security = security
         self._lender = security.lender
+        self._audit = security.audit
         self._quotas = quotas
 
     async def GetLoginOptions(
@@ -73,7 +68,7 @@ def identity_message(
     return access_api.GetIdentityResponse(
         principal=principal.name,
         groups=sorted(principal.groups),
-        authentication=_AUTHENTICATIONS[principal.authentication],
+        authentication=AUTHENTICATIONS[principal.authentication],
         expire_time=timestamp(expires) if expires else None,
         is_restricted=restricted,
     )

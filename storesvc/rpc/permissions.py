@@ -29,6 +29,10 @@ from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
 Need: TypeAlias = tuple[Permission, Resource]
 """A permission, and the object that it is needed for."""
 
+_NAME_LENGTH: Final = 1000
+"""Maximum characters of the name of an object in the audit log. Valid names are
+shorter; some parts of a request are validated after its permissions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Public:
@@ -97,15 +101,17 @@ async def authorize(rpc: str, request: Any) -> None:
         return
     match RULES.get(rpc):
         case Public() | Identified():
-            pass
+            needed = list[Need]()
         case Filtered(needs=needs) | Requires(needs=needs):
-            for permission, resource in needs(request):
-                access.require(permission, resource)
+            needed = [*needs(request)]
         case None:
             raise PermissionDeniedError(
                 f"{rpc}: expected an rpc with a rule, got one that has none"
             )
-    current.detail["name"] = _name(request)
+    # before the checks, so that a denial is recorded with its object
+    current.detail["name"] = _name(request)[:_NAME_LENGTH]
+    for permission, resource in needed:
+        access.require(permission, resource)
     await current.permit()
 
 
@@ -120,6 +126,15 @@ def _name(request: Any) -> str:
         if isinstance(found, str) and found:
             return found
     return ""
+
+
+def _whole_store(permission: Permission) -> Requires:
+    """Requires a permission on all runs."""
+
+    def needs(_request: Any) -> Iterator[Need]:
+        yield permission, AllRuns()
+
+    return Requires(needs)
 
 
 def _run(permission: Permission, field: str = "name") -> Requires:
@@ -300,6 +315,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "TestPermissions": Identified(),
         "LendCredentials": Requires(_lend),
         "GetQuota": Requires(_quota),
+        "ListAuditEntries": _whole_store(Permission.AUDIT_READ),
     }
 )
 """The rule of each rpc, by its name; names are unique over the services."""

@@ -15,6 +15,7 @@ READING: Final = frozenset(
         *("ReadChunks", "GetUpload", "ListUploads"),
         *("GetServerInfo", "VerifyCheckpoint", "GetUsage"),
         *("GetLoginOptions", "GetIdentity", "TestPermissions", "GetQuota"),
+        "ListAuditEntries",
     }
 )
 """The rpcs of the contract that change nothing in the bucket."""

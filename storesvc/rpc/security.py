@@ -7,6 +7,7 @@ from typing import Final, Protocol
 from storesvc.access.call import CallObserver
 from storesvc.access.policy import Policy
 from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
+from storesvc.audit.reader import AuditReader
 from storesvc.format.names import HoldName, UploadName
 from storesvc.identity.authenticator import is_local
 from storesvc.lending.credentials import LentCredential
@@ -47,6 +48,8 @@ class Security:
     """Returns the issuers that people can log in with."""
     lender: Lender | None = None
     """Lends credentials; None: none are lent."""
+    audit: AuditReader | None = None
+    """Reads the audit log; None: there is none."""
     quota_rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]] = lambda: (
         (),
         None,

@@ -173,6 +173,9 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.AuditUnavailableError: Wire(
         code_pb2.UNAVAILABLE, pb.ERROR_REASON_AUDIT_UNAVAILABLE
     ),
+    errors.AuditLogDisabledError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_AUDIT_LOG_DISABLED
+    ),
     errors.LendingUnsupportedError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_LENDING_UNSUPPORTED
     ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from storesvc.access.policy import Policy
 from storesvc.audit.log import AuditLog
 from storesvc.audit.observer import AuditObserver
+from storesvc.audit.reader import AuditReader
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.authenticator import Authenticator
 from storesvc.identity.issuer_config import Issuer
@@ -103,7 +104,11 @@ async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Secu
 
     loop.add_signal_handler(signal.SIGHUP, reopen)
     try:
-        yield replace(security, observers=(*security.observers, observer))
+        yield replace(
+            security,
+            observers=(*security.observers, observer),
+            audit=AuditReader(log),
+        )
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
         await log.close()

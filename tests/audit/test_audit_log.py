@@ -1,12 +1,11 @@
 """The audit log of a real server: complete, in order, and never silently incomplete."""
 
 import asyncio
-import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,46 +24,8 @@ from storesvc.rpc.read_only import READING
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import rpcs
-from tests.support.server_process import ServerProcess
+from tests.support.audited import Audited
 from tests.support.small_disk import small_disk
-
-
-class Audited:
-    """A server with an audit log."""
-
-    def __init__(self, tmp_path: Path, log: Path, *arguments: str) -> None:
-        self.file = log
-        self.server = ServerProcess(
-            tmp_path / "store", tmp_path, "--audit-log", str(log), *arguments
-        )
-        self.server.start()
-
-    def entries(self) -> list[dict[str, Any]]:
-        """Returns the lines of the log."""
-        return [json.loads(line) for line in self.file.read_bytes().splitlines()]
-
-    def calls(self) -> list[tuple[str, str]]:
-        """Returns the stage and the method of each call."""
-        return [
-            (entry["stage"], entry["method"])
-            for entry in self.entries()
-            if "method" in entry
-        ]
-
-
-@pytest.fixture
-def audited(tmp_path: Path) -> Iterator[Callable[..., Audited]]:
-    """Starts servers with an audit log."""
-    started: list[Audited] = []
-
-    def start(*arguments: str, log: Path | None = None) -> Audited:
-        made = Audited(tmp_path, log or tmp_path / "audit.log", *arguments)
-        started.append(made)
-        return made
-
-    yield start
-    for each in started:
-        each.server.stop()
 
 
 def verified(*files: Path) -> Any:

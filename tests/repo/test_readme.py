@@ -71,6 +71,7 @@ NEEDS = {
     r"^pip install": "a package index",
     r"^make ": "minutes: CI runs the targets that it needs",
     r"^storectl serve": "a server that runs until it is stopped; the tutorial has one",
+    r"^storectl audit ls": "an audit log; tests/cli/test_storectl_audit.py has one",
     r"^storectl console": "a browser, and Ctrl-C; tests/console has both",
     r"(?<!--store )gs://": "a bucket",
     r"-s ckpt\.example|-c lab": "another machine",

@@ -68,7 +68,11 @@ LEAST: Final[dict[str, str | None]] = {
     "TestPermissions": None,
     "LendCredentials": "writer",  # for an upload
     "GetQuota": "reader",
+    "ListAuditEntries": "admin",  # and on all runs: see WHOLE_STORE
 }
+
+WHOLE_STORE: Final = frozenset({"ListAuditEntries"})
+"""Calls about the whole store: a role in one namespace does not permit them."""
 
 RANKS: Final = ["", *ROLES]
 """Roles by what they permit, the least first; "": none."""
@@ -134,6 +138,8 @@ def expected(rpc: str, role: str, place: str) -> str:
     """Returns the outcome of a call."""
     least = LEAST[rpc]
     here = {"own": role, "listable": "reader", "unlistable": ""}[place]
+    if rpc in WHOLE_STORE:
+        return "PERMISSION_DENIED"
     if least is None or (here and RANKS.index(here) >= RANKS.index(least)):
         return "OK"
     # The quota of a namespace names no run, so there is none to conceal.
@@ -150,3 +156,25 @@ def test_each_role_permits_its_calls_in_its_own_namespace_only(
 
     print(f"\n{rpc}: {found}")
     assert {cell: expected(rpc, *cell) for cell in cells} == found
+
+
+@pytest.mark.parametrize("rpc", sorted(WHOLE_STORE))
+def test_a_call_about_the_whole_store_needs_its_role_on_all_runs(
+    server: Restricted, rpc: str
+) -> None:
+    found = {}
+    for role in ROLES:
+        for runs in ("*", "*/*", "**"):
+            server.policies.policy = Policy(anonymous="admin")
+            start = CALLS[rpc][0](Saved(server.address, server.channel(ME)))
+            server.policies.bind((role, runs, ME))
+            try:
+                start().end()
+            except grpc.RpcError as e:
+                found[role, runs] = reason_of(e)
+            else:
+                found[role, runs] = "OK"
+
+    permitted = {cell for cell, result in found.items() if result == "OK"}
+    assert {(str(LEAST[rpc]), "*/*"), (str(LEAST[rpc]), "**")} == permitted
+    assert {"OK", "PERMISSION_DENIED"} == {*found.values()}

@@ -30,6 +30,7 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
     "Inspection": (
         *("Verification", "Damage", "Diff", "LeafDifference", "ItemDifference"),
         *("Usage", "Collected", "Quota", "Picture", "LeafStatistics"),
+        *("AuditEntries", "AuditEntry"),
     ),
     "Other projects and copies": (
         *("open_foreign", "ForeignRun", "ForeignCheckpoint", "ForeignInfo"),
@@ -71,6 +72,7 @@ TYPES: Final = (
     "storesvc_client._values.options.Rehearse",
     "storesvc_client._values.triggers.Trigger",
     "storesvc_client._values.triggers.OnFailure",
+    "storesvc_client._values.audit.AuditStage",
 )
 """Types of arguments, without public names either."""
 

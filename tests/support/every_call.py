@@ -460,6 +460,13 @@ def get_quota(s: Saved) -> Start:
     return one_answer(s.access.GetQuota, request)
 
 
+def list_audit_entries(s: Saved) -> Start:
+    """ListAuditEntries, of a server without an audit log."""
+    request = access.ListAuditEntriesRequest()
+    start = one_answer(s.access.ListAuditEntries, request)
+    return _failing(start, grpc.StatusCode.FAILED_PRECONDITION)
+
+
 CALLS: Final[dict[str, list[Make]]] = {
     "ListRuns": [list_runs],
     "GetRun": [get_run],
@@ -501,5 +508,6 @@ CALLS: Final[dict[str, list[Make]]] = {
     "TestPermissions": [permissions_tested],
     "LendCredentials": [lend_credentials],
     "GetQuota": [get_quota],
+    "ListAuditEntries": [list_audit_entries],
 }
 """Functions that make a call, by its name."""

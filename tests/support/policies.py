@@ -9,6 +9,7 @@ import grpc
 
 from storesvc.access.policy import Binding, Policy
 from storesvc.access.principals import ANONYMOUS, Authentication, Principal
+from storesvc.audit.reader import AuditReader
 from storesvc.rpc.security import Security
 from tests.support.faulty_server import serving
 
@@ -40,13 +41,16 @@ class Policies:
 
 
 @contextmanager
-def restricted(root: Path, observers: Sequence[Any] = ()) -> "Iterator[Restricted]":
+def restricted(
+    root: Path, observers: Sequence[Any] = (), audit: AuditReader | None = None
+) -> "Iterator[Restricted]":
     """Serves a root with a policy that a test changes."""
     policies = Policies()
     security = Security(
         authenticate=policies.authenticate,
         policy=lambda: policies.policy,
         observers=tuple(observers),
+        audit=audit,
     )
     with serving(root, security=security) as address:
         yield Restricted(address, policies)

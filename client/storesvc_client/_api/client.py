@@ -4,7 +4,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from storesvc.format.names import RunName
+from storesvc_client._api.audit import AuditEntries, audit_entries
 from storesvc_client._api.collection import Collected, collect
 from storesvc_client._api.run import Run
 from storesvc_client._api.uploads import list_uploads
@@ -28,6 +29,7 @@ from storesvc_client._session import (
 )
 from storesvc_client._storage.root import check_root, direct_root, lent_bucket
 from storesvc_client._values.access import Identity
+from storesvc_client._values.audit import AuditStage
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
@@ -244,6 +246,51 @@ class Client:
         request = access_api.GetQuotaRequest(parent=namespace_resource(namespace))
         response = self._connection.ask(stub.GetQuota, request)
         return [Quota.from_message(each) for each in response.quotas]
+
+    def audit_entries(
+        self,
+        *,
+        principal: str | None = None,
+        method: str | None = None,
+        parent: str | None = None,
+        stage: AuditStage | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        page_token: str = "",
+    ) -> AuditEntries:
+        """Returns entries of the audit log of the server, the newest first.
+
+        Each server has its own log, so connect to the address of one server. Only the
+        file that it writes now is read. Entries that match all arguments are returned;
+        a line that cannot be read as an entry is returned as one with ``problem``,
+        whatever the arguments are. Needs the permission ``audit.read`` on all runs.
+
+        >>> for entry in client.audit_entries(stage="denied"):  # doctest: +SKIP
+        ...     print(entry.time, entry.principal, entry.method, entry.object_name)
+
+        Args:
+            principal: Name of the caller.
+            method: Name of the rpc, such as ``DeleteCheckpoint``.
+            parent: A run, or a namespace for it and its runs; None: all.
+            stage: Stage of the entry.
+            since: Earliest time, with a time zone.
+            until: Time, with a time zone, before which the entries were made.
+            page_token: ``AuditEntries.page_token`` of a call with the same arguments,
+                to continue after its pages.
+
+        Raises:
+            InvalidRequestError: An argument is not valid.
+        """
+        return audit_entries(
+            self._connection,
+            principal=principal,
+            method=method,
+            parent=parent,
+            stage=stage,
+            since=since,
+            until=until,
+            page_token=page_token,
+        )
 
     def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
         """Returns a run; sends nothing to the server.

@@ -42,7 +42,8 @@ def count_text(count: int, noun: str) -> str:
 
 def plural(noun: str) -> str:
     """Returns "leaves" for "leaf"."""
-    return {"leaf": "leaves", "process": "processes"}.get(noun, f"{noun}s")
+    irregular = {"leaf": "leaves", "process": "processes", "entry": "entries"}
+    return irregular.get(noun, f"{noun}s")
 
 
 def number_text(value: complex | None) -> str:

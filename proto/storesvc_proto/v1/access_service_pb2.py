@@ -22,45 +22,60 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from storesvc_proto.v1 import upload_service_pb2 as storesvc__proto_dot_v1_dot_upload__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/access_service.proto\x12\x0bstoresvc.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a&storesvc_proto/v1/upload_service.proto\"\x18\n\x16GetLoginOptionsRequest\"D\n\x17GetLoginOptionsResponse\x12)\n\x07options\x18\x01 \x03(\x0b\x32\x18.storesvc.v1.LoginOption\"R\n\x0bLoginOption\x12\x0e\n\x06issuer\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x10\n\x08\x61udience\x18\x03 \x01(\t\x12\x0e\n\x06scopes\x18\x04 \x03(\t\"\x14\n\x12GetIdentityRequest\"\xb5\x01\n\x13GetIdentityResponse\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\t\x12\x33\n\x0e\x61uthentication\x18\x03 \x01(\x0e\x32\x1b.storesvc.v1.Authentication\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\ris_restricted\x18\x05 \x01(\x08\"?\n\x16TestPermissionsRequest\x12\x10\n\x08resource\x18\x01 \x01(\t\x12\x13\n\x0bpermissions\x18\x02 \x03(\t\".\n\x17TestPermissionsResponse\x12\x13\n\x0bpermissions\x18\x01 \x03(\t\"]\n\x16LendCredentialsRequest\x12(\n\x06upload\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12\x0e\n\x04hold\x18\x02 \x01(\tH\x00\x42\t\n\x07purpose\"\xa6\x01\n\x17LendCredentialsResponse\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\tgcs_token\x18\x03 \x01(\tH\x00\x12\'\n\x02s3\x18\x04 \x01(\x0b\x32\x19.storesvc.v1.S3CredentialH\x00\x42\x0c\n\ncredential\"W\n\x0cS3Credential\x12\x15\n\raccess_key_id\x18\x01 \x01(\t\x12\x19\n\x11secret_access_key\x18\x02 \x01(\t\x12\x15\n\rsession_token\x18\x03 \x01(\t\"!\n\x0fGetQuotaRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\"6\n\x10GetQuotaResponse\x12\"\n\x06quotas\x18\x01 \x03(\x0b\x32\x12.storesvc.v1.Quota\"U\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x12\n\nsoft_limit\x18\x04 \x01(\x03\x12\x0c\n\x04used\x18\x05 \x01(\x03*\xa2\x01\n\x0e\x41uthentication\x12\x1e\n\x1a\x41UTHENTICATION_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41UTHENTICATION_ANONYMOUS\x10\x01\x12\x18\n\x14\x41UTHENTICATION_LOCAL\x10\x02\x12\x1e\n\x1a\x41UTHENTICATION_CERTIFICATE\x10\x03\x12\x18\n\x14\x41UTHENTICATION_TOKEN\x10\x04\x32\xc4\x03\n\rAccessService\x12\\\n\x0fGetLoginOptions\x12#.storesvc.v1.GetLoginOptionsRequest\x1a$.storesvc.v1.GetLoginOptionsResponse\x12P\n\x0bGetIdentity\x12\x1f.storesvc.v1.GetIdentityRequest\x1a .storesvc.v1.GetIdentityResponse\x12\\\n\x0fTestPermissions\x12#.storesvc.v1.TestPermissionsRequest\x1a$.storesvc.v1.TestPermissionsResponse\x12\\\n\x0fLendCredentials\x12#.storesvc.v1.LendCredentialsRequest\x1a$.storesvc.v1.LendCredentialsResponse\x12G\n\x08GetQuota\x12\x1c.storesvc.v1.GetQuotaRequest\x1a\x1d.storesvc.v1.GetQuotaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/access_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a&storesvc_proto/v1/upload_service.proto\"\x18\n\x16GetLoginOptionsRequest\"D\n\x17GetLoginOptionsResponse\x12)\n\x07options\x18\x01 \x03(\x0b\x32\x18.storesvc.v1.LoginOption\"R\n\x0bLoginOption\x12\x0e\n\x06issuer\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x10\n\x08\x61udience\x18\x03 \x01(\t\x12\x0e\n\x06scopes\x18\x04 \x03(\t\"\x14\n\x12GetIdentityRequest\"\xb5\x01\n\x13GetIdentityResponse\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\t\x12\x33\n\x0e\x61uthentication\x18\x03 \x01(\x0e\x32\x1b.storesvc.v1.Authentication\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\ris_restricted\x18\x05 \x01(\x08\"?\n\x16TestPermissionsRequest\x12\x10\n\x08resource\x18\x01 \x01(\t\x12\x13\n\x0bpermissions\x18\x02 \x03(\t\".\n\x17TestPermissionsResponse\x12\x13\n\x0bpermissions\x18\x01 \x03(\t\"]\n\x16LendCredentialsRequest\x12(\n\x06upload\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12\x0e\n\x04hold\x18\x02 \x01(\tH\x00\x42\t\n\x07purpose\"\xa6\x01\n\x17LendCredentialsResponse\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\tgcs_token\x18\x03 \x01(\tH\x00\x12\'\n\x02s3\x18\x04 \x01(\x0b\x32\x19.storesvc.v1.S3CredentialH\x00\x42\x0c\n\ncredential\"W\n\x0cS3Credential\x12\x15\n\raccess_key_id\x18\x01 \x01(\t\x12\x19\n\x11secret_access_key\x18\x02 \x01(\t\x12\x15\n\rsession_token\x18\x03 \x01(\t\"!\n\x0fGetQuotaRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\"6\n\x10GetQuotaResponse\x12\"\n\x06quotas\x18\x01 \x03(\x0b\x32\x12.storesvc.v1.Quota\"U\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x12\n\nsoft_limit\x18\x04 \x01(\x03\x12\x0c\n\x04used\x18\x05 \x01(\x03\"\xfb\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x10\n\x08resource\x18\x05 \x01(\t\x12&\n\x05stage\x18\x06 \x01(\x0e\x32\x17.storesvc.v1.AuditStage\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"m\n\x18ListAuditEntriesResponse\x12(\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x17.storesvc.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x0e\n\x06server\x18\x03 \x01(\t\"\x86\x04\n\nAuditEntry\x12\x0b\n\x03seq\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x05stage\x18\x03 \x01(\x0e\x32\x17.storesvc.v1.AuditStage\x12\x0e\n\x06server\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x11\n\tprincipal\x18\x06 \x01(\t\x12\x33\n\x0e\x61uthentication\x18\x07 \x01(\x0e\x32\x1b.storesvc.v1.Authentication\x12\x0c\n\x04peer\x18\x08 \x01(\t\x12\x0e\n\x06method\x18\t \x01(\t\x12\x31\n\x0bpermissions\x18\n \x03(\x0b\x32\x1c.storesvc.v1.AuditPermission\x12\x33\n\x06\x64\x65tail\x18\x0b \x03(\x0b\x32#.storesvc.v1.AuditEntry.DetailEntry\x12\x0e\n\x06reason\x18\x0c \x01(\t\x12*\n\x07latency\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08left_out\x18\x0e \x01(\x03\x12\x19\n\x11\x66ollows_torn_line\x18\x0f \x01(\x08\x12\x0f\n\x07problem\x18\x10 \x01(\t\x1a-\n\x0b\x44\x65tailEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"7\n\x0f\x41uditPermission\x12\x12\n\npermission\x18\x01 \x01(\t\x12\x10\n\x08resource\x18\x02 \x01(\t*\xa2\x01\n\x0e\x41uthentication\x12\x1e\n\x1a\x41UTHENTICATION_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41UTHENTICATION_ANONYMOUS\x10\x01\x12\x18\n\x14\x41UTHENTICATION_LOCAL\x10\x02\x12\x1e\n\x1a\x41UTHENTICATION_CERTIFICATE\x10\x03\x12\x18\n\x14\x41UTHENTICATION_TOKEN\x10\x04*\xa3\x01\n\nAuditStage\x12\x1b\n\x17\x41UDIT_STAGE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41UDIT_STAGE_STARTED\x10\x01\x12\x18\n\x14\x41UDIT_STAGE_REOPENED\x10\x02\x12\x16\n\x12\x41UDIT_STAGE_INTENT\x10\x03\x12\x15\n\x11\x41UDIT_STAGE_ENDED\x10\x04\x12\x16\n\x12\x41UDIT_STAGE_DENIED\x10\x05\x32\xa5\x04\n\rAccessService\x12\\\n\x0fGetLoginOptions\x12#.storesvc.v1.GetLoginOptionsRequest\x1a$.storesvc.v1.GetLoginOptionsResponse\x12P\n\x0bGetIdentity\x12\x1f.storesvc.v1.GetIdentityRequest\x1a .storesvc.v1.GetIdentityResponse\x12\\\n\x0fTestPermissions\x12#.storesvc.v1.TestPermissionsRequest\x1a$.storesvc.v1.TestPermissionsResponse\x12\\\n\x0fLendCredentials\x12#.storesvc.v1.LendCredentialsRequest\x1a$.storesvc.v1.LendCredentialsResponse\x12G\n\x08GetQuota\x12\x1c.storesvc.v1.GetQuotaRequest\x1a\x1d.storesvc.v1.GetQuotaResponse\x12_\n\x10ListAuditEntries\x12$.storesvc.v1.ListAuditEntriesRequest\x1a%.storesvc.v1.ListAuditEntriesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'storesvc_proto.v1.access_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AUTHENTICATION']._serialized_start=1159
-  _globals['_AUTHENTICATION']._serialized_end=1321
-  _globals['_GETLOGINOPTIONSREQUEST']._serialized_start=128
-  _globals['_GETLOGINOPTIONSREQUEST']._serialized_end=152
-  _globals['_GETLOGINOPTIONSRESPONSE']._serialized_start=154
-  _globals['_GETLOGINOPTIONSRESPONSE']._serialized_end=222
-  _globals['_LOGINOPTION']._serialized_start=224
-  _globals['_LOGINOPTION']._serialized_end=306
-  _globals['_GETIDENTITYREQUEST']._serialized_start=308
-  _globals['_GETIDENTITYREQUEST']._serialized_end=328
-  _globals['_GETIDENTITYRESPONSE']._serialized_start=331
-  _globals['_GETIDENTITYRESPONSE']._serialized_end=512
-  _globals['_TESTPERMISSIONSREQUEST']._serialized_start=514
-  _globals['_TESTPERMISSIONSREQUEST']._serialized_end=577
-  _globals['_TESTPERMISSIONSRESPONSE']._serialized_start=579
-  _globals['_TESTPERMISSIONSRESPONSE']._serialized_end=625
-  _globals['_LENDCREDENTIALSREQUEST']._serialized_start=627
-  _globals['_LENDCREDENTIALSREQUEST']._serialized_end=720
-  _globals['_LENDCREDENTIALSRESPONSE']._serialized_start=723
-  _globals['_LENDCREDENTIALSRESPONSE']._serialized_end=889
-  _globals['_S3CREDENTIAL']._serialized_start=891
-  _globals['_S3CREDENTIAL']._serialized_end=978
-  _globals['_GETQUOTAREQUEST']._serialized_start=980
-  _globals['_GETQUOTAREQUEST']._serialized_end=1013
-  _globals['_GETQUOTARESPONSE']._serialized_start=1015
-  _globals['_GETQUOTARESPONSE']._serialized_end=1069
-  _globals['_QUOTA']._serialized_start=1071
-  _globals['_QUOTA']._serialized_end=1156
-  _globals['_ACCESSSERVICE']._serialized_start=1324
-  _globals['_ACCESSSERVICE']._serialized_end=1776
+  _globals['_AUDITENTRY_DETAILENTRY']._loaded_options = None
+  _globals['_AUDITENTRY_DETAILENTRY']._serialized_options = b'8\001'
+  _globals['_AUTHENTICATION']._serialized_start=2134
+  _globals['_AUTHENTICATION']._serialized_end=2296
+  _globals['_AUDITSTAGE']._serialized_start=2299
+  _globals['_AUDITSTAGE']._serialized_end=2462
+  _globals['_GETLOGINOPTIONSREQUEST']._serialized_start=160
+  _globals['_GETLOGINOPTIONSREQUEST']._serialized_end=184
+  _globals['_GETLOGINOPTIONSRESPONSE']._serialized_start=186
+  _globals['_GETLOGINOPTIONSRESPONSE']._serialized_end=254
+  _globals['_LOGINOPTION']._serialized_start=256
+  _globals['_LOGINOPTION']._serialized_end=338
+  _globals['_GETIDENTITYREQUEST']._serialized_start=340
+  _globals['_GETIDENTITYREQUEST']._serialized_end=360
+  _globals['_GETIDENTITYRESPONSE']._serialized_start=363
+  _globals['_GETIDENTITYRESPONSE']._serialized_end=544
+  _globals['_TESTPERMISSIONSREQUEST']._serialized_start=546
+  _globals['_TESTPERMISSIONSREQUEST']._serialized_end=609
+  _globals['_TESTPERMISSIONSRESPONSE']._serialized_start=611
+  _globals['_TESTPERMISSIONSRESPONSE']._serialized_end=657
+  _globals['_LENDCREDENTIALSREQUEST']._serialized_start=659
+  _globals['_LENDCREDENTIALSREQUEST']._serialized_end=752
+  _globals['_LENDCREDENTIALSRESPONSE']._serialized_start=755
+  _globals['_LENDCREDENTIALSRESPONSE']._serialized_end=921
+  _globals['_S3CREDENTIAL']._serialized_start=923
+  _globals['_S3CREDENTIAL']._serialized_end=1010
+  _globals['_GETQUOTAREQUEST']._serialized_start=1012
+  _globals['_GETQUOTAREQUEST']._serialized_end=1045
+  _globals['_GETQUOTARESPONSE']._serialized_start=1047
+  _globals['_GETQUOTARESPONSE']._serialized_end=1101
+  _globals['_QUOTA']._serialized_start=1103
+  _globals['_QUOTA']._serialized_end=1188
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=1191
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=1442
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=1444
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=1553
+  _globals['_AUDITENTRY']._serialized_start=1556
+  _globals['_AUDITENTRY']._serialized_end=2074
+  _globals['_AUDITENTRY_DETAILENTRY']._serialized_start=2029
+  _globals['_AUDITENTRY_DETAILENTRY']._serialized_end=2074
+  _globals['_AUDITPERMISSION']._serialized_start=2076
+  _globals['_AUDITPERMISSION']._serialized_end=2131
+  _globals['_ACCESSSERVICE']._serialized_start=2465
+  _globals['_ACCESSSERVICE']._serialized_end=3014
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ Identity of the caller, its permissions and quotas, and credentials for the stor
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -52,6 +53,42 @@ AUTHENTICATION_CERTIFICATE: Authentication.ValueType  # 3
 AUTHENTICATION_TOKEN: Authentication.ValueType  # 4
 """By a bearer token."""
 Global___Authentication: typing_extensions.TypeAlias = Authentication
+
+class _AuditStage:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AuditStageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_AuditStage.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    AUDIT_STAGE_UNSPECIFIED: _AuditStage.ValueType  # 0
+    """Never valid."""
+    AUDIT_STAGE_STARTED: _AuditStage.ValueType  # 1
+    """The server opened the log."""
+    AUDIT_STAGE_REOPENED: _AuditStage.ValueType  # 2
+    """The server opened the log again, for a rotation."""
+    AUDIT_STAGE_INTENT: _AuditStage.ValueType  # 3
+    """A call is permitted, and may begin its change."""
+    AUDIT_STAGE_ENDED: _AuditStage.ValueType  # 4
+    """A call has ended; see `reason`."""
+    AUDIT_STAGE_DENIED: _AuditStage.ValueType  # 5
+    """A call was denied; see `reason`."""
+
+class AuditStage(_AuditStage, metaclass=_AuditStageEnumTypeWrapper):
+    """A moment of a call, or of the log itself, that an audit log records."""
+
+AUDIT_STAGE_UNSPECIFIED: AuditStage.ValueType  # 0
+"""Never valid."""
+AUDIT_STAGE_STARTED: AuditStage.ValueType  # 1
+"""The server opened the log."""
+AUDIT_STAGE_REOPENED: AuditStage.ValueType  # 2
+"""The server opened the log again, for a rotation."""
+AUDIT_STAGE_INTENT: AuditStage.ValueType  # 3
+"""A call is permitted, and may begin its change."""
+AUDIT_STAGE_ENDED: AuditStage.ValueType  # 4
+"""A call has ended; see `reason`."""
+AUDIT_STAGE_DENIED: AuditStage.ValueType  # 5
+"""A call was denied; see `reason`."""
+Global___AuditStage: typing_extensions.TypeAlias = AuditStage
 
 @typing.final
 class GetLoginOptionsRequest(google.protobuf.message.Message):
@@ -381,3 +418,227 @@ class Quota(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["limit", b"limit", "name", b"name", "scope", b"scope", "soft_limit", b"soft_limit", "used", b"used"]) -> None: ...
 
 Global___Quota: typing_extensions.TypeAlias = Quota
+
+@typing.final
+class ListAuditEntriesRequest(google.protobuf.message.Message):
+    """Request of ListAuditEntries. An entry is returned if it matches all fields that are
+    set.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    RESOURCE_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """Maximum number of entries to return; 0: the server chooses."""
+    page_token: builtins.str
+    """Token of the page; empty: the first page. The other fields, except the size, MUST be
+    as in the request for the page before.
+    """
+    principal: builtins.str
+    """Name of the caller."""
+    method: builtins.str
+    """Name of the rpc, such as `DeleteCheckpoint`."""
+    resource: builtins.str
+    """`namespaces/{namespace}/runs/{run}` for entries about a run,
+    `namespaces/{namespace}` for entries about a namespace or any of its runs; empty or
+    `namespaces/-`: all.
+    """
+    stage: Global___AuditStage.ValueType
+    """Stage of the entry; unspecified: any."""
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Earliest time of the entries. The server reads no further than the first entry that
+        is ten minutes older, as the log is in the order in which entries were written.
+        """
+
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Time before which the entries were made."""
+
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        principal: builtins.str = ...,
+        method: builtins.str = ...,
+        resource: builtins.str = ...,
+        stage: Global___AuditStage.ValueType = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end_time", b"end_time", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "method", b"method", "page_size", b"page_size", "page_token", b"page_token", "principal", b"principal", "resource", b"resource", "stage", b"stage", "start_time", b"start_time"]) -> None: ...
+
+Global___ListAuditEntriesRequest: typing_extensions.TypeAlias = ListAuditEntriesRequest
+
+@typing.final
+class ListAuditEntriesResponse(google.protobuf.message.Message):
+    """Response of ListAuditEntries."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    SERVER_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty: the beginning of the log, or of the time that was
+    asked for, was reached.
+    """
+    server: builtins.str
+    """Name of the server whose log this is."""
+    @property
+    def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
+        """The entries, the newest first."""
+
+    def __init__(
+        self,
+        *,
+        entries: collections.abc.Iterable[Global___AuditEntry] | None = ...,
+        next_page_token: builtins.str = ...,
+        server: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "next_page_token", b"next_page_token", "server", b"server"]) -> None: ...
+
+Global___ListAuditEntriesResponse: typing_extensions.TypeAlias = ListAuditEntriesResponse
+
+@typing.final
+class AuditEntry(google.protobuf.message.Message):
+    """An entry of an audit log. It has neither tokens nor labels nor metrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DetailEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    SEQ_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    SERVER_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
+    AUTHENTICATION_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    PERMISSIONS_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LATENCY_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
+    FOLLOWS_TORN_LINE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    seq: builtins.int
+    """Number of the entry, from 1; 0 if `problem` is set."""
+    stage: Global___AuditStage.ValueType
+    """The moment that it records."""
+    server: builtins.str
+    """Name of the server that wrote it."""
+    request_id: builtins.str
+    """Identifies the call: its trailing metadata `x-request-id`. Empty, as all fields up to
+    `latency`, in an entry about the log itself.
+    """
+    principal: builtins.str
+    """Name of the caller, as in GetIdentity; empty: anonymous."""
+    authentication: Global___Authentication.ValueType
+    """How the caller was authenticated."""
+    peer: builtins.str
+    """Address of the client, in gRPC's notation."""
+    method: builtins.str
+    """Name of the rpc."""
+    reason: builtins.str
+    """Why the call failed: a reason of `ErrorReason` without its prefix, or the name of
+    another error; empty: it did not.
+    """
+    left_out: builtins.int
+    """Number of denials before this one that were not recorded."""
+    follows_torn_line: builtins.bool
+    """True if the line before it was cut off, as by a crash of the server."""
+    problem: builtins.str
+    """Set if a line of the log cannot be read as an entry: where it is in the file, and
+    why, as text for people. No other field but `server` is set then. Text of the line is
+    never returned.
+    """
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was made."""
+
+    @property
+    def permissions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditPermission]:
+        """The permissions that were checked, and that the caller has."""
+
+    @property
+    def detail(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Values of the call: `name` of its object, and others of single rpcs."""
+
+    @property
+    def latency(self) -> google.protobuf.duration_pb2.Duration:
+        """Duration of the call; absent before its end."""
+
+    def __init__(
+        self,
+        *,
+        seq: builtins.int = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        stage: Global___AuditStage.ValueType = ...,
+        server: builtins.str = ...,
+        request_id: builtins.str = ...,
+        principal: builtins.str = ...,
+        authentication: Global___Authentication.ValueType = ...,
+        peer: builtins.str = ...,
+        method: builtins.str = ...,
+        permissions: collections.abc.Iterable[Global___AuditPermission] | None = ...,
+        detail: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        reason: builtins.str = ...,
+        latency: google.protobuf.duration_pb2.Duration | None = ...,
+        left_out: builtins.int = ...,
+        follows_torn_line: builtins.bool = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["latency", b"latency", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["authentication", b"authentication", "detail", b"detail", "follows_torn_line", b"follows_torn_line", "latency", b"latency", "left_out", b"left_out", "method", b"method", "peer", b"peer", "permissions", b"permissions", "principal", b"principal", "problem", b"problem", "reason", b"reason", "request_id", b"request_id", "seq", b"seq", "server", b"server", "stage", b"stage", "time", b"time"]) -> None: ...
+
+Global___AuditEntry: typing_extensions.TypeAlias = AuditEntry
+
+@typing.final
+class AuditPermission(google.protobuf.message.Message):
+    """A permission that was checked for a call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PERMISSION_FIELD_NUMBER: builtins.int
+    RESOURCE_FIELD_NUMBER: builtins.int
+    permission: builtins.str
+    """Name of the permission, such as `checkpoints.delete`."""
+    resource: builtins.str
+    """What it was checked for: `{namespace}/{run}`, `{namespace}/*` for a namespace, or
+    `**` for all runs.
+    """
+    def __init__(
+        self,
+        *,
+        permission: builtins.str = ...,
+        resource: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["permission", b"permission", "resource", b"resource"]) -> None: ...
+
+Global___AuditPermission: typing_extensions.TypeAlias = AuditPermission

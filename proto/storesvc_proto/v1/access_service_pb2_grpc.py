@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AccessServiceStub(object):
-    """Answers what a caller may do, and lends credentials.
+    """Answers what a caller may do, lends credentials, and lists the audit log.
 
     A server without a policy permits everything to every caller; it still answers.
     """
@@ -62,10 +62,15 @@ class AccessServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaResponse.FromString,
                 _registered_method=True)
+        self.ListAuditEntries = channel.unary_unary(
+                '/storesvc.v1.AccessService/ListAuditEntries',
+                request_serializer=storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesResponse.FromString,
+                _registered_method=True)
 
 
 class AccessServiceServicer(object):
-    """Answers what a caller may do, and lends credentials.
+    """Answers what a caller may do, lends credentials, and lists the audit log.
 
     A server without a policy permits everything to every caller; it still answers.
     """
@@ -136,6 +141,31 @@ class AccessServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAuditEntries(self, request, context):
+        """Returns entries of the audit log of this server, the newest first.
+
+        Each server has a log of its own, and the response names the server: with several
+        servers of one store, a client MUST read all pages of a list from the same one. Only
+        the file that the server writes now is read, not the files before a rotation. Entries
+        that are written after the first page are not in the pages that follow it.
+
+        The server reads a bounded part of the log for a page, so a page may have fewer
+        entries than requested, or none, although it has a `next_page_token`. What cannot be
+        read as an entry is returned as one with `problem`, whatever the filter is.
+
+        Idempotent: changes nothing. Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `INVALID_PAGE_TOKEN`: the token was not issued for this list, or the log was
+        rotated since, or the token is of another server.
+        * `AUDIT_LOG_DISABLED`: the server has no audit log.
+        * `AUDIT_UNAVAILABLE`: the log cannot be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AccessServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +194,11 @@ def add_AccessServiceServicer_to_server(servicer, server):
                     request_deserializer=storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaResponse.SerializeToString,
             ),
+            'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAuditEntries,
+                    request_deserializer=storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'storesvc.v1.AccessService', rpc_method_handlers)
@@ -173,7 +208,7 @@ def add_AccessServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AccessService(object):
-    """Answers what a caller may do, and lends credentials.
+    """Answers what a caller may do, lends credentials, and lists the audit log.
 
     A server without a policy permits everything to every caller; it still answers.
     """
@@ -303,6 +338,33 @@ class AccessService(object):
             '/storesvc.v1.AccessService/GetQuota',
             storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_access__service__pb2.GetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAuditEntries(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.AccessService/ListAuditEntries',
+            storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_access__service__pb2.ListAuditEntriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

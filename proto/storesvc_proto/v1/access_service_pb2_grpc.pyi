@@ -105,8 +105,24 @@ _AccessServiceGetQuotaType = typing_extensions.TypeVar(
     ],
 )
 
-class AccessServiceStub(typing.Generic[_AccessServiceGetLoginOptionsType, _AccessServiceGetIdentityType, _AccessServiceTestPermissionsType, _AccessServiceLendCredentialsType, _AccessServiceGetQuotaType]):
-    """Answers what a caller may do, and lends credentials.
+_AccessServiceListAuditEntriesType = typing_extensions.TypeVar(
+    '_AccessServiceListAuditEntriesType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
+    ],
+)
+
+class AccessServiceStub(typing.Generic[_AccessServiceGetLoginOptionsType, _AccessServiceGetIdentityType, _AccessServiceTestPermissionsType, _AccessServiceLendCredentialsType, _AccessServiceGetQuotaType, _AccessServiceListAuditEntriesType]):
+    """Answers what a caller may do, lends credentials, and lists the audit log.
 
     A server without a policy permits everything to every caller; it still answers.
     """
@@ -133,6 +149,10 @@ class AccessServiceStub(typing.Generic[_AccessServiceGetLoginOptionsType, _Acces
             storesvc_proto.v1.access_service_pb2.GetQuotaRequest,
             storesvc_proto.v1.access_service_pb2.GetQuotaResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+            storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -156,6 +176,10 @@ class AccessServiceStub(typing.Generic[_AccessServiceGetLoginOptionsType, _Acces
         grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.access_service_pb2.GetQuotaRequest,
             storesvc_proto.v1.access_service_pb2.GetQuotaResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+            storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -210,6 +234,28 @@ class AccessServiceStub(typing.Generic[_AccessServiceGetLoginOptionsType, _Acces
     * `INVALID_FIELD`.
     """
 
+    ListAuditEntries: _AccessServiceListAuditEntriesType
+    """Returns entries of the audit log of this server, the newest first.
+
+    Each server has a log of its own, and the response names the server: with several
+    servers of one store, a client MUST read all pages of a list from the same one. Only
+    the file that the server writes now is read, not the files before a rotation. Entries
+    that are written after the first page are not in the pages that follow it.
+
+    The server reads a bounded part of the log for a page, so a page may have fewer
+    entries than requested, or none, although it has a `next_page_token`. What cannot be
+    read as an entry is returned as one with `problem`, whatever the filter is.
+
+    Idempotent: changes nothing. Deadline: 60 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `INVALID_PAGE_TOKEN`: the token was not issued for this list, or the log was
+      rotated since, or the token is of another server.
+    * `AUDIT_LOG_DISABLED`: the server has no audit log.
+    * `AUDIT_UNAVAILABLE`: the log cannot be read.
+    """
+
 AccessServiceAsyncStub: typing_extensions.TypeAlias = AccessServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.access_service_pb2.GetLoginOptionsRequest,
@@ -231,10 +277,14 @@ AccessServiceAsyncStub: typing_extensions.TypeAlias = AccessServiceStub[
         storesvc_proto.v1.access_service_pb2.GetQuotaRequest,
         storesvc_proto.v1.access_service_pb2.GetQuotaResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+        storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse,
+    ],
 ]
 
 class AccessServiceServicer(metaclass=abc.ABCMeta):
-    """Answers what a caller may do, and lends credentials.
+    """Answers what a caller may do, lends credentials, and lists the audit log.
 
     A server without a policy permits everything to every caller; it still answers.
     """
@@ -313,6 +363,33 @@ class AccessServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`.
+        """
+
+    @abc.abstractmethod
+    def ListAuditEntries(
+        self,
+        request: storesvc_proto.v1.access_service_pb2.ListAuditEntriesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse, collections.abc.Awaitable[storesvc_proto.v1.access_service_pb2.ListAuditEntriesResponse]]:
+        """Returns entries of the audit log of this server, the newest first.
+
+        Each server has a log of its own, and the response names the server: with several
+        servers of one store, a client MUST read all pages of a list from the same one. Only
+        the file that the server writes now is read, not the files before a rotation. Entries
+        that are written after the first page are not in the pages that follow it.
+
+        The server reads a bounded part of the log for a page, so a page may have fewer
+        entries than requested, or none, although it has a `next_page_token`. What cannot be
+        read as an entry is returned as one with `problem`, whatever the filter is.
+
+        Idempotent: changes nothing. Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `INVALID_PAGE_TOKEN`: the token was not issued for this list, or the log was
+          rotated since, or the token is of another server.
+        * `AUDIT_LOG_DISABLED`: the server has no audit log.
+        * `AUDIT_UNAVAILABLE`: the log cannot be read.
         """
 
 def add_AccessServiceServicer_to_server(servicer: AccessServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -160,7 +160,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_AUDIT_UNAVAILABLE: _ErrorReason.ValueType  # 45
     """`UNAVAILABLE`: the call must be recorded in the audit log first, which failed;
-    nothing was changed. Retry once the log is writable.
+    nothing was changed. Retry once the log is writable. Or the log cannot be read.
     """
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 46
     """`RESOURCE_EXHAUSTED`: a quota of the caller or of the namespace is used up; metadata
@@ -168,6 +168,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_LENDING_UNSUPPORTED: _ErrorReason.ValueType  # 47
     """`FAILED_PRECONDITION`: the server lends no credentials for its storage."""
+    ERROR_REASON_AUDIT_LOG_DISABLED: _ErrorReason.ValueType  # 48
+    """`FAILED_PRECONDITION`: the server has no audit log."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -294,7 +296,7 @@ reported as `NOT_FOUND` instead.
 """
 ERROR_REASON_AUDIT_UNAVAILABLE: ErrorReason.ValueType  # 45
 """`UNAVAILABLE`: the call must be recorded in the audit log first, which failed;
-nothing was changed. Retry once the log is writable.
+nothing was changed. Retry once the log is writable. Or the log cannot be read.
 """
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 46
 """`RESOURCE_EXHAUSTED`: a quota of the caller or of the namespace is used up; metadata
@@ -302,6 +304,8 @@ has the `quota` and its `scope`. With a `RetryInfo` if time alone resolves it.
 """
 ERROR_REASON_LENDING_UNSUPPORTED: ErrorReason.ValueType  # 47
 """`FAILED_PRECONDITION`: the server lends no credentials for its storage."""
+ERROR_REASON_AUDIT_LOG_DISABLED: ErrorReason.ValueType  # 48
+"""`FAILED_PRECONDITION`: the server has no audit log."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

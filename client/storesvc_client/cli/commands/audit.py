@@ -1,24 +1,148 @@
-"""``storectl audit``: verifies audit logs."""
+"""``storectl audit``: lists the audit log of a server, and verifies its files."""
 
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from storesvc.format.audit_chain import lines_of
 from storesvc.format.audit_chain import verify as verify_lines
-from storesvc_client._values.texts import printable
+from storesvc_client._values.texts import ABSENT, printable, time_text
+from storesvc_client.cli.arguments import json_option, parent_path, past_time
+from storesvc_client.cli.completion import Part, complete_path
+from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import Column, Listing, Shrink, print_note
+from storesvc_client.cli.paths import NamespacePath, RunPath
+
+if TYPE_CHECKING:
+    from storesvc_client import AuditEntry
+    from storesvc_client._values.audit import AuditStage
+
+DEFAULT_LIMIT: Final = 100
+"""Entries that are shown if there is no --limit."""
 
 
 @click.group()
 def audit() -> None:
-    """Verify the audit log of a server.
+    """Show the audit log of a server, or verify its files.
 
     \b
     Examples:
+      storectl audit ls --stage denied --since 24h
       storectl audit verify /var/log/storesvc/audit.log
       storectl audit verify audit.log.2 audit.log.1 audit.log
     """
+
+
+def _row(entry: "AuditEntry") -> tuple[str, ...]:
+    if entry.problem:
+        return (ABSENT, ABSENT, "unreadable", ABSENT, ABSENT, entry.problem)
+    return (
+        ABSENT if entry.time is None else time_text(entry.time),
+        _caller(entry),
+        entry.stage or ABSENT,
+        entry.method or ABSENT,
+        entry.object_name or ABSENT,
+        entry.reason or ABSENT,
+    )
+
+
+def _caller(entry: "AuditEntry") -> str:
+    """Returns the caller; of an entry about the log itself, the server."""
+    if not entry.method:
+        return entry.server
+    return entry.principal or "(anonymous)"
+
+
+LISTING: Final["Listing[AuditEntry]"] = Listing(
+    noun="entry",
+    row=_row,
+    columns=(
+        Column("TIME", shrink=Shrink.TIME),
+        Column("PRINCIPAL", shrink=Shrink.MIDDLE),
+        Column("STAGE"),
+        Column("METHOD"),
+        Column("OBJECT", shrink=Shrink.MIDDLE),
+        Column("REASON", shrink=Shrink.END),
+    ),
+)
+
+
+@audit.command("ls")
+@click.option("--principal", metavar="NAME", help="List only calls of this caller.")
+@click.option(
+    "--method", metavar="RPC", help="List only this rpc, such as DeleteCheckpoint."
+)
+@click.option(
+    "--run",
+    "parent",
+    type=parent_path,
+    metavar="PATH",
+    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
+    help="List only what is about this run, or about a namespace and its runs.",
+)
+@click.option(
+    "--stage",
+    type=click.Choice(["started", "reopened", "intent", "ended", "denied"]),
+    help="List only entries of this stage.",
+)
+@click.option(
+    "--since",
+    type=past_time,
+    metavar="AGE|TIME",
+    help="List only entries since then: 24h, or 2026-11-24T07:55Z.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_LIMIT,
+    show_default=True,
+    help="Print the N newest entries only; a line on stderr says if there may be more.",
+)
+@json_option
+@pass_connection
+def list_entries(
+    connection: Connection,
+    *,
+    principal: str | None,
+    method: str | None,
+    parent: NamespacePath | RunPath | None,
+    stage: "AuditStage | None",
+    since: datetime | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List entries of the audit log of a server, the newest first.
+
+    Needs the permission audit.read on all runs. Each server has its own log: give
+    --store the address of one of them. A line of the log that cannot be read is listed
+    as unreadable, with its place, whatever the other options are.
+
+    \b
+    Examples:
+      storectl audit ls
+      storectl audit ls --stage denied --since 24h
+      storectl audit ls --run prod/llama-8b --method DeleteCheckpoint --json
+    """
+    with connection.open() as client:
+        entries = client.audit_entries(
+            principal=principal,
+            method=method,
+            parent=None if parent is None else str(parent),
+            stage=stage,
+            since=since,
+        )
+        found = [*islice(entries, limit)]
+        is_cut = len(found) == limit and not entries.is_over
+    LISTING.show(found, as_json=as_json)
+    if is_cut:
+        print_note(
+            f"{limit:,} entries of the log of {entries.server} shown, there may be more"
+        )
 
 
 @audit.command()

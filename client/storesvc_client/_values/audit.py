@@ -1,0 +1,140 @@
+"""Entries of the audit log of a server."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Final, Literal, Self, TypeAlias, cast
+
+from storesvc_client._values.access import Authentication
+from storesvc_proto.v1 import access_service_pb2 as api
+
+AuditStage: TypeAlias = Literal["started", "reopened", "intent", "ended", "denied"]
+"""Moments of a call, or of the log itself, that an audit log records."""
+
+STAGES: Final[tuple[AuditStage, ...]] = (
+    *("started", "reopened", "intent", "ended", "denied"),
+)
+
+_STAGE: Final = "AUDIT_STAGE_"
+_AUTHENTICATION: Final = "AUTHENTICATION_"
+
+_OBJECT: Final = re.compile(
+    r"namespaces/(?P<namespace>[^/]+)"
+    r"(?:/runs/(?P<run>[^/]+)(?:/(?P<kind>[a-z]+)/(?P<id>[^/]+))?)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """An entry of the audit log of a server; from ``Client.audit_entries``."""
+
+    server: str
+    """Name of the server."""
+    problem: str = ""
+    """Set if a line of the log cannot be read as an entry: where it is, and why. No
+    other field but ``server`` is set then."""
+    seq: int = 0
+    """Number of the entry in the log, from 1."""
+    time: datetime | None = None
+    """When it was made; None if ``problem`` is set."""
+    stage: AuditStage | None = None
+    """The moment that it records; None if ``problem`` is set, or if this release does
+    not know it."""
+    principal: str = ""
+    """Name of the caller; empty: anonymous, or the log itself."""
+    authentication: Authentication | None = None
+    """By what the caller was authenticated; None for the log itself."""
+    method: str = ""
+    """Name of the rpc, such as ``DeleteCheckpoint``; empty for the log itself."""
+    permissions: tuple[tuple[str, str], ...] = ()
+    """The permissions that were checked and granted, each with its resource."""
+    detail: Mapping[str, str] = field(default_factory=dict)
+    """Values of the call, such as the ``name`` of its object."""
+    reason: str = ""
+    """Why the call failed, as in ``StoreError.reason``; empty: it did not."""
+    latency: timedelta | None = None
+    """Duration of the call; None before its end."""
+    request_id: str = ""
+    """Identifies the call, as ``StoreError.metadata["request_id"]``."""
+    peer: str = ""
+    """Address of the client."""
+    left_out: int = 0
+    """Number of denials before this one that were not recorded."""
+    follows_torn_line: bool = False
+    """True if the line before it was cut off, as by a crash of the server."""
+
+    @property
+    def object_name(self) -> str:
+        """The object of the call as in ``storectl``, such as ``prod/llama-8b@500``;
+        empty: none."""
+        return object_text(self.detail.get("name", "")) or next(
+            (resource for _, resource in self.permissions), ""
+        )
+
+    @classmethod
+    def from_message(cls, message: api.AuditEntry) -> Self:
+        """Returns the value of a message."""
+        if message.problem:
+            return cls(server=message.server, problem=message.problem)
+        return cls(
+            server=message.server,
+            seq=message.seq,
+            time=message.time.ToDatetime(UTC),
+            stage=_stage(message.stage),
+            principal=message.principal,
+            authentication=_authentication(message.authentication),
+            method=message.method,
+            permissions=tuple(
+                (each.permission, each.resource) for each in message.permissions
+            ),
+            detail=dict(message.detail),
+            reason=message.reason,
+            latency=(
+                message.latency.ToTimedelta() if message.HasField("latency") else None
+            ),
+            request_id=message.request_id,
+            peer=message.peer,
+            left_out=message.left_out,
+            follows_torn_line=message.follows_torn_line,
+        )
+
+
+def object_text(name: str) -> str:
+    """Returns the name of an object of the contract as in ``storectl``.
+
+    >>> object_text("namespaces/prod/runs/llama-8b/checkpoints/500")
+    'prod/llama-8b@500'
+    """
+    match = _OBJECT.fullmatch(name)
+    if match is None or match["run"] is None:
+        return match["namespace"] if match else name
+    run = f"{match['namespace']}/{match['run']}"
+    match match["kind"]:
+        case None:
+            return run
+        case "checkpoints":
+            return f"{run}@{match['id']}"
+        case kind:
+            return f"{run} {kind.removesuffix('s')} {match['id']}"
+
+
+def stage_number(stage: AuditStage | None) -> api.AuditStage.ValueType:
+    """Returns the number of a stage in the contract; 0 for None."""
+    if stage is None:
+        return api.AUDIT_STAGE_UNSPECIFIED
+    return api.AuditStage.Value(_STAGE + stage.upper())
+
+
+def _stage(number: int) -> AuditStage | None:
+    if number not in api.AuditStage.values() or not number:
+        return None
+    name = api.AuditStage.Name(cast("api.AuditStage.ValueType", number))
+    return cast("AuditStage", name.removeprefix(_STAGE).lower())
+
+
+def _authentication(number: int) -> Authentication | None:
+    if number not in api.Authentication.values() or not number:
+        return None
+    name = api.Authentication.Name(cast("api.Authentication.ValueType", number))
+    return cast("Authentication", name.removeprefix(_AUTHENTICATION).lower())

@@ -1,0 +1,493 @@
+"""Reading the audit log through a real server: complete, in order, bounded, and only by
+callers who may."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.access.permissions import ROLES
+from storesvc.access.policy import Policy
+from storesvc.audit.backwards import MAX_LINE_BYTES
+from storesvc.audit.entries import AuditFilter, Entry
+from storesvc.audit.log import AuditLog
+from storesvc.audit.observer import AuditObserver
+from storesvc.audit.reader import SCAN_BYTES, AuditPage, AuditReader, Bookmark
+from storesvc.errors import AuditUnavailableError
+from storesvc.format.audit_chain import FIRST, digest_of, line_of
+from storesvc.server.security import reason_of as audit_reason_of
+from storesvc_proto.v1 import access_service_pb2 as api
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.rpc.test_permissions import reason_of
+from tests.support.audited import Audited
+from tests.support.contract import Writer
+from tests.support.policies import Restricted, restricted
+
+
+def line_values(line: bytes) -> dict[str, Any]:
+    """Returns the values of a line that a client sees."""
+    found = json.loads(line)
+    stage = found["stage"]
+    if stage in ("started", "reopened"):
+        return {"seq": found["seq"], "stage": stage, "server": found["server"]}
+    names = ("seq", "stage", "server", "id", "principal", "authentication", "peer")
+    values = {name: found[name] for name in (*names, "method", "detail")}
+    values["permissions"] = [
+        (p["permission"], p["resource"]) for p in found["permissions"]
+    ]
+    values["reason"] = found.get("reason", "")
+    values["latency_ms"] = found.get("latency_ms")
+    values["time"] = found["time"][:26]  # microseconds
+    return values
+
+
+def entry_values(entry: store.AuditEntry) -> dict[str, Any]:
+    """Returns the same values of an entry."""
+    assert entry.problem == ""
+    assert entry.time is not None
+    if entry.stage in ("started", "reopened"):
+        return {"seq": entry.seq, "stage": entry.stage, "server": entry.server}
+    latency = entry.latency
+    return {
+        "seq": entry.seq,
+        "stage": entry.stage,
+        "server": entry.server,
+        "id": entry.request_id,
+        "principal": entry.principal,
+        "authentication": entry.authentication,
+        "peer": entry.peer,
+        "method": entry.method,
+        "detail": entry.detail,
+        "permissions": [*entry.permissions],
+        "reason": entry.reason,
+        "latency_ms": None if latency is None else latency / timedelta(milliseconds=1),
+        "time": entry.time.strftime("%Y-%m-%dT%H:%M:%S.%f"),
+    }
+
+
+def test_an_administrator_reads_all_entries_as_the_file_has_them(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[bindings]]\nrole="admin"\nruns=["**"]\nwho=["local"]\n')
+    log = audited("--policy", str(policy))
+    with pytest.raises(store.UnauthenticatedError):
+        store.connect(log.server.address, token="x.y.z")
+    with store.connect(log.server.address) as client:
+        run = client.run("prod/llama")
+        run.save(1, {"w": np.arange(9)}, labels={"secret": "label"}).result()
+        run.delete(1)
+        entries = client.audit_entries()
+        found = [*entries]
+
+    lines = log.file.read_bytes().splitlines()
+    assert [line_values(line) for line in reversed(lines)] == [
+        entry_values(entry) for entry in found
+    ]
+    assert ("DeleteCheckpoint", "prod/llama@1") == (
+        found[0].method,
+        found[0].object_name,
+    )
+    assert "TOKEN_INVALID" in {entry.reason for entry in found}
+    assert entries.server == found[0].server != ""
+    assert "secret" not in repr(found)
+    assert "x.y.z" not in repr(found)
+
+
+@contextmanager
+def reading(tmp_path: Path) -> Iterator[tuple[Restricted, AuditReader, Path]]:
+    """Serves a store with a policy and an audit log that can be read."""
+    file = tmp_path / "audit.log"
+    log = AuditLog(file, server="here")
+    reader = AuditReader(log)
+    observer = AuditObserver(log, reason_of=audit_reason_of)
+    with restricted(tmp_path / "store", [observer], reader) as server:
+        yield server, reader, file
+
+
+def test_a_denial_is_listed_with_its_caller_its_object_and_its_reason(
+    tmp_path: Path,
+) -> None:
+    with reading(tmp_path) as (server, _, _):
+        server.policies.bind(
+            ("admin", "**", "user:boss"), ("reader", "prod/*", "user:eve")
+        )
+        channel = server.channel("user:boss")
+        Writer(server.address, "prod/llama", 1, channel=channel).save()
+        name = "namespaces/prod/runs/llama/checkpoints/1"
+        with pytest.raises(grpc.RpcError):
+            CheckpointServiceStub(server.channel("user:eve")).DeleteCheckpoint(
+                checkpoint_api.DeleteCheckpointRequest(name=name)
+            )
+        stub = AccessServiceStub(channel)
+        response = stub.ListAuditEntries(
+            api.ListAuditEntriesRequest(stage=api.AUDIT_STAGE_DENIED)
+        )
+
+    (entry,) = response.entries
+    assert ("user:eve", "DeleteCheckpoint") == (entry.principal, entry.method)
+    assert {"name": name} == dict(entry.detail)
+    assert "PERMISSION_DENIED" == entry.reason
+    assert "here" == response.server == entry.server
+
+
+def test_only_an_administrator_of_all_runs_reads_the_log(tmp_path: Path) -> None:
+    found = {}
+    with reading(tmp_path) as (server, _, _):
+        stub = AccessServiceStub(server.channel("user:me"))
+        for role in ROLES:
+            for runs in ("prod/*", "**"):
+                server.policies.bind((role, runs, "user:me"))
+                try:
+                    stub.ListAuditEntries(api.ListAuditEntriesRequest())
+                except grpc.RpcError as e:
+                    found[role, runs] = reason_of(e)
+                else:
+                    found[role, runs] = "OK"
+        server.policies.policy = Policy(anonymous="reader")
+        with pytest.raises(grpc.RpcError) as anonymous:
+            stub.ListAuditEntries(api.ListAuditEntriesRequest())
+
+    assert [("admin", "**")] == [
+        cell for cell, result in found.items() if result == "OK"
+    ]
+    assert {"OK", "PERMISSION_DENIED"} == {*found.values()}
+    assert "PERMISSION_DENIED" == reason_of(anonymous.value)
+
+
+def test_a_server_without_a_log_says_so(tmp_path: Path) -> None:
+    with (
+        store.connect((tmp_path / "store").as_uri()) as client,
+        pytest.raises(store.PreconditionError, match="--audit-log") as caught,
+    ):
+        next(client.audit_entries())
+
+    assert "AUDIT_LOG_DISABLED" == caught.value.reason
+
+
+def test_reading_the_log_is_recorded_like_any_read(
+    audited: Callable[..., Audited],
+) -> None:
+    log = audited("--audit-reads")
+    with store.connect(log.server.address) as client:
+        assert [*client.audit_entries()]
+
+    assert ("ended", "ListAuditEntries") in log.calls()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"principal": "local", "method": "DeleteTag"},
+            [("intent", "a"), ("ended", "a")],
+        ),
+        ({"parent": "prod/b", "method": "SetTag"}, [("ended", "b")]),
+        ({"parent": "prod", "method": "SetTag"}, [("ended", "a"), ("ended", "b")]),
+        ({"parent": "other"}, []),
+        ({"principal": "user:a"}, []),
+        ({"stage": "intent", "method": "DeleteTag"}, [("intent", "a")]),
+        ({"until": datetime(2026, 1, 1, tzinfo=UTC)}, []),
+        ({"since": datetime(2200, 1, 1, tzinfo=UTC)}, []),
+        (
+            {"since": datetime(2020, 1, 1, tzinfo=UTC), "method": "DeleteTag"},
+            [("intent", "a"), ("ended", "a")],
+        ),
+    ],
+    ids=range(9),
+)
+def test_entries_are_filtered_by_fields(
+    tagged: store.Client, arguments: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    found = [*tagged.audit_entries(**arguments)]
+
+    assert expected == [
+        (entry.stage, entry.object_name.split("/")[1].split(" ")[0])
+        for entry in reversed(found)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[store.Client]:
+    """A client of a server whose log has tags of two runs."""
+    folder = tmp_path_factory.mktemp("tagged")
+    log = Audited(folder, folder / "audit.log")
+    with store.connect(log.server.address) as client:
+        for name in ("a", "b"):
+            run = client.run(f"prod/{name}")
+            run.save(1, {"w": np.arange(3)}).result()
+            run.tags.set("best", 1)
+        client.run("prod/a").tags.delete("best")
+        yield client
+    log.server.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"method": "DeleteChekpoint"}, "did you mean DeleteCheckpoint"),
+        ({"method": ""}, "method="),
+        ({"principal": 7}, "principal="),
+        ({"stage": "begun"}, "expected one of started"),
+        ({"parent": "UPPER"}, "UPPER"),
+        ({"since": datetime(2026, 1, 1)}, "with a time zone"),  # noqa: DTZ001 - wrong
+        ({"until": 7}, "with a time zone"),
+        ({"page_token": "x"}, "page_token"),
+    ],
+    ids=range(8),
+)
+def test_an_argument_that_is_not_valid_is_rejected(
+    tagged: store.Client, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=said):
+        next(tagged.audit_entries(**arguments))
+
+
+def test_a_token_of_another_list_is_rejected(tagged: store.Client) -> None:
+    entries = tagged.audit_entries(method="SetTag")
+    assert len(entries.read_page(1)) == 1
+    token = entries.page_token
+
+    with pytest.raises(store.InvalidRequestError, match="page_token"):
+        tagged.audit_entries(method="DeleteTag", page_token=token).read_page()
+    (second,) = tagged.audit_entries(method="SetTag", page_token=token).read_page()
+    assert "prod/a tag best" == second.object_name
+
+
+# --- the reader -------------------------------------------------------------------
+
+
+ALL = AuditFilter()
+
+
+class Reading:
+    """An audit log on its own, and its reader."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.log = AuditLog(file, server="here")
+        self.reader = AuditReader(self.log)
+
+    def page(
+        self,
+        after: Bookmark | None = None,
+        size: int = 1000,
+        wanted: AuditFilter = ALL,
+    ) -> AuditPage:
+        """Reads a page."""
+        return asyncio.run(self.reader.page(wanted, after=after, size=size))
+
+    def all(self, size: int = 1000) -> list[int | str]:
+        """Returns the numbers of all entries, or what is wrong with a line."""
+        found, after = list[int | str](), None
+        while True:
+            page = self.page(after, size)
+            found += [
+                row.seq if isinstance(row, Entry) else row.problem for row in page.rows
+            ]
+            if page.after is None:
+                return found
+            after = Bookmark.parse(str(page.after))
+
+    def append(self, count: int) -> None:
+        """Appends entries."""
+
+        async def write() -> None:
+            for _ in range(count):
+                await self.log.write({"time": TIME, "stage": "ended"})
+
+        asyncio.run(write())
+
+
+TIME = "2026-11-24T07:55:00.123456789Z"
+
+
+def lines_of(count: int, **fields: Any) -> list[bytes]:
+    """Returns the lines of a log."""
+    lines, prev = list[bytes](), FIRST
+    for seq in range(1, count + 1):
+        values = {"time": TIME, "stage": "ended", **fields}
+        lines.append(line_of(values, seq=seq, prev=prev) + b"\n")
+        prev = digest_of(lines[-1][:-1])
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_pages_join_while_entries_are_appended(tmp_path: Path, size: int) -> None:
+    log = Reading(tmp_path / "audit.log")
+    log.append(40)
+    found, after = list[int](), None
+    while True:
+        page = log.page(after, size)
+        found += [row.seq for row in page.rows if isinstance(row, Entry)]
+        log.append(3)
+        if page.after is None:
+            break
+        after = Bookmark.parse(str(page.after))
+
+    assert [*range(41, 0, -1)] == found
+
+
+def test_an_empty_file_has_the_entry_of_the_start_only(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    file.touch()
+
+    assert [1] == Reading(file).all()
+
+
+def test_a_file_that_was_emptied_has_no_entries(tmp_path: Path) -> None:
+    log = Reading(tmp_path / "audit.log")
+    os.truncate(log.file, 0)
+
+    assert [] == log.all()
+    log.file.write_bytes(b"\n\n\n")
+    assert [] == log.all()
+
+
+def test_what_is_no_entry_is_marked_and_the_others_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    first, second = lines_of(2)
+    file.write_bytes(first + b"a secret\n\n" + second + b'{"seq":3,"ti')
+    log = Reading(file)  # completes the line
+
+    log.append(1)
+    with file.open("ab") as more:
+        more.write(b"again a sec")
+    found = log.all(size=1)
+
+    tail, *entries = found
+    assert "the line has no end" in str(tail)
+    assert [4, 3] == entries[:2]
+    assert "was cut off, as by a crash of the server" in str(entries[2])
+    assert 2 == entries[3]
+    assert f"8 bytes at byte {len(first)}" in str(entries[4])
+    assert [1] == entries[5:]
+    assert "sec" not in "".join(map(str, found))
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_long_lines_are_read_and_too_long_ones_are_marked(
+    tmp_path: Path, size: int
+) -> None:
+    file = tmp_path / "audit.log"
+    long = lines_of(2, principal="x" * (1 << 20))
+    huge = b"y" * (2 * SCAN_BYTES + 17) + b"\n"
+    file.write_bytes(long[0] + huge + long[1] + b"z" * MAX_LINE_BYTES + b"\n")
+    log = Reading(file)
+
+    started, ended, second, marked, first = log.all(size)
+
+    assert [1, 2, 1] == [started, second, first]
+    assert f"{MAX_LINE_BYTES:,} bytes at byte" in str(ended)
+    assert f"{len(huge) - 1:,} bytes at byte {len(long[0]):,}: expected a line of" in (
+        str(marked)
+    )
+
+
+def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    (line,) = lines_of(1, principal="user:a", method="SetTag")
+    file.write_bytes(line * 200_000)
+    log = Reading(file)
+    whole = file.stat().st_size
+    assert whole > 4 * SCAN_BYTES
+
+    newest = log.page(size=100)
+    read_for_newest = log.reader.read_bytes
+    rare = log.page(wanted=AuditFilter(principal="user:b"))
+    read_for_rare = log.reader.read_bytes - read_for_newest
+
+    print(f"{whole:,} bytes; read {read_for_newest:,} and {read_for_rare:,}")
+    assert len(newest.rows) == 100
+    assert read_for_newest <= 256 << 10
+    assert rare.rows == ()
+    assert rare.after is not None
+    assert read_for_rare <= SCAN_BYTES + (64 << 10)
+
+
+def test_an_entry_that_is_rare_is_found_over_many_pages(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    rare = line_of(
+        {"time": TIME, "stage": "ended", "principal": "user:b"}, seq=1, prev=FIRST
+    )
+    padding = lines_of(1, principal="user:a", peer="x" * 9000)[0] * 2000
+    file.write_bytes(rare + b"\n" + padding)
+    log, wanted = Reading(file), AuditFilter(principal="user:b")
+
+    page, pages = log.page(wanted=wanted), 1
+    while page.after is not None:
+        assert page.rows == ()
+        page, pages = log.page(page.after, wanted=wanted), pages + 1
+
+    assert [1] == [row.seq for row in page.rows if isinstance(row, Entry)]
+    assert pages == -(-file.stat().st_size // SCAN_BYTES)
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted", "copied and truncated"])
+def test_a_token_of_a_file_that_was_rotated_is_rejected(
+    tagged_log: Audited, how: str
+) -> None:
+    log = tagged_log
+    with store.connect(log.server.address) as client:
+        run = client.run("prod/a")
+        entries = client.audit_entries()
+        assert len(entries.read_page(2)) == 2
+        if how == "renamed":
+            log.file.rename(log.file.with_suffix(".1"))
+        elif how == "deleted":
+            log.file.unlink()
+        else:
+            os.truncate(log.file, 0)
+        run.tags.set("next", 1)
+
+        with pytest.raises(store.InvalidRequestError, match="rotated") as caught:
+            entries.read_page(2)
+        first, *rest = client.audit_entries()
+
+    assert "INVALID_PAGE_TOKEN" == caught.value.reason
+    assert ("ended", "SetTag") == (first.stage, first.method)
+    assert len(rest) < 3
+
+
+@pytest.fixture
+def tagged_log(audited: Callable[..., Audited]) -> Audited:
+    """A server with some entries in its log."""
+    log = audited()
+    with store.connect(log.server.address) as client:
+        run = client.run("prod/a")
+        run.save(1, {"w": np.arange(3)}).result()
+        for tag in ("a", "b", "c"):
+            run.tags.set(tag, 1)
+    return log
+
+
+def test_a_file_that_is_renamed_is_read_until_the_next_entry(tmp_path: Path) -> None:
+    log = Reading(tmp_path / "audit.log")
+    log.append(9)
+    first = log.page(size=4)
+    log.file.rename(tmp_path / "audit.log.1")
+
+    rest = log.page(first.after)
+
+    assert [*range(10, 0, -1)] == [
+        row.seq for row in (*first.rows, *rest.rows) if isinstance(row, Entry)
+    ]
+
+
+def test_a_log_that_was_closed_is_an_error(tmp_path: Path) -> None:
+    log = Reading(tmp_path / "audit.log")
+    asyncio.run(log.log.close())
+
+    with pytest.raises(AuditUnavailableError, match="cannot be read"):
+        log.page()

@@ -1,0 +1,35 @@
+"""A server with an audit log."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.server_process import ServerProcess
+
+
+class Audited:
+    """A server with an audit log."""
+
+    def __init__(self, tmp_path: Path, log: Path, *arguments: str) -> None:
+        self.file = log
+        self.server = ServerProcess(
+            tmp_path / "store", tmp_path, "--audit-log", str(log), *arguments
+        )
+        self.server.start()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Returns the lines of the log."""
+        return [json.loads(line) for line in self.file.read_bytes().splitlines()]
+
+    def entries_after(self, count: int) -> list[dict[str, Any]]:
+        """Returns the lines of the log after some that are no entries."""
+        lines = self.file.read_bytes().splitlines()
+        return [json.loads(line) for line in lines[count:]]
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Returns the stage and the method of each call."""
+        return [
+            (entry["stage"], entry["method"])
+            for entry in self.entries()
+            if "method" in entry
+        ]

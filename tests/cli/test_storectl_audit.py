@@ -144,7 +144,7 @@ def test_a_server_without_a_log_is_an_error(server_address: str) -> None:
 
 
 def test_a_narrow_terminal_has_times_stages_and_methods_in_full(log: Audited) -> None:
-    header, *found = table(printed(log.server.address, "audit", "ls"))
+    _header, *found = table(printed(log.server.address, "audit", "ls"))
 
     shown = narrowed(LISTING.columns, found, room=70)
 

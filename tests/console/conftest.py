@@ -5,16 +5,20 @@ from collections.abc import Iterator
 import pytest
 
 import storesvc_client as store
-from tests.console.seeded import seed
+from tests.console.seeded import hostile_entries, seed
 from tests.console.served import ServedConsole
 from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture(scope="module")
 def server_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that does not apply the retention policy of ``seed``."""
+    """Address of a server that does not apply the retention policy of ``seed``; its
+    audit log has hostile names."""
     folder = tmp_path_factory.mktemp("server")
-    server = ServerProcess(folder / "store", folder, "--gc-interval", "0s")
+    log = folder / "audit.log"
+    log.write_bytes(hostile_entries())
+    options = ("--gc-interval", "0s", "--audit-log", str(log))
+    server = ServerProcess(folder / "store", folder, *options)
     server.start()
     yield server.address
     server.kill()

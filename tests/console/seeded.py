@@ -1,5 +1,6 @@
 """A store with what pages show: runs, tags, holds, deletions, items, hostile names."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,26 @@ def seed(client: store.Client) -> None:
         8, {HOSTILE: np.zeros(3, np.float32)}, metrics={f"loss{HOSTILE}": 0.5}
     ).result()
     client.run("tests/single").save(1, np.float32(2.5)).result()
+
+
+def hostile_entries() -> bytes:
+    """Returns the beginning of an audit log: an entry of hostile texts, and a line that
+    is no entry."""
+    entry = {
+        "seq": 1,
+        "server": HOSTILE,
+        "time": "2026-11-24T07:55:00.000000000Z",
+        "stage": "denied",
+        "id": HOSTILE,
+        "principal": HOSTILE,
+        "authentication": "token",
+        "peer": HOSTILE,
+        "method": HOSTILE,
+        "permissions": [{"permission": HOSTILE, "resource": HOSTILE}],
+        "detail": {"name": HOSTILE},
+        "reason": HOSTILE,
+        "latency_ms": 1,
+        "left_out": 7,
+        "prev": "0" * 64,
+    }
+    return json.dumps(entry).encode() + b"\n" + HOSTILE.encode() + b"\n"

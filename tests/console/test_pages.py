@@ -50,6 +50,9 @@ PAGES = [
     "/storage?garbage=1",
     "/events",
     "/events?of=tests",
+    "/audit",
+    "/audit?stage=denied",
+    "/audit?in=tests/hostile&since=24h&principal=local",
     "/me",
     "/me?in=prod",
     "/help",
@@ -57,6 +60,8 @@ PAGES = [
     "/change/pin?run=prod/llama-8b&step=500",
     "/change/policy?run=prod/llama-8b&policy=latest(1)",
 ]
+
+AUDIT = ["/audit", "/audit?stage=ended&in=prod&method=DeleteCheckpoint&principal=local"]
 
 each_page = pytest.mark.parametrize("path", PAGES)
 
@@ -172,6 +177,11 @@ def test_all_links_lead_somewhere(console: ServedConsole) -> None:
         ("/uploads", ["uploads"]),
         ("/storage", ["du"]),
         ("/storage?in=prod", ["du", "prod"]),
+        ("/audit", ["audit", "ls"]),
+        (
+            "/audit?in=prod/llama-8b&method=SetTag&since=7d",
+            ["audit", "ls", "--run", "prod/llama-8b", "--method", "SetTag"],
+        ),
         ("/me", ["whoami"]),
     ],
 )
@@ -184,7 +194,15 @@ def test_the_json_of_a_page_is_that_of_its_command(
 def test_the_command_under_the_title_prints_the_json_of_the_page(
     console: ServedConsole, server_address: str
 ) -> None:
-    for path in ("/", RUN, f"{RUN}@300", f"{RUN}@0?key=step", "/storage", "/uploads"):
+    for path in (
+        "/",
+        RUN,
+        f"{RUN}@300",
+        f"{RUN}@0?key=step",
+        "/storage",
+        "/uploads",
+        *AUDIT,
+    ):
         html = console.text(path)
         (command,) = re.findall(r'class="cmd".*?<code>(.*?)</code>', html)
         _, *words = shlex.split(unescape(command))
@@ -384,6 +402,11 @@ def test_an_upload_in_flight_is_shown(
         ("/change/tag?run=prod/llama-8b&step=x&tag=y", 400),
         ("/change/tag?run=prod/llama-8b&step=5&tag=", 400),
         ("/me?in=UPPER", 400),
+        ("/audit?in=UPPER", 400),
+        ("/audit?stage=begun", 400),
+        ("/audit?since=yesterday", 400),
+        ("/audit?method=DeleteChekpoint", 400),
+        ("/audit?after=x", 400),
     ],
 )
 def test_an_error_is_a_page_with_its_message_and_its_status(

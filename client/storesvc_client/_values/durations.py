@@ -12,7 +12,7 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from numbers import Real
 from typing import Final, Self, TypeAlias
 
@@ -142,6 +142,25 @@ def duration_text(length: timedelta) -> str:
     whole, parts = divmod(abs(count), _MICROSECONDS["second"])
     sign = "-" if count < 0 else ""
     return f"{sign}{whole}.{parts:06d}".rstrip("0") + " seconds"
+
+
+def parse_past(text: str, now: datetime) -> datetime:
+    """Returns the time of an age ("24h") or of a time in ISO 8601.
+
+    A time without a zone is in the zone of this machine.
+
+    Raises:
+        InvalidRequestError: The text is neither.
+    """
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(text.strip()).astimezone()
+    try:
+        return now - parse_duration(text)
+    except (InvalidRequestError, OverflowError) as e:
+        raise InvalidRequestError(
+            f"time {text[:40]!r}: expected an age, such as 24h or 7 days, or a time, "
+            "such as 2026-11-24T07:55Z"
+        ) from e
 
 
 def parse_duration(text: str) -> timedelta:

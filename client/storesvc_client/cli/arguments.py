@@ -5,7 +5,6 @@ raises an error that names the rule it breaks.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -200,17 +199,12 @@ def duration(text: str) -> timedelta:
 def past_time(text: str) -> datetime:
     """Returns the time of an age ("24h") or of a time in ISO 8601."""
     from storesvc_client import InvalidRequestError
-    from storesvc_client._values.durations import parse_duration
+    from storesvc_client._values.durations import parse_past
 
-    with suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(text).astimezone()
     try:
-        return datetime.now(UTC) - parse_duration(text)
-    except (InvalidRequestError, OverflowError) as e:
-        raise click.BadParameter(
-            f"{text!r}: expected an age, such as 24h or 7 days, or a time, such as "
-            "2026-11-24T07:55Z"
-        ) from e
+        return parse_past(text, datetime.now(UTC))
+    except InvalidRequestError as e:
+        raise click.BadParameter(str(e)) from e
 
 
 def label(text: str) -> tuple[str, str]:

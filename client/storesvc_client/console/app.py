@@ -44,9 +44,11 @@ from storesvc_client._values.json_values import json_value
 from storesvc_client.console.addresses import with_values
 from storesvc_client.console.event_feeds import EventFeed, EventFeeds
 from storesvc_client.console.guard import LOOPBACK, Access, Guard
+from storesvc_client.console.navigation import Navigation
 from storesvc_client.console.opened import OpenedCheckpoints
 from storesvc_client.console.page import Page
 from storesvc_client.console.pages import (
+    audit,
     change,
     checkpoint,
     diff,
@@ -127,6 +129,7 @@ def create_app(
             Route("/storage", shown(storage.page)),
             Route("/events", shown(events.page)),
             Route("/events/stream", console.stream),
+            Route("/audit", shown(audit.page)),
             Route("/me", shown(me.page)),
             Route("/help", shown(help_.page)),
             Route("/change/{action}", shown(change.page), methods=["GET"]),
@@ -158,6 +161,7 @@ class _Console:
         self._client = client
         self._opened = OpenedCheckpoints()
         self._feeds = EventFeeds(client)
+        self._navigation = Navigation(client)
         self._renderer = renderer
 
     def shown(self, function: PageFunction) -> Callable[[Request], Response]:
@@ -278,8 +282,11 @@ class _Console:
     def _response(self, request: Request, page: Page) -> Response:
         if "json" in request.query_params:
             return JSONResponse(json_value(page.document), page.status)
+        navigation = self._navigation
         html = self._renderer.html(
             page,
+            # after an error, the server may not answer
+            sections=navigation.current() if page.status == 200 else navigation.known,
             token=self.access.form_token,
             now=datetime.now(UTC),
             address=_address_of(request),

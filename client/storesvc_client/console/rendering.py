@@ -4,7 +4,7 @@ Every value that a template prints is escaped, and its unprintable characters ar
 as escapes, so that no label or key can add markup or turn the direction of text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -23,20 +23,12 @@ from storesvc_client._values.texts import (
     time_text,
 )
 from storesvc_client.console import addresses
+from storesvc_client.console.navigation import Section
 from storesvc_client.console.page import Page
 
 FOLDER: Final = Path(__file__).parent
 
 _AGES: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
-
-SECTIONS: Final = (
-    ("Runs", "/"),
-    ("Uploads", "/uploads"),
-    ("Storage", "/storage"),
-    ("Events", "/events"),
-    ("Help", "/help"),
-)
-"""The navigation."""
 
 
 class Renderer:
@@ -71,22 +63,31 @@ class Renderer:
             "leaf_url": addresses.leaf_url,
             "plot_url": addresses.plot_url,
             "run_url": addresses.run_url,
-            "sections": SECTIONS,
             "trace_url": addresses.trace_url,
             "tree_url": addresses.tree_url,
         }
 
-    def html(self, page: Page, *, token: str, now: datetime, address: str) -> str:
+    def html(
+        self,
+        page: Page,
+        *,
+        sections: Sequence[Section],
+        token: str,
+        now: datetime,
+        address: str,
+    ) -> str:
         """Returns a page as HTML.
 
         Args:
             page: The page.
+            sections: The navigation.
             token: Token that forms send, so that no other site can.
             now: Time of the request, in UTC.
             address: Path and query of the page.
         """
         frame: Mapping[str, Any] = {
             "page": page,
+            "sections": sections,
             "store": self._store,
             "token": token,
             "now": now,

@@ -50,6 +50,11 @@ ROWS: Final = tuple(
         ("/uploads", "checkpoints that are being written", "storectl uploads"),
         ("/storage", "bytes of runs, and garbage", "storectl du"),
         ("/events?of=NAMESPACE", "changes as they happen", "storectl watch NAMESPACE"),
+        (
+            "/audit",
+            "the audit log of the server, if you may read it",
+            "storectl audit ls",
+        ),
         ("/me", "who you are, and what you may do", "storectl whoami"),
     )
 )

@@ -1,0 +1,127 @@
+"""``/audit``: the audit log of the server, for users who may read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+from storesvc.format.names import InvalidNameError, RunName
+from storesvc_client import AuditEntries, AuditEntry
+from storesvc_client._values.audit import STAGES, AuditStage
+from storesvc_client._values.durations import parse_past
+from storesvc_client.console.addresses import command, with_values
+from storesvc_client.console.page import Page
+from storesvc_client.console.visit import Visit
+
+ROWS: Final = 100
+"""Entries on one page, as storectl prints without --limit."""
+
+_CALLS: Final = 8
+"""Maximum calls for one page: a server searches a part of its log in each."""
+
+FILTERS: Final = ("principal", "method", "in", "stage", "since")
+"""Values of the query that choose entries."""
+
+_OPTIONS: Final = {"in": "--run"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRow:
+    """An entry, and the addresses of the lists to which its cells lead."""
+
+    entry: AuditEntry
+    same_principal: str
+    same_run: str
+    """Empty: it is about no run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLink:
+    """A choice of the stage."""
+
+    name: str
+    address: str
+    is_on: bool
+
+
+def page(visit: Visit) -> Page:
+    """Returns the entries that match the query, the newest first."""
+    chosen = {name: visit.query[name] for name in FILTERS if visit.query.get(name)}
+    entries = _entries(visit, chosen)
+    found = _read(entries)
+    older = entries.page_token
+    return Page(
+        template="audit.html",
+        title="Audit log",
+        document=found,
+        command=_command(chosen),
+        section="Audit",
+        values={
+            "rows": [_row(entry, chosen) for entry in found],
+            "server": entries.server,
+            "chosen": {name: chosen.get(name, "") for name in FILTERS},
+            "stages": [*_stage_links(chosen)],
+            "newest": address(chosen) if visit.query.get("after") else "",
+            "older": address({**chosen, "after": older}) if older else "",
+        },
+    )
+
+
+def address(values: Mapping[str, str]) -> str:
+    """Returns the address of a list of entries."""
+    return with_values("/audit", values)
+
+
+def _entries(visit: Visit, chosen: Mapping[str, str]) -> AuditEntries:
+    since = chosen.get("since")
+    return visit.client.audit_entries(
+        principal=chosen.get("principal"),
+        method=chosen.get("method"),
+        parent=chosen.get("in"),
+        stage=cast("AuditStage | None", chosen.get("stage")),  # the client checks it
+        since=parse_past(since, visit.now) if since else None,
+        page_token=visit.query.get("after", ""),
+    )
+
+
+def _read(entries: AuditEntries) -> list[AuditEntry]:
+    """Reads a page, as far as a few calls reach."""
+    found = entries.read_page(ROWS)
+    for _ in range(_CALLS - 1):
+        if not entries.page_token or len(found) >= ROWS:
+            break
+        found += entries.read_page(ROWS - len(found))
+    return found
+
+
+def _row(entry: AuditEntry, chosen: Mapping[str, str]) -> AuditRow:
+    run = _run_of(entry)
+    return AuditRow(
+        entry=entry,
+        same_principal=address({**chosen, "principal": entry.principal}),
+        same_run=address({**chosen, "in": run}) if run else "",
+    )
+
+
+def _run_of(entry: AuditEntry) -> str:
+    """Returns the run that an entry is about; "" if there is none."""
+    name = "/".join(entry.detail.get("name", "").split("/")[:4])
+    try:
+        return str(RunName.from_resource(name))
+    except InvalidNameError:
+        return ""
+
+
+def _stage_links(chosen: Mapping[str, str]) -> list[StageLink]:
+    others = {name: text for name, text in chosen.items() if name != "stage"}
+    by_name = {"all": others, **{each: {**others, "stage": each} for each in STAGES}}
+    return [
+        StageLink(name=name, address=address(values), is_on=values == chosen)
+        for name, values in by_name.items()
+    ]
+
+
+def _command(chosen: Mapping[str, str]) -> str:
+    words = list[str]()
+    for name, text in chosen.items():
+        words += [_OPTIONS.get(name, f"--{name}"), text]
+    return command("audit", "ls", *words)

@@ -1,0 +1,143 @@
+"""The page of the audit log: for users who may read it, with filters and pages."""
+
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.access.principals import Authentication, Principal
+from storesvc.audit.log import AuditLog
+from storesvc.audit.reader import SCAN_BYTES, AuditReader
+from storesvc.format.audit_chain import FIRST, line_of
+from storesvc.rpc.security import OPEN, Security
+from storesvc_client.console.pages import audit
+from tests.console.seeded import HOSTILE
+from tests.console.served import ServedConsole
+from tests.console.test_pages import Elements
+from tests.support.faulty_server import serving
+from tests.support.policies import Policies
+
+NAVIGATED = '<a href="/audit"'
+"""The page in the navigation."""
+
+
+def test_the_log_is_in_the_navigation_and_shows_the_newest_entry_first(
+    console: ServedConsole,
+) -> None:
+    assert NAVIGATED in console.text("/")
+    text = Elements(console.text("/audit")).text
+
+    assert text.index("prod/llama-8b tag best") < text.index("7 more before it")
+    assert "unreadable audit log," in text
+    assert "took" in text
+
+
+def test_hostile_texts_of_the_log_are_shown_as_text(console: ServedConsole) -> None:
+    text = Elements(console.text("/audit?stage=denied")).text
+
+    # principal, method, object, reason, peer, request id
+    assert text.count(HOSTILE.replace("\u202e", "\\u202e")) >= 6
+
+
+def test_pages_of_the_log_lead_to_the_oldest_entry(
+    console: ServedConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = console.document("/audit")
+    monkeypatch.setattr(audit, "ROWS", 7)
+    path, found = "/audit", []
+    while path:
+        found += console.document(path)
+        next_page = re.findall(r'rel="next" href="([^"]+)"', console.text(path))
+        path = unescape(next_page[0]) if next_page else ""
+
+    assert everything == found
+    assert 'rel="first" href="/audit"' in console.text(
+        f"/audit?after={_token(console)}"
+    )
+
+
+def _token(console: ServedConsole) -> str:
+    """Returns the token of the second page."""
+    (token,) = re.findall(r"after=([^\"&]+)\"", console.text("/audit"))
+    return str(token)
+
+
+def test_an_entry_leads_to_what_its_caller_did_and_to_its_run(
+    console: ServedConsole,
+) -> None:
+    html = unescape(console.text("/audit?method=SetTag"))
+
+    assert "/audit?method=SetTag&principal=local" in html
+    assert "/audit?method=SetTag&in=prod/llama-8b" in html.replace("%2F", "/")
+    assert "/audit?method=SetTag&stage=denied" in html
+
+
+def test_a_server_without_a_log_has_no_page_of_it(tmp_path: Path) -> None:
+    with (
+        store.connect(tmp_path.as_uri()) as client,
+        ServedConsole(client) as served,
+    ):
+        response = served.get("/audit")
+
+        assert NAVIGATED not in served.text("/")
+        assert 409 == response.status_code
+        assert "--audit-log" in Elements(response.text).text
+        error = served.get("/audit?json").json()["error"]
+    assert "AUDIT_LOG_DISABLED" == error["reason"]
+
+
+def test_only_users_who_may_read_the_log_have_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = Policies()
+
+    async def authenticate(_context: object) -> Principal:
+        return Principal(name="user:ana", authentication=Authentication.TOKEN)
+
+    security = Security(
+        authenticate=authenticate,
+        policy=lambda: policies.policy,
+        audit=AuditReader(AuditLog(tmp_path / "audit.log", server="here")),
+    )
+    policies.bind(("manager", "**", "user:ana"))
+    with serving(tmp_path / "store", security=security) as address:
+        with store.connect(address) as client, ServedConsole(client) as served:
+            client.run("prod/open").save(1, {"w": np.ones(2)}).result()
+            denied = served.get("/audit")
+            assert NAVIGATED not in served.text("/")
+        policies.bind(("admin", "**", "user:ana"))
+        with store.connect(address) as client, ServedConsole(client) as served:
+            assert NAVIGATED in served.text("/")
+            assert "here" in Elements(served.text("/audit")).text
+
+    assert 403 == denied.status_code
+    assert "audit.read" in denied.text
+
+
+def test_a_search_that_finds_nothing_yet_leads_to_older_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_CALLS", 1)
+    file = tmp_path / "audit.log"
+    values = {"time": "2026-11-24T07:55:00.000000000Z", "stage": "ended"}
+    rare = line_of({**values, "principal": "user:b", "method": "A"}, seq=1, prev=FIRST)
+    long = line_of({**values, "principal": "x" * 90_000}, seq=1, prev=FIRST)
+    file.write_bytes(rare + b"\n" + (long + b"\n") * (SCAN_BYTES // 90_000 + 1))
+    reader = AuditReader(AuditLog(file, server="here"))
+    security = replace(OPEN, audit=reader)
+    with (
+        serving(tmp_path / "store", security=security) as address,
+        store.connect(address) as client,
+        ServedConsole(client) as served,
+    ):
+        first = served.text("/audit?principal=user:b")
+        (older,) = re.findall(r'rel="next" href="([^"]+)"', first)
+        second = Elements(served.text(unescape(older))).text
+
+    assert "in the part of the log that was searched" in first
+    assert "Search older entries" in first
+    assert "user:b" in second

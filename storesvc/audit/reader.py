@@ -75,6 +75,9 @@ class AuditReader:
 
     def __init__(self, log: AuditLog) -> None:
         self._log = log
+        self._turn = asyncio.Lock()
+        """Held by the page that is read: readers must not take the threads that entries
+        are written in."""
         self.read_bytes = 0
         """Bytes of the log that were read."""
 
@@ -98,7 +101,8 @@ class AuditReader:
             AuditUnavailableError: The log cannot be read.
         """
         try:
-            return await asyncio.to_thread(self._page, wanted, after, size)
+            async with self._turn:
+                return await asyncio.to_thread(self._page, wanted, after, size)
         except OSError as e:
             raise AuditUnavailableError(
                 f"audit log: cannot be read ({e.strerror}); ask an administrator of "

@@ -386,6 +386,7 @@ def test_without_javascript_everything_can_be_read_and_changed(
         "/diff?a=tests/hostile@7&b=tests/hostile@8",
         "/events?of=tests",
         "/storage",
+        "/audit",
     ],
 )
 def test_hostile_names_run_no_script(tab: Watched, path: str) -> None:
@@ -431,6 +432,7 @@ def test_the_rest_of_a_long_run_follows_its_newest_part(
         "/uploads",
         "/storage?garbage=1",
         "/events?of=prod",
+        "/audit",
         "/me",
         "/help",
         "/change/pin?run=prod/llama-8b&step=500",
@@ -451,7 +453,10 @@ def test_a_page_is_accessible(tab: Watched, path: str, scheme: str) -> None:
 @pytest.mark.parametrize("width", [400, 800, 1280])
 @pytest.mark.parametrize(
     "path",
-    ["/", RUN, f"{RUN}@500?at=params/layers/0", "/r/tests/hostile@7", "/storage"],
+    [
+        *("/", RUN, f"{RUN}@500?at=params/layers/0", "/r/tests/hostile@7", "/storage"),
+        "/audit",
+    ],
 )
 def test_a_page_is_no_wider_than_its_window(
     tab: Watched, path: str, width: int

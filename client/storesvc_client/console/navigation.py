@@ -1,7 +1,7 @@
 """The navigation: the pages that every user has, and those that the server permits.
 
-The server is asked once in a while, not for each page; a page that is shown in error
-is denied by the server.
+The server is asked once a minute, not for each page; the navigation may be wrong for
+that long, but it only shows links: the server decides about each page.
 """
 
 import time

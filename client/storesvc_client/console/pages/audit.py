@@ -113,7 +113,8 @@ def _run_of(entry: AuditEntry) -> str:
 
 def _stage_links(chosen: Mapping[str, str]) -> list[StageLink]:
     others = {name: text for name, text in chosen.items() if name != "stage"}
-    by_name = {"all": others, **{each: {**others, "stage": each} for each in STAGES}}
+    by_name: dict[str, Mapping[str, str]] = {"all": others}
+    by_name |= {stage: {**others, "stage": stage} for stage in STAGES}
     return [
         StageLink(name=name, address=address(values), is_on=values == chosen)
         for name, values in by_name.items()

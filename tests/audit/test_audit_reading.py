@@ -485,6 +485,23 @@ def test_a_file_that_is_renamed_is_read_until_the_next_entry(tmp_path: Path) -> 
     ]
 
 
+def test_pages_that_are_cancelled_keep_no_other_waiting(tmp_path: Path) -> None:
+    log = Reading(tmp_path / "audit.log")
+    log.append(5)
+
+    async def read() -> AuditPage:
+        pages = [
+            asyncio.create_task(log.reader.page(ALL, after=None, size=9))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0)
+        for page in pages:
+            page.cancel()
+        return await log.reader.page(ALL, after=None, size=9)
+
+    assert len(asyncio.run(read()).rows) == 6
+
+
 def test_a_log_that_was_closed_is_an_error(tmp_path: Path) -> None:
     log = Reading(tmp_path / "audit.log")
     asyncio.run(log.log.close())

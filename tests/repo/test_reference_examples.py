@@ -19,6 +19,7 @@ import pytest
 import storesvc_client as store
 
 NOT_RUN: Final = {
+    "Client.audit_entries": "a server with an audit log",
     "connect": "a server on another machine",
     "open_foreign": "a run of Orbax; docs/migration.md has one",
     "Run.watch": "never ends",

@@ -265,7 +265,7 @@ class Client:
         a line that cannot be read as an entry is returned as one with ``problem``,
         whatever the arguments are. Needs the permission ``audit.read`` on all runs.
 
-        >>> for entry in client.audit_entries(stage="denied"):  # doctest: +SKIP
+        >>> for entry in client.audit_entries(stage="denied"):
         ...     print(entry.time, entry.principal, entry.method, entry.object_name)
 
         Args:

@@ -460,6 +460,19 @@ def test_a_token_of_a_file_that_was_rotated_is_rejected(
     assert len(rest) < 3
 
 
+def test_a_token_of_another_server_is_rejected(
+    tagged: store.Client, tagged_log: Audited
+) -> None:
+    entries = tagged.audit_entries()
+    entries.read_page(2)
+
+    with (
+        store.connect(tagged_log.server.address) as other,
+        pytest.raises(store.InvalidRequestError, match="was of another server"),
+    ):
+        other.audit_entries(page_token=entries.page_token).read_page()
+
+
 @pytest.fixture
 def tagged_log(audited: Callable[..., Audited]) -> Audited:
     """A server with some entries in its log."""

@@ -37,11 +37,6 @@ class AuditEntries(Iterator[AuditEntry]):
         return self._server
 
     @property
-    def is_over(self) -> bool:
-        """True once the last entry was returned."""
-        return self._is_over and not self._ahead
-
-    @property
     def page_token(self) -> str:
         """Token that continues after the pages that were read, for
         ``Client.audit_entries``; empty: nothing is left to read."""

@@ -1,7 +1,6 @@
 """``storectl audit``: lists the audit log of a server, and verifies its files."""
 
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,11 +17,14 @@ from storesvc_client.cli.output import Column, Listing, Shrink, print_note
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import AuditEntry
+    from storesvc_client import AuditEntries, AuditEntry
     from storesvc_client._values.audit import AuditStage
 
 DEFAULT_LIMIT: Final = 100
 """Entries that are shown if there is no --limit."""
+
+_PAGE: Final = 1000
+"""Maximum entries of a page of the server."""
 
 
 @click.group()
@@ -136,13 +138,20 @@ def list_entries(
             stage=stage,
             since=since,
         )
-        found = [*islice(entries, limit)]
-        is_cut = len(found) == limit and not entries.is_over
+        found = _newest(entries, limit)
     LISTING.show(found, as_json=as_json)
-    if is_cut:
+    if entries.page_token:
         print_note(
             f"{limit:,} entries of the log of {entries.server} shown, there may be more"
         )
+
+
+def _newest(entries: "AuditEntries", limit: int) -> "list[AuditEntry]":
+    """Reads entries in as few pages as possible: each may be of another replica."""
+    found = entries.read_page(min(limit, _PAGE))
+    while entries.page_token and len(found) < limit:
+        found += entries.read_page(min(limit - len(found), _PAGE))
+    return found
 
 
 @audit.command()

@@ -93,10 +93,17 @@ def test_an_invalid_checkpoint_name_in_a_response_is_data_loss(name: str) -> Non
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_repeated_page_token_ends_a_list() -> None:
+LISTS: dict[str, Callable[[store.Client], Iterator[object]]] = {
+    "checkpoints": lambda client: client.run("ns/r").checkpoints(),
+    "audit entries": lambda client: client.audit_entries(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_repeated_page_token_ends_a_list(name: str) -> None:
     with (
         malicious(Answers(page_token="again")) as address,
         store.connect(address) as client,
         pytest.raises(store.DataLossError, match="next page is itself"),
     ):
-        list(client.run("ns/r").checkpoints())
+        list(LISTS[name](client))

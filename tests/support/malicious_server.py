@@ -16,6 +16,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.trees import Leaf, Tree
+from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -132,6 +133,16 @@ class _Maintenance:
         return maintenance_api.GetServerInfoResponse(version="0", store_uid="0")
 
 
+class _Access:
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def ListAuditEntries(self, _: Any) -> Any:  # noqa: N802
+        return access_api.ListAuditEntriesResponse(
+            next_page_token=self._answers.page_token
+        )
+
+
 def _handlers(service: ServiceDescriptor, answering: object) -> grpc.GenericRpcHandler:
     """Returns handlers of those methods of the service that the object has."""
     kinds = {
@@ -157,6 +168,7 @@ def malicious(answers: Answers) -> Iterator[str]:
         api: ("CheckpointService", _Catalogue(answers)),
         chunk_api: ("ChunkService", _Chunks(answers)),
         maintenance_api: ("MaintenanceService", _Maintenance()),
+        access_api: ("AccessService", _Access(answers)),
     }
     for module, (name, answering) in services.items():
         service = module.DESCRIPTOR.services_by_name[name]

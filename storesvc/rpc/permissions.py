@@ -110,6 +110,8 @@ async def authorize(rpc: str, request: Any) -> None:
             )
     # before the checks, so that a denial is recorded with its object
     current.detail["name"] = _name(request)[:_NAME_LENGTH]
+    if isinstance(request, BeginUploadRequest):
+        current.detail["step"] = str(request.upload.step)
     for permission, resource in needed:
         access.require(permission, resource)
     await current.permit()

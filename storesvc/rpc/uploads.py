@@ -252,6 +252,8 @@ class UploadService:
         name, watch = UploadName.from_resource(request.name), Stopwatch()
         record = await self._store.commits.commit(name, request.epoch)
         self._store.recent_commits.add(name.run)
+        if call := access.current.get():
+            call.detail["step"] = str(record.step)
         watch.size_bytes = record.stored_bytes
         _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
         checkpoint = messages.checkpoint_message(name.run, record)

@@ -46,8 +46,9 @@ def test_audit_ls_lists_the_entries_newest_first(log: Audited) -> None:
     host = str(log.entries_after(1)[0]["server"])
 
     assert ["TIME", "PRINCIPAL", "STAGE", "METHOD", "OBJECT", "REASON"] == header
-    assert "prod/other@7" not in found[0]
-    assert ["local", "ended", "CommitUpload"] == found[0][1:4]
+    assert ["local", "ended", "CommitUpload", "prod/other@7", "-"] == found[0][1:]
+    assert "prod/other upload " in found[1][4]  # the intent of the commit
+    assert ["local", "ended", "BeginUpload", "prod/other@7", "-"] == found[2][1:]
     assert ["local", "ended", "DeleteCheckpoint", "prod/llama@1"] in [
         row[1:5] for row in found
     ]

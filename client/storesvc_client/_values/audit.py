@@ -66,11 +66,12 @@ class AuditEntry:
 
     @property
     def object_name(self) -> str:
-        """The object of the call as in ``storectl``, such as ``prod/llama-8b@500``;
-        empty: none."""
-        return object_text(self.detail.get("name", "")) or next(
-            (resource for _, resource in self.permissions), ""
-        )
+        """The object of the call as in ``storectl``, such as ``prod/llama-8b@500``; of
+        an upload, the checkpoint if its step is known; empty: none."""
+        text = object_text(self.detail.get("name", ""))
+        if "step" in self.detail and " upload " in text:
+            return f"{text.partition(' ')[0]}@{self.detail['step']}"
+        return text or next((resource for _, resource in self.permissions), "")
 
     @classmethod
     def from_message(cls, message: api.AuditEntry) -> Self:

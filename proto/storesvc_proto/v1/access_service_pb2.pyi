@@ -588,7 +588,9 @@ class AuditEntry(google.protobuf.message.Message):
 
     @property
     def detail(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Values of the call: `name` of its object, and others of single rpcs."""
+        """Values of the call: `name` of its object, `step` of an upload, and others of single
+        rpcs.
+        """
 
     @property
     def latency(self) -> google.protobuf.duration_pb2.Duration:

@@ -8,7 +8,7 @@ import click
 
 from storesvc.format.audit_chain import lines_of
 from storesvc.format.audit_chain import verify as verify_lines
-from storesvc_client._values.texts import ABSENT, printable, time_text
+from storesvc_client._values.texts import ABSENT, count_text, printable, time_text
 from storesvc_client.cli.arguments import json_option, parent_path, past_time
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
@@ -142,7 +142,8 @@ def list_entries(
     LISTING.show(found, as_json=as_json)
     if entries.page_token:
         print_note(
-            f"{limit:,} entries of the log of {entries.server} shown, there may be more"
+            f"{count_text(len(found), 'entry')} of the log of {entries.server} shown, "
+            "there may be more"
         )
 
 

@@ -37,6 +37,11 @@ def parse_traceparent(text: str) -> TraceIds | None:
     return _valid(*found.groups()) if found else None
 
 
+def traceparent(ids: TraceIds) -> str:
+    """Returns the ``traceparent`` of a span that is sampled."""
+    return f"00-{ids.trace:032x}-{ids.span:016x}-01"
+
+
 def _valid(trace: str, span: str) -> TraceIds | None:
     ids = TraceIds(int(trace, 16), int(span, 16))
     return ids if ids.trace and ids.span else None

@@ -322,7 +322,7 @@ def test_only_process_0_sends_what_orbax_sends_from_one_process(
     for process, count in ((0, 4), (1, 0)):
         with listening("/jax/orbax/") as heard:
             telemetry.saved(saved.report(), saved.result(), process=process)
-            telemetry.restored(replace(opened.report), process=process)
+            telemetry.restored(replace(opened.report), process=process, begun=None)
         assert count == len(heard.names)
 
 
@@ -379,7 +379,7 @@ def test_a_process_without_jax_reports_nothing_and_imports_none() -> None:
         "from storesvc_client._values.progress import Meter\n"
         "with Meter('save', 'a/b@1') as meter, meter.phase('plan'):\n"
         "    pass\n"
-        "Telemetry('memory://').began('save')\n"
+        "Telemetry('memory://').save_began()\n"
         "assert meter.timings['plan'] >= 0\n"
         "print('jax' in sys.modules)"
     )

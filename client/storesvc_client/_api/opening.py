@@ -99,7 +99,9 @@ def restored(
         deadline=deadline,
         on_damage=on_damage,
     )
-    return opening.use(restore)
+    # The manifest is read in the same trace, which has all attempts.
+    with session.telemetry.tracing("storesvc.run.restore", run=str(stub.name)):
+        return opening.use(restore)
 
 
 class Opening:

@@ -9,6 +9,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +42,7 @@ from storesvc_client._values.durations import (
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE
 from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.report_spans import Unfinished
 from storesvc_client._values.reports import ProcessReading, RestoreReport
 from storesvc_client._values.transfers import IMPORTED
 from storesvc_client._values.values import Checkpoint
@@ -169,19 +171,34 @@ class OpenCheckpoint(OpenTree):
         deadline: Deadline,
         **options: "Unpack[RestoreKeywords]",
     ) -> Any:
-        """Restores the state, and sends its start and its error to monitoring."""
+        """Restores the state, and sends its start and its end to monitoring."""
         telemetry = self._session.telemetry
-        telemetry.began("restore")
+        process = 0 if joint is None else joint.job.index
+        meter = Meter("restore", self.name, options.get("progress"))
+        begun = telemetry.restore_began(meter.start_time)
         try:
-            return self._read_state(joint, deadline, **options)
+            with nullcontext() if begun is None else begun.current():
+                result, report = self._read_state(joint, deadline, meter, **options)
         except BaseException as e:
-            telemetry.failed("restore", e)
+            failed = Unfinished(
+                run=str(self._name.run),
+                step=self.info.step,
+                start_time=meter.start_time,
+                seconds=meter.seconds,
+                timeline=meter.timeline,
+                process=process,
+            )
+            telemetry.restore_failed(e, failed, begun=begun)
             raise
+        self.report = report
+        telemetry.restored(report, process=process, begun=begun)
+        return result
 
     def _read_state(
         self,
         joint: JointRestore | None,
         deadline: Deadline,
+        meter: Meter,
         *,
         like: Any = None,
         mesh: "Mesh | None" = None,
@@ -189,14 +206,15 @@ class OpenCheckpoint(OpenTree):
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "keep"] = "error",
-        progress: ProgressCallback | None = None,
-    ) -> Any:
+        progress: ProgressCallback | None = None,  # noqa: ARG002 - the meter has it
+    ) -> tuple[Any, RestoreReport]:
         """Restores the state, after all processes of ``joint`` have agreed on the
-        checkpoint; see ``Run.restore``.
+        checkpoint; see ``Run.restore``. Returns it with the report.
 
         Args:
             joint: Joint restore of the job; None if this process restores alone.
             deadline: Deadline of the whole restore.
+            meter: Measures the restore.
             like: As for ``Run.restore``, as are the following.
             mesh: ...
             rules: ...
@@ -212,7 +230,7 @@ class OpenCheckpoint(OpenTree):
         chosen = None
         if select is not None:
             chosen = checked_patterns(f"restore of {self.name}: select=", select)
-        with Meter("restore", self.name, progress) as meter:
+        with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
                 rows = self._rows(chosen)
                 target = Target.choose(
@@ -252,10 +270,7 @@ class OpenCheckpoint(OpenTree):
             reading_seconds,
             damaged=dict(self._damaged),
         )
-        self.report = report
-        process = 0 if joint is None else joint.job.index
-        self._session.telemetry.restored(report, process=process)
-        return result
+        return result, report
 
     def _check_alone(self) -> None:
         """Rejects ``spread=True`` in a job of which only this process restores. Outside
@@ -373,7 +388,10 @@ class OpenCheckpoint(OpenTree):
                 holding.set_exception(e)
 
         # a daemon: a storage that does not answer must not delay the process's exit
-        threading.Thread(target=hold, name="storesvc-read-hold", daemon=True).start()
+        holder = copy_context()  # its calls belong to the span of the read
+        threading.Thread(
+            target=holder.run, args=(hold,), name="storesvc-read-hold", daemon=True
+        ).start()
         try:
             yield
         finally:

@@ -4,6 +4,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextvars import copy_context
+from functools import partial
 from itertools import cycle
 from typing import Final, TypeAlias
 
@@ -58,6 +60,8 @@ class ServerSource:
         self._name = name
         self._uid = uid
         self.budget_bytes = BUDGET_BYTES
+        self._context = copy_context()
+        """Context of the restore: the calls of all threads belong to its span."""
         self._streams: set[grpc.Call] = set()
         self._stopped = False
 
@@ -81,7 +85,10 @@ class ServerSource:
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))
         with ThreadPoolExecutor(STREAMS, "storesvc-restore") as pool:
             futures = [
-                pool.submit(self._read, call, assembly, next(channels))
+                pool.submit(
+                    self._context.copy().run,
+                    partial(self._read, call, assembly, next(channels)),
+                )
                 for call in calls
             ]
             try:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from storesvc_client._rpc.embedded import start_embedded
+from storesvc_client._rpc.metadata_channel import MetadataChannel, call_metadata
 from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
@@ -22,12 +23,7 @@ from storesvc_client._rpc.retry import (
 from storesvc_client._rpc.server_wait import Wait, Waits
 from storesvc_client._rpc.target import Target, is_root
 from storesvc_client._rpc.tls import RenewedChannel, Tls, refusal
-from storesvc_client._rpc.tokens import (
-    AuthorizedChannel,
-    Token,
-    TokenSource,
-    token_source,
-)
+from storesvc_client._rpc.tokens import Token, TokenSource, token_source
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -314,8 +310,11 @@ def open_connection(
         _check_bare(target, ca=ca, cert=cert, key=key, token=token, insecure=insecure)
         server = start_embedded(target, timeout=timeout)
         return Connection(
-            lambda number: grpc.insecure_channel(
-                server.address, _numbered(_EMBEDDED_OPTIONS, number)
+            lambda number: MetadataChannel(
+                grpc.insecure_channel(
+                    server.address, _numbered(_EMBEDDED_OPTIONS, number)
+                ),
+                call_metadata(None),
             ),
             target,
             timeout=timeout,
@@ -327,8 +326,7 @@ def open_connection(
     source = None if token is None else _source(servers, tls, token)
 
     def dial(number: int) -> grpc.Channel:
-        channel = _dial(servers, tls, number)
-        return channel if source is None else AuthorizedChannel(channel, source)
+        return MetadataChannel(_dial(servers, tls, number), call_metadata(source))
 
     return Connection(
         dial,

@@ -1,4 +1,4 @@
-"""Bearer tokens of a client: where they come from, and a channel that sends them.
+"""Bearer tokens of a client: where they come from, and how long they are valid.
 
 A token is asked for again at each call, so that one that was renewed is used at once: a
 file is read again when it changes, as kubelets and agents renew projected tokens, and a
@@ -13,9 +13,7 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
-
-import grpc
+from typing import Final, Protocol, TypeAlias
 
 from storesvc_client.errors import InvalidRequestError, UnauthenticatedError
 
@@ -183,51 +181,3 @@ def _check_unexpired(expires: float | None, place: str) -> None:
             f"{place}: the token expired at {ago}; get another one, or run `storectl "
             "login`"
         )
-
-
-class AuthorizedChannel(grpc.Channel):
-    """Delegates calls to a channel, each with the token of the time it begins."""
-
-    def __init__(self, channel: grpc.Channel, source: TokenSource) -> None:
-        self._channel = channel
-        self._source = source
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
-        return self._authorized(self._channel.unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._authorized(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._authorized(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._authorized(self._channel.stream_stream(*arguments, **options))
-
-    def subscribe(
-        self,
-        callback: Callable[[grpc.ChannelConnectivity], None],
-        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
-    ) -> None:
-        """Subscribes to the channel."""
-        self._channel.subscribe(callback, try_to_connect)
-
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """Ends the subscription of a callback."""
-        self._channel.unsubscribe(callback)
-
-    def close(self) -> None:
-        """Closes the channel."""
-        self._channel.close()
-
-    def _authorized(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*request: Any, **options: Any) -> Any:
-            bearer = ("authorization", f"Bearer {self._source()}")
-            metadata = (*(options.pop("metadata", None) or ()), bearer)
-            return method(*request, metadata=metadata, **options)
-
-        return call

@@ -7,6 +7,7 @@ process's part of the previous save, but not for the other processes.
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, assert_never
@@ -26,6 +27,7 @@ from storesvc_client._values.options import (
     checked_distributed,
 )
 from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.report_spans import Unfinished
 from storesvc_client.errors import (
     ConflictError,
     InvalidRequestError,
@@ -163,6 +165,8 @@ class RunSaver:
                 return self._not_begun(number, e)
             if isinstance(e, _OthersError):
                 _log.warning("%s", e.error)
+                assert joint is not None
+                self._send_unbegun(number, e.error, process=joint.job.index)
                 return PendingSave.failed(number, e.error)
             raise
         if snapshot == "none":
@@ -227,9 +231,21 @@ class RunSaver:
             "step, or use if_busy='queue', which keeps a copy in memory until then"
         )
         _log.warning("%s", error)
-        self._session.telemetry.began("save")
-        self._session.telemetry.failed("save", error)
+        self._send_unbegun(step, error, process=0)
         return PendingSave.failed(step, error)
+
+    def _send_unbegun(self, step: int, error: StoreError, *, process: int) -> None:
+        """Sends the start and the failure of a save whose handle has its error."""
+        telemetry = self._session.telemetry
+        telemetry.save_began()
+        failed = Unfinished(
+            run=self.name,
+            step=step,
+            start_time=datetime.now(UTC),
+            seconds=0.0,
+            process=process,
+        )
+        telemetry.save_failed(error, failed)
 
     def _make_way(self, if_busy: IfBusy, *, must_end: bool) -> None:
         self._end_done()
@@ -326,15 +342,21 @@ class RunSaver:
             upload.write(base)
 
         step = writer.described.step
-        self._session.telemetry.began("save")
-        if writer.writer_count == 1:
-            commit = partial(self._commit, write, upload, plan, meter, writer.index)
-            return PendingSave(step, self._threads.write(commit))
-        written = self._threads.write(write)
-        commit = partial(
-            self._commit, written.result, upload, plan, meter, writer.index
-        )
-        return PendingSave(step, self._threads.wait(commit), written)
+        telemetry = self._session.telemetry
+        measured = partial(_unfinished, writer, upload, meter)
+        telemetry.save_began()
+        try:
+            if writer.writer_count == 1:
+                commit = partial(self._commit, write, upload, plan, meter, measured)
+                return PendingSave(step, self._threads.write(commit))
+            written = self._threads.write(write)
+            commit = partial(
+                self._commit, written.result, upload, plan, meter, measured
+            )
+            return PendingSave(step, self._threads.wait(commit), written)
+        except BaseException as e:  # the interpreter ends, and starts no thread
+            telemetry.save_failed(e, measured())
+            raise
 
     def _commit(
         self,
@@ -342,7 +364,7 @@ class RunSaver:
         upload: "Upload",
         plan: "Plan",
         meter: Meter,
-        process: int,
+        measured: Callable[[], Unfinished],
     ) -> "SaveResult":
         """Commits a save once it is written, and sends its report or its error to
         monitoring."""
@@ -353,9 +375,9 @@ class RunSaver:
                 saved = upload.commit()
                 self._last_saved = plan, saved
         except BaseException as e:
-            telemetry.failed("save", e)
+            telemetry.save_failed(e, measured())
             raise
-        telemetry.saved(saved.report, saved.checkpoint, process=process)
+        telemetry.saved(saved.report, saved.checkpoint, process=measured().process)
         return saved
 
     def _known(
@@ -401,6 +423,19 @@ class _OthersError(Exception):
         super().__init__(str(error))
         self.error = error
         """Error that the handle of the save raises."""
+
+
+def _unfinished(writer: "Writer", upload: "Upload", meter: Meter) -> Unfinished:
+    """Returns the measurements of a save so far."""
+    return Unfinished(
+        run=str(writer.described.run),
+        step=writer.described.step,
+        start_time=meter.start_time,
+        seconds=meter.seconds,
+        timeline=meter.timeline,
+        process=writer.index,
+        upload=upload.id,
+    )
 
 
 def _agreed(

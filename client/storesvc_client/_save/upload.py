@@ -24,7 +24,7 @@ import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import UploadName
+from storesvc.format.names import InvalidNameError, UploadName
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
@@ -125,6 +125,17 @@ class Upload:
         self._asked = np.zeros(tree.chunk_count, np.bool_)
         """For each chunk, whether the store must be asked for it before it is sent."""
         self._begun: Future[api.Upload] = Future()
+
+    @property
+    def id(self) -> str:
+        """Id of the upload; "" before it has begun."""
+        begun = self._begun
+        if not begun.done() or begun.exception() is not None:
+            return ""
+        try:
+            return UploadName.from_resource(begun.result().name).upload
+        except InvalidNameError:
+            return ""
 
     def write(self, known_base: str) -> None:
         """Stores the slabs of the queue and finishes the writer; retries through a
@@ -381,7 +392,7 @@ class Upload:
             slowest_seconds=self._meter.slowest.seconds,
             last_process=self._writer.last_process,
             needs_like=self._foreign,
-            upload=UploadName.from_resource(self._begun.result().name).upload,
+            upload=self.id,
         )
 
 

@@ -3,16 +3,18 @@
 Nothing is imported here: a process that has not imported ``opentelemetry.trace`` has no
 tracer provider, and its spans would go nowhere; likewise for ``opentelemetry.metrics``.
 The spans of a save belong to the trace of its upload (``storesvc.format.trace_ids``),
-so the spans of all processes and servers join; a restore belongs to the current span of
-its caller. Measurements are the events of ``report_events``.
+so the spans of all processes and servers join. A restore belongs to the current span of
+its caller, or begins a trace; its span is the current one while it lasts, and calls
+carry the current span to the server. Measurements are the events of ``report_events``.
 """
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
 
-from storesvc.format.trace_ids import trace_of_upload
+from storesvc.format.trace_ids import TraceIds, trace_of_upload, traceparent
 from storesvc_client._values.report_events import Event
 from storesvc_client._values.report_spans import Span
 
@@ -31,6 +33,51 @@ def emit(span: Span, *, upload: str = "") -> None:
         return
     tracer = trace.get_tracer("storesvc_client")
     _emit(trace, tracer, span, _context_of(trace, upload))
+
+
+def current_traceparent() -> str:
+    """Returns the ``traceparent`` of the current span; "" if it is not sampled, or
+    there is none."""
+    # the attribute is missing while another thread is still importing the module
+    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current is None:
+        return ""
+    found = current().get_span_context()
+    if not (found.is_valid and found.trace_flags.sampled):
+        return ""
+    return traceparent(TraceIds(found.trace_id, found.span_id))
+
+
+class OpenSpan:
+    """A span that has begun; nothing where the process does not use OpenTelemetry."""
+
+    def __init__(self, name: str, start: float) -> None:
+        """Begins the span within the current one.
+
+        Args:
+            name: Name of the span.
+            start: Seconds since the epoch.
+        """
+        self._trace: Any = sys.modules.get("opentelemetry.trace")
+        self._span: Any = None
+        if self._trace is not None:
+            tracer = self._trace.get_tracer("storesvc_client")
+            self._span = tracer.start_span(name, start_time=_nanoseconds(start))
+
+    def current(self) -> AbstractContextManager[object]:
+        """Returns a context in which the span is the current one."""
+        if self._span is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = self._trace.use_span(
+            self._span, record_exception=False, set_status_on_exception=False
+        )
+        return context
+
+    def end(self, span: Span) -> None:
+        """Ends the span with attributes, events, children and end of another one."""
+        if self._span is not None:
+            tracer = self._trace.get_tracer("storesvc_client")
+            _end(self._trace, tracer, self._span, span)
 
 
 def measure(events: Iterable[Event]) -> None:
@@ -76,14 +123,21 @@ def _emit(trace: Any, tracer: Any, span: Span, context: Any) -> None:
         span.name,
         context=context,
         start_time=_nanoseconds(span.start),
-        attributes=span.attributes,
     )
-    inside = trace.set_span_in_context(emitted)
+    _end(trace, tracer, emitted, span)
+
+
+def _end(trace: Any, tracer: Any, begun: Any, span: Span) -> None:
+    """Ends a span that has begun as another one describes it."""
+    begun.set_attributes(span.attributes)
+    inside = trace.set_span_in_context(begun)
     for child in span.children:
         _emit(trace, tracer, child, inside)
     for name, attributes in span.events.items():
-        emitted.add_event(name, attributes, timestamp=_nanoseconds(span.end))
-    emitted.end(_nanoseconds(span.end))
+        begun.add_event(name, attributes, timestamp=_nanoseconds(span.end))
+    if span.error:
+        begun.set_status(trace.StatusCode.ERROR, span.error)
+    begun.end(_nanoseconds(span.end))
 
 
 def _nanoseconds(seconds: float) -> int:

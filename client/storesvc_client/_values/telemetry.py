@@ -7,18 +7,20 @@ run in the thread that ends the operation, before its result is returned.
 
 Example:
     >>> telemetry = Telemetry("file:///tmp/ckpts", step_logger=logger)
-    >>> telemetry.began("save")
+    >>> telemetry.save_began()
 """
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from typing import Any, Protocol, assert_never
 
-from storesvc_client._values.otel import emit, measure
+from storesvc_client._values.otel import OpenSpan, emit, measure
 from storesvc_client._values.report_events import (
     Event,
-    Operation,
     failure_event,
     orbax_restore_events,
     orbax_save_events,
@@ -28,7 +30,14 @@ from storesvc_client._values.report_events import (
     save_statistics,
     start_event,
 )
-from storesvc_client._values.report_spans import Span, restore_span, save_span
+from storesvc_client._values.report_spans import (
+    Span,
+    Unfinished,
+    error_type,
+    failed_span,
+    restore_span,
+    save_span,
+)
 from storesvc_client._values.reports import RestoreReport, SaveReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
@@ -87,13 +96,66 @@ class Telemetry:
         self._failed = set[str]()
         """Receivers whose failure was logged."""
 
-    def began(self, what: Operation) -> None:
-        """Sends the start of an operation."""
-        self._send([start_event(what)])
+    def save_began(self) -> None:
+        """Sends the start of a save; ``saved`` or ``save_failed`` must follow."""
+        self._send([start_event("save")])
 
-    def failed(self, what: Operation, error: BaseException) -> None:
-        """Sends the failure of an operation."""
-        self._send([failure_event(what, error)])
+    def save_failed(self, error: BaseException, failed: Unfinished) -> None:
+        """Sends the failure of a save."""
+        self._send([failure_event("save", error)])
+        self._emit(failed_span("save", failed, error), upload=failed.upload)
+
+    def restore_began(self, start_time: datetime) -> OpenSpan | None:
+        """Sends the start of a restore; ``restored`` or ``restore_failed`` must follow.
+
+        Returns:
+            The span of the restore, which is to be the current one while it lasts; None
+            if it could not begin.
+        """
+        self._send([start_event("restore")])
+        return self._open("storesvc.restore", start_time.timestamp())
+
+    def restore_failed(
+        self, error: BaseException, failed: Unfinished, *, begun: OpenSpan | None
+    ) -> None:
+        """Sends the failure of a restore.
+
+        Args:
+            error: The error that it raises.
+            failed: Its measurements.
+            begun: What ``restore_began`` returned.
+        """
+        self._send([failure_event("restore", error)])
+        self._end(begun, failed_span("restore", failed, error))
+
+    @contextmanager
+    def tracing(self, name: str, *, run: str) -> Generator[None]:
+        """Emits a span around several operations, which has their error.
+
+        Args:
+            name: Name of the span.
+            run: Name of the run.
+        """
+        start, error = time.time(), ""
+        begun = self._open(name, start)
+        try:
+            with nullcontext() if begun is None else begun.current():
+                yield
+        except BaseException as e:
+            error = error_type(e)
+            raise
+        finally:
+            attributes = {"storesvc.run": run}
+            if error:
+                attributes["error.type"] = error
+            span = Span(
+                name=name,
+                start=start,
+                end=time.time(),
+                attributes=attributes,
+                error=error,
+            )
+            self._end(begun, span)
 
     def saved(
         self, report: SaveReport, checkpoint: Checkpoint, *, process: int
@@ -114,19 +176,22 @@ class Telemetry:
         self._emit(save_span(report, process=process), upload=report.upload)
         self._log_step(save_statistics, report, directory)
 
-    def restored(self, report: RestoreReport, *, process: int) -> None:
+    def restored(
+        self, report: RestoreReport, *, process: int, begun: OpenSpan | None
+    ) -> None:
         """Sends the report of a restore that succeeded.
 
         Args:
             report: The report of this process.
             process: As for ``saved``.
+            begun: What ``restore_began`` returned.
         """
         directory = self._root + report.run
         events = restore_events(report)
         if self._orbax_events and process == 0:
             events += orbax_restore_events(report, directory)
         self._send(events)
-        self._emit(restore_span(report, process=process))
+        self._end(begun, restore_span(report, process=process))
         self._log_step(restore_statistics, report, directory)
 
     def _log_step(
@@ -142,6 +207,20 @@ class Telemetry:
     def _emit(self, span: Span, *, upload: str = "") -> None:
         try:
             emit(span, upload=upload)
+        except Exception as e:  # noqa: BLE001 - exporters are code of the caller
+            self._warn("a tracer of OpenTelemetry", e)
+
+    def _open(self, name: str, start: float) -> OpenSpan | None:
+        try:
+            return OpenSpan(name, start)
+        except Exception as e:  # noqa: BLE001 - samplers are code of the caller
+            self._warn("a tracer of OpenTelemetry", e)
+            return None
+
+    def _end(self, begun: OpenSpan | None, span: Span) -> None:
+        try:
+            if begun is not None:
+                begun.end(span)
         except Exception as e:  # noqa: BLE001 - exporters are code of the caller
             self._warn("a tracer of OpenTelemetry", e)
 

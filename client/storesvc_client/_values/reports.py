@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from storesvc_client._values.texts import size_text
+from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import report_pb2 as pb
 
 
@@ -164,6 +165,29 @@ class SaveReport:
 
         return timeline_text(self.timeline, self.seconds, width=width)
 
+    def to_json(self) -> str:
+        """Returns the report as JSON, which ``storectl trace --report`` shows."""
+        from storesvc_client._values.report_files import report_json
+
+        return report_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "SaveReport":
+        """Returns the report that ``to_json`` has written.
+
+        Raises:
+            InvalidRequestError: It is no report of a save, or it is damaged.
+        """
+        from storesvc_client._values.report_files import parse_report
+
+        found = parse_report(text)
+        if not isinstance(found, cls):
+            raise InvalidRequestError(
+                "report: expected one of a save, got another one; use "
+                f"{type(found).__name__}.from_json"
+            )
+        return found
+
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import save_report_html
 
@@ -238,6 +262,29 @@ class RestoreReport:
         from storesvc_client._values.timelines import timeline_text
 
         return timeline_text(self.timeline, self.seconds, width=width)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which ``storectl trace --report`` shows."""
+        from storesvc_client._values.report_files import report_json
+
+        return report_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RestoreReport":
+        """Returns the report that ``to_json`` has written.
+
+        Raises:
+            InvalidRequestError: It is no report of a restore, or it is damaged.
+        """
+        from storesvc_client._values.report_files import parse_report
+
+        found = parse_report(text)
+        if not isinstance(found, cls):
+            raise InvalidRequestError(
+                "report: expected one of a restore, got another one; use "
+                f"{type(found).__name__}.from_json"
+            )
+        return found
 
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import restore_report_html

@@ -11,7 +11,12 @@ Example:
 from collections.abc import Sequence
 from typing import Final
 
-from storesvc_client._values.reports import PhaseSpan, SaveTrace
+from storesvc_client._values.reports import (
+    PhaseSpan,
+    RestoreReport,
+    SaveReport,
+    SaveTrace,
+)
 from storesvc_client._values.texts import ABSENT, printable, size_text, time_text
 
 _LEAST_BAR: Final = 10
@@ -26,13 +31,12 @@ def timeline_text(spans: Sequence[PhaseSpan], seconds: float, *, width: int) -> 
         seconds: Duration of the operation.
         width: Maximum width of a line.
     """
-    names = max((len(span.name) for span in spans), default=0)
     numbers = max(5, len(f"{seconds:.3f}"))
     columns = [
         ("phase", "start", "end", "busy"),
         *(
             (
-                span.name,
+                printable(span.name),
                 f"{span.start_seconds:.3f}",
                 f"{span.end_seconds:.3f}",
                 f"{span.busy_seconds:.3f}",
@@ -40,7 +44,7 @@ def timeline_text(spans: Sequence[PhaseSpan], seconds: float, *, width: int) -> 
             for span in spans
         ),
     ]
-    names = max(names, len("phase"))
+    names = max(len(name) for name, *_ in columns)
     lines = [
         "  ".join((name.ljust(names), *(number.rjust(numbers) for number in rest)))
         for name, *rest in columns
@@ -74,6 +78,59 @@ def trace_text(trace: SaveTrace, *, width: int = 100) -> str:
     if not trace.writers:
         blocks.append("the release that saved it kept no timeline")
     return "\n\n".join(blocks)
+
+
+def report_text(report: SaveReport | RestoreReport, *, width: int = 100) -> str:
+    """Returns a report as text: a few lines with its bytes, and its timeline."""
+    if isinstance(report, SaveReport):
+        lines = _save_lines(report)
+    else:
+        lines = _restore_lines(report)
+    if report.slowest:
+        slowest = printable(report.slowest)
+        lines.append(f"slowest part: {slowest}, {report.slowest_seconds:.3f} s")
+    table = timeline_text(report.timeline, report.seconds, width=width)
+    return "\n".join(lines) + f"\n\n{table}"
+
+
+def _head(report: SaveReport | RestoreReport) -> str:
+    return (
+        f"{printable(report.run)}@{report.step}, {time_text(report.start_time)}: "
+        f"{report.seconds:.3f} s"
+    )
+
+
+def _save_lines(report: SaveReport) -> list[str]:
+    sent, reused = size_text(report.sent_bytes), size_text(report.reused_bytes)
+    waited = f"{report.blocking_seconds:.3f} s"
+    lines = [
+        f"save of {_head(report)}, of which the caller waited {waited}",
+        f"{sent} sent, {reused} reused",
+    ]
+    if report.upload:
+        lines.append(f"trace {printable(report.upload)}")
+    if report.last_process:
+        lines.append(f"last process: {printable(report.last_process)}")
+    return lines
+
+
+def _restore_lines(report: RestoreReport) -> list[str]:
+    read, received = size_text(report.read_bytes), size_text(report.received_bytes)
+    returned = size_text(report.returned_bytes)
+    lines = [
+        f"restore of {_head(report)}",
+        f"{read} read, {received} received from other processes, {returned} returned",
+    ]
+    if (other := report.slowest_process) is not None:
+        lines.append(
+            f"slowest process: {printable(other.process)}, "
+            f"{size_text(other.read_bytes)} in {other.seconds:.3f} s"
+        )
+    lines += [
+        f"skipped step {step}: {printable(damage)}"
+        for step, damage in report.damaged.items()
+    ]
+    return lines
 
 
 def _bar(span: PhaseSpan, seconds: float, room: int) -> str:

@@ -1,9 +1,11 @@
-"""``storectl trace``: shows the timeline of a save."""
+"""``storectl trace``: shows the timeline of a save, or of a report in a file."""
 
 import shutil
+from typing import BinaryIO
 
 import click
 
+from storesvc_client._values.texts import printable
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
@@ -15,12 +17,25 @@ from storesvc_client.cli.paths import CheckpointPath
 @click.argument(
     "path",
     type=whole_checkpoint,
-    metavar="PATH",
+    metavar="[PATH]",
+    required=False,
     shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
+@click.option(
+    "--report",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Show the report of a restore or a save that a job has written.",
 )
 @json_option
 @pass_connection
-def trace(connection: Connection, *, path: CheckpointPath, as_json: bool) -> None:
+def trace(
+    connection: Connection,
+    *,
+    path: CheckpointPath | None,
+    report: BinaryIO | None,
+    as_json: bool,
+) -> None:
     """Show how long each part of a save took.
 
     One table for each process: the phases until it had stored its chunks, from
@@ -28,17 +43,38 @@ def trace(connection: Connection, *, path: CheckpointPath, as_json: bool) -> Non
     in them. Of more than 16 processes, those that took longest are kept. The
     trace has the same id in a collector of OpenTelemetry.
 
+    A restore is not in the store. With --report, the timeline is that of a file
+    with the text of report.to_json(), and no server is needed.
+
     \b
     Examples:
       storectl trace prod/llama-8b@latest
       storectl trace prod/llama-8b@500 --json
+      storectl trace --report restore.json
     """
-    from storesvc_client._values.timelines import trace_text
+    from storesvc_client._values.report_files import (
+        MAX_REPORT_BYTES,
+        parse_report,
+        report_document,
+    )
+    from storesvc_client._values.timelines import report_text, trace_text
 
-    with connection.open() as client:
-        found = client.run(path.run).trace(path.which)
-    if as_json:
-        print_json(json_value(found))
-        return
+    if (path is None) == (report is None):
+        raise click.UsageError(
+            "expected a checkpoint or --report FILE, got "
+            + ("neither" if path is None else "both; omit one of them")
+        )
     width = shutil.get_terminal_size((100, 0)).columns
-    click.echo(trace_text(found, width=width))
+    if report is not None:
+        data = report.read(MAX_REPORT_BYTES + 1)
+        read = parse_report(data, f"report {printable(report.name)}")
+        document, text = report_document(read), report_text(read, width=width)
+    else:
+        assert path is not None
+        with connection.open() as client:
+            found = client.run(path.run).trace(path.which)
+        document, text = json_value(found), trace_text(found, width=width)
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(text)

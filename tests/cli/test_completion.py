@@ -13,6 +13,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client.cli.completion_candidates import next_parts
 from storesvc_client.cli.completion_shells import parse_line, quoted
+from tests.support.zsh_line import zsh_line
 
 COMMAND = f"{sys.executable} -m storesvc_client.cli"
 
@@ -49,6 +50,16 @@ def address(server_address: str) -> str:
         run.tags.set("best", 100)
         client.run("test/other").save(1, tree).result()
     return server_address
+
+
+@pytest.fixture(scope="module")
+def metrics(address: str) -> str:
+    """The same server, with a run whose metrics and labels need quotes."""
+    with store.connect(address) as client:
+        run = client.run("prod/quoted")
+        metrics = {"loss": 1.0, "eval loss": 2.0, "a:b": 3.0}
+        run.save(1, {"x": np.ones(1)}, metrics=metrics, labels={"it's": "x"}).result()
+    return address
 
 
 def completed(
@@ -140,6 +151,67 @@ def test_bash_completes_what_a_command_accepts(address: str) -> None:
         ["step", "stored", "stage"],
         ["shape", "size"],
     ] == [*found.values()]
+
+
+@pytest.mark.slow
+def test_names_of_metrics_are_quoted_where_a_condition_needs_it(
+    metrics: str,
+) -> None:
+    found = completed(
+        "storectl ls prod/quoted --where ev",
+        "storectl ls prod/quoted --where '\"ev",
+        "storectl ls prod/quoted --where=ev",
+        "storectl ls prod/quoted --sort ev",
+        "storectl ls prod/quoted --where it",
+        'storectl ls prod/quoted --where \\"it',
+        store_=metrics,
+    )
+
+    assert [
+        ['\\"eval\\ loss\\"'],
+        ['"eval loss"'],
+        ['\\"eval\\ loss\\"'],
+        ["eval\\ loss"],
+        ["items"],
+        ['\\"it\\\'s\\"'],
+    ] == [*found.values()]
+
+
+# --- zsh --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("zsh"), reason="needs zsh")
+def test_zsh_completes_lines(address: str, metrics: str, tmp_path: Path) -> None:
+    assert address == metrics
+    lines = {
+        "storectl undel": "storectl undelete ",
+        "storectl ls pro": "storectl ls prod/",
+        "storectl ls prod/ll": "storectl ls prod/llama-8b",
+        "storectl tag prod/llama-8b be": "storectl tag prod/llama-8b best ",
+        "storectl get prod/llama-8b@100:it": (
+            r"storectl get prod/llama-8b@100:it\'s\ \$\(touch\ pwned\) "
+        ),
+        "storectl get 'prod/llama-8b@100:a": "storectl get 'prod/llama-8b@100:a b' ",
+        "storectl ls prod/quoted --where ev": (
+            r"storectl ls prod/quoted --where \"eval\ loss\" "
+        ),
+        "storectl ls prod/quoted --where=ev": (
+            r"storectl ls prod/quoted --where=\"eval\ loss\" "
+        ),
+        "storectl ls prod/quoted --where '\"ev": (
+            "storectl ls prod/quoted --where '\"eval loss\"' "
+        ),
+        "storectl ls prod/quoted --sort=los": "storectl ls prod/quoted --sort=loss ",
+        "storectl ls prod/quoted --where it": (
+            "storectl ls prod/quoted --where items "
+        ),
+    }
+    with zsh_line(tmp_path, address) as zsh:
+        assert lines == {line: zsh.completed(line) for line in lines}
+
+
+# --- quotes -----------------------------------------------------------------------
 
 
 @pytest.mark.slow

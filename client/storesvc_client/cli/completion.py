@@ -91,10 +91,19 @@ def complete_context(
     return completed(context_names, context, text)
 
 
-def complete_field(
+def complete_condition(
     context: click.Context, _parameter: click.Parameter, text: str
 ) -> "list[CompletionItem]":
-    """Returns fields of the records at the argument ``path``."""
-    from storesvc_client.cli.completion_candidates import completed, fields
+    """Returns fields of the records at the argument ``path``, as --where has them."""
+    from storesvc_client.cli.completion_candidates import completed, conditions
 
-    return completed(fields, context, text)
+    return completed(conditions, context, text)
+
+
+def complete_order(
+    context: click.Context, _parameter: click.Parameter, text: str
+) -> "list[CompletionItem]":
+    """Returns fields of the records at the argument ``path``, as --sort has them."""
+    from storesvc_client.cli.completion_candidates import completed, orders
+
+    return completed(orders, context, text)

@@ -49,6 +49,9 @@ class Candidate:
     """True if more may follow, so that the shell adds no space."""
     note: str | None = None
     """Text that some shells show next to it."""
+    name: str = ""
+    """The value without its quotes. If no value begins with the typed text, those whose
+    name does are found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,27 +100,42 @@ def context_names(_context: click.Context, _text: str) -> Iterator[Candidate]:
         yield Candidate(value=name)
 
 
-def fields(context: click.Context, text: str) -> Iterator[Candidate]:
+def conditions(context: click.Context, _text: str) -> Iterator[Candidate]:
     """Yields the fields of the records at the argument ``path``, and the metrics and
-    labels of the newest checkpoints; each after "-" if the text begins with it."""
+    labels of the newest checkpoints, in quotes where a condition needs them."""
+    for name in _fields(context):
+        if _NAME.fullmatch(name):
+            yield Candidate(value=name)
+        elif quote := next((quote for quote in "\"'" if quote not in name), ""):
+            yield Candidate(value=f"{quote}{name}{quote}", name=name)
+
+
+def orders(context: click.Context, text: str) -> Iterator[Candidate]:
+    """Yields the fields that ``conditions`` yields, without quotes; each after "-" if
+    the text begins with it."""
+    sign = "-" if text.startswith("-") else ""
+    for name in _fields(context):
+        yield Candidate(value=sign + name)
+
+
+def _fields(context: click.Context) -> Iterator[str]:
     from storesvc_client.cli.records.fields import schema_of
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value
         path = parse_path(context.args[0])
     schema = schema_of(path, deleted=bool(context.params.get("deleted")))
-    seen, sign = set(schema.fields), "-" if text.startswith("-") else ""
-    for name in schema.fields:
-        yield Candidate(value=sign + name)
+    seen = set(schema.fields)
+    yield from schema.fields
     if not isinstance(path, RunPath) or is_foreign(path.run):
         return
     with _connection(context).open() as client:
         run = client.run(path.run)
         for newest in islice(run.checkpoints(on_damage=lambda _: None), _NEWEST):
             for name in (*newest.metrics, *newest.labels):
-                if name not in seen and _NAME.fullmatch(name):
+                if name not in seen:
                     seen.add(name)
-                    yield Candidate(value=sign + name)
+                    yield name
 
 
 def completed(
@@ -128,17 +146,20 @@ def completed(
     """Returns the candidates that begin with the typed text."""
     from click.shell_completion import CompletionItem
 
-    found: list[Candidate] = []
+    found, unquoted = list[Candidate](), list[Candidate]()
     ends = time.monotonic() + ENOUGH
     with suppress(Exception), context:  # a shell that completes shows no errors
         for candidate in candidates(context, text):
             if candidate.value.startswith(text):
                 found.append(candidate)
+            elif candidate.name.startswith(text):
+                unquoted.append(candidate)
             if time.monotonic() > ends:
                 break
     return [
         CompletionItem(each.value, help=each.note, is_part=each.is_part)
-        for each in found
+        # not both: a shell would replace the text by what they have in common, nothing
+        for each in found or unquoted
         # a key that the shell would show as control characters is not typed either
         if each.value.isprintable()
     ]

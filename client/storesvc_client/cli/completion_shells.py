@@ -2,7 +2,8 @@
 
 Readline divides words at the characters of ``COMP_WORDBREAKS``, which "@", ":" and "="
 are, and replaces only what follows the last of them; so a candidate loses what comes
-before. Candidates come from a store: what a shell would execute or expand is quoted.
+before. zsh replaces the whole word, and quotes what it inserts. Candidates come from a
+store: what a shell would execute or expand is quoted.
 """
 
 import os
@@ -182,8 +183,18 @@ else
 fi
 """
 
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """Returns the words of the command, and the one to complete."""
+        words, text = super().get_completion_args()
+        name, sign, _ = text.partition("=")
+        # click completes the value alone of --option=value, but zsh replaces the word
+        self._lead = name + sign if sign and name.startswith("--") else ""
+        return words, text
+
     def format_completion(self, item: CompletionItem) -> str:
         """Returns the lines of a candidate for the shell function."""
+        if not item.value.startswith("--"):
+            item.value = self._lead + item.value
         if item.is_part:
             return f"part\n{item.value}\n_"
         return super().format_completion(item)

@@ -1,7 +1,7 @@
 """Details of a run or a namespace, for ``stat``: what it holds, uses and keeps."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -154,8 +154,10 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     Raises:
         Refusal: It has no runs.
     """
+    from storesvc_client._values.usages import usages_of
+
     damaged: list[DataLossError] = []
-    usages = list(usages_of(client, namespace, damaged.append))
+    usages = usages_of(client, namespace, damaged.append)
     if not usages and not damaged:
         hint = namespace_hint(client, namespace)
         raise Refusal(f"namespace {namespace!r} has no runs{hint}")
@@ -191,32 +193,6 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     }
     print_fields(namespace, fields.items())
     report(damaged)
-
-
-def usages_of(
-    client: "Client",
-    namespace: str | None,
-    on_damage: "Callable[[DataLossError], object]",
-) -> "Iterator[Usage]":
-    """Yields what each run of a namespace or of the store uses, also runs that have
-    only uploads.
-
-    Args:
-        client: Client of the store.
-        namespace: The namespace; None: all.
-        on_damage: Called with the error of each damaged record of a run or an upload.
-    """
-    from storesvc_client import DataLossError, NotFoundError
-
-    names = {run.name for run in client.runs(namespace, on_damage=on_damage)}
-    names |= {upload.run for upload in client.uploads(namespace, on_damage=on_damage)}
-    for name in sorted(names):
-        try:
-            yield client.run(name).usage()
-        except DataLossError as e:  # one of its records is damaged
-            on_damage(e)
-        except NotFoundError:  # its first save was aborted in the meantime
-            continue
 
 
 def _run_document(details: RunDetails) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client.console.addresses import checkpoint_url, command, run_url
+from storesvc_client.console.visit import number_of
 
 Fields: TypeAlias = Mapping[str, str]
 
@@ -413,12 +414,7 @@ def _text(fields: Fields, name: str) -> str:
 
 def _step(fields: Fields) -> int:
     text = fields.get("step", "")
-    if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise InvalidRequestError(
-            f"step: expected a number of 0 or more, got {text!r}; use a form of the "
-            "console"
-        )
-    return int(text)
+    return number_of("step", text, remedy="use a form of the console")
 
 
 def _policy(fields: Fields) -> str:

@@ -63,12 +63,25 @@ class Visit:
             InvalidRequestError: It is no number of at least 0.
         """
         text = self.query.get(name, "") or "0"
-        if not (text.isascii() and text.isdecimal() and len(text) < 20):
-            raise InvalidRequestError(
-                f"{name}: expected a number of 0 or more, got {text!r}; correct the "
-                "address"
-            )
-        return int(text)
+        return number_of(name, text, remedy="correct the address")
+
+
+def number_of(name: str, text: str, *, remedy: str) -> int:
+    """Returns a number that a browser has sent.
+
+    Args:
+        name: Name of its field.
+        text: The number as text.
+        remedy: What to do about another text.
+
+    Raises:
+        InvalidRequestError: It is no number of at least 0.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise InvalidRequestError(
+            f"{name}: expected a number of 0 or more, got {text!r}; {remedy}"
+        )
+    return int(text)
 
 
 def which_of(text: str) -> Which:

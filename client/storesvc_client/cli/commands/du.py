@@ -106,10 +106,10 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    from storesvc_client.cli.parent_details import usages_of
+    from storesvc_client._values.usages import usages_of
 
     damaged: list[DataLossError] = []
-    usages = list(usages_of(client, namespace, damaged.append))
+    usages = usages_of(client, namespace, damaged.append)
     if as_json:
         print_json(usages)
     elif usages:

@@ -11,7 +11,12 @@ from storesvc_client.cli.arguments import (
     keep_names_option,
     readable_path,
 )
-from storesvc_client.cli.completion import Part, complete_field, complete_path
+from storesvc_client.cli.completion import (
+    Part,
+    complete_condition,
+    complete_order,
+    complete_path,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignStore, names_error
 from storesvc_client.cli.output import print_note
@@ -43,13 +48,13 @@ if TYPE_CHECKING:
     "--where",
     multiple=True,
     metavar="CONDITION",
-    shell_complete=complete_field,
+    shell_complete=complete_condition,
     help="List only records that match, such as 'loss<2.5'; all, if repeated.",
 )
 @click.option(
     "--sort",
     metavar="FIELD",
-    shell_complete=complete_field,
+    shell_complete=complete_order,
     help="Sort by a field, the lowest value first; -FIELD: the highest first.",
 )
 @click.option(

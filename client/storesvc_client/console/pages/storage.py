@@ -1,14 +1,13 @@
 """``/storage``: the bytes of runs, and what a collection would do."""
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc_client import Client, Collected, DataLossError, NotFoundError, Usage
+from storesvc_client import Collected, DataLossError, Usage
+from storesvc_client._values.usages import usages_of
 from storesvc_client.console.addresses import command
 from storesvc_client.console.page import Page
-from storesvc_client.console.pages.runs import CALLS
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 100
@@ -37,7 +36,7 @@ def page(visit: Visit) -> Page:
     """Returns how many bytes runs take; with ``garbage=1`` what is garbage."""
     namespace = visit.query.get("in") or None
     damaged: list[DataLossError] = []
-    usages = _usages(visit.client, namespace, damaged)
+    usages = usages_of(visit.client, namespace, damaged.append)
     by_namespace: dict[str, list[Usage]] = {}
     for usage in usages:
         by_namespace.setdefault(usage.run.partition("/")[0], []).append(usage)
@@ -68,26 +67,6 @@ def page(visit: Visit) -> Page:
             ),
         },
     )
-
-
-def _usages(
-    client: Client, namespace: str | None, damaged: list[DataLossError]
-) -> list[Usage]:
-    runs = client.runs(namespace, on_damage=damaged.append)
-    uploads = client.uploads(namespace, on_damage=damaged.append)
-    names = {run.name for run in runs} | {upload.run for upload in uploads}
-
-    def usage_of(name: str) -> Usage | None:
-        try:
-            return client.run(name).usage()
-        except NotFoundError:  # its first save was aborted in the meantime
-            return None
-        except DataLossError as e:  # the other runs can be shown
-            damaged.append(e)
-            return None
-
-    with ThreadPoolExecutor(CALLS) as pool:
-        return [*filter(None, pool.map(usage_of, sorted(names)))]
 
 
 def _totals(name: str, usages: Iterable[Usage]) -> Totals:

@@ -95,3 +95,11 @@ def test_a_checkpoint_or_a_report_is_needed(tmp_path: Path) -> None:
     assert (2, 2) == (neither.exit_code, both.exit_code)
     assert "got neither" in neither.stderr
     assert "got both; omit one of them" in both.stderr
+
+
+def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "none.json"
+    assert (
+        f"report {file}: cannot be read: No such file or directory; correct the path"
+        == refusal(NOWHERE, "trace", "--report", str(file))
+    )

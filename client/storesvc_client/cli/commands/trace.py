@@ -1,7 +1,7 @@
 """``storectl trace``: shows the timeline of a save, or of a report in a file."""
 
 import shutil
-from typing import BinaryIO
+from pathlib import Path
 
 import click
 
@@ -9,6 +9,7 @@ from storesvc_client._values.texts import printable
 from storesvc_client.cli.arguments import json_option, whole_checkpoint
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import json_value, print_json
 from storesvc_client.cli.paths import CheckpointPath
 
@@ -23,7 +24,7 @@ from storesvc_client.cli.paths import CheckpointPath
 )
 @click.option(
     "--report",
-    type=click.File("rb"),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Show the report of a restore or a save that a job has written.",
 )
@@ -33,7 +34,7 @@ def trace(
     connection: Connection,
     *,
     path: CheckpointPath | None,
-    report: BinaryIO | None,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Show how long each part of a save took.
@@ -66,8 +67,14 @@ def trace(
         )
     width = shutil.get_terminal_size((100, 0)).columns
     if report is not None:
-        data = report.read(MAX_REPORT_BYTES + 1)
-        read = parse_report(data, f"report {printable(report.name)}")
+        place = f"report {printable(str(report))}"
+        try:
+            with report.open("rb") as file:
+                data = file.read(MAX_REPORT_BYTES + 1)
+        except OSError as e:
+            why = e.strerror
+            raise Refusal(f"{place}: cannot be read: {why}; correct the path") from e
+        read = parse_report(data, place)
         document, text = report_document(read), report_text(read, width=width)
     else:
         assert path is not None

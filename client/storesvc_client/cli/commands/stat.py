@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._values.checkpoint_documents import (
+from storesvc_client._documents.checkpoints import (
     base_step_of,
     checkpoint_document,
     chunk_grid,

@@ -11,7 +11,7 @@ from storesvc_client import (
     LeafInfo,
     Run,
 )
-from storesvc_client._values.checkpoint_documents import (
+from storesvc_client._documents.checkpoints import (
     base_step_of,
     checkpoint_document,
 )

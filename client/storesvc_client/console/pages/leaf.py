@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from storesvc_client import LeafInfo, NotFoundError, OpenCheckpoint
-from storesvc_client._values.checkpoint_documents import chunk_grid, leaf_document
+from storesvc_client._documents.checkpoints import chunk_grid, leaf_document
 from storesvc_client._values.key_patterns import keys_below, nearest_keys
 from storesvc_client._values.texts import (
     dtype_text,

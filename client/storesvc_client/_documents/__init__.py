@@ -1,0 +1,7 @@
+"""Collects data that storectl and the console both show.
+
+It may import the public client and the layers below it.
+
+Begin with `checkpoints.py`, documents of checkpoints and leaves; `usages.py` lists what
+the runs of a store use.
+"""

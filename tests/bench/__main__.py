@@ -14,6 +14,7 @@ OTHERS: Final = {
     "device": "saves from an accelerator, restores to it, its link",
     "flips": "one flipped bit, and who notices",
     "identity": "calls and saves with a token, a policy, an audit log, and without",
+    "imports": "imports beside plain reads of the same files by TensorStore",
     "inspections": "how long looking at a checkpoint takes",
     "lent": "the clients of buckets with and without lent credentials",
     "loop": "the time that a training loop adds to a step that is not saved",

@@ -7,10 +7,10 @@ read once more. No writer of a format that is read here uses blosc by default.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.format.grids import Region
+from storesvc_client._foreign.chunk_keys import chunk_keys
 from storesvc_client.errors import DataLossError, PreconditionError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BloscChunks:
         Raises:
             DataLossError: The header of a chunk states more bytes.
         """
-        keys = list(_keys(self._metadata, self._chunk, region))
+        keys = list(chunk_keys(self._metadata, self._chunk, region))
         reads = [self._values.read(key) for key in keys]
         for key, read in zip(keys, reads, strict=True):
             found = read.result()
@@ -100,21 +100,3 @@ def _names(codecs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         inner = codec.get("configuration", {})
         yield from _names(inner.get("codecs", []))
         yield from _names(inner.get("index_codecs", []))
-
-
-def _keys(
-    metadata: Mapping[str, Any], chunk: Sequence[int], region: Region
-) -> Iterator[str]:
-    """Yields the keys of the chunks that overlap a region."""
-    encoding = metadata.get("chunk_key_encoding", {"name": "v2"})  # zarr 2 has none
-    is_v2 = encoding["name"] == "v2"
-    separator = encoding.get("configuration", {}).get("separator")
-    separator = separator or metadata.get("dimension_separator")
-    separator = separator or ("." if is_v2 else "/")
-    spans = [
-        range(start // size, -(-stop // size))
-        for (start, stop), size in zip(region, chunk, strict=True)
-    ]
-    for index in product(*spans):
-        parts = [str(number) for number in index]
-        yield separator.join(parts or ["0"] if is_v2 else ["c", *parts])

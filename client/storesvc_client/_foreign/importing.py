@@ -14,9 +14,11 @@ from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.step_filler import StepFiller
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.transfer import (
+    MEMORY_BYTES,
     TransferPlan,
     committed,
     describe_transfer,
+    reading_bytes,
     transfer,
 )
 from storesvc_client._session import Session
@@ -31,6 +33,11 @@ from storesvc_client.errors import (
 
 MAX_CHUNKS: Final = 16_000_000
 """Maximum chunks of a step; no server accepts as many."""
+
+STAGING_BYTES: Final = 384 << 20
+"""Maximum staging memory of an import that writes data files itself. Reading could be
+further ahead of writing, but would then fill new memory, which takes the kernel as long
+as the copy into it; buffers that were written are there already."""
 
 PREFIX: Final = "import."
 """Prefix of the labels that record where a checkpoint was imported from."""
@@ -169,8 +176,15 @@ def _import(
     plan = TransferPlan(
         tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]
     )
-    filler = StepFiller(source, units, jobs=jobs)
-    result = transfer(session, description, plan, filler, progress=progress)
+    filler = StepFiller(source, units, jobs=jobs, reading_bytes=reading_bytes(session))
+    result = transfer(
+        session,
+        description,
+        plan,
+        filler,
+        progress=progress,
+        staging_limit=MEMORY_BYTES if session.data_root is None else STAGING_BYTES,
+    )
     return Transfer(
         source=source.url,
         checkpoint=result.checkpoint,

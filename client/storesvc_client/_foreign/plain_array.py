@@ -34,9 +34,10 @@ class PlainArray:
 
     def read(self, region: Region, into: NDArray[Any]) -> "Future[None]":
         """Starts to read a region; see ``ForeignArray``."""
-        return _threads().submit(self._read, region, into)
+        return reading_threads().submit(self.fill, region, into)
 
-    def _read(self, region: Region, into: NDArray[Any]) -> None:
+    def fill(self, region: Region, into: NDArray[Any]) -> None:
+        """Reads a region in this thread; raises what the result of ``read`` raises."""
         itemsize = DTYPES[self.dtype].itemsize
         try:
             for piece in pieces(self.shape, region, itemsize=itemsize):
@@ -65,5 +66,6 @@ class PlainArray:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def reading_threads() -> ThreadPoolExecutor:
+    """Returns the threads that read files, for all arrays."""
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="storesvc-foreign-read")

@@ -15,7 +15,7 @@ from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._foreign.chunk_units import RegionRead, Unit
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._save.slab_queue import SlabQueue
-from storesvc_client._save.transfer import READING_SHARE, SharedBuffer
+from storesvc_client._save.transfer import SharedBuffer
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import StoreError, UnavailableError
 
@@ -67,17 +67,21 @@ class _CopiedReading:
 class StepFiller:
     """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
 
-    def __init__(self, step: ForeignStep, units: list[Unit], *, jobs: int) -> None:
+    def __init__(
+        self, step: ForeignStep, units: list[Unit], *, jobs: int, reading_bytes: int
+    ) -> None:
         """Creates the filler; nothing is read yet.
 
         Args:
             step: The step.
             units: Units of all its chunks.
             jobs: Maximum units in flight.
+            reading_bytes: Memory that reading may take, in addition to that of units.
         """
         self._step = step
         self._units = units
         self._jobs = jobs
+        self._reading_bytes = reading_bytes
 
     def fill(
         self,
@@ -102,8 +106,9 @@ class StepFiller:
     def _fill(
         self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
     ) -> None:
-        # The share of the reader holds each chunk twice, as stored and as decoded.
-        limit = slab_queue.budget_bytes // (READING_SHARE - 1) // 2
+        # Of a chunk in flight, the reader has two copies: as stored and as decoded.
+        # Half of the staging memory is left to units that are being written.
+        limit = min(self._reading_bytes, slab_queue.budget_bytes) // 2
         size = 0
         for unit in self._units:
             # Before the wait for memory: it may end only when these are written.

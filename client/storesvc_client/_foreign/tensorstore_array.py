@@ -9,8 +9,8 @@ import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,14 @@ from storesvc.format.grids import MAX_RANK, Region
 from storesvc.format.trees import MAX_LEAF_BYTES
 from storesvc.storage.location import CONCURRENCY, RETRIES
 from storesvc_client._foreign.blosc_chunks import BloscChunks, is_blosc
+from storesvc_client._foreign.foreign_step import Reading
+from storesvc_client._foreign.plain_array import reading_threads
+from storesvc_client._foreign.raw_chunks import (
+    MIN_CHUNK_BYTES,
+    Places,
+    RawChunks,
+    raw_form,
+)
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -53,21 +61,37 @@ _DENIED: Final = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|.*Permission den
 """Messages of TensorStore, which begin with a status code."""
 
 
+_ERRORS: Final = (ValueError, RuntimeError, KeyError, OSError, NotImplementedError)
+"""Errors that TensorStore raises."""
+
+
+class StoredIn(NamedTuple):
+    """Where the values of an array are stored."""
+
+    places: Places
+    prefix: str
+    """Beginning of the keys of its chunks."""
+
+
 class TensorStoreArray:
     """A ``ForeignArray`` over an opened TensorStore."""
 
-    def __init__(self, store: "ts.TensorStore", *, row: str) -> None:
+    def __init__(
+        self, store: "ts.TensorStore", *, row: str, stored: StoredIn | None = None
+    ) -> None:
         """Checks that a checkpoint can hold the array.
 
         Args:
             store: The array, opened for reading, with the origin 0.
             row: Name of the row for messages, such as "leaf 'params/w'".
+            stored: Where its values are stored, if that can be known.
 
         Raises:
             PreconditionError: Its dtype, rank or size is none of a checkpoint.
         """
         self._store = store
         self._row = row
+        self._stored = stored
         self.dtype = str(store.dtype.name)
         """Name of the dtype in ``storesvc.format.dtypes``."""
         self.shape = tuple(store.shape)
@@ -106,8 +130,43 @@ class TensorStoreArray:
         codec = self._store.codec
         return codec is not None and _is_checked(codec.to_json().get("codecs", []))
 
-    def read(self, region: Region, into: NDArray[Any]) -> "TensorStoreRead":
+    def read(self, region: Region, into: NDArray[Any]) -> Reading:
         """Starts to read a region; see ``ForeignArray``."""
+        if self._chunk_bytes >= MIN_CHUNK_BYTES and self._raw_chunks is not None:
+            return reading_threads().submit(
+                self._read_raw, self._raw_chunks, region, into
+            )
+        return self._read(region, into)
+
+    def _read_raw(self, chunks: RawChunks, region: Region, into: NDArray[Any]) -> None:
+        """Reads a region from files, or else by TensorStore, which explains errors."""
+        try:
+            if chunks.read(region, into):
+                return
+        except (StoreError, *_ERRORS):
+            pass
+        self._read(region, into).result()
+
+    @cached_property
+    def _raw_chunks(self) -> RawChunks | None:
+        """Chunks that are plain elements in files of this machine; None if they are
+        not."""
+        if self._stored is None:
+            return None
+        metadata = self._store.spec().to_json()["metadata"]
+        form = raw_form(metadata, self.dtype)
+        if form is None:
+            return None
+        return RawChunks(
+            form,
+            metadata,
+            self._stored.places,
+            prefix=self._stored.prefix,
+            dtype=self.dtype,
+            row=self._row,
+        )
+
+    def _read(self, region: Region, into: NDArray[Any]) -> "TensorStoreRead":
         import tensorstore as ts
 
         if self._chunk_bytes >= _LARGE_CHUNK_BYTES:
@@ -215,7 +274,7 @@ def translated(what: str) -> Iterator[None]:
         yield
     except (StoreError, TimeoutError):
         raise
-    except (ValueError, RuntimeError, KeyError, OSError, NotImplementedError) as e:
+    except _ERRORS as e:
         text = " ".join(str(e).split())
         reason = text.partition(" [")[0][:400]
         if _UNAVAILABLE.match(text):

@@ -2,12 +2,14 @@
 files.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from storesvc_client._foreign.location import Location
+from storesvc_client._foreign.ocdbt_places import FolderPlaces, OcdbtPlaces
 from storesvc_client._foreign.tensorstore_array import (
+    StoredIn,
     TensorStoreArray,
     context,
     translated,
@@ -45,7 +47,8 @@ def open_arrays(
     shared = context()
     import tensorstore as ts
 
-    waiting: list[tuple[ArrayPlace, Any]] = []
+    stored = _Stored(location)
+    waiting: list[tuple[Any, str, StoredIn | None]] = []
     for place in places:
         with location.opening(), translated(place.name):
             spec = {
@@ -54,14 +57,32 @@ def open_arrays(
                 "fill_missing_data_reads": not place.is_whole,
             }
             opening = ts.open(spec, open=True, read=True, context=shared)
-        waiting.append((place, opening))
+        waiting.append((opening, place.name, stored.of(place.kvstore)))
         if len(waiting) >= _OPENING_AT_ONCE:
             yield from map(_opened, waiting)
             waiting = []
     yield from map(_opened, waiting)
 
 
-def _opened(waiting: tuple[ArrayPlace, Any]) -> TensorStoreArray:
-    place, opening = waiting
-    with translated(place.name):
-        return TensorStoreArray(opening.result(), row=place.name)
+def _opened(waiting: tuple[Any, str, StoredIn | None]) -> TensorStoreArray:
+    opening, name, stored = waiting
+    with translated(name):
+        return TensorStoreArray(opening.result(), row=name, stored=stored)
+
+
+class _Stored:
+    """Finds where arrays on this machine are stored; arrays share a database."""
+
+    def __init__(self, location: Location) -> None:
+        self._is_local = location.is_local
+        self._databases: dict[str, OcdbtPlaces] = {}
+
+    def of(self, kvstore: Mapping[str, Any]) -> StoredIn | None:
+        """Returns where the values of a key-value store are stored; None: elsewhere."""
+        if not self._is_local:
+            return None
+        if kvstore["driver"] == "file":
+            return StoredIn(FolderPlaces(kvstore["path"]), "")
+        folder = kvstore["base"]["path"]
+        database = self._databases.setdefault(folder, OcdbtPlaces(folder))
+        return StoredIn(database, kvstore["path"])

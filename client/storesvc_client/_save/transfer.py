@@ -135,6 +135,16 @@ class _TransferWriter(Writer):
             return super().begin()
 
 
+def memory_bytes(session: Session) -> int:
+    """Returns the memory limit of a transfer."""
+    return min(session.staging.budget_bytes, MEMORY_BYTES)
+
+
+def reading_bytes(session: Session) -> int:
+    """Returns the part of ``memory_bytes`` that is left to the reader."""
+    return memory_bytes(session) // READING_SHARE
+
+
 def transfer(
     session: Session,
     description: Description,
@@ -143,6 +153,7 @@ def transfer(
     *,
     known: Sums | None = None,
     progress: ProgressCallback | None = None,
+    staging_limit: int = MEMORY_BYTES,
 ) -> SaveResult:
     """Reads a checkpoint and commits it; returns the result of the save.
 
@@ -155,13 +166,14 @@ def transfer(
             holds are then not read, and the stored ones are compared. None: the store
             is asked for each chunk once it was read.
         progress: Called with a ``Progress``.
+        staging_limit: Maximum bytes of staging memory, if the client allows as much.
 
     Raises:
         StoreError: The source could not be read, or the store could not be written.
         DataLossError: A chunk differs from its checksums in the source.
     """
-    memory_bytes = min(session.staging.budget_bytes, MEMORY_BYTES)
-    staging = StagingPool(memory_bytes - memory_bytes // READING_SHARE)
+    left = memory_bytes(session) - reading_bytes(session)
+    staging = StagingPool(min(left, staging_limit))
     meter = Meter("save", str(description), progress)
     slab_queue = SlabQueue(staging, is_open=True)
     writer = _TransferWriter(session.connection, description, plan.tree, meter)

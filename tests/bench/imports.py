@@ -3,11 +3,12 @@
     python -m tests.bench imports [--gb 2] [--rounds 5] [--staging-mib 1024]
         [--on tmpfs] [--only orbax orbax-raw ...]
 
-``read`` opens the arrays of a source with TensorStore alone and reads each, which is
-dropped once it was read: one array at a time, or four, whichever is faster. Of
-safetensors, it reads the bytes of each tensor. ``import`` is
+``read`` opens the arrays of a source with TensorStore alone and reads all into memory,
+as a program that loads the checkpoint. ``scan`` drops each array once it was read, so
+that its memory serves the next one: one array at a time, or four, whichever is faster.
+Of safetensors, both read the bytes of each tensor. ``import`` is
 ``Run.import_from`` into an embedded store on the same storage, sums and fsync included.
-Each runs in a new process, both in each round, in a random order, and a ratio is that
+Each runs in a new process, all in each round, in a random order, and a ratio is that
 of one round. MiB is the peak of the process above its memory before the import, which
 the budget bounds.
 """
@@ -38,9 +39,6 @@ GB: Final = 10**9
 MIB: Final = 1 << 20
 BAR: Final = 0.7
 """Speed of an import, as a part of that of the read."""
-
-AT_ONCE: Final = (1, 4)
-"""Arrays that a plain read has in flight."""
 
 WIDTH: Final = 1024
 HIDDEN: Final = 4096
@@ -171,30 +169,42 @@ def _tensors(folder: Path) -> Iterator[Callable[[], Any]]:
             yield partial(files.read, path.name, byte_range=slice(start, stop))
 
 
-def _read_all(reads: Iterable[Callable[[], Any]], at_once: int) -> int:
-    """Reads everything, some at a time; returns the size in bytes."""
+def _read_all(reads: Iterable[Callable[[], Any]]) -> int:
+    """Reads everything into memory; returns the size in bytes."""
+    started = [read() for read in reads]
+    found = [each.result() for each in started]
+    return sum(map(_size, found))
+
+
+def _scan(reads: Iterable[Callable[[], Any]], *, at_once: int) -> int:
+    """Reads everything, some at a time, and drops it; returns the size in bytes."""
     size, started = 0, deque[Any]()
     for read in reads:
         started.append(read())
         if len(started) == at_once:
-            size += _size(started.popleft())
-    return size + sum(map(_size, started))
+            size += _size(started.popleft().result())
+    return size + sum(_size(each.result()) for each in started)
 
 
-def _size(started: Any) -> int:
-    found = started.result()
+def _size(found: Any) -> int:
     return int(found.nbytes) if isinstance(found, np.ndarray) else len(found.value)
 
 
-def _read(name: str, source: Path) -> dict[str, float]:
-    """Measures the faster of two plain reads."""
+READS: Final[Mapping[str, Sequence[Callable[..., int]]]] = {
+    "read": (_read_all,),
+    "scan": (partial(_scan, at_once=1), partial(_scan, at_once=4)),
+}
+
+
+def _read(what: str, name: str, source: Path) -> dict[str, float]:
+    """Measures a plain read, or the faster of two."""
     import_module("tensorstore")  # not measured
     found = []
-    for at_once in AT_ONCE:
+    for way in READS[what]:
         back_memory(int(1.5 * bytes_below(source)))
         with measured() as cost:
             reads = _tensors if name == "safetensors" else _arrays
-            size = _read_all(reads(source), at_once)
+            size = way(reads(source))
         found.append({**asdict(cost), "bytes": size})
     return min(found, key=lambda each: each["seconds"])
 
@@ -236,8 +246,8 @@ def _work(what: str, name: str, *rest: str) -> dict[str, float]:
         case "make", (source, gb):
             SOURCES[name][1](Path(source), float(gb))
             return {}
-        case "read", (source,):
-            return _read(name, Path(source))
+        case "read" | "scan", (source,):
+            return _read(what, name, Path(source))
         case "import", (source, target, staging_mib):
             return _import(name, Path(source), Path(target), int(staging_mib))
     raise ValueError(what)
@@ -254,9 +264,9 @@ def _rounds(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         _worker("make", name, str(source), str(options.gb))
         for _ in range(options.rounds):
             one = {}
-            for what in random.sample(("read", "import"), 2):
-                if what == "read":
-                    one[what] = _worker("read", name, str(source))
+            for what in random.sample((*READS, "import"), 3):
+                if what in READS:
+                    one[what] = _worker(what, name, str(source))
                     continue
                 with tempfile.TemporaryDirectory(dir=folder) as target:
                     one[what] = _worker(
@@ -273,20 +283,22 @@ def _row(name: str, found: Sequence[Mapping[str, Any]]) -> tuple[str, float, flo
         costs = (float(each[what][field] / each[what]["bytes"]) for each in found)
         return GB * median(costs)
 
-    ratios = [
-        each["read"]["seconds"]
-        / each["read"]["bytes"]
-        / (each["import"]["seconds"] / each["import"]["bytes"])
-        for each in found
-    ]
+    def ratios(what: str) -> list[float]:
+        return [
+            each[what]["seconds"]
+            / each[what]["bytes"]
+            / (each["import"]["seconds"] / each["import"]["bytes"])
+            for each in found
+        ]
+
     peak = max(each["import"]["extra_mib"] for each in found)
-    line = (
-        f"{name:16}{1 / per_gb('read', 'seconds'):8.2f}"
-        f"{per_gb('read', 'cpu_seconds'):10.2f}{1 / per_gb('import', 'seconds'):8.2f}"
-        f"{per_gb('import', 'cpu_seconds'):10.2f}"
-        f"{median(ratios):8.2f}{min(ratios):7.2f}{max(ratios):7.2f}{peak:7.0f}"
-    )
-    return line, median(ratios), peak
+    line = f"{name:16}"
+    for what in (*READS, "import"):
+        line += f"{1 / per_gb(what, 'seconds'):8.2f}{per_gb(what, 'cpu_seconds'):10.2f}"
+    for what in READS:
+        some = ratios(what)
+        line += f"{median(some):8.2f}{min(some):7.2f}{max(some):7.2f}"
+    return f"{line}{peak:7.0f}", median(ratios("read")), peak
 
 
 def _parsed() -> argparse.Namespace:
@@ -307,10 +319,11 @@ def main() -> None:
     options = _parsed()
     print(
         f"{options.gb:g} GB on {options.on}, {options.rounds} rounds, budget "
-        f"{options.staging_mib} MiB\n{'':16}{'read':^18}{'import':^18}"
-        f"{'import / read':^22}{'peak':>7}\n{'':16}"
-        + f"{'GB/s':>8}{'CPU-s/GB':>10}" * 2
-        + f"{'median':>8}{'min':>7}{'max':>7}{'MiB':>7}"
+        f"{options.staging_mib} MiB\n{'':16}{'read':^18}{'scan':^18}{'import':^18}"
+        f"{'import / read':^22}{'import / scan':^22}{'peak':>7}\n{'':16}"
+        + f"{'GB/s':>8}{'CPU-s/GB':>10}" * 3
+        + f"{'median':>8}{'min':>7}{'max':>7}" * 2
+        + f"{'MiB':>7}"
     )
     for name in options.only:
         line, ratio, peak = _row(name, _rounds(name, options))

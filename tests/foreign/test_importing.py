@@ -18,7 +18,7 @@ import storesvc_client as store
 from storesvc.format.grids import Region
 from storesvc.format.trees import Tree
 from storesvc_client import ForeignRun
-from storesvc_client._chunks.staging_pool import StagingPool
+from storesvc_client._chunks.extent_pool import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
 
@@ -415,11 +415,11 @@ with store.connect({uri!r}) as client:
 def test_memory_stays_within_the_staging_budget(
     tmp_path: Path, server_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from storesvc_client._save import transfer
+    from storesvc_client._foreign import importing
 
     pools: list[Any] = []
 
-    class Counted(StagingPool):
+    class Counted(ExtentPool):
         peak = 0
 
         def __init__(self, budget_bytes: int) -> None:
@@ -427,10 +427,10 @@ def test_memory_stays_within_the_staging_budget(
             pools.append(self)
 
         def give_back(self, buffer: Any) -> None:
-            self.peak = max(self.peak, self.held_bytes)
+            self.peak = max(self.peak, self.used_bytes)
             super().give_back(buffer)
 
-    monkeypatch.setattr(transfer, "StagingPool", Counted)
+    monkeypatch.setattr(importing, "ExtentPool", Counted)
     root = ZarrRoot(tmp_path)
     arrays = {f"t{i}": TABLE + i for i in range(3)}
     root.write(1, arrays, chunks=dict.fromkeys(arrays, (3000, 1000)))

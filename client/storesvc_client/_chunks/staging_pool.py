@@ -69,13 +69,22 @@ class StagingPool:
         """
         with self._changed:
             while not cancelled():
-                if self._free.get(size) or self._grow(size):
-                    self._free_bytes -= size
-                    self._used_bytes += size
-                    return self._free[size].pop()
+                buffer = self.take_now(size)
+                if buffer is not None:
+                    return buffer
                 waiting()
                 self._changed.wait()
         return None
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """Returns a buffer of a size in bytes; None if there is no room for it at
+        present."""
+        with self._changed:
+            if not (self._free.get(size) or self._grow(size)):
+                return None
+            self._free_bytes -= size
+            self._used_bytes += size
+            return self._free[size].pop()
 
     def give_back(self, buffer: Bytes) -> None:
         """Returns a buffer to the pool."""

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
+from storesvc_client._chunks.extent_pool import ExtentPool
 from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.step_filler import StepFiller
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.transfer import (
-    MEMORY_BYTES,
     TransferPlan,
     committed,
     describe_transfer,
     reading_bytes,
+    staging_bytes,
     transfer,
 )
 from storesvc_client._session import Session
@@ -177,13 +178,16 @@ def _import(
         tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]
     )
     filler = StepFiller(source, units, jobs=jobs, reading_bytes=reading_bytes(session))
+    limit = staging_bytes(session)
+    if session.data_root is not None:
+        limit = min(limit, STAGING_BYTES)
     result = transfer(
         session,
         description,
         plan,
         filler,
         progress=progress,
-        staging_limit=MEMORY_BYTES if session.data_root is None else STAGING_BYTES,
+        staging=ExtentPool(limit),
     )
     return Transfer(
         source=source.url,

@@ -117,8 +117,14 @@ class StepFiller:
             ):
                 size -= self._end(in_flight[0], slab_queue, meter)
                 in_flight.popleft()
-            with meter.phase("wait"):
-                buffer = slab_queue.memory(unit.size)
+            buffer = slab_queue.memory_now(unit.size)
+            while buffer is None and in_flight:
+                size -= self._end(in_flight[0], slab_queue, meter)
+                in_flight.popleft()
+                buffer = slab_queue.memory_now(unit.size)
+            if buffer is None:
+                with meter.phase("wait"):
+                    buffer = slab_queue.memory(unit.size)
             if buffer is None:
                 return
             in_flight.append(self._start(unit, buffer))

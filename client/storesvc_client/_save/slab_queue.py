@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import Final
+from typing import Final, Protocol
 
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._chunks.staging_pool import Bytes, StagingPool
+from storesvc_client._chunks.staging_pool import Bytes
 
 STARVED_SECONDS: Final = 0.05
 """Time that a writer waits for a slab while the snapshot waits for memory: often
@@ -29,6 +29,26 @@ _AT_ONCE: Final = 16
 
 RemoveStored = Callable[[Sequence[FilledSlab]], None]
 """Removes the chunks that need not be stored from each slab's ``wanted``."""
+
+
+class Staging(Protocol):
+    """Bounded memory of slabs; ``StagingPool`` and ``ExtentPool`` are."""
+
+    budget_bytes: int
+
+    def take(
+        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
+    ) -> "Bytes | None":
+        """See ``StagingPool.take``."""
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """See ``StagingPool.take_now``."""
+
+    def give_back(self, buffer: "Bytes") -> None:
+        """See ``StagingPool.give_back``."""
+
+    def wake(self) -> None:
+        """See ``StagingPool.wake``."""
 
 
 class StarvedError(Exception):
@@ -43,7 +63,7 @@ class StarvedError(Exception):
 class SlabQueue:
     """Filled slabs in first-in, first-out order. Thread-safe."""
 
-    def __init__(self, staging: StagingPool, *, is_open: bool = False) -> None:
+    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
         """Creates an empty queue.
 
         Args:
@@ -89,6 +109,11 @@ class SlabQueue:
         return self._staging.take(
             size, cancelled=lambda: self._is_cancelled, waiting=self._starve
         )
+
+    def memory_now(self, size: int) -> "Bytes | None":
+        """Returns staging memory of a size in bytes; None if there is none at
+        present."""
+        return self._staging.take_now(size)
 
     def _starve(self) -> None:
         with self.changed:

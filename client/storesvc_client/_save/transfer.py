@@ -26,6 +26,7 @@ import numpy as np
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.names import CheckpointName
 from storesvc.format.trees import Tree
+from storesvc_client._chunks.extent_pool import ExtentPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._chunks.staging_pool import Bytes, StagingPool
 from storesvc_client._rpc.run_stub import RunStub
@@ -135,14 +136,14 @@ class _TransferWriter(Writer):
             return super().begin()
 
 
-def memory_bytes(session: Session) -> int:
-    """Returns the memory limit of a transfer."""
-    return min(session.staging.budget_bytes, MEMORY_BYTES)
-
-
 def reading_bytes(session: Session) -> int:
-    """Returns the part of ``memory_bytes`` that is left to the reader."""
-    return memory_bytes(session) // READING_SHARE
+    """Returns the memory that is left to the reader of a transfer."""
+    return min(session.staging.budget_bytes, MEMORY_BYTES) // READING_SHARE
+
+
+def staging_bytes(session: Session) -> int:
+    """Returns the limit of the staging memory of a transfer."""
+    return (READING_SHARE - 1) * reading_bytes(session)
 
 
 def transfer(
@@ -153,7 +154,7 @@ def transfer(
     *,
     known: Sums | None = None,
     progress: ProgressCallback | None = None,
-    staging_limit: int = MEMORY_BYTES,
+    staging: ExtentPool | None = None,
 ) -> SaveResult:
     """Reads a checkpoint and commits it; returns the result of the save.
 
@@ -166,16 +167,16 @@ def transfer(
             holds are then not read, and the stored ones are compared. None: the store
             is asked for each chunk once it was read.
         progress: Called with a ``Progress``.
-        staging_limit: Maximum bytes of staging memory, if the client allows as much.
+        staging: Staging memory, cleared at the end; None: a pool of
+            ``staging_bytes``.
 
     Raises:
         StoreError: The source could not be read, or the store could not be written.
         DataLossError: A chunk differs from its checksums in the source.
     """
-    left = memory_bytes(session) - reading_bytes(session)
-    staging = StagingPool(min(left, staging_limit))
+    pool = StagingPool(staging_bytes(session)) if staging is None else staging
     meter = Meter("save", str(description), progress)
-    slab_queue = SlabQueue(staging, is_open=True)
+    slab_queue = SlabQueue(pool, is_open=True)
     writer = _TransferWriter(session.connection, description, plan.tree, meter)
     upload = Upload(session, writer, plan, slab_queue, meter)
     try:
@@ -193,7 +194,7 @@ def transfer(
                 _check_sums(str(description), plan.tree, known, upload.sums)
             return upload.commit()
     finally:
-        staging.clear()
+        pool.clear()
 
 
 def _fill(

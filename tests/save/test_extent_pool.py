@@ -1,0 +1,97 @@
+"""Buffers of a transfer never overlap, stay within the budget, and are reused."""
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storesvc_client._chunks.extent_pool import ExtentPool
+from storesvc_client._chunks.staging_pool import ALIGNMENT
+
+BUDGET = 64 * ALIGNMENT
+
+SIZES = st.integers(0, BUDGET)
+
+
+def begin(buffer: Any) -> int:
+    return int(buffer.ctypes.data)
+
+
+@given(st.lists(st.tuples(SIZES, st.integers(0, 3))))
+def test_buffers_do_not_overlap_and_all_memory_returns(
+    steps: list[tuple[int, int]],
+) -> None:
+    pool, taken = ExtentPool(BUDGET), list[Any]()
+    for size, given_back in steps:
+        buffer = pool.take_now(size)
+        if buffer is not None:
+            assert size == len(buffer)
+            assert 0 == begin(buffer) % ALIGNMENT
+            taken.append(buffer)
+        for _ in range(min(given_back, len(taken))):
+            pool.give_back(taken.pop(size % len(taken)))
+        spans = sorted((begin(one), begin(one) + len(one)) for one in taken)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        assert sum(map(len, taken)) <= pool.used_bytes <= BUDGET
+    for buffer in taken:
+        pool.give_back(buffer)
+    assert 0 == pool.used_bytes
+    assert pool.take_now(BUDGET) is not None
+
+
+def test_a_buffer_of_another_size_has_the_memory_that_was_given_back() -> None:
+    pool = ExtentPool(BUDGET)
+    first, second = pool.take_now(10 * ALIGNMENT), pool.take_now(ALIGNMENT)
+    assert first is not None
+    assert second is not None
+    pool.give_back(first)
+
+    smaller = pool.take_now(4 * ALIGNMENT)
+
+    assert begin(first) == begin(smaller)
+
+
+@pytest.mark.parametrize("size", [BUDGET, 3 * BUDGET])
+def test_a_large_buffer_waits_for_all_others(size: int) -> None:
+    pool = ExtentPool(BUDGET)
+    small = pool.take_now(1)
+    waiting = threading.Event()
+    found: list[Any] = []
+    taker = threading.Thread(
+        target=lambda: found.append(
+            pool.take(size, cancelled=lambda: False, waiting=waiting.set)
+        )
+    )
+    taker.start()
+    assert waiting.wait(60)
+    assert [] == found
+
+    assert small is not None
+    pool.give_back(small)
+    taker.join(60)
+
+    assert [size] == [len(buffer) for buffer in found]
+    pool.give_back(found[0])
+    assert pool.take_now(BUDGET) is not None
+
+
+def test_a_wait_ends_when_it_is_cancelled() -> None:
+    pool = ExtentPool(BUDGET)
+    assert pool.take_now(BUDGET) is not None
+    cancelled, waiting = threading.Event(), threading.Event()
+    found: list[Any] = []
+    taker = threading.Thread(
+        target=lambda: found.append(
+            pool.take(1, cancelled=cancelled.is_set, waiting=waiting.set)
+        )
+    )
+    taker.start()
+    assert waiting.wait(60)
+    cancelled.set()
+    pool.wake()
+    taker.join(60)
+
+    assert [None] == found

@@ -49,7 +49,7 @@ BYTES_OF_A_PARAMETER: Final = 8
 _METADATA: Final = (".zarray", "zarr.json")
 
 
-def _shapes(gb: float) -> dict[str, tuple[int, ...]]:
+def shapes_of(gb: float) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a decoder whose training state has so many GB."""
     shapes: dict[str, tuple[int, ...]] = {
         "embed": (WORDS, WIDTH),
@@ -76,7 +76,7 @@ def _state(gb: float) -> dict[str, Any]:
     from tests.bench.speed.states import fsdp
 
     draw, found = np.random.default_rng(0), dict[str, Any]()
-    shapes = _shapes(gb)
+    shapes = shapes_of(gb)
     placed = fsdp(shapes)
     for part, dtype in (
         ("params", np.float32),

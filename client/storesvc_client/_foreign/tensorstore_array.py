@@ -66,7 +66,7 @@ _ERRORS: Final = (ValueError, RuntimeError, KeyError, OSError, NotImplementedErr
 
 
 class StoredIn(NamedTuple):
-    """Where the values of an array are stored."""
+    """The places of the values of an array."""
 
     places: Places
     prefix: str

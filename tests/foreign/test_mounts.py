@@ -120,7 +120,7 @@ def test_items_of_a_run(written: Callable[[str], Path]) -> None:
     assert 1 == items.info("iter").process_count
 
 
-def _bytes_read(root: Path) -> Callable[[], int]:
+def bytes_read(root: Path) -> Callable[[], int]:
     """Returns a function that returns the bytes that TensorStore has read from files
     since then."""
 
@@ -149,7 +149,7 @@ def test_a_sharded_restore_reads_the_chunks_that_it_needs_and_no_more(
     # of one leaf, to half as many parts along each dimension, rows then columns
     other = NamedSharding(mesh(), PartitionSpec("y", "x"))
     like = {"w1": jax.ShapeDtypeStruct((1024, 512), jnp.int32, sharding=other)}
-    read = _bytes_read(tmp_path)
+    read = bytes_read(tmp_path)
     restored = opened.restore(like=like, select="w1")
     assert np.array_equal(numbers, restored["w1"])
     assert restored["w1"].sharding == other

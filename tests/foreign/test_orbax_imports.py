@@ -4,12 +4,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from tests.cli.test_storectl_transfers import printed
-from tests.foreign.orbax_checkpoints import WRITERS, tree_for
-from tests.foreign.test_mounts import assert_same
+from tests.foreign.orbax_checkpoints import WRITERS, mesh, tree_for
+from tests.foreign.test_mounts import assert_same, bytes_read
 
 
 @pytest.mark.parametrize("writer", [w for w in WRITERS if "composite" not in w])
@@ -22,6 +24,28 @@ def test_a_state_of_each_writer_is_imported(
     done = run.import_from(f"orbax:{tmp_path / 'orbax'}")
 
     assert [True] * len(done) == [one.is_new for one in done]
+    assert_same(tree, run.restore(like=tree))
+    assert run.verify().ok
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_uncompressed_chunks_are_read_without_tensorstore(
+    tmp_path: Path, run: store.Run, *, ocdbt: bool, zarr3: bool
+) -> None:
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=ocdbt, use_zarr3=zarr3, use_compression=False
+    )
+    spread = NamedSharding(mesh(), PartitionSpec("x", "y"))
+    numbers = np.random.default_rng(0).standard_normal((2048, 512), np.float32)
+    tree = {"w": jax.device_put(numbers, spread), "b": np.ones(3)}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "orbax" / "7", tree)
+    read = bytes_read(tmp_path)
+
+    run.import_from(f"orbax:{tmp_path / 'orbax'}")
+
+    assert read() < numbers.nbytes // 10
     assert_same(tree, run.restore(like=tree))
     assert run.verify().ok
 
@@ -71,8 +95,6 @@ def test_a_flipped_bit_of_an_export_is_damage(tmp_path: Path, run: store.Run) ->
 
 
 def test_storectl_imports_a_step_of_a_manager(tmp_path: Path) -> None:
-    import orbax.checkpoint as ocp
-
     tree = {"params": {"w": jax.numpy.arange(12.0)}, "step": 7}
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         for step in (100, 200):

@@ -177,31 +177,53 @@ def bucket_of(storage: Storage) -> "Bucket":
             credentials, or none in the file that the environment names.
     """
     try:
-        from google.auth.credentials import AnonymousCredentials
         from google.cloud.storage import Client
+    except ModuleNotFoundError as e:
+        raise _missing_package(storage, e) from e
+    found, project = _own_credentials(storage)
+    endpoint = endpoint_of(storage)
+    options = {"api_endpoint": endpoint} if endpoint else None
+    client = Client(project, found, client_options=options)
+    return client.bucket(storage.spec["bucket"])
+
+
+def own_credentials(storage: Storage) -> "Credentials":
+    """Returns the credentials of this process for a storage, which may be anonymous.
+
+    Raises:
+        InvalidFieldError: There are none, or packages are missing; or they would be
+            sent over plaintext.
+    """
+    return _own_credentials(storage)[0]
+
+
+def _own_credentials(storage: Storage) -> tuple["Credentials", str]:
+    """Credentials of this process for a storage, and their project."""
+    try:
+        from google.auth.credentials import AnonymousCredentials
         from google.oauth2.credentials import Credentials
     except ModuleNotFoundError as e:
-        raise InvalidFieldError(
-            f"root {storage.name}: a bucket needs {e.name}; pip install "
-            "'storesvc[server,gcs]'"
-        ) from e
+        raise _missing_package(storage, e) from e
     endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
     if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
         token = None  # Google's own storage accepts no such token over gRPC
     _check_plaintext(storage, endpoint, token)
-    options = {"api_endpoint": endpoint} if endpoint else None
     if token is not None:
-        credentials = Credentials(token) if token else AnonymousCredentials()
-        client = Client("", credentials, client_options=options)
-    else:
-        try:
-            found, project = _credentials(storage)
-        except InvalidFieldError:
-            if storage.endpoint is None or os.environ.get(CREDENTIALS_FILE):
-                raise
-            found, project = AnonymousCredentials(), ""  # emulators need none
-        client = Client(project or "", found, client_options=options)
-    return client.bucket(storage.spec["bucket"])
+        return Credentials(token) if token else AnonymousCredentials(), ""
+    try:
+        found, project = _credentials(storage)
+    except InvalidFieldError:
+        if storage.endpoint is None or os.environ.get(CREDENTIALS_FILE):
+            raise
+        return AnonymousCredentials(), ""  # emulators need none
+    return found, project or ""
+
+
+def _missing_package(storage: Storage, e: ModuleNotFoundError) -> InvalidFieldError:
+    return InvalidFieldError(
+        f"root {storage.name}: a bucket needs {e.name}; pip install "
+        "'storesvc[server,gcs]'"
+    )
 
 
 def endpoint_of(storage: Storage) -> str | None:
@@ -268,10 +290,7 @@ def source_credentials(storage: Storage, scopes: Sequence[str]) -> "Credentials"
     try:
         from google.oauth2.credentials import Credentials
     except ModuleNotFoundError as e:
-        raise InvalidFieldError(
-            f"root {storage.name}: a bucket needs {e.name}; pip install "
-            "'storesvc[server,gcs]'"
-        ) from e
+        raise _missing_package(storage, e) from e
     token = os.environ.get(TOKEN)
     if token:
         return Credentials(token)

@@ -12,6 +12,7 @@ writes data files directly, next to a server.
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -58,6 +59,8 @@ def described(request: Logged) -> str:
     match request.method:
         case "POST":
             what, name = "write", query["name"][0]
+        case "PUT":  # of the XML API
+            what, name = "write", unquote(parts.path.removeprefix(f"/{BUCKET}/"))
         case "DELETE":
             what = "delete"
         case _ if parts.path == OBJECTS:
@@ -71,7 +74,7 @@ def described(request: Logged) -> str:
 
 def trace(requests: Sequence[Logged]) -> str:
     """Returns a line for each request, in the order in which they began; the longest
-    chain is numbered."""
+    chain is numbered: each of its requests waits for the one with the number before."""
     ordered = sorted(requests, key=lambda request: request.began_seconds)
     chain = longest_chain(ordered)
     lines = [f"{'':4}{'ms':>6}{'took':>6}  request"]
@@ -106,15 +109,20 @@ def main() -> None:
                 run = client.run(RUN)
                 run.save(1, first).result()
                 gcs.clear()
+                began = time.monotonic()
                 run.save(2, state, base="latest" if arguments.reuse else None).result()
-                found = gcs.log
+                ended = time.monotonic()
+            found = gcs.log
         finally:
             server.stop()
     print(trace(found))
-    before, after = before_and_after_data(found)
+    awaited = [request for request in found if _ended(request) <= ended]
+    before, after = before_and_after_data(awaited)
     print(
-        f"\n{len(found)} requests, {len(longest_chain(found))} one after another: "
-        f"{before} before the data, {after} after them"
+        f"\nThe save took {1000 * (ended - began):.0f} ms and waited for "
+        f"{len(awaited)} requests, {len(longest_chain(awaited))} of them one after "
+        f"another: {before} before the data, {after} after them; "
+        f"{len(found) - len(awaited)} requests followed"
     )
 
 

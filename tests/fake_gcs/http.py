@@ -45,6 +45,30 @@ class Link:
         await asyncio.sleep(seconds if seconds >= SHORTEST_SLEEP_SECONDS else 0)
 
 
+class Stream:
+    """One direction of a connection, with its own rate.
+
+    A transfer takes as long as its bytes do at that rate. Time that the emulator loses
+    between two pieces, because the machine is busy, is made up by the next ones: a
+    network goes on in the meantime.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def begin(self) -> None:
+        """Begins a transfer."""
+        self._free_at = max(time.monotonic(), self._free_at)
+
+    async def carry(self, size_bytes: int) -> None:
+        """Waits until the transfer may have come so many bytes further."""
+        self._free_at += size_bytes / self._bytes_per_second
+        seconds = self._free_at - time.monotonic()
+        # 0 gives other connections a turn
+        await asyncio.sleep(seconds if seconds >= SHORTEST_SLEEP_SECONDS else 0)
+
+
 class Network:
     """The path between the clients and the server."""
 
@@ -60,9 +84,9 @@ class Network:
         self.outbound = Link(bytes_per_second)
         self._stream_bytes_per_second = stream_bytes_per_second
 
-    def stream(self) -> Link:
-        """Returns one direction of a connection, with its own rate."""
-        return Link(self._stream_bytes_per_second)
+    def stream(self) -> Stream:
+        """Returns one direction of a connection."""
+        return Stream(self._stream_bytes_per_second)
 
 
 class Connection:
@@ -77,6 +101,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         """Received bytes that are not parsed yet."""
+        self._is_answering = False
 
     async def receive(self) -> Request:
         """Returns the next request.
@@ -84,6 +109,7 @@ class Connection:
         Raises:
             EndedError: The connection ended.
         """
+        self._is_answering = False
         try:
             return await self._receive()
         except ValueError as e:
@@ -91,6 +117,9 @@ class Connection:
 
     async def send(self, piece: Data) -> None:
         """Sends a piece of a response."""
+        if not self._is_answering:
+            self._is_answering = True
+            self._outbound.begin()
         await self._outbound.carry(len(piece))
         await self._network.outbound.carry(len(piece))
         await self._loop.sock_sendall(self._socket, piece)
@@ -134,6 +163,7 @@ class Connection:
         return text
 
     async def _exactly(self, size: int) -> bytearray:
+        self._inbound.begin()
         body = bytearray(size)
         at = min(size, len(self._received))
         body[:at] = self._received[:at]

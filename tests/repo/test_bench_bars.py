@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.bench.speed.bars import BARS, Results, verdicts
-from tests.bench.speed.links import BOUNDS, LATENCY_SECONDS, bound
+from tests.bench.speed.links import LATENCY_SECONDS, bound, save_bound_seconds
 from tests.bench.speed.tables import bars_table, table
 from tests.bench.speed.works import CONTENDERS, WORKS
 
@@ -58,7 +58,7 @@ def test_contenders_that_are_not_installed_are_not_measured() -> None:
 
 
 def test_a_save_to_a_bucket_is_judged_by_the_bound_of_its_link() -> None:
-    half = 10**9 / BOUNDS["save"] * 2  # seconds at half the bound
+    half = 2 * save_bound_seconds(10**9)  # seconds at half the speed of the bound
     results = figures(
         "gcs", "bucket", bytes=10**9, save={"seconds": half, "extra_mib": 256}
     )
@@ -67,6 +67,22 @@ def test_a_save_to_a_bucket_is_judged_by_the_bound_of_its_link() -> None:
         results, "gcs: bucket save, speed / bound of the link"
     )
     assert (256, "met") == judged(results, "gcs: bucket save, MiB above the state")
+
+
+def test_the_bound_of_a_save_is_a_round_trip_and_the_rate_of_fifteen_connections() -> (
+    None
+):
+    assert LATENCY_SECONDS + 1 == pytest.approx(save_bound_seconds(750e6))
+
+
+def test_the_table_of_a_bucket_has_the_part_of_the_bound_that_is_reached() -> None:
+    took = {"seconds": 2 * save_bound_seconds(10**9), "cpu_seconds": 1, "extra_mib": 0}
+    measured = [{"bytes": 10**9, "save": took, "restore": took}]
+
+    lines = table("gcs", "tmpfs", {"bucket": measured}).splitlines()
+
+    (reached,) = [line for line in lines if line.startswith("of the bound")]
+    assert "0.50" == reached.split()[3]
 
 
 def test_latency_bounds_small_requests_and_the_rate_large_ones() -> None:

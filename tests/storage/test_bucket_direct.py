@@ -15,6 +15,7 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
+from storesvc_client._chunks import host_memory
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
@@ -170,7 +171,7 @@ def test_a_save_writes_objects_of_about_equal_size(
 
     run.save(0, tree).result()
 
-    sizes = [one.stored_bytes for one in of_data(gcs, "POST")]
+    sizes = [one.stored_bytes for one in of_data(gcs, "PUT")]
     assert 8 <= len(sizes) <= 16
     assert max(sizes) < 9 * MIB
     back = run.restore(0)
@@ -184,7 +185,7 @@ def test_a_resumed_save_does_not_rewrite_stored_chunks(
     monkeypatch.setattr(data_files.BucketPool, "threads", 2)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/broken")
-    gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS, after=8)
+    gcs.fault("PUT .*pool", Status(403), times=ALWAYS, after=8)
 
     with pytest.raises(store.PreconditionError, match="denies this to our credentials"):
         run.save(0, tree).result()
@@ -233,11 +234,11 @@ def test_the_objects_of_a_save_in_flight_are_bounded(
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(12)}  # an object each
     run = direct.run(f"tests/in-flight-{snapshot}")
     gcs.clear()
-    gcs.fault("POST /upload.*pool", Delay(0.1), times=ALWAYS)
+    gcs.fault("PUT .*pool", Delay(0.1), times=ALWAYS)
 
     run.save(0, tree, snapshot=snapshot).result()
 
-    assert 12 <= len(of_data(gcs, "POST"))
+    assert 12 <= len(of_data(gcs, "PUT"))
     # Two objects, and what the server writes at the same time; without a limit, 12.
     assert 1 < gcs.most_pending <= 5
     back = run.restore(0)
@@ -273,6 +274,34 @@ def test_buffers_are_freed_at_once(direct: store.Client) -> None:
         assert [] == [one for one in gc.get_objects() if isinstance(one, HedgedCall)]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("snapshot", ["none", "host"])
+def test_the_memory_of_written_objects_is_used_again(
+    direct: store.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: Literal["none", "host"],
+) -> None:
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
+    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 20 * MIB)
+    mapped: list[int] = []
+    new = host_memory._mapped
+
+    def counted(size_bytes: int) -> Any:
+        mapped.append(size_bytes)
+        return new(size_bytes)
+
+    monkeypatch.setattr(host_memory, "_mapped", counted)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # an object each
+    gc.collect()
+    gc.disable()
+    try:
+        direct.run(f"tests/reused-{snapshot}").save(0, tree, snapshot=snapshot).result()
+    finally:
+        gc.enable()
+
+    # Two or three objects at a time; without it, 16.
+    assert 2 <= len(mapped) <= 8
 
 
 def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:

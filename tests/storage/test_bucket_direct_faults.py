@@ -3,6 +3,7 @@ restore returns data that were not saved."""
 
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +17,22 @@ import storesvc_client as store
 from storesvc.rpc import streams
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
+from storesvc.storage.location import storage_at
 from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
 from storesvc_client._save import data_files
+from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root
-from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
+from tests.fake_gcs import (
+    ALWAYS,
+    Delay,
+    FakeGcs,
+    Late,
+    Lost,
+    Reset,
+    Stall,
+    Status,
+)
 from tests.support.gcs_calls import BUCKET, GcsCalls
 from tests.support.sessions import send_through_server
 
@@ -255,7 +267,7 @@ def test_a_denied_read_is_reported(run: store.Run, gcs: FakeGcs) -> None:
 
 
 def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
-    gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS)
+    gcs.fault("PUT .*pool", Status(403), times=ALWAYS)
 
     with pytest.raises(
         store.PreconditionError, match=r"denies this to our credentials"
@@ -263,6 +275,53 @@ def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
         run.save(1, TREE, base=None).result()
 
     assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
+
+
+@pytest.mark.parametrize("action", [Lost(), Reset(), Status(503), Late(0.5)])
+def test_a_data_file_is_stored_once_though_its_response_is_lost(
+    run: store.Run, gcs: FakeGcs, action: Any
+) -> None:
+    tree = {key: leaf + 1 for key, leaf in TREE.items()}
+    gcs.clear()
+    gcs.fault("PUT .*pool", action, times=3)
+
+    run.save(1, tree, base=None).result()
+
+    stored = [one.target for one in gcs.log if one.method == "PUT" and one.stored_bytes]
+    assert len(set(stored)) == len(stored)
+    back = run.restore(1)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+
+
+@pytest.mark.parametrize("other", [b"other", b"longer"], ids=["same size", "longer"])
+def test_an_object_with_other_bytes_is_never_taken_for_the_one_that_was_sent(
+    root: str, gcs: FakeGcs, other: bytes
+) -> None:
+    bucket = BucketRoot.open(storage_at(root))
+    with GcsCalls(gcs.url) as calls:
+        calls.upload(f"{root.removeprefix(f'gs://{BUCKET}/')}/x", other)
+
+    with pytest.raises(store.UnavailableError, match="already exists"):
+        bucket.write("x", b"bytes", what="a write", check=lambda: None)
+
+    found = bucket.read("x", timeout=10)
+    assert other == found
+
+
+def test_data_files_are_written_without_obstore(
+    run: store.Run, gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    tree = {key: leaf + 1 for key, leaf in TREE.items()}
+    with store.connect(root) as client:
+        gcs.clear()
+
+        client.run("tests/faults").save(1, tree, base=None).result()
+
+        written = [one for one in gcs.log if "pool" in one.target and one.stored_bytes]
+        assert {"POST"} == {one.method for one in written}
+        back = client.run("tests/faults").restore(1)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
 @pytest.fixture
@@ -289,7 +348,7 @@ def test_a_stalled_write_of_an_object_is_retried(
     gcs: FakeGcs,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gcs.fault("POST /upload.*pool", Stall())
+    gcs.fault("PUT .*pool", Stall())
     tree = {key: leaf + 1 for key, leaf in TREE.items()}
 
     with caplog.at_level(logging.WARNING):
@@ -314,7 +373,7 @@ def test_a_stalled_write_of_an_object_is_hedged(
 ) -> None:
     if not is_direct:
         send_through_server(run)
-    gcs.fault("POST /upload.*pool", Stall())
+    gcs.fault("(PUT|POST) .*pool", Stall())
     tree = {key: leaf + 1 for key, leaf in TREE.items()}
 
     with caplog.at_level(logging.WARNING):

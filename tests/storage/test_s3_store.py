@@ -115,6 +115,22 @@ def test_only_purged_checkpoints_are_removed_from_the_bucket(root: str) -> None:
     assert files == 2 * asyncio.run(pool())
 
 
+def test_a_direct_save_creates_a_data_file_once_though_its_response_is_lost(
+    root: str, s3: FakeS3
+) -> None:
+    tree = sharded(by="ab")
+    with store.connect(root) as client:
+        run = client.run("prod/created")
+        s3.clear()
+        s3.fault("PUT .*/pool/", Lost())
+        run.save(1, tree).result()
+
+        sent = [o for o in s3.log if o.method == "PUT" and "/pool/" in o.target]
+        stored = [one.target for one in sent if one.stored_bytes]
+        assert len(stored) == len(set(stored)) < len(sent)
+        assert np.array_equal(tree["x"], run.restore(1)["x"])
+
+
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
 def test_a_save_and_a_restore_outlast_transient_errors(
     root: str, s3: FakeS3, action: Any

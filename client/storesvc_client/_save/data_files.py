@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from storesvc.storage import data_file, rooted_files
+from storesvc_client._chunks.host_memory import BlockPool, Bytes
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
 from storesvc_client.errors import (
     DataLossError,
@@ -146,13 +147,41 @@ as long as a round trip of 30 ms, and a connection is not faster than that."""
 OBJECT_THREADS: Final = 24
 """Maximum objects in flight."""
 
-IN_FLIGHT_BYTES: Final = 120 << 20
-"""Maximum bytes of the objects in flight; each is in memory twice, because TensorStore
-copies it."""
+IN_FLIGHT_BYTES: Final = 192 << 20
+"""Maximum bytes of the objects in flight, each of which is in memory once."""
+
+COPIED_IN_FLIGHT_BYTES: Final = 120 << 20
+"""The same where TensorStore writes them: it copies each of them twice."""
 
 
-class NewObject:
+class NewObject(NewFile, Protocol):
     """An object that is assembled in memory."""
+
+    def data(self) -> bytes | memoryview:
+        """Returns the whole object without a copy."""
+
+
+class _OwnedObject:
+    """An object in memory that is used again once no request refers to it."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memoryview(memory)
+        self.size_bytes = 0
+
+    def append(self, parts: Sequence[memoryview]) -> None:
+        """Appends a copy of each part."""
+        for part in parts:
+            end = self.size_bytes + len(part)
+            self._memory[self.size_bytes : end] = part
+            self.size_bytes = end
+
+    def data(self) -> memoryview:
+        """See ``NewObject.data``."""
+        return self._memory[: self.size_bytes]
+
+
+class _GrowingObject:
+    """An object in memory of its own, for TensorStore, which takes only such."""
 
     def __init__(self) -> None:
         self._data = BytesIO()
@@ -164,7 +193,7 @@ class NewObject:
             self.size_bytes += self._data.write(part)
 
     def data(self) -> bytes:
-        """Returns the whole object without a copy."""
+        """See ``NewObject.data``."""
         return self._data.getvalue()
 
 
@@ -230,16 +259,17 @@ class BucketPool:
         self._root = root
         self._pool = pool
         self._stopped = stopped
-        self._budget = _InFlightBudget(IN_FLIGHT_BYTES)
-        self._largest_slab_bytes = largest_slab_bytes
+        limit = COPIED_IN_FLIGHT_BYTES if root.copies_writes else IN_FLIGHT_BYTES
+        self._budget = _InFlightBudget(limit)
+        self._memory = None if root.copies_writes else BlockPool(limit)
         self.file_bytes = OBJECT_BYTES
+        # An object ends with the slab that brings it to its size.
+        self._most_bytes = self.file_bytes + largest_slab_bytes
 
     @contextmanager
     def begin(self) -> Generator[None]:
         """See ``Pool.begin``."""
-        # An object ends with the slab that brings it to its size.
-        size_bytes = self.file_bytes + self._largest_slab_bytes
-        self._budget.take(size_bytes, check=self._check)
+        self._budget.take(self._most_bytes, check=self._check)
         try:
             yield
         finally:
@@ -248,7 +278,9 @@ class BucketPool:
     @contextmanager
     def create(self, name: str) -> Generator[NewObject]:
         """See ``Pool.create``."""
-        new = NewObject()
+        new: NewObject = _GrowingObject()
+        if self._memory is not None:
+            new = _OwnedObject(self._memory.take(self._most_bytes))
         yield new
         self._budget.keep(new.size_bytes)
         # Only after a normal exit. Readers see the whole object or none, and it is

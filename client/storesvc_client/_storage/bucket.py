@@ -36,6 +36,7 @@ from storesvc.storage.gcs import bucket_of, endpoint_in_environment
 from storesvc.storage.hedging import Hedging
 from storesvc.storage.location import GRPC_DRIVER, Storage
 from storesvc.storage.log_throttle import LogThrottle
+from storesvc_client._storage.own_store import OwnStore
 from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _REASONS: Final = {
 class BucketRoot:
     """The root of a store in a bucket. Thread-safe."""
 
-    def __init__(self, storage: Storage, store: "ts.KvStore | LentStore") -> None:
+    def __init__(self, storage: Storage, store: "OwnStore | LentStore") -> None:
         """Creates it.
 
         Args:
@@ -99,10 +100,17 @@ class BucketRoot:
                 opening = ts.KvStore.open(
                     dict(storage.spec), context=ts.Context(dict(storage.context))
                 )
-            return cls(storage, opening.result(hedging.READS.answer_seconds))
+            opened = opening.result(hedging.READS.answer_seconds)
+        return cls(storage, OwnStore(storage, opened))
 
     def __str__(self) -> str:
         return self.storage.name
+
+    @property
+    def copies_writes(self) -> bool:
+        """True if an object that is being written is in memory several times; may
+        search for credentials, which takes seconds."""
+        return self._store.copies_writes
 
     def read(self, path: str, *, timeout: float) -> bytes | None:
         """Returns the object at a path; None if there is none.
@@ -150,7 +158,12 @@ class BucketRoot:
         )
 
     def write(
-        self, path: str, data: bytes, *, what: str, check: Callable[[], None]
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        what: str,
+        check: Callable[[], None],
     ) -> None:
         """Writes an object whose name no other process writes; returns once durable.
 

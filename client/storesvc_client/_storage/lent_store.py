@@ -9,60 +9,28 @@ credential. An object is created, never replaced: what exists already was writte
 earlier attempt of the same request, because its name is random.
 """
 
-import asyncio
-import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, assert_never
 
 from storesvc.errors import StorageDeniedError
-from storesvc.storage.gcs import endpoint_of
 from storesvc.storage.location import Storage
+from storesvc_client._storage import object_requests
 from storesvc_client._storage.lent_credential import (
     GcsSecret,
     Lent,
     LentCredential,
     S3Secret,
 )
+from storesvc_client._storage.object_requests import is_rejected, reason_of, started
 
 if TYPE_CHECKING:
-    from obstore.store import (
-        ClientConfig,
-        GCSCredential,
-        GCSStore,
-        RetryConfig,
-        S3Store,
-    )
+    from obstore.store import GCSCredential, S3Credential
 
-    Objects: TypeAlias = GCSStore | S3Store
+    from storesvc_client._storage.object_requests import Objects
 
 T = TypeVar("T")
-
-RETRY: Final["RetryConfig"] = {
-    "max_retries": 6,
-    "backoff": {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=3),
-        "base": 2,
-    },
-    "retry_timeout": timedelta(seconds=30),
-}
-"""Retries of a transient error within one request, as TensorStore makes them."""
-
-CONNECT_SECONDS: Final = timedelta(seconds=5)
-
-REQUEST_SECONDS: Final = timedelta(minutes=10)
-"""Timeout of a request. The hedging of `BucketRoot` drops a late one before that."""
-
-DEFAULT_REGION: Final = "us-east-1"
-
-_EXPIRED: Final = ("ExpiredToken", "InvalidToken")
-"""Codes of S3, which rejects an expired credential with the status 400."""
-
-_MAX_REASON: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +42,12 @@ class ReadResult:
     """Buffer of the bytes."""
 
 
-class LentCall:
-    """A request in flight, with the methods of TensorStore's futures that are used."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-
-    def add_done_callback(self, callback: Callable[["LentCall"], None]) -> None:
-        """Calls a function with this request once it has ended."""
-        self._future.add_done_callback(lambda _: callback(self))
-
-    def remove_done_callback(self, callback: Callable[["LentCall"], None]) -> None:
-        """Drops the request; the function may still be called."""
-        del callback
-        self._future.cancel()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of a request that has ended."""
-        return self._future.exception()
-
-    def result(self) -> Any:
-        """Returns the response of a request that has ended, or raises its error."""
-        return self._future.result()
-
-
 class LentStore:
     """Objects below the root of a store, reached with one lent credential at a time.
     Thread-safe."""
+
+    copies_writes = False
+    """As of ``OwnStore``."""
 
     def __init__(self, storage: Storage, credential: LentCredential) -> None:
         self._storage = storage
@@ -110,18 +57,18 @@ class LentStore:
     # ``Any`` stands for a future of TensorStore.
     def read(self, path: str, *, byte_range: slice | None = None) -> Any:
         """Starts a read of an object, or of bytes of it."""
-        return _started(self._read(path, byte_range))
+        return started(self._read(path, byte_range))
 
-    def write(self, path: str, data: bytes) -> Any:
+    def write(self, path: str, data: bytes | memoryview) -> Any:
         """Starts the creation of an object."""
-        return _started(self._sent(path, partial(_create, self._key(path), data)))
+        return started(self._sent(path, partial(_create, self._key(path), data)))
 
     async def _read(self, path: str, span: slice | None) -> ReadResult:
         from obstore.exceptions import NotFoundError
 
         try:
             data = await self._sent(path, partial(_bytes, self._key(path), span))
-        except NotFoundError:
+        except (NotFoundError, FileNotFoundError):  # which of them: by its version
             return ReadResult("missing", b"")
         if span is not None and len(data) != span.stop - span.start:
             raise ValueError(
@@ -141,7 +88,7 @@ class LentStore:
             try:
                 return await send(self._objects(lent))
             except BaseError as e:
-                if not _is_rejected(e):
+                if not is_rejected(e):
                     raise
             lent = await self._credential.instead_of(lent)
             return await send(self._objects(lent))
@@ -161,8 +108,8 @@ class LentStore:
         return opened[1]
 
     def _error(self, path: str, cause: Exception) -> Exception:
-        reason = str(cause).partition("\n")[0].strip()[:_MAX_REASON]
-        if not _is_rejected(cause):
+        reason = reason_of(cause)
+        if not is_rejected(cause):
             return RuntimeError(reason)
         return StorageDeniedError(
             f"{self._storage.describe(path)}: the storage denies this to the "
@@ -181,89 +128,34 @@ async def _bytes(key: str, span: slice | None, objects: "Objects") -> Any:
     return await obstore.get_range_async(objects, key, start=span.start, end=span.stop)
 
 
-async def _create(key: str, data: bytes, objects: "Objects") -> None:
+async def _create(key: str, data: bytes | memoryview, objects: "Objects") -> None:
     """Creates an object; accepts that it exists with this size."""
     import obstore
-    from obstore.exceptions import (
-        AlreadyExistsError,
-        BaseError,
-        PermissionDeniedError,
-        PreconditionError,
-    )
+    from obstore.exceptions import BaseError
 
-    try:
-        await obstore.put_async(objects, key, data, mode="create", use_multipart=False)
-    # Google rejects an overwrite before it looks at the condition.
-    except (AlreadyExistsError, PreconditionError, PermissionDeniedError):
+    async def is_stored() -> bool | None:
         try:
             found = await obstore.head_async(objects, key)
-        except BaseError:
-            found = None
-        if found is None or found["size"] != len(data):
-            raise
+        except (BaseError, FileNotFoundError):
+            return None
+        return found["size"] == len(data)
 
-
-def _is_rejected(cause: Exception) -> bool:
-    """Returns whether a storage rejected the credential of a request."""
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    is_denied = isinstance(cause, (PermissionDeniedError, UnauthenticatedError))
-    return is_denied or any(code in str(cause) for code in _EXPIRED)
+    await object_requests.create(objects, key, data, is_stored)
 
 
 def _opened(storage: Storage, lent: Lent) -> "Objects":
     """Returns a client with exactly one credential, and no search for others."""
-    from obstore.store import GCSStore, S3Store
-
-    endpoint = endpoint_of(storage)
-    client: ClientConfig = {
-        "allow_http": endpoint is not None,  # checked when the bucket was opened
-        "connect_timeout": CONNECT_SECONDS,
-        "timeout": REQUEST_SECONDS,
-    }
-    bucket = storage.spec["bucket"]
     match lent.secret:
         case GcsSecret(token=token):
-            options: Any = {} if endpoint is None else {"base_url": endpoint}
-            found: GCSCredential = {"token": token, "expires_at": None}
-            return GCSStore(
-                bucket,
-                credential_provider=lambda: found,
-                client_options=client,
-                retry_config=RETRY,
-                **options,
-            )
+            of_google: GCSCredential = {"token": token, "expires_at": None}
+            return object_requests.gcs_objects(storage, lambda: of_google)
         case S3Secret() as keys:
-            options = {} if endpoint is None else {"endpoint": endpoint}
-            return S3Store(
-                bucket,
-                region=storage.spec.get("aws_region", DEFAULT_REGION),
-                access_key_id=keys.access_key_id,
-                secret_access_key=keys.secret_access_key,
-                session_token=keys.session_token,
-                client_options=client,
-                retry_config=RETRY,
-                **options,
-            )
+            of_amazon: S3Credential = {
+                "access_key_id": keys.access_key_id,
+                "secret_access_key": keys.secret_access_key,
+                "token": keys.session_token,
+                "expires_at": None,
+            }
+            return object_requests.s3_objects(storage, lambda: of_amazon)
         case secret:
             assert_never(secret)
-
-
-def _started(request: Coroutine[Any, Any, Any]) -> LentCall:
-    return LentCall(asyncio.run_coroutine_threadsafe(request, _loop()))
-
-
-_starting = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of all requests, on a daemon thread."""
-    with _starting:
-        if not _loops:
-            loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=loop.run_forever, name="storesvc-lent", daemon=True
-            ).start()
-            _loops.append(loop)
-        return _loops[0]

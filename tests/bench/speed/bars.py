@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Literal, TypeAlias
 
-from tests.bench.speed.links import BOUNDS
+from tests.bench.speed.links import save_bound_seconds
 
 Rounds: TypeAlias = Sequence[Mapping[str, Any]]
 Found: TypeAlias = Mapping[str, Rounds]
@@ -144,7 +144,7 @@ def _server_cpu(results: Results) -> float:
 
 def _save_per_link(results: Results) -> float:
     seconds = middle(results, "gcs", "bucket", "save", "seconds")
-    return middle(results, "gcs", "bucket", "bytes") / seconds / BOUNDS["save"]
+    return save_bound_seconds(middle(results, "gcs", "bucket", "bytes")) / seconds
 
 
 def _bars() -> Iterator[Bar]:

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Final
 
 from tests.bench.speed.bars import Found, Rounds, Verdict
-from tests.bench.speed.links import BOUNDS
+from tests.bench.speed.links import bounds
 from tests.bench.speed.works import OURS
 
 GB: Final = 1e9
@@ -33,7 +33,7 @@ def table(work: str, place: str, found: Found) -> str:
         return "\n".join([title, *_figures(measured), *_absent(found)])
     lines = [title, *_phases(size, measured)]
     if work == "gcs":
-        lines.append(_bounds())
+        lines += _bounds(size, measured)
     lines += [*_absent(found), "", *_ratios(measured)]
     return "\n".join(lines)
 
@@ -82,9 +82,19 @@ def _phases(size: float, found: Found) -> Iterator[str]:
         yield line.rstrip()
 
 
-def _bounds() -> str:
-    speeds = (f"{BOUNDS[phase] / GB:8.2f}" for phase in PHASES)
-    return f"{'link, bound':12}" + (" " * 20).join(speeds)
+def _bounds(size: float, found: Found) -> Iterator[str]:
+    """Yields the speeds that the link bounds, and the part of them that this store
+    reaches."""
+    bound = {phase: each / GB for phase, each in bounds(size * GB).items()}
+    rows = {"link, bound": bound}
+    if "bucket" in found:
+        reached = {phase: speed(found["bucket"], phase) for phase in PHASES}
+        rows["of the bound"] = {
+            phase: reached[phase] / bound[phase] for phase in PHASES
+        }
+    for name, values in rows.items():
+        cells = (f"{values[phase]:8.2f}" for phase in PHASES)
+        yield f"{name:12}" + (" " * 20).join(cells)
 
 
 def _ratios(found: Found) -> Iterator[str]:

@@ -38,6 +38,7 @@ from storesvc.save.commit import Commits
 from storesvc.save.receipts import Receipts
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
+from storesvc.save.staging_tables import OwnTables
 from storesvc.save.upload_status import UploadStatuses
 from storesvc.save.uploads import Uploads
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
@@ -123,7 +124,8 @@ class Store:
         runs = Runs(bucket, catalog, clock=clock)
         uploads = Uploads(bucket, catalog, runs, clock=clock)
         reuse = Reuse(bucket, catalog, uploads)
-        receipts = Receipts(bucket, uploads, reuse)
+        tables = OwnTables()
+        receipts = Receipts(bucket, uploads, reuse, tables)
         lifecycle = CheckpointLifecycle(
             bucket, catalog, journal, references, clock=clock
         )
@@ -138,7 +140,7 @@ class Store:
             runs=runs,
             uploads=uploads,
             upload_statuses=UploadStatuses(bucket, catalog, uploads, receipts),
-            receiver=Receiver(bucket, uploads),
+            receiver=Receiver(bucket, uploads, tables),
             receipts=receipts,
             commits=Commits(
                 bucket, catalog, uploads, receipts, reuse, journal, clock=clock

@@ -208,14 +208,14 @@ class UploadService:
         opening = await first(request_iterator, "open")
         receipts, writer = self._store.receipts, opening.open.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
-        staged = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
-        async with beside(staged) as tables:
+        tables = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
+        async with beside(tables) as staged:
             upload = await self._open(opening.open)
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
                 sums = await offload(opening.chunk_count, parts.joined)
                 places = await receipts.finish(
-                    upload, writer, sums, tables, writer_report(opening)
+                    upload, writer, sums, staged, writer_report(opening)
                 )
                 return upload_api.FinishWriterResponse(
                     chunk_count=len(sums),

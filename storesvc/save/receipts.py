@@ -6,7 +6,13 @@ upload may claim from; the commit is decided from the receipts alone.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Mapping,
+    Sequence,
+)
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,8 +31,20 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.offload import offload
-from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
-from storesvc.save.staging_tables import Table, pack_table, tables_at, unpack_table
+from storesvc.save.reuse import (
+    Claims,
+    FileEnd,
+    Reuse,
+    claimed_places,
+    find_claims,
+)
+from storesvc.save.staging_tables import (
+    OwnTables,
+    Table,
+    pack_table,
+    tables_at,
+    unpack_table,
+)
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
@@ -49,13 +67,29 @@ class Receipt(NamedTuple):
     """Its measurements; empty: it sent none."""
 
 
+class Staged(NamedTuple):
+    """The staging tables of a writer."""
+
+    paths: list[str]
+    """Those in the bucket."""
+    known: Mapping[str, Table]
+    """Tables by path that this process wrote."""
+    files: Mapping[FileEnd, bool]
+    """For each data file of these, whether it exists and is not truncated."""
+
+
 class Receipts:
     """Checks, writes and reads the receipts of the writers of uploads."""
 
     def __init__(
-        self, bucket: TensorStoreBucket, uploads: Uploads, reuse: Reuse
+        self,
+        bucket: TensorStoreBucket,
+        uploads: Uploads,
+        reuse: Reuse,
+        tables: OwnTables,
     ) -> None:
         self._bucket = bucket
+        self._tables = tables
         self._uploads = uploads
         self._reuse = reuse
 
@@ -64,7 +98,7 @@ class Receipts:
         upload: OpenUpload,
         writer: int,
         sums: Sums,
-        tables: Awaitable[list[str]],
+        staged: Awaitable[Staged],
         report: report_pb2.WriterReport | None = None,
     ) -> ChunkLocations:
         """Writes the receipt of a writer, and returns the locations of its chunks.
@@ -73,7 +107,7 @@ class Receipts:
             upload: The upload.
             writer: Index of the writer.
             sums: Checksums of all chunks of the writer, ascending by ordinal.
-            tables: Returns the paths of its staging tables.
+            staged: Returns its staging tables, from ``staged``.
             report: What the writer measured; None: nothing.
 
         Raises:
@@ -84,7 +118,7 @@ class Receipts:
             UploadSupersededError: The upload lost its step in the meantime.
         """
         try:
-            return await self._finish(upload, writer, sums, tables, report)
+            return await self._finish(upload, writer, sums, staged, report)
         except (CorruptDataError, StorageUnavailableError):
             # An object may be missing because the upload has ended: report that then.
             await self._uploads.open(upload.name, upload.record.epoch)
@@ -95,7 +129,7 @@ class Receipts:
         upload: OpenUpload,
         writer: int,
         sums: Sums,
-        tables: Awaitable[list[str]],
+        staged: Awaitable[Staged],
         report: report_pb2.WriterReport | None,
     ) -> ChunkLocations:
         # Threads: 100,000 chunks take longer than a health check may wait.
@@ -103,8 +137,11 @@ class Receipts:
         #    name durable chunks only.
         _check_ordinals(upload, sums)
         count = upload.tree.chunk_count
-        own = await tables_at(self._bucket, await tables, chunk_count=count)
-        sources = await self._reuse.sources_of(upload, own)
+        tables = await staged
+        own = await tables_at(
+            self._bucket, tables.paths, chunk_count=count, known=tables.known
+        )
+        sources = await self._reuse.sources_of(upload, own, tables.files)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
         # 2. Claim the rest from the base and the predecessor, which are only read if
@@ -130,9 +167,17 @@ class Receipts:
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
-    async def staged(self, name: UploadName, writer: int) -> list[str]:
-        """Returns the paths of the staging tables of a writer, for ``finish``."""
-        return await self._bucket.list(RunPaths(name.run).staging(name.upload, writer))
+    async def staged(self, name: UploadName, writer: int) -> Staged:
+        """Returns the staging tables of a writer, for ``finish``.
+
+        Data files that tables of this process name are checked in the meantime.
+        """
+        prefix = RunPaths(name.run).staging(name.upload, writer)
+        known = self._tables.below(prefix)
+        paths, files = await asyncio.gather(
+            self._bucket.list(prefix), self._reuse.checked(name.run, known.values())
+        )
+        return Staged(paths, known, files)
 
     async def find(
         self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]

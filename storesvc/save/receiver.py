@@ -47,7 +47,7 @@ from storesvc.save.batch_admission import (
 )
 from storesvc.save.batches import Batch
 from storesvc.save.direct_chunks import check_direct_chunks
-from storesvc.save.staging_tables import stage
+from storesvc.save.staging_tables import OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.new_object import NewObject
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
@@ -78,8 +78,11 @@ TICK_SECONDS: Final = 1.0
 class Receiver:
     """Stores the chunks that the writers of uploads send."""
 
-    def __init__(self, bucket: TensorStoreBucket, uploads: Uploads) -> None:
+    def __init__(
+        self, bucket: TensorStoreBucket, uploads: Uploads, tables: OwnTables
+    ) -> None:
         self._bucket = bucket
+        self._tables = tables
         self.uploads = uploads
         self.admission = BatchAdmission(MAX_FILES if bucket.has_files else MAX_BATCHES)
         """Permits for batches."""
@@ -147,7 +150,7 @@ class Receiver:
             await self._bucket.adopt(place)
         # 3. Record the chunks, now that they are durable: after a crash of the machine
         #    a commit would otherwise claim files that lost their contents.
-        await stage(self._bucket, upload.name, writer, sums, places)
+        await self._tables.stage(self._bucket, upload.name, writer, (sums, places))
         publish(_received("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
@@ -167,7 +170,8 @@ class Receiver:
             sums, places = await offload(
                 batch_file.batch.completed, batch_file.batch.table, batch_file.file
             )
-            await stage(self._bucket, upload.name, writer, sums, places)
+            table = sums, places
+            await self._tables.stage(self._bucket, upload.name, writer, table)
         publish(_received("stream", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return batch_file.batch.completed

@@ -17,9 +17,10 @@ reserved its slot before this check, so a purge of the base sees the upload.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,13 @@ class Claims:
     """Rows of the upload's checksums."""
     found: I64
     """Rows of the source's checksums, in the same order."""
+
+
+class FileEnd(NamedTuple):
+    """A data file, relative to the pool, and the bytes that it must have."""
+
+    file: str
+    end: int
 
 
 class Reuse:
@@ -122,25 +130,54 @@ class Reuse:
         return [Source(tree=manifest.tree, sums=sums, places=places)]
 
     async def _whole_files(
-        self, run: RunName, places: ChunkLocations
+        self,
+        run: RunName,
+        places: ChunkLocations,
+        known: Mapping[FileEnd, bool] = MappingProxyType({}),
     ) -> NDArray[np.bool_]:
-        """Returns for each data file whether it exists and is not truncated."""
-        ends = places.ends
+        """Returns for each data file whether it exists and is not truncated.
 
-        async def is_whole(number: int) -> bool:
-            place = RunPaths(run).data_file(places.files[number])
-            end = int(ends[number])
+        Args:
+            run: The run.
+            places: Locations in the files.
+            known: Files that were checked already.
+        """
+        ends = places.ends
+        numbers = np.flatnonzero(ends).tolist()
+        needed = [
+            FileEnd(places.files[number], int(ends[number])) for number in numbers
+        ]
+        left = [one for one in needed if one not in known]
+        found = {**known, **await self._checked(run, left)}
+        whole = np.zeros(len(places.files), np.bool_)
+        whole[numbers] = [found[one] for one in needed]
+        return whole
+
+    async def checked(
+        self, run: RunName, tables: Iterable[Table]
+    ) -> dict[FileEnd, bool]:
+        """Returns for each data file of some staging tables whether it exists and is
+        not truncated, for ``sources_of``."""
+        ends: dict[str, int] = {}
+        for _, places in tables:
+            for file, end in zip(places.files, places.ends.tolist(), strict=True):
+                ends[file] = max(end, ends.get(file, 0))
+        return await self._checked(run, [FileEnd(*each) for each in ends.items()])
+
+    async def _checked(
+        self, run: RunName, files: Sequence[FileEnd]
+    ) -> dict[FileEnd, bool]:
+        async def is_whole(one: FileEnd) -> bool:
+            place = RunPaths(run).data_file(one.file)
             try:
-                await self._bucket.read_range(place, end - 1, end)
+                await self._bucket.read_range(place, one.end - 1, one.end)
             except CorruptDataError as e:
                 _log.warning("%s: a data file is not reused: %s", run, e)
                 return False
             return True
 
-        numbers = np.flatnonzero(ends).tolist()
-        whole = np.zeros(len(places.files), np.bool_)
-        whole[numbers] = await each(is_whole, numbers, at_once=_FILES_AT_ONCE)
-        return whole
+        found = await each(is_whole, files, at_once=_FILES_AT_ONCE)
+        return dict(zip(files, found, strict=True))
 
     async def _sources_of_predecessor(self, name: UploadName) -> list[Source]:
         """Returns the chunks that the writers of an unfinished upload had stored."""
@@ -181,10 +218,21 @@ class Reuse:
             return []
         return await self.sources_of(upload, table)
 
-    async def sources_of(self, upload: OpenUpload, table: Table) -> list[Source]:
-        """Returns the chunks of a staging table whose data files are intact."""
+    async def sources_of(
+        self,
+        upload: OpenUpload,
+        table: Table,
+        known: Mapping[FileEnd, bool] = MappingProxyType({}),
+    ) -> list[Source]:
+        """Returns the chunks of a staging table whose data files are intact.
+
+        Args:
+            upload: The upload.
+            table: The table.
+            known: Data files that were checked already.
+        """
         sums, places = table
-        whole = await self._whole_files(upload.name.run, places)
+        whole = await self._whole_files(upload.name.run, places, known)
         kept = np.flatnonzero(whole[places.file])
         return await offload(
             len(sums), _sources, upload.tree, sums.take(kept), places.take(kept)

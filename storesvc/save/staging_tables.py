@@ -9,8 +9,10 @@ need not send again; no chunk is read for either.
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from cachetools import LRUCache
 from google.protobuf.message import DecodeError
 
 from storesvc.catalog.records import read_record
@@ -36,19 +38,45 @@ from storesvc_proto.v1 import tree_pb2
 Table: TypeAlias = tuple[Sums, ChunkLocations]
 """Checksums and locations of stored chunks, ascending by ordinal."""
 
+MAX_OWN_BYTES: Final = 32 << 20
+"""Memory for the tables that this process wrote (an estimate)."""
+
 _AT_ONCE: Final = 64
 
+_ROW_BYTES: Final = 64
+"""Memory of a row of a table."""
 
-async def stage(
-    bucket: TensorStoreBucket,
-    name: UploadName,
-    writer: int,
-    sums: Sums,
-    places: ChunkLocations,
-) -> None:
-    """Records that chunks are stored; the record is durable on return."""
-    place = RunPaths(name.run).staged(name.upload, writer, uuid.uuid4().hex)
-    await bucket.write(place, seal(pack_table(sums, places), place=place))
+_FILE_BYTES: Final = 512
+"""Memory of a table and of the name of one data file."""
+
+
+class OwnTables:
+    """Staging tables that this process wrote, which it need not read again: a staging
+    table is never changed, and its name is random."""
+
+    def __init__(self) -> None:
+        self._tables: LRUCache[str, Table] = LRUCache(
+            MAX_OWN_BYTES, getsizeof=_size_bytes
+        )
+
+    async def stage(
+        self, bucket: TensorStoreBucket, name: UploadName, writer: int, table: Table
+    ) -> None:
+        """Records that chunks are stored; the record is durable on return."""
+        place = RunPaths(name.run).staged(name.upload, writer, uuid.uuid4().hex)
+        await bucket.write(place, seal(pack_table(*table), place=place))
+        if _size_bytes(table) <= MAX_OWN_BYTES:
+            self._tables[place] = table
+
+    def below(self, prefix: str) -> dict[str, Table]:
+        """Returns the remembered tables whose paths begin with a prefix, by path."""
+        found = sorted(place for place in self._tables if place.startswith(prefix))
+        return {place: self._tables[place] for place in found}
+
+
+def _size_bytes(table: Table) -> int:
+    sums, places = table
+    return _ROW_BYTES * len(sums) + _FILE_BYTES * len(places.files)
 
 
 async def staged_places(
@@ -66,17 +94,29 @@ async def staged_places(
 
 
 async def tables_at(
-    bucket: TensorStoreBucket, places: Sequence[str], *, chunk_count: int
+    bucket: TensorStoreBucket,
+    places: Sequence[str],
+    *,
+    chunk_count: int,
+    known: Mapping[str, Table] = MappingProxyType({}),
 ) -> Table:
     """Returns the chunks in some staging tables, ascending by ordinal.
 
     A chunk that was stored several times has several rows.
+
+    Args:
+        bucket: The bucket.
+        places: Paths of the tables.
+        chunk_count: Number of chunks of the leaf table.
+        known: Tables by path that need not be read.
 
     Raises:
         CorruptDataError: A staging table is damaged.
     """
 
     async def table(place: str) -> Table | None:
+        if place in known:
+            return known[place]
         found = await read_record(bucket, place, pb.Receipt)
         return None if found is None else unpack_table(place, found[0], chunk_count)
 

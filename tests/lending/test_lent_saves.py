@@ -124,7 +124,7 @@ def test_a_copy_to_another_run_lends_for_both(cloud: Cloud) -> None:
 def test_credentials_of_a_short_life_are_renewed_during_a_save(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_files.BucketPool, "threads", 1)
+    monkeypatch.setattr(data_files, "OBJECT_THREADS", 1)
     cloud.lend_for(2.0)
     cloud.emulator.fault("PUT /bucket/.*/pool/", Delay(0.4), times=ALWAYS)
     tree = {f"{n:02}": drawn(8, seed=n) for n in range(12)}

@@ -178,11 +178,33 @@ def test_a_save_writes_objects_of_about_equal_size(
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
+def test_objects_of_large_and_small_parts_hold_what_was_saved(
+    direct: store.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large parts are sent from the memory of the caller, small ones are copied."""
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
+    rows = np.random.default_rng(0).integers(1, 90_000, 60).tolist()
+    tree = {f"{n:02}": drawn(size, seed=n) for n, size in enumerate(rows)}
+    tree["columns"] = jax.device_put(
+        drawn(512, 512), NamedSharding(mesh(8), PartitionSpec(None, "a"))
+    )
+    run = direct.run("tests/parts")
+
+    run.save(0, tree, snapshot="none").result()
+
+    back = run.restore(0)
+    assert all(
+        np.asarray(tree[key]).tobytes() == np.asarray(back[key]).tobytes()
+        for key in tree
+    )
+    assert run.verify(0).ok
+
+
 def test_a_resumed_save_does_not_rewrite_stored_chunks(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
-    monkeypatch.setattr(data_files.BucketPool, "threads", 2)
+    monkeypatch.setattr(data_files, "OBJECT_THREADS", 2)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/broken")
     gcs.fault("PUT .*pool", Status(403), times=ALWAYS, after=8)
@@ -222,15 +244,21 @@ def test_bytes_in_flight_are_bounded(
     assert 1 < gcs.most_pending <= 3
 
 
-@pytest.mark.parametrize("snapshot", ["none", "host"])
+@pytest.mark.parametrize(
+    ("snapshot", "limit", "most"),
+    [("host", "IN_FLIGHT_BYTES", 13 * MIB), ("none", "OBJECT_THREADS", 2)],
+)
 def test_the_objects_of_a_save_in_flight_are_bounded(
     direct: store.Client,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
     snapshot: Literal["none", "host"],
+    limit: str,
+    most: int,
 ) -> None:
+    """A save that copies nothing needs no memory, so only their number is."""
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
-    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 13 * MIB)
+    monkeypatch.setattr(data_files, limit, most)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(12)}  # an object each
     run = direct.run(f"tests/in-flight-{snapshot}")
     gcs.clear()
@@ -276,11 +304,12 @@ def test_buffers_are_freed_at_once(direct: store.Client) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("snapshot", ["none", "host"])
-def test_the_memory_of_written_objects_is_used_again(
+@pytest.mark.parametrize(("snapshot", "most"), [("none", 0), ("host", 8)])
+def test_a_save_copies_nothing_or_uses_the_memory_of_its_objects_again(
     direct: store.Client,
     monkeypatch: pytest.MonkeyPatch,
     snapshot: Literal["none", "host"],
+    most: int,
 ) -> None:
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
     monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 20 * MIB)
@@ -300,8 +329,8 @@ def test_the_memory_of_written_objects_is_used_again(
     finally:
         gc.enable()
 
-    # Two or three objects at a time; without it, 16.
-    assert 2 <= len(mapped) <= 8
+    # Two or three objects at a time; with new memory for each, 16.
+    assert len(mapped) <= most
 
 
 def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:

@@ -302,7 +302,7 @@ def test_an_object_with_other_bytes_is_never_taken_for_the_one_that_was_sent(
         calls.upload(f"{root.removeprefix(f'gs://{BUCKET}/')}/x", other)
 
     with pytest.raises(store.UnavailableError, match="already exists"):
-        bucket.write("x", b"bytes", what="a write", check=lambda: None)
+        bucket.write("x", [b"by", b"tes"], what="a write", check=lambda: None)
 
     found = bucket.read("x", timeout=10)
     assert other == found

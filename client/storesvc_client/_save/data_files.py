@@ -1,8 +1,9 @@
 """Data files that a client writes itself: where they are created and made durable.
 
 In a directory, parts are written to a file as they come. A bucket writes an object as a
-whole, so each object is first assembled in memory; its slabs return to the staging pool
-before the upload of the object starts.
+whole, so each object is first assembled: it refers to memory of the caller that stays
+unchanged until the save has ended, and has a copy of the rest, whose slabs return to
+the staging pool before the upload of the object starts.
 """
 
 import errno
@@ -10,10 +11,12 @@ import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from storesvc.format.checksums import Buffer
 from storesvc.storage import data_file, rooted_files
 from storesvc_client._chunks.host_memory import BlockPool, Bytes
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
@@ -81,6 +84,15 @@ class Pool(Protocol):
             StoppedError: The save has stopped.
         """
 
+    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
+        """Appends parts to a file.
+
+        Args:
+            file: The file, from ``create``.
+            parts: The parts.
+            is_kept: True if their memory stays unchanged until the save has ended.
+        """
+
 
 class FilePool:
     """Creates data files in a directory."""
@@ -115,6 +127,11 @@ class FilePool:
         except OSError as e:
             raise _translated(e, self._root / self._pool) from e
 
+    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
+        """See ``Pool.append``."""
+        del is_kept
+        file.append(parts)
+
 
 def _translated(e: OSError, pool: Path) -> StoreError:
     if e.errno == errno.ENOSPC:
@@ -144,40 +161,96 @@ OBJECT_BYTES: Final = 8 << 20
 """Object size at which the next object starts: its transfer at 50 MB/s takes six times
 as long as a round trip of 30 ms, and a connection is not faster than that."""
 
-OBJECT_THREADS: Final = 24
-"""Maximum objects in flight."""
+OBJECT_THREADS: Final = 64
+"""Maximum objects in flight. Their memory allows fewer, unless they refer to memory of
+the caller."""
+
+REFERRED_BYTES: Final = 64 << 10
+"""Size from which a part of an object is referred to: a request takes longer with many
+small ones than with their copy."""
 
 IN_FLIGHT_BYTES: Final = 192 << 20
-"""Maximum bytes of the objects in flight, each of which is in memory once."""
+"""Maximum bytes that the objects in flight copy."""
 
 COPIED_IN_FLIGHT_BYTES: Final = 120 << 20
-"""The same where TensorStore writes them: it copies each of them twice."""
+"""The same where TensorStore writes them, which copies each of them twice more."""
 
 
-class NewObject(NewFile, Protocol):
+class NewObject(Protocol):
     """An object that is assembled in memory."""
 
-    def data(self) -> bytes | memoryview:
-        """Returns the whole object without a copy."""
+    @property
+    def size_bytes(self) -> int:
+        """Bytes appended so far."""
 
-
-class _OwnedObject:
-    """An object in memory that is used again once no request refers to it."""
-
-    def __init__(self, memory: Bytes) -> None:
-        self._memory = memoryview(memory)
-        self.size_bytes = 0
+    @property
+    def copied_bytes(self) -> int:
+        """Those of them that are in memory of the object itself."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
         """Appends a copy of each part."""
-        for part in parts:
-            end = self.size_bytes + len(part)
-            self._memory[self.size_bytes : end] = part
-            self.size_bytes = end
 
-    def data(self) -> memoryview:
+    def refer(self, parts: Sequence[memoryview]) -> None:
+        """Appends parts whose memory stays unchanged until the save has ended."""
+
+    def data(self) -> Sequence[Buffer]:
+        """Returns the parts of the whole object, without a copy."""
+
+
+class _ReferringObject:
+    """An object that refers to memory that stays, and copies the rest into memory that
+    is used again once no request refers to it."""
+
+    def __init__(self, take: Callable[[], Bytes]) -> None:
+        """Creates an empty object.
+
+        Args:
+            take: Returns memory for as many bytes as the object may have.
+        """
+        self._take = take
+        self._memory: memoryview | None = None
+        self._used_bytes = 0
+        """Bytes of that memory that are in use."""
+        self._parts: list[Buffer] = []
+        self._few = bytearray()
+        """Small parts between two large ones that are referred to."""
+        self.size_bytes = 0
+        self.copied_bytes = 0
+
+    def append(self, parts: Sequence[memoryview]) -> None:
+        """See ``NewObject.append``."""
+        self._end_few()
+        if self._memory is None:
+            self._memory = memoryview(self._take())
+        start = self._used_bytes
+        for part in parts:
+            end = self._used_bytes + len(part)
+            self._memory[self._used_bytes : end] = part
+            self._used_bytes = end
+        self._parts.append(self._memory[start : self._used_bytes])
+        self.size_bytes += self._used_bytes - start
+        self.copied_bytes += self._used_bytes - start
+
+    def refer(self, parts: Sequence[memoryview]) -> None:
+        """See ``NewObject.refer``."""
+        for part in parts:
+            self.size_bytes += len(part)
+            if len(part) < REFERRED_BYTES:
+                self._few += part
+                self.copied_bytes += len(part)
+            else:
+                self._end_few()
+                self._parts.append(part)
+
+    def data(self) -> Sequence[Buffer]:
         """See ``NewObject.data``."""
-        return self._memory[: self.size_bytes]
+        self._end_few()
+        return self._parts
+
+    def _end_few(self) -> None:
+        if self._few:
+            self._parts.append(self._few)
+            self._few = bytearray()
 
 
 class _GrowingObject:
@@ -187,14 +260,21 @@ class _GrowingObject:
         self._data = BytesIO()
         self.size_bytes = 0
 
+    @property
+    def copied_bytes(self) -> int:
+        """See ``NewObject.copied_bytes``."""
+        return self.size_bytes
+
     def append(self, parts: Sequence[memoryview]) -> None:
-        """Appends a copy of each part."""
+        """See ``NewObject.append``."""
         for part in parts:
             self.size_bytes += self._data.write(part)
 
-    def data(self) -> bytes:
+    refer = append
+
+    def data(self) -> Sequence[Buffer]:
         """See ``NewObject.data``."""
-        return self._data.getvalue()
+        return [self._data.getvalue()]
 
 
 class _InFlightBudget:
@@ -239,8 +319,6 @@ class _InFlightBudget:
 class BucketPool:
     """The data files of a run in a bucket; see ``Pool``."""
 
-    threads = OBJECT_THREADS
-
     def __init__(
         self,
         root: BucketRoot,
@@ -256,6 +334,7 @@ class BucketPool:
             stopped: Set when the save no longer needs the files.
             largest_slab_bytes: Stored bytes of the largest slab.
         """
+        self.threads = min(OBJECT_THREADS, root.storage.concurrency)
         self._root = root
         self._pool = pool
         self._stopped = stopped
@@ -280,17 +359,25 @@ class BucketPool:
         """See ``Pool.create``."""
         new: NewObject = _GrowingObject()
         if self._memory is not None:
-            new = _OwnedObject(self._memory.take(self._most_bytes))
+            new = _ReferringObject(partial(self._memory.take, self._most_bytes))
         yield new
-        self._budget.keep(new.size_bytes)
+        data = new.data()
+        self._budget.keep(new.copied_bytes)
         # Only after a normal exit. Readers see the whole object or none, and it is
         # durable when the storage has acknowledged it.
         self._root.write(
             f"{self._pool}{name}",
-            new.data(),
+            data,
             what=f"save: data file {name}",
             check=self._check,
         )
+
+    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
+        """See ``Pool.append``."""
+        if is_kept:
+            file.refer(parts)
+        else:
+            file.append(parts)
 
     def _check(self) -> None:
         if self._stopped.is_set():

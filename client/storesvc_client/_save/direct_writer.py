@@ -170,7 +170,7 @@ class DirectWriter:
 
         def write() -> None:
             with self._meter.phase("write"):
-                file.append(parts)
+                self._pool.append(file, parts, is_kept=filled.is_kept)
             self._meter.add(size)
 
         for ordinal, length, stored in filled.stored(self._sums, self._meter):

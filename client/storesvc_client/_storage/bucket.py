@@ -9,7 +9,7 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import (
@@ -30,6 +30,7 @@ from storesvc.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
+from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.errors import translated
 from storesvc.storage.gcs import bucket_of, endpoint_in_environment
@@ -160,7 +161,7 @@ class BucketRoot:
     def write(
         self,
         path: str,
-        data: bytes | memoryview,
+        data: Sequence[Buffer],
         *,
         what: str,
         check: Callable[[], None],
@@ -169,7 +170,7 @@ class BucketRoot:
 
         Args:
             path: Path of the object below the root.
-            data: Contents of the object.
+            data: Contents of the object, in parts.
             what: Name of the write in logs.
             check: Called at intervals; raises an error to cancel the write.
 
@@ -180,7 +181,7 @@ class BucketRoot:
         call = self._start(
             path,
             lambda: self._store.write(path, data),
-            self._writes.begin(len(data), now=time.monotonic()),
+            self._writes.begin(sum(map(len, data)), now=time.monotonic()),
             what,
             queue.SimpleQueue(),
         )

@@ -9,12 +9,13 @@ credential. An object is created, never replaced: what exists already was writte
 earlier attempt of the same request, because its name is random.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, assert_never
 
 from storesvc.errors import StorageDeniedError
+from storesvc.format.checksums import Buffer
 from storesvc.storage.location import Storage
 from storesvc_client._storage import object_requests
 from storesvc_client._storage.lent_credential import (
@@ -59,7 +60,7 @@ class LentStore:
         """Starts a read of an object, or of bytes of it."""
         return started(self._read(path, byte_range))
 
-    def write(self, path: str, data: bytes | memoryview) -> Any:
+    def write(self, path: str, data: Sequence[Buffer]) -> Any:
         """Starts the creation of an object."""
         return started(self._sent(path, partial(_create, self._key(path), data)))
 
@@ -128,7 +129,7 @@ async def _bytes(key: str, span: slice | None, objects: "Objects") -> Any:
     return await obstore.get_range_async(objects, key, start=span.start, end=span.stop)
 
 
-async def _create(key: str, data: bytes | memoryview, objects: "Objects") -> None:
+async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
     """Creates an object; accepts that it exists with this size."""
     import obstore
     from obstore.exceptions import BaseError
@@ -138,7 +139,7 @@ async def _create(key: str, data: bytes | memoryview, objects: "Objects") -> Non
             found = await obstore.head_async(objects, key)
         except (BaseError, FileNotFoundError):
             return None
-        return found["size"] == len(data)
+        return found["size"] == sum(map(len, data))
 
     await object_requests.create(objects, key, data, is_stored)
 

@@ -11,12 +11,13 @@ import asyncio
 import random
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from storesvc.format.checksums import Buffer
 from storesvc.storage.gcs import endpoint_of
 from storesvc.storage.location import Storage
 
@@ -107,7 +108,7 @@ def started(request: Coroutine[Any, Any, Any]) -> ObjectCall:
 async def create(
     objects: "Objects",
     key: str,
-    data: bytes | memoryview,
+    data: Sequence[Buffer],
     is_stored: Callable[[], Awaitable[bool | None]],
 ) -> None:
     """Creates an object; accepts one that exists with this content.
@@ -118,7 +119,7 @@ async def create(
     Args:
         objects: Client of the bucket.
         key: Name of the object.
-        data: Its content.
+        data: Its content, in parts.
         is_stored: Returns whether the object that exists has this content; None if
             there is none, or it cannot be read.
     """

@@ -13,11 +13,13 @@ calls. The search for credentials begins with the first write, and may take seco
 """
 
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.errors import InvalidFieldError
+from storesvc.format.checksums import Buffer
 from storesvc.storage.errors import denied, failed, unauthenticated
 from storesvc.storage.gcs import endpoint_of, own_credentials
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
@@ -72,11 +74,11 @@ class OwnStore:
             return self._kvstore.read(path)
         return self._kvstore.read(path, byte_range=byte_range)
 
-    def write(self, path: str, data: bytes | memoryview) -> Any:
+    def write(self, path: str, data: Sequence[Buffer]) -> Any:
         """Starts the creation of an object."""
         objects = self._opened()
         if objects is None:
-            return self._kvstore.write(path, bytes(data))
+            return self._kvstore.write(path, b"".join(data))
         return started(self._create(objects, path, data))
 
     @property
@@ -92,7 +94,7 @@ class OwnStore:
             return self._objects
 
     async def _create(
-        self, objects: "GCSStore | S3Store", path: str, data: bytes | memoryview
+        self, objects: "GCSStore | S3Store", path: str, data: Sequence[Buffer]
     ) -> None:
         import obstore
         from obstore.exceptions import BaseError
@@ -102,12 +104,10 @@ class OwnStore:
         async def is_stored() -> bool | None:
             try:
                 found = await obstore.get_async(objects, key)
-                if found.meta["size"] != len(data):
-                    return False
                 content = memoryview(await found.bytes_async())
             except (BaseError, FileNotFoundError):
                 return None
-            return content == memoryview(data)
+            return _is_joined(content, data)
 
         try:
             await create(objects, key, data, is_stored)
@@ -123,6 +123,17 @@ class OwnStore:
         if is_rejected(cause):
             return unauthenticated(self._storage, path, reason)
         return failed(self._storage, path, reason)
+
+
+def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
+    """Returns whether a content is that of parts, one after another."""
+    start = 0
+    for part in parts:
+        end = start + len(part)
+        if content[start:end] != memoryview(part):
+            return False
+        start = end
+    return start == len(content)
 
 
 def _objects_of(storage: Storage) -> "GCSStore | S3Store | None":

@@ -221,7 +221,7 @@ class _ReferringObject:
         """See ``NewObject.append``."""
         self._end_few()
         if self._memory is None:
-            self._memory = memoryview(self._take())
+            self._memory = self._take().data
         start = self._used_bytes
         for part in parts:
             end = self._used_bytes + len(part)

@@ -71,7 +71,7 @@ class Staged(NamedTuple):
     """The staging tables of a writer."""
 
     paths: list[str]
-    """Those in the bucket."""
+    """Paths of the tables in the bucket."""
     known: Mapping[str, Table]
     """Tables by path that this process wrote."""
     files: Mapping[FileEnd, bool]

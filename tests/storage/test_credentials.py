@@ -6,8 +6,11 @@ address the file has, so only ``make test-gcs`` covers these.
 """
 
 import asyncio
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +83,33 @@ def test_workload_identity_renews_its_tokens_without_a_key_file(
     assert metadata.handed_out >= first + 2  # one for each of the two clients
     assert [2, 1] == [found.step for found in run.checkpoints()]
     assert {"x": 2} == run.restore("latest")
+
+
+SAVE = """
+import sys, numpy as np, storesvc_client as store
+with store.connect(sys.argv[1]) as client:
+    run = client.run("tests/identity")
+    run.save(1, {"x": np.arange(1000)}).result()
+    assert np.array_equal(np.arange(1000), run.restore(1)["x"])
+"""
+
+
+@pytest.mark.slow
+def test_data_files_are_created_with_the_identity_of_the_workload(
+    metadata: MetadataServer,
+) -> None:
+    saved = subprocess.run(
+        [sys.executable, "-c", SAVE, gcs_root()],
+        env={**os.environ, **metadata.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert 0 == saved.returncode, saved.stderr
+    created = [line for _, line in metadata.tokens.uses if line.startswith("PUT ")]
+    assert created
+    assert all("/pool/" in line for line in created)
 
 
 @pytest.mark.slow

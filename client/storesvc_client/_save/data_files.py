@@ -185,7 +185,7 @@ class NewObject(Protocol):
 
     @property
     def copied_bytes(self) -> int:
-        """Those of them that are in memory of the object itself."""
+        """The part of these bytes that is in memory of the object itself."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
         """Appends a copy of each part."""

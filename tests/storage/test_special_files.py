@@ -5,7 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,9 +21,11 @@ from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.save.test_direct_chunks import Placer
 from tests.support.contract import Writer, frame, stored, sums
 from tests.support.examples import sampled
+from tests.support.in_process_server import InProcessServer
 from tests.support.saved_checkpoint import CHUNKS, Saved, node_ranges
 from tests.support.server_process import ServerProcess
 
@@ -124,7 +126,18 @@ def corrupt(match: str | None = None) -> Iterator[None]:
     assert "CORRUPT_DATA" == lost.value.reason
 
 
-def check_alive(server: ServerProcess, run: store.Run) -> None:
+@contextmanager
+def continued(writer: Writer, server: ServerProcess) -> Iterator[InProcessServer]:
+    """Continues an upload at a server that has written none of its staging tables."""
+    with (
+        closing(InProcessServer(server.root)) as other,
+        grpc.insecure_channel(other.address) as channel,
+    ):
+        writer.stub = UploadServiceStub(channel)
+        yield other
+
+
+def check_alive(server: ServerProcess | InProcessServer, run: store.Run) -> None:
     """Asserts that the server still serves other calls."""
     Writer(server.address, f"{run.name}-other", 1).save()
 
@@ -241,9 +254,10 @@ def test_a_special_file_in_place_of_a_chunk_table_is_corrupt(
     (table,) = (server.root / f"data/{run.name}/staging").glob("*/0/*")
     replace(table, server)
 
-    with corrupt():
-        writer.finish(sums(0, 1, 2))
-    check_alive(server, run)
+    with continued(writer, server) as other:
+        with corrupt():
+            writer.finish(sums(0, 1, 2))
+        check_alive(other, run)
 
 
 def test_many_fifos_do_not_block_other_calls(
@@ -258,9 +272,10 @@ def test_many_fifos_do_not_block_other_calls(
     for file in (*tables, *files):
         fifo(file, server)
 
-    with corrupt():
-        writer.finish(sums(0, 1, 2))
-    check_alive(server, run)
+    with continued(writer, server) as other:
+        with corrupt():
+            writer.finish(sums(0, 1, 2))
+        check_alive(other, run)
 
 
 @pytest.mark.parametrize("replace", [linked_directory, linked_pool])

@@ -60,6 +60,21 @@ def test_pages_of_the_log_lead_to_the_oldest_entry(
     )
 
 
+def test_pages_of_an_age_join(
+    console: ServedConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = console.document("/audit?since=1h")
+    monkeypatch.setattr(audit, "ROWS", 7)
+    path, found = "/audit?since=1h", []
+    while path:
+        found += console.document(path)
+        next_page = re.findall(r'rel="next" href="([^"]+)"', console.text(path))
+        path = unescape(next_page[0]) if next_page else ""
+
+    assert len(everything) > 7
+    assert everything == found
+
+
 def _token(console: ServedConsole) -> str:
     """Returns the token of the second page."""
     (token,) = re.findall(r"after=([^\"&]+)\"", console.text("/audit"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
@@ -46,8 +47,11 @@ class StageLink:
 def page(visit: Visit) -> Page:
     """Returns the entries that match the query, the newest first."""
     chosen = {name: visit.query[name] for name in FILTERS if visit.query.get(name)}
-    entries = _entries(visit, chosen)
+    since = parse_past(chosen["since"], visit.now) if "since" in chosen else None
+    entries = _entries(visit, chosen, since)
     found = _read(entries)
+    # an age would be another time, and so another list, when the next page is read
+    fixed = chosen if since is None else {**chosen, "since": since.isoformat()}
     older = entries.page_token
     return Page(
         template="audit.html",
@@ -61,7 +65,7 @@ def page(visit: Visit) -> Page:
             "chosen": {name: chosen.get(name, "") for name in FILTERS},
             "stages": [*_stage_links(chosen)],
             "newest": address(chosen) if visit.query.get("after") else "",
-            "older": address({**chosen, "after": older}) if older else "",
+            "older": address({**fixed, "after": older}) if older else "",
         },
     )
 
@@ -71,14 +75,15 @@ def address(values: Mapping[str, str]) -> str:
     return with_values("/audit", values)
 
 
-def _entries(visit: Visit, chosen: Mapping[str, str]) -> AuditEntries:
-    since = chosen.get("since")
+def _entries(
+    visit: Visit, chosen: Mapping[str, str], since: datetime | None
+) -> AuditEntries:
     return visit.client.audit_entries(
         principal=chosen.get("principal"),
         method=chosen.get("method"),
         parent=chosen.get("in"),
         stage=cast("AuditStage | None", chosen.get("stage")),  # the client checks it
-        since=parse_past(since, visit.now) if since else None,
+        since=since,
         page_token=visit.query.get("after", ""),
     )
 

@@ -119,6 +119,8 @@ class Quotas:
         self._clock = clock
         self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
         self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
+        self._begun: dict[str, list[tuple[Scope, str]]] = {}
+        """The uploads that each running call has added, by its request id."""
         self._usage: dict[str, _Usage] = {}
         self._reading = asyncio.Lock()
 
@@ -160,8 +162,11 @@ class Quotas:
         """Counts the end of a call."""
         for scope, kind, amount in self._held.pop(call.request_id, ()):
             self._scope(scope).running[kind] -= amount
-        has_ended = call.method in ("CommitUpload", "AbortUpload") and error is None
-        if has_ended or (call.method == "BeginUpload" and error is not None):
+        begun = self._begun.pop(call.request_id, ())
+        if error is not None:
+            for scope, upload in begun:
+                self._scope(scope).uploads.pop(upload, None)
+        elif call.method in ("CommitUpload", "AbortUpload"):
             for counted in self._scopes.values():
                 counted.uploads.pop(call.detail.get("name", ""), None)
         self._forget()
@@ -255,8 +260,12 @@ class Quotas:
                 del uploads[name]
         upload = call.detail.get("name", "")
         # A retry of a call whose response was lost is the same upload.
-        if rule.uploads and upload not in uploads and len(uploads) >= rule.uploads:
-            raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
+        if upload not in uploads:
+            if rule.uploads and len(uploads) >= rule.uploads:
+                raise _exceeded(
+                    scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS
+                )
+            self._begun.setdefault(call.request_id, []).append((scope, upload))
         uploads[upload] = now
 
     async def _check_stored(self, namespace: str) -> None:

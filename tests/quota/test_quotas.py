@@ -17,7 +17,7 @@ import storesvc_client as store
 from storesvc.access.call import Call
 from storesvc.access.permissions import Permission
 from storesvc.access.principals import Authentication, Principal
-from storesvc.errors import QuotaExceededError
+from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
 from storesvc.quota import quotas
 from storesvc.quota.limits import BURST_SECONDS, Bucket, QuotaRule, rule_of
@@ -141,6 +141,44 @@ def test_a_retry_of_a_begin_is_the_same_upload() -> None:
             await found.permitted(call_of("BeginUpload", 1))
         with pytest.raises(QuotaExceededError, match="1 uploads"):
             await found.permitted(call_of("BeginUpload", 2))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_permitted", [True, False])
+def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
+    is_permitted: bool,
+) -> None:
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> None:
+        rule = QuotaRule(namespaces=("*",), uploads=1)
+        found = Quotas(lambda: ((rule,), None), stored)
+        begun, again = call_of("BeginUpload", 1), call_of("BeginUpload", 1, "user:b")
+        await found.permitted(begun)
+        await found.ended(begun, None)
+        again.request_id = "another call"
+        if is_permitted:
+            await found.permitted(again)
+        await found.ended(again, PermissionDeniedError("denied"))
+        with pytest.raises(QuotaExceededError, match="1 uploads"):
+            await found.permitted(call_of("BeginUpload", 2))
+
+    asyncio.run(run())
+
+
+def test_a_begin_that_fails_is_no_longer_counted() -> None:
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> None:
+        rule = QuotaRule(namespaces=("*",), uploads=1)
+        found = Quotas(lambda: ((rule,), rule), stored)
+        failed = call_of("BeginUpload", 1)
+        await found.permitted(failed)
+        await found.ended(failed, asyncio.CancelledError())
+        await found.permitted(call_of("BeginUpload", 2))
 
     asyncio.run(run())
 

@@ -19,6 +19,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.audit.search import PageSearch
 from storesvc.errors import AuditUnavailableError, InvalidPageTokenError
 from storesvc.format.names import InvalidNameError
+from storesvc.storage.futures import run_in_daemon_thread
 
 SCAN_BYTES: Final = 8 << 20
 """Maximum bytes of the log that are searched for a page."""
@@ -76,8 +77,8 @@ class AuditReader:
     def __init__(self, log: AuditLog) -> None:
         self._log = log
         self._turn = asyncio.Lock()
-        """Held by the page that is read: readers must not take the threads that entries
-        are written in."""
+        """Held while a page is read, also if its call was cancelled: on a disk that
+        hangs, one thread waits, whatever the number of calls."""
         self.read_bytes = 0
         """Bytes of the log that were read."""
 
@@ -100,14 +101,23 @@ class AuditReader:
             InvalidPageTokenError: The log was rotated since the page before.
             AuditUnavailableError: The log cannot be read.
         """
+        await self._turn.acquire()
+        reading = asyncio.ensure_future(
+            run_in_daemon_thread(self._page, wanted, after, size)
+        )
+        reading.add_done_callback(self._end_turn)
         try:
-            async with self._turn:
-                return await asyncio.to_thread(self._page, wanted, after, size)
+            return await asyncio.shield(reading)
         except OSError as e:
             raise AuditUnavailableError(
                 f"audit log: cannot be read ({e.strerror}); ask an administrator of "
                 "the server to look at its disk"
             ) from e
+
+    def _end_turn(self, reading: "asyncio.Future[AuditPage]") -> None:
+        self._turn.release()
+        if not reading.cancelled():
+            reading.exception()  # a cancelled call does not read it
 
     def _page(
         self, wanted: AuditFilter, after: Bookmark | None, size: int

@@ -4,8 +4,9 @@ callers who may."""
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -513,6 +514,28 @@ def test_pages_that_are_cancelled_keep_no_other_waiting(tmp_path: Path) -> None:
         return await log.reader.page(ALL, after=None, size=9)
 
     assert len(asyncio.run(read()).rows) == 6
+
+
+def test_pages_that_are_cancelled_on_a_disk_that_hangs_occupy_one_thread(
+    tmp_path: Path,
+) -> None:
+    log = Reading(tmp_path / "audit.log")
+    log.append(5)
+
+    async def read() -> tuple[int, AuditPage]:
+        before = threading.active_count()
+        with log.log._durable:  # as a sync that does not return
+            for _ in range(8):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await log.reader.page(ALL, after=None, size=9)
+            added = threading.active_count() - before
+        return added, await log.reader.page(ALL, after=None, size=9)
+
+    added, page = asyncio.run(read())
+
+    assert 1 == added
+    assert len(page.rows) == 6
 
 
 def test_a_log_that_was_closed_is_an_error(tmp_path: Path) -> None:

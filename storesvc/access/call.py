@@ -5,7 +5,7 @@ here, so that no layer between needs an argument for it. Work without a call, su
 collection in the background, is the server's own, and is permitted everything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,14 +33,20 @@ class Call:
     """Address of the client, in gRPC's notation."""
     is_checked: bool = False
     """True once a permission was checked. A call that ends well without is a bug."""
-    is_denied: bool = False
-    """True once a permission was missing."""
+    missing: tuple[Permission, Resource] | None = None
+    """The permission that the caller lacked; None: it lacked none."""
     granted: list[tuple[Permission, Resource]] = field(default_factory=list)
     """The checks that passed."""
     detail: dict[str, str] = field(default_factory=dict)
     """Values for the audit log, such as ``step``, ``upload``, ``tag``."""
     observers: "tuple[CallObserver, ...]" = ()
     """Take part in the call, in this order."""
+
+    @property
+    def subject(self) -> Mapping[str, str]:
+        """Values for logs and spans; empty if the call was denied: a caller must not
+        appear in the trace of an upload because it knows the name."""
+        return {} if self.missing is not None else self.detail
 
     async def permit(self) -> None:
         """Ends the checks of the request: the call may begin its work.
@@ -143,7 +149,7 @@ def require_own(
     if call.policy.binds_both(call.principal, (owner, groups), permission, run):
         return
     if not may(otherwise, run):
-        call.is_denied = True
+        call.missing = (otherwise, run)
         raise PermissionDeniedError(
             f"{call.method} of {run}: it belongs to {owner}, and {call.principal} does "
             f"not have the permission {otherwise}; call as {owner}, or ask an "
@@ -155,7 +161,7 @@ def require_own(
 
 
 def _denial(call: Call, permission: Permission, resource: Resource) -> StoreError:
-    call.is_denied = True
+    call.missing = (permission, resource)
     if isinstance(resource, RunName) and not may_list(resource):
         return RunNotFoundError(
             f"run {resource} does not exist (no run is similar); list the runs to see "

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from storesvc.access.call import Call
+from storesvc.access.permissions import Permission
+from storesvc.access.policy import Resource
 from storesvc.audit.log import AuditLog, now_text
 from storesvc.errors import (
     AuditUnavailableError,
@@ -119,7 +121,7 @@ class AuditObserver:
     async def ended(self, call: Call, error: BaseException | None) -> None:
         """Records the end of a call, and its denial."""
         began = self._began.pop(call.request_id, None)
-        is_denied = call.is_denied or isinstance(error, _REJECTED)
+        is_denied = call.missing is not None or isinstance(error, _REJECTED)
         if not (is_denied or call.method in ENDED or self._reads):
             return
         took = 0 if began is None else time.monotonic_ns() - began
@@ -151,6 +153,7 @@ class AuditObserver:
 
 def fields_of(call: Call, *, stage: str) -> Mapping[str, Any]:
     """Returns the values of an entry."""
+    missing = {} if call.missing is None else {"missing": _values(call.missing)}
     return {
         "time": now_text(),
         "stage": stage,
@@ -159,9 +162,12 @@ def fields_of(call: Call, *, stage: str) -> Mapping[str, Any]:
         "authentication": call.principal.authentication.value,
         "peer": call.peer,
         "method": call.method,
-        "permissions": [
-            {"permission": str(permission), "resource": str(resource)}
-            for permission, resource in call.granted
-        ],
+        "permissions": [_values(each) for each in call.granted],
+        **missing,
         "detail": call.detail,
     }
+
+
+def _values(checked: tuple[Permission, Resource]) -> Mapping[str, str]:
+    permission, resource = checked
+    return {"permission": str(permission), "resource": str(resource)}

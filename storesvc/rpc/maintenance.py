@@ -2,14 +2,12 @@
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from datetime import timedelta
 from functools import partial
-from typing import Final
 
 import storesvc
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit, Progress
+from storesvc.gc.collector import FailureLimit, Progress
 from storesvc.gc.usage import Usage
 from storesvc.inspect.damage import Damage
 from storesvc.inspect.verify_report import Report
@@ -21,9 +19,6 @@ from storesvc.save import batches, leaf_tables
 from storesvc.save.table_parts import MAX_TREE_BYTES
 from storesvc.store import Store
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
-
-MAX_GRACE: Final = timedelta(days=365)
-"""Maximum grace period of a collection."""
 
 
 class MaintenanceService:
@@ -57,7 +52,7 @@ class MaintenanceService:
     async def CollectGarbage(
         self, request: maintenance_api.CollectGarbageRequest, context: Context
     ) -> None:
-        grace, collector = grace_of(request), self._store.collector
+        grace, collector = requests.grace_of(request), self._store.collector
         one_run = collector.preview if request.validate_only else collector.collect
         runs, failures = await self._runs_of(request.parent), FailureLimit()
         passes = _passes(runs, partial(one_run, grace=grace), failures)
@@ -111,17 +106,6 @@ async def _passes(
             async for progress in passed:
                 failures.record(progress)
                 yield progress
-
-
-def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
-    """Returns the grace period of a collection.
-
-    Raises:
-        InvalidFieldError: It is negative, malformed or too long.
-    """
-    if not request.HasField("grace"):
-        return DEFAULT_GRACE
-    return requests.duration("grace", request.grace, most=MAX_GRACE)
 
 
 def progress_message(progress: Progress) -> maintenance_api.CollectGarbageResponse:

@@ -115,7 +115,7 @@ def _ended(found: CallScope, span: Span, *, method: str, status: str) -> CallEnd
         sent_bytes=found.sent_bytes,
         request_id=found.request_id,
         principal=call.principal.name if call is not None else "",
-        subject=dict(call.detail) if call is not None else {},
+        subject=dict(call.subject) if call is not None else {},
         parent=found.parent,
     )
 

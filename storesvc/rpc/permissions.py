@@ -6,6 +6,7 @@ record is read: that an upload, a hold or a protected tag is the caller's own
 (`storesvc.access.call`), and that an upload takes over another one.
 """
 
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,9 +30,18 @@ from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
 Need: TypeAlias = tuple[Permission, Resource]
 """A permission, and the object that it is needed for."""
 
-_NAME_LENGTH: Final = 1000
+_NAME_LENGTH: Final = 256
 """Maximum characters of the name of an object in the audit log. Valid names are
 shorter; some parts of a request are validated after its permissions."""
+
+_NAMES: Final = tuple(
+    tuple(path.split("."))
+    for path in (
+        *("name", "parent", "checkpoint.name", "run.name", "open.upload"),
+        *("upload.upload", "hold", "base"),
+    )
+)
+"""Fields that may name the object of a request, the most precise first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +109,55 @@ async def authorize(rpc: str, request: Any) -> None:
     current = access.current.get()
     if current is None:
         return
-    match RULES.get(rpc):
-        case Public() | Identified():
-            needed = list[Need]()
-        case Filtered(needs=needs) | Requires(needs=needs):
-            needed = [*needs(request)]
-        case None:
-            raise PermissionDeniedError(
-                f"{rpc}: expected an rpc with a rule, got one that has none"
-            )
+    needed = _needs(rpc, request)
     # before the checks, so that a denial is recorded with its object
-    current.detail["name"] = _name(request)[:_NAME_LENGTH]
-    if isinstance(request, BeginUploadRequest):
-        current.detail["step"] = str(request.upload.step)
+    current.detail |= _detail(request)
     for permission, resource in needed:
         access.require(permission, resource)
     await current.permit()
 
 
+def _needs(rpc: str, request: Any) -> list[Need]:
+    match RULES.get(rpc):
+        case Public() | Identified():
+            return []
+        case Filtered(needs=needs) | Requires(needs=needs):
+            return [*needs(request)]
+        case None:
+            raise PermissionDeniedError(
+                f"{rpc}: expected an rpc with a rule, got one that has none"
+            )
+
+
+def _detail(request: Any) -> dict[str, str]:
+    """Returns what the audit log records of a request."""
+    found = {"name": _name(request)[:_NAME_LENGTH]}
+    if isinstance(request, BeginUploadRequest):
+        found["step"] = str(request.upload.step)
+    return found
+
+
 def _name(request: Any) -> str:
     """Returns the name of the object that a request is about; empty: none."""
     if isinstance(request, BeginUploadRequest):
-        return f"{request.parent}/uploads/{request.request_id.replace('-', '')}"
-    for path in ("name", "parent", "checkpoint.name", "run.name", "open.upload"):
+        return _upload_name(request)
+    for path in _NAMES:
         found: Any = request
-        for field in path.split("."):
+        for field in path:
             found = getattr(found, field, "")
         if isinstance(found, str) and found:
             return found
     return ""
+
+
+def _upload_name(opening: BeginUploadRequest) -> str:
+    """Returns the name of the upload that a call begins; of its run, if the id of the
+    call, which is validated later, is none."""
+    try:
+        upload = uuid.UUID(requests.checked_request_id(opening.request_id))
+    except InvalidFieldError:
+        return opening.parent
+    return f"{opening.parent}/uploads/{upload.hex}"
 
 
 def _whole_store(permission: Permission) -> Requires:
@@ -248,9 +278,9 @@ def _join_upload(opening: Any) -> Iterator[Need]:
 
 
 def _collect(request: Any) -> Iterator[Need]:
-    resource = resource_of(request.parent)
+    resource, grace = resource_of(request.parent), requests.grace_of(request)
     yield Permission.GARBAGE_COLLECT, resource
-    if request.HasField("grace") and request.grace.ToTimedelta() < DEFAULT_GRACE:
+    if grace < DEFAULT_GRACE:
         yield Permission.GARBAGE_COLLECT_EARLY, resource
 
 

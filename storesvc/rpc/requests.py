@@ -18,7 +18,9 @@ from google.protobuf.message import DecodeError, Message
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import check_id
+from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
 ChangeRequest: TypeAlias = (
     checkpoint_api.SetTagRequest
@@ -35,6 +37,9 @@ MAX_ENTRIES: Final = 64
 
 MAX_TEXT_BYTES: Final = 256
 """Maximum bytes of a label's key or value, and of a metric's key."""
+
+MAX_GRACE: Final = timedelta(days=365)
+"""Maximum grace period of a collection."""
 
 MESSAGE_TYPE: Final = "message_type"
 """Metadata key for the name of the message that was expected."""
@@ -125,6 +130,17 @@ def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
             f"{given.seconds} s and {given.nanos} ns"
         )
     return given.ToTimedelta()
+
+
+def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
+    """Returns the grace period of a collection.
+
+    Raises:
+        InvalidFieldError: It is negative, malformed or too long.
+    """
+    if not request.HasField("grace"):
+        return DEFAULT_GRACE
+    return duration("grace", request.grace, most=MAX_GRACE)
 
 
 def namespace_of(parent: str) -> str | None:

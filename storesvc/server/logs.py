@@ -65,7 +65,7 @@ def _fields_of_call() -> dict[str, str]:
     call, measured = current.get(), scope.get()
     if call is None:
         return {}
-    subject = subject_of(call.detail.get("name", ""))
+    subject = subject_of(call.subject.get("name", ""))
     fields = {
         "request_id": call.request_id,
         "method": call.method,

@@ -1,5 +1,6 @@
 """Each rpc of the contract requires the permissions of its rule, and nothing less."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from storesvc.access.permissions import ROLES
 from storesvc.access.policy import Policy
 from storesvc.rpc.permissions import RULES
 from storesvc.rpc.registry import SERVICES
+from storesvc.telemetry.events import CallEnded, Event, subscribe, unsubscribe
 from storesvc_proto.v1 import (
     access_service_pb2,
     checkpoint_service_pb2,
@@ -19,6 +21,10 @@ from storesvc_proto.v1 import (
     maintenance_service_pb2,
     upload_service_pb2,
 )
+from storesvc_proto.v1.maintenance_service_pb2 import CollectGarbageRequest
+from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
+from storesvc_proto.v1.upload_service_pb2 import KeepUploadAliveRequest
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.every_call import CALLS, Saved
 from tests.support.examples import sampled
 from tests.support.policies import Restricted, restricted
@@ -178,3 +184,46 @@ def test_a_call_about_the_whole_store_needs_its_role_on_all_runs(
     permitted = {cell for cell, result in found.items() if result == "OK"}
     assert {(str(LEAST[rpc]), "*/*"), (str(LEAST[rpc]), "**")} == permitted
     assert {"OK", "PERMISSION_DENIED"} == {*found.values()}
+
+
+@pytest.mark.parametrize("role", ["reader", "admin"])
+def test_a_grace_period_that_is_too_long_is_rejected(
+    server: Restricted, role: str
+) -> None:
+    server.policies.bind((role, "prod/*", ME))
+    stub = MaintenanceServiceStub(server.channel(ME))
+    request = CollectGarbageRequest(parent="namespaces/prod")
+    request.grace.seconds = 2**62
+
+    with pytest.raises(grpc.RpcError, match="grace: expected 0 to") as caught:
+        list(stub.CollectGarbage(request))
+
+    assert "INVALID_FIELD" == reason_of(caught.value)
+
+
+@pytest.mark.parametrize("role", ["reader", "writer"])
+def test_only_a_permitted_call_has_the_upload_that_it_names_as_its_subject(
+    server: Restricted, role: str
+) -> None:
+    server.policies.bind((role, "prod/*", ME))
+    name = f"namespaces/prod/runs/llama/uploads/{'a' * 32}"
+    ended: list[CallEnded] = []
+    is_over = threading.Event()
+
+    def record(event: Event) -> None:
+        if isinstance(event, CallEnded) and event.method.endswith("Alive"):
+            ended.append(event)
+            is_over.set()
+
+    subscribe(record)
+    try:
+        with pytest.raises(grpc.RpcError):
+            UploadServiceStub(server.channel(ME)).KeepUploadAlive(
+                KeepUploadAliveRequest(name=name)
+            )
+        assert is_over.wait(10)
+    finally:
+        unsubscribe(record)
+
+    (event,) = ended
+    assert ({"name": name} if role == "writer" else {}) == event.subject

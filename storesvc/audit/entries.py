@@ -22,10 +22,17 @@ from storesvc.format.audit_chain import REOPENED, STARTED, TORN
 from storesvc.format.names import RunName
 
 DISORDER_NS: Final = 600 * 10**9
-"""Maximum nanoseconds by which a log is searched beyond the earliest time of a filter:
-entries are in the order in which they were written, and clocks are corrected."""
+"""Nanoseconds before the earliest time of a filter from which on an entry is old."""
+
+OLD_IN_A_ROW: Final = 1000
+"""Old entries, one after another, that end a search. Entries are in the order in which
+they were written, and clocks are corrected: by minutes, or, in a server that has
+started before its clock was set, by decades."""
 
 _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{9})Z", re.ASCII)
+_YEARS: Final = range(1970, 9999)
+"""Years that clients can show in any time zone."""
+
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_LATENCY_MS: Final = 10**12
 
@@ -57,6 +64,8 @@ class Entry:
     method: str = ""
     permissions: tuple[tuple[str, str], ...] = ()
     """Permissions that passed, each with its resource."""
+    missing: tuple[str, str] | None = None
+    """The permission that the caller lacked, with its resource."""
     detail: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
     latency_ms: float | None = None
@@ -82,6 +91,7 @@ class AuditFilter:
     resource: Resource = field(default_factory=AllRuns)
     """A run, or all runs of a namespace."""
     stage: Stage | None = None
+    authentication: Authentication | None = None
     start_ns: int | None = None
     """Earliest time, in nanoseconds since the epoch."""
     end_ns: int | None = None
@@ -93,13 +103,14 @@ class AuditFilter:
             self.principal in ("", entry.principal)
             and self.method in ("", entry.method)
             and self.stage in (None, entry.stage)
+            and self.authentication in (None, entry.authentication)
             and (self.start_ns is None or entry.time_ns >= self.start_ns)
             and (self.end_ns is None or entry.time_ns < self.end_ns)
             and _is_about(entry, self.resource)
         )
 
-    def ends_at(self, entry: Entry) -> bool:
-        """Returns whether no entry before this one is searched."""
+    def is_old(self, entry: Entry) -> bool:
+        """Returns whether an entry is so old that a search may soon end."""
         return self.start_ns is not None and entry.time_ns < self.start_ns - DISORDER_NS
 
 
@@ -116,6 +127,7 @@ def _is_about(entry: Entry, resource: Resource) -> bool:
     if named == name_of_it or named.startswith(f"{name_of_it}/"):
         return True
     checked = [of for _, of in entry.permissions]
+    checked += [] if entry.missing is None else [entry.missing[1]]
     if isinstance(resource, RunName):
         return short in checked
     return any(of.startswith(short) for of in checked)
@@ -141,7 +153,7 @@ def _entry(found: dict[str, Any]) -> Entry:
     Raises:
         ValueError: A value has another type or form; the message names its key only.
     """
-    latency = found.get("latency_ms")
+    latency, missing = found.get("latency_ms"), found.get("missing")
     entry = Entry(
         seq=_number(found, "seq"),
         time_ns=_time_ns(_text(found.get("time", ""), "time")),
@@ -153,6 +165,7 @@ def _entry(found: dict[str, Any]) -> Entry:
         peer=_text(found.get("peer", ""), "peer"),
         method=_text(found.get("method", ""), "method"),
         permissions=_permissions(found.get("permissions", [])),
+        missing=None if missing is None else _permissions([missing])[0],
         detail=_detail(found.get("detail", {})),
         reason=_text(found.get("reason", ""), "reason"),
         latency_ms=None if latency is None else _latency_ms(latency),
@@ -190,10 +203,12 @@ def _time_ns(text: str) -> int:
     if match is None:
         raise ValueError("no time in RFC 3339 with nanoseconds in time")
     try:
-        seconds = datetime.fromisoformat(f"{match[1]}+00:00").timestamp()
+        time = datetime.fromisoformat(f"{match[1]}+00:00")
     except ValueError as e:
         raise ValueError("no time in RFC 3339 with nanoseconds in time") from e
-    return int(seconds) * 10**9 + int(match[2])
+    if time.year not in _YEARS:
+        raise ValueError("a time before 1970 or after 9998 in time")
+    return int(time.timestamp()) * 10**9 + int(match[2])
 
 
 def _stage(text: str) -> Stage:

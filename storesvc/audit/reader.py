@@ -10,6 +10,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -27,6 +28,7 @@ SCAN_BYTES: Final = 8 << 20
 _BLOCK_BYTES: Final = 64 << 10
 _STAMP_BYTES: Final = 256
 _DIGEST_BYTES: Final = 12
+_BOOKMARK: Final = re.compile(r"(\d{1,18}):(\d{0,18}):([01]):([0-9a-f]{24})", re.ASCII)
 
 # so that each page reaches the beginning of a line, or finds that it is too long
 assert MAX_LINE_BYTES + 2 * _BLOCK_BYTES < SCAN_BYTES
@@ -53,12 +55,11 @@ class Bookmark:
         Raises:
             InvalidNameError: It is none.
         """
-        try:
-            offset, end, torn, stamp = text.split(":")
-            long_end = int(end) if end else None
-            at = Position(offset=int(offset), long_end=long_end)
-        except ValueError as e:
-            raise InvalidNameError("expected the place of an audit entry") from e
+        found = _BOOKMARK.fullmatch(text)
+        if found is None:
+            raise InvalidNameError("expected the place of an audit entry")
+        offset, end, torn, stamp = found.groups()
+        at = Position(offset=int(offset), long_end=int(end) if end else None)
         return cls(at=at, stamp=stamp, torn=torn == "1")
 
 
@@ -79,8 +80,6 @@ class AuditReader:
         self._turn = asyncio.Lock()
         """Held while a page is read, also if its call was cancelled: on a disk that
         hangs, one thread waits, whatever the number of calls."""
-        self.read_bytes = 0
-        """Bytes of the log that were read."""
 
     @property
     def server(self) -> str:
@@ -163,8 +162,11 @@ class AuditReader:
         Raises:
             InvalidPageTokenError: It is of another one.
         """
-        offset = after.at.offset
-        if not 0 < offset <= end or self._stamp(file, offset) != after.stamp:
+        offset, long_end = after.at.offset, after.at.long_end
+        is_inside = 0 < offset <= end
+        if long_end is not None:
+            is_inside = 0 < offset < long_end - MAX_LINE_BYTES <= end - MAX_LINE_BYTES
+        if not is_inside or self._stamp(file, offset) != after.stamp:
             raise InvalidPageTokenError(
                 "page_token: expected a token of the file that the server "
                 f"{self.server} writes now, got one of another file: the audit log was "
@@ -185,6 +187,5 @@ class AuditReader:
             if not part:
                 raise OSError(errno.EIO, "it became shorter while it was read")
             start += len(part)
-            self.read_bytes += len(part)
             parts.append(part)
         return b"".join(parts)

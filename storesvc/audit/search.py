@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from storesvc.audit.backwards import MAX_LINE_BYTES, Line
-from storesvc.audit.entries import AuditFilter, Entry, Unreadable, parsed
+from storesvc.audit.entries import OLD_IN_A_ROW, AuditFilter, Entry, Unreadable, parsed
 
 PAGE_BYTES: Final = 1 << 20
 """Bytes of lines after which a page ends: with the last line, which may be as long as
@@ -29,17 +29,18 @@ class PageSearch:
     is_over: bool = False
     """True once no earlier line is searched."""
     _held_bytes: int = 0
+    _old: int = 0
+    """Old entries that were found one after another."""
 
     def add(self, line: Line) -> bool:
         """Takes the next line, and returns whether the page goes on."""
         row = self._row(line)
         self.torn = isinstance(row, Entry) and row.follows_torn_line
         if isinstance(row, Entry):
-            if self.wanted.ends_at(row):
-                self.is_over = True
-                return False
+            self._old = self._old + 1 if self.wanted.is_old(row) else 0
+            self.is_over = self._old == OLD_IN_A_ROW
             if not self.wanted.matches(row):
-                return True
+                return not self.is_over
         self.rows.append(row)
         self._held_bytes += len(line.data or b"")
         return len(self.rows) < self.size and self._held_bytes < PAGE_BYTES

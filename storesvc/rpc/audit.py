@@ -1,7 +1,8 @@
 """The rpc that lists the entries of the audit log."""
 
 import difflib
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TypeVar
 
 from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
@@ -15,6 +16,8 @@ from storesvc.rpc import paging
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.permissions import RULES, resource_of
 from storesvc_proto.v1 import access_service_pb2 as access_api
+
+E = TypeVar("E")
 
 AUTHENTICATIONS: Final = {
     Authentication.ANONYMOUS: access_api.AUTHENTICATION_ANONYMOUS,
@@ -76,11 +79,14 @@ def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
             "method: expected the name of an rpc, such as DeleteCheckpoint, got "
             f"{request.method[:80]!r}{hint}"
         )
+    stage = _known(STAGES, request.stage, "stage")
+    how = _known(AUTHENTICATIONS, request.authentication, "authentication")
     return AuditFilter(
         principal=request.principal,
         method=request.method,
         resource=resource_of(request.resource or "namespaces/-"),
-        stage=_stage_of(request.stage),
+        stage=stage,
+        authentication=how,
         start_ns=(
             _time_ns(request.start_time) if request.HasField("start_time") else None
         ),
@@ -88,14 +94,15 @@ def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
     )
 
 
-def _stage_of(number: int) -> Stage | None:
-    if number == access_api.AUDIT_STAGE_UNSPECIFIED:
+def _known(values: Mapping[E, int], number: int, field: str) -> E | None:
+    """Returns the value of a number of the contract; None for 0, unspecified."""
+    if number == 0:
         return None
-    for stage, value in STAGES.items():
-        if value == number:
-            return stage
+    for value, its_number in values.items():
+        if its_number == number:
+            return value
     raise InvalidFieldError(
-        f"stage: expected a stage of the contract, got the number {number}; use a "
+        f"{field}: expected a value of the contract, got the number {number}; use a "
         "newer server"
     )
 
@@ -142,6 +149,9 @@ def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry
         left_out=row.left_out,
         follows_torn_line=row.follows_torn_line,
     )
+    if row.missing is not None:
+        permission, resource = row.missing
+        message.missing.permission, message.missing.resource = permission, resource
     if row.authentication is not None:
         message.authentication = AUTHENTICATIONS[row.authentication]
     if row.latency_ms is not None:

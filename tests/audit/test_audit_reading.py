@@ -5,11 +5,13 @@ import asyncio
 import json
 import os
 import threading
+import uuid
+from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -25,11 +27,14 @@ from storesvc.audit.observer import AuditObserver
 from storesvc.audit.reader import SCAN_BYTES, AuditPage, AuditReader, Bookmark
 from storesvc.errors import AuditUnavailableError
 from storesvc.format.audit_chain import FIRST, digest_of, line_of
+from storesvc.rpc import paging
 from storesvc.server.security import reason_of as audit_reason_of
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.rpc.test_permissions import reason_of
 from tests.support.audited import Audited
 from tests.support.contract import Writer
@@ -49,6 +54,8 @@ def line_values(line: bytes) -> dict[str, Any]:
     ]
     values["reason"] = found.get("reason", "")
     values["latency_ms"] = found.get("latency_ms")
+    missing = found.get("missing")
+    values["missing"] = missing and (missing["permission"], missing["resource"])
     values["time"] = found["time"][:26]  # microseconds
     return values
 
@@ -72,6 +79,7 @@ def entry_values(entry: store.AuditEntry) -> dict[str, Any]:
         "detail": entry.detail,
         "permissions": [*entry.permissions],
         "reason": entry.reason,
+        "missing": entry.missing,
         "latency_ms": None if latency is None else latency / timedelta(milliseconds=1),
         "time": entry.time.strftime("%Y-%m-%dT%H:%M:%S.%f"),
     }
@@ -143,6 +151,108 @@ def test_a_denial_is_listed_with_its_caller_its_object_and_its_reason(
     assert "here" == response.server == entry.server
 
 
+PROD, EVES = "namespaces/prod/runs/llama", "namespaces/lab/runs/eve"
+UPLOAD = f"{PROD}/uploads/{'a' * 32}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "call", "name", "permission"),
+    [
+        (
+            api.LendCredentialsRequest(upload=upload_api.WriterRef(upload=UPLOAD)),
+            lambda channel: AccessServiceStub(channel).LendCredentials,
+            UPLOAD,
+            "credentials.lendWrite",
+        ),
+        (
+            api.LendCredentialsRequest(hold=f"{PROD}/holds/{'a' * 32}"),
+            lambda channel: AccessServiceStub(channel).LendCredentials,
+            f"{PROD}/holds/{'a' * 32}",
+            "credentials.lendRead",
+        ),
+        (
+            checkpoint_api.DiffCheckpointsRequest(
+                base=f"{PROD}/checkpoints/1", name=f"{EVES}/checkpoints/1"
+            ),
+            lambda channel: CheckpointServiceStub(channel).DiffCheckpoints,
+            f"{EVES}/checkpoints/1",
+            "checkpoints.read",
+        ),
+    ],
+    ids=["lend an upload", "lend a hold", "diff"],
+)
+def test_a_denial_is_found_by_the_run_that_was_denied(
+    tmp_path: Path, request_: Any, call: Any, name: str, permission: str
+) -> None:
+    with reading(tmp_path) as (server, _, _):
+        server.policies.bind(
+            ("admin", "**", "user:boss"), ("writer", "lab/*", "user:eve")
+        )
+        with pytest.raises(grpc.RpcError):
+            list(call(server.channel("user:eve"))(request_))
+        stub = AccessServiceStub(server.channel("user:boss"))
+        response = stub.ListAuditEntries(
+            api.ListAuditEntriesRequest(stage=api.AUDIT_STAGE_DENIED, resource=PROD)
+        )
+
+    (entry,) = response.entries
+    assert {"name": name} == dict(entry.detail)
+    assert (permission, "prod/llama") == (
+        entry.missing.permission,
+        entry.missing.resource,
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_id", "name"),
+    [
+        ("x" * 1000, PROD),
+        ("a" * 32, PROD),
+        (str(uuid.UUID(int=1)), f"{PROD}/uploads/{uuid.UUID(int=1).hex}"),
+    ],
+    ids=range(3),
+)
+def test_a_denied_upload_is_recorded_by_its_id_if_that_is_one(
+    tmp_path: Path, request_id: str, name: str
+) -> None:
+    with reading(tmp_path) as (server, _, file):
+        server.policies.bind(("reader", "prod/*", "user:eve"))
+        opening = upload_api.BeginUploadRequest(parent=PROD, request_id=request_id)
+        stub = UploadServiceStub(server.channel("user:eve"))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.BeginUpload(iter([opening]))
+        (line,) = [json.loads(each) for each in file.read_bytes().splitlines()[1:]]
+
+    assert "PERMISSION_DENIED" == reason_of(caught.value)
+    assert name == line["detail"]["name"]
+
+
+def test_callers_without_a_name_are_listed_by_their_authentication(
+    tmp_path: Path,
+) -> None:
+    with reading(tmp_path) as (server, _, _):
+        server.policies.bind(("admin", "**", "user:boss"))
+        for channel in (
+            server.channel("user:eve"),
+            grpc.insecure_channel(server.address),
+        ):
+            with pytest.raises(grpc.RpcError):
+                CheckpointServiceStub(channel).GetRun(
+                    checkpoint_api.GetRunRequest(name=PROD)
+                )
+        stub = AccessServiceStub(server.channel("user:boss"))
+        request = api.ListAuditEntriesRequest(
+            authentication=api.AUTHENTICATION_ANONYMOUS
+        )
+        (entry,) = stub.ListAuditEntries(request).entries
+        request.authentication = cast("Any", 7)  # of a newer client
+        with pytest.raises(grpc.RpcError, match="use a newer server"):
+            stub.ListAuditEntries(request)
+
+    assert ("", "GetRun") == (entry.principal, entry.method)
+    assert api.AUDIT_STAGE_DENIED == entry.stage
+
+
 def test_only_an_administrator_of_all_runs_reads_the_log(tmp_path: Path) -> None:
     found = {}
     with reading(tmp_path) as (server, _, _):
@@ -198,6 +308,11 @@ def test_reading_the_log_is_recorded_like_any_read(
         ({"parent": "prod", "method": "SetTag"}, [("ended", "a"), ("ended", "b")]),
         ({"parent": "other"}, []),
         ({"principal": "user:a"}, []),
+        (
+            {"authentication": "local", "method": "DeleteTag"},
+            [("intent", "a"), ("ended", "a")],
+        ),
+        ({"authentication": "anonymous"}, []),
         ({"stage": "intent", "method": "DeleteTag"}, [("intent", "a")]),
         ({"until": datetime(2026, 1, 1, tzinfo=UTC)}, []),
         ({"since": datetime(2200, 1, 1, tzinfo=UTC)}, []),
@@ -206,7 +321,7 @@ def test_reading_the_log_is_recorded_like_any_read(
             [("intent", "a"), ("ended", "a")],
         ),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_entries_are_filtered_by_fields(
     tagged: store.Client, arguments: dict[str, Any], expected: list[tuple[str, str]]
@@ -234,6 +349,9 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[store.Client]:
     log.server.stop()
 
 
+EAST, WEST = (timezone(timedelta(hours=hours)) for hours in (5, -5))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -244,9 +362,14 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[store.Client]:
         ({"parent": "UPPER"}, "UPPER"),
         ({"since": datetime(2026, 1, 1)}, "with a time zone"),  # noqa: DTZ001 - wrong
         ({"until": 7}, "with a time zone"),
+        ({"since": datetime.min.replace(tzinfo=EAST)}, "in the years 1 to 9999"),
+        ({"until": datetime.max.replace(tzinfo=WEST)}, "in the years 1 to 9999"),
+        ({"authentication": "unknown"}, "expected one of anonymous, local"),
         ({"page_token": "x"}, "page_token"),
+        ({"page_token": 5}, "page_token"),
+        ({"page_token": "\ud800"}, "page_token"),
     ],
-    ids=range(8),
+    ids=range(13),
 )
 def test_an_argument_that_is_not_valid_is_rejected(
     tagged: store.Client, arguments: dict[str, Any], said: str
@@ -396,7 +519,16 @@ def test_long_lines_are_read_and_too_long_ones_are_marked(
     )
 
 
-def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(tmp_path: Path) -> None:
+def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread, parts = os.pread, list[int]()
+
+    def counted(*arguments: Any) -> bytes:
+        part = pread(*arguments)
+        parts.append(len(part))
+        return part
+
     file = tmp_path / "audit.log"
     (line,) = lines_of(1, principal="user:a", method="SetTag")
     file.write_bytes(line * 200_000)
@@ -404,10 +536,11 @@ def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(tmp_path: Path) -> Non
     whole = file.stat().st_size
     assert whole > 4 * SCAN_BYTES
 
+    monkeypatch.setattr(os, "pread", counted)
     newest = log.page(size=100)
-    read_for_newest = log.reader.read_bytes
+    read_for_newest = sum(parts)
     rare = log.page(wanted=AuditFilter(principal="user:b"))
-    read_for_rare = log.reader.read_bytes - read_for_newest
+    read_for_rare = sum(parts) - read_for_newest
 
     print(f"{whole:,} bytes; read {read_for_newest:,} and {read_for_rare:,}")
     assert len(newest.rows) == 100
@@ -472,6 +605,38 @@ def test_a_token_of_another_server_is_rejected(
         pytest.raises(store.InvalidRequestError, match="was of another server"),
     ):
         other.audit_entries(page_token=entries.page_token).read_page()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "{end}:5:0",  # before the offset
+        "{end}:{end}:0",
+        "1:{long}:0",  # a line that is not too long
+        "1:{behind}:0",
+        "-1::0",
+        "1:-" + "9" * 5000 + ":0",
+        "9" * 5000 + "::0",
+        "{end}::2",
+        "٣::0",
+    ],
+    ids=range(9),
+)
+def test_a_forged_token_is_rejected(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "audit.log"
+    file.write_bytes(lines_of(1)[0] + b"x" * (2 * MAX_LINE_BYTES) + b"\n")
+    with reading(tmp_path) as (server, _, _):
+        stub = AccessServiceStub(server.channel("user:boss"))
+        whole = api.ListAuditEntriesRequest(page_size=1)
+        data = urlsafe_b64decode(stub.ListAuditEntries(whole).next_page_token)
+        stamp = data.decode(errors="replace").rpartition(":")[2]
+        end = file.stat().st_size
+        text = place.format(end=end, long=1 + MAX_LINE_BYTES, behind=end + 1)
+        token = paging.page_token("audit entries", f"{text}:{stamp}")
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ListAuditEntries(api.ListAuditEntriesRequest(page_token=token))
+
+    assert "INVALID_PAGE_TOKEN" == reason_of(caught.value)
 
 
 @pytest.fixture

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from storesvc.access.policy import AllRuns, Namespace, Resource
 from storesvc.access.principals import Authentication
 from storesvc.audit.backwards import BackwardLines, Line, Position
-from storesvc.audit.entries import AuditFilter, Entry, Stage, Unreadable, parsed
+from storesvc.audit.entries import (
+    OLD_IN_A_ROW,
+    AuditFilter,
+    Entry,
+    Stage,
+    Unreadable,
+    parsed,
+)
 from storesvc.audit.search import PageSearch
 from storesvc.format.names import RunName
 
@@ -139,6 +146,11 @@ def test_a_line_becomes_an_entry() -> None:
         line_of(time="yesterday"),
         line_of(time="2026-13-45T07:55:00.123456789Z"),
         line_of(time=7),
+        line_of(time="0001-01-01T00:00:00.000000000Z"),
+        line_of(time="1969-12-31T23:59:59.999999999Z"),
+        line_of(time="9999-01-01T00:00:00.000000000Z"),
+        line_of(missing="secret-token"),
+        line_of(missing={"permission": "x", "resource": 7}),
         line_of(stage="secret-token"),
         line_of(authentication="secret-token"),
         line_of(authentication=[]),
@@ -156,7 +168,7 @@ def test_a_line_becomes_an_entry() -> None:
         line_of(latency_ms=True),
         line_of(latency_ms=10**400),
     ],
-    ids=range(31),
+    ids=range(36),
 )
 def test_a_line_that_is_no_entry_is_marked_and_its_text_is_not_returned(
     line: bytes,
@@ -174,6 +186,7 @@ def test_any_bytes_are_an_entry_or_marked(data: bytes) -> None:
 
 
 RUN = RunName("prod", "llama")
+MISSING = {"permission": "checkpoints.read", "resource": "prod/llama"}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +197,17 @@ RUN = RunName("prod", "llama")
         (RUN, {"detail": {}}, True),  # by the permission
         (RUN, {"permissions": []}, True),  # by the name, as of a denial
         (RUN, {"detail": {"name": "namespaces/prod/runs/llama"}}, True),
+        (RUN, {"detail": {}, "permissions": [], "missing": MISSING}, True),
+        (
+            Namespace("prod"),
+            {"detail": {}, "permissions": [], "missing": MISSING},
+            True,
+        ),
+        (
+            Namespace("lab"),
+            {"detail": {}, "permissions": [], "missing": MISSING},
+            False,
+        ),
         (RunName("prod", "llam"), {}, False),
         (RunName("pro", "llama"), {}, False),
         (RUN, {"detail": {}, "permissions": []}, False),
@@ -192,7 +216,7 @@ RUN = RunName("prod", "llama")
         (Namespace("prod"), {"permissions": []}, True),
         (Namespace("pro"), {}, False),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_a_filter_by_resource_matches_what_is_about_it(
     resource: Resource, values: dict[str, Any], expected: bool
@@ -209,11 +233,13 @@ def test_a_filter_by_resource_matches_what_is_about_it(
         (AuditFilter(principal="user:a", method="SetTag"), False),
         (AuditFilter(stage=Stage.ENDED), True),
         (AuditFilter(stage=Stage.DENIED), False),
+        (AuditFilter(authentication=Authentication.TOKEN), True),
+        (AuditFilter(authentication=Authentication.ANONYMOUS), False),
         (AuditFilter(start_ns=TIME_NS, end_ns=TIME_NS + 1), True),
         (AuditFilter(start_ns=TIME_NS + 1), False),
         (AuditFilter(end_ns=TIME_NS), False),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_a_filter_matches_all_fields(wanted: AuditFilter, expected: bool) -> None:
     assert expected == wanted.matches(entry_of())
@@ -229,15 +255,29 @@ def searched(wanted: AuditFilter, *lines: bytes) -> PageSearch:
     return search
 
 
-def test_a_search_ends_ten_minutes_before_the_earliest_time() -> None:
-    def at(minute: int) -> bytes:
-        return line_of(time=f"2026-11-24T07:{minute:02}:00.000000000Z", seq=minute)
+def at_minute(minute: int) -> bytes:
+    """Returns the line of an entry of a minute, which is its number."""
+    return line_of(time=f"2026-11-24T07:{minute:02}:00.000000000Z", seq=minute)
 
-    start = TIME_NS - 15 * 60 * 10**9  # 07:40:00.123
-    search = searched(AuditFilter(start_ns=start), *map(at, (41, 39, 45, 30, 42)))
 
-    assert [41, 45] == [row.seq for row in search.rows if isinstance(row, Entry)]
+SINCE = AuditFilter(start_ns=TIME_NS - 15 * 60 * 10**9)  # 07:40:00.123
+
+
+def test_a_search_ends_after_many_entries_long_before_the_earliest_time() -> None:
+    old = [at_minute(29)] * OLD_IN_A_ROW
+    search = searched(SINCE, at_minute(41), *old, at_minute(42))
+
+    assert [41] == [row.seq for row in search.rows if isinstance(row, Entry)]
     assert search.is_over
+
+
+@pytest.mark.parametrize("minute", [29, 31])
+def test_a_search_goes_on_past_entries_of_a_clock_that_was_wrong(minute: int) -> None:
+    wrong = [at_minute(minute)] * (OLD_IN_A_ROW - 1)
+    search = searched(SINCE, *wrong, at_minute(39), *wrong, at_minute(42))
+
+    assert [42] == [row.seq for row in search.rows if isinstance(row, Entry)]
+    assert not search.is_over
 
 
 def test_lines_that_are_no_entries_match_every_filter() -> None:

@@ -88,13 +88,18 @@ MARKED = 1
         ),
         (["--run", "prod/other", "--method", "SetTag"], []),
         (["--principal", "user:ana"], []),
+        (["--authentication", "anonymous"], []),
+        (
+            ["--authentication", "local", "--method", "SetTag"],
+            [["ended", "SetTag", "prod/llama tag best", "-"]],
+        ),
         (["--stage", "denied", "--since", "1h"], []),
         (
             ["--method", "SetTag", "--since", "2020-01-01T00:00Z"],
             [["ended", "SetTag", "prod/llama tag best", "-"]],
         ),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_options_choose_entries(
     log: Audited, arguments: list[str], expected: list[list[str]]
@@ -119,9 +124,10 @@ def test_a_limit_says_that_there_may_be_more(log: Audited) -> None:
     [
         (["--since", "yesterday"], "expected an age, such as 24h"),
         (["--stage", "begun"], "'begun' is not one of"),
+        (["--authentication", "unknown"], "'unknown' is not one of"),
         (["--run", "prod/llama@1"], "expected a namespace or a run"),
     ],
-    ids=range(3),
+    ids=range(4),
 )
 def test_an_option_that_is_not_valid_is_a_usage_error(
     log: Audited, arguments: list[str], said: str

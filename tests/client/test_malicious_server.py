@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 import storesvc_client as store
+from storesvc_proto.v1 import access_service_pb2 as access_api
 from tests.support.malicious_server import PART_BYTES, Answers, malicious, manifest_of
 
 MEMORY_BYTES = 1 << 40
@@ -91,6 +94,27 @@ def test_an_invalid_checkpoint_name_in_a_response_is_data_loss(name: str) -> Non
         list(client.run("ns/r").checkpoints())
 
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        access_api.AuditEntry(seq=1, time=Timestamp(seconds=seconds))
+        for seconds in (-(2**63), -62135596800, -1, 253402300799, 2**63 - 1)
+    ]
+    + [
+        access_api.AuditEntry(seq=1, time=Timestamp(nanos=-1)),
+        access_api.AuditEntry(seq=1, latency=Duration(seconds=2**63 - 1)),
+    ],
+    ids=range(7),
+)
+def test_an_audit_entry_of_no_time_is_data_loss(entry: access_api.AuditEntry) -> None:
+    with (
+        malicious(Answers(audit_entries=[entry])) as address,
+        store.connect(address) as client,
+        pytest.raises(store.DataLossError, match="which no log has"),
+    ):
+        list(client.audit_entries())
 
 
 LISTS: dict[str, Callable[[store.Client], Iterator[object]]] = {

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
 from storesvc.format.audit_chain import FIRST, line_of
 from storesvc.rpc.security import OPEN, Security
+from storesvc_client.console import navigation
 from storesvc_client.console.pages import audit
 from tests.console.seeded import HOSTILE
 from tests.console.served import ServedConsole
@@ -89,6 +91,73 @@ def test_an_entry_leads_to_what_its_caller_did_and_to_its_run(
     assert "/audit?method=SetTag&principal=local" in html
     assert "/audit?method=SetTag&in=prod/llama-8b" in html.replace("%2F", "/")
     assert "/audit?method=SetTag&stage=denied" in html
+
+
+def test_an_anonymous_caller_leads_to_what_all_of_them_did(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    values = {"time": "2026-11-24T07:55:00.000000000Z", "stage": "denied"}
+    callers = (("", "anonymous", "GetRun"), ("user:b", "token", "ListTags"))
+    file.write_bytes(
+        b"".join(
+            line_of(
+                {
+                    **values,
+                    "principal": name,
+                    "authentication": how,
+                    "method": method,
+                    "missing": {"permission": "a.read", "resource": "lab/eve"},
+                },
+                seq=1,
+                prev=FIRST,
+            )
+            + b"\n"
+            for name, how, method in callers
+        )
+    )
+    reader = AuditReader(AuditLog(file, server="here"))
+    with (
+        serving(tmp_path / "store", security=replace(OPEN, audit=reader)) as address,
+        store.connect(address) as client,
+        ServedConsole(client) as served,
+    ):
+        everything = served.text("/audit")
+        found = served.text("/audit?authentication=anonymous")
+        wrong = served.get("/audit?authentication=unknown")
+
+    assert 'href="/audit?authentication=anonymous"' in everything
+    assert "ListTags" in everything
+    assert "GetRun" in found
+    assert "lacks a.read of lab/eve" in found
+    assert "lab/eve</td>" in found
+    assert "ListTags" not in found
+    assert "storectl audit ls --authentication anonymous" in found
+    assert 400 == wrong.status_code
+
+
+def test_the_navigation_keeps_what_it_shows_while_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(navigation, "_SECONDS", 0.0)
+    reader = AuditReader(AuditLog(tmp_path / "audit.log", server="here"))
+    with (
+        serving(tmp_path / "store", security=replace(OPEN, audit=reader)) as address,
+        store.connect(address) as client,
+    ):
+        sections = navigation.Navigation(client)
+        first = sections.current()
+        shown = []
+        ask = client.test_permissions
+
+        def slow(*arguments: Any) -> Any:
+            shown.append(sections.known)
+            return ask(*arguments)
+
+        monkeypatch.setattr(client, "test_permissions", slow)
+        second = sections.current()
+
+    assert navigation.AUDIT in first
+    assert [first] == shown
+    assert first == second
 
 
 def test_a_server_without_a_log_has_no_page_of_it(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ TYPES: Final = (
     "storesvc_client._values.options.Rehearse",
     "storesvc_client._values.triggers.Trigger",
     "storesvc_client._values.triggers.OnFailure",
-    "storesvc_client._values.audit.AuditStage",
+    "storesvc_client._values.call_kinds.AuditStage",
 )
 """Types of arguments, without public names either."""
 

@@ -71,6 +71,7 @@ class Answers:
     parts: Callable[[bytes], Iterator[bytes]] = in_parts
     chunks: Callable[[], Iterator[bytes]] = lambda: iter(())
     page_token: str = ""
+    audit_entries: list[access_api.AuditEntry] = field(default_factory=list)
 
     @property
     def checkpoint(self) -> api.Checkpoint:
@@ -139,7 +140,8 @@ class _Access:
 
     def ListAuditEntries(self, _: Any) -> Any:  # noqa: N802
         return access_api.ListAuditEntriesResponse(
-            next_page_token=self._answers.page_token
+            entries=self._answers.audit_entries,
+            next_page_token=self._answers.page_token,
         )
 
 

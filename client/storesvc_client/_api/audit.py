@@ -1,13 +1,27 @@
 """The audit log of a server, read page by page."""
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, Self
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.paging import FOLLOWING
-from storesvc_client._values.audit import STAGES, AuditEntry, AuditStage, stage_number
+from storesvc_client._values.audit import (
+    AuditEntry,
+    authentication_number,
+    stage_number,
+)
+from storesvc_client._values.call_kinds import (
+    AUTHENTICATIONS,
+    STAGES,
+    AuditStage,
+    Authentication,
+)
 from storesvc_client._values.resource_names import is_text, parent_resource
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import access_service_pb2 as access_api
@@ -20,6 +34,9 @@ _FIRST: Final = 100
 class AuditEntries(Iterator[AuditEntry]):
     """Entries of the audit log of a server, the newest first; returned by
     ``Client.audit_entries``. Nothing is read before the first entry is asked for.
+
+    Iterate over it, or call ``read_page`` to know where a page ends, but not both: an
+    iteration reads pages ahead, whose entries ``read_page`` does not return again.
     """
 
     def __init__(
@@ -94,6 +111,7 @@ def audit_entries(
     method: str | None,
     parent: str | None,
     stage: AuditStage | None,
+    authentication: Authentication | None,
     since: datetime | None,
     until: datetime | None,
     page_token: str,
@@ -104,27 +122,60 @@ def audit_entries(
             raise InvalidRequestError(
                 f"audit entries: {name} expected a text, got {text!r}"
             )
-    if stage is not None and stage not in STAGES:
+    _check_choice("stage=", stage, STAGES)
+    _check_choice("authentication=", authentication, AUTHENTICATIONS)
+    if not is_text(page_token):
         raise InvalidRequestError(
-            f"audit entries: stage= expected one of {', '.join(STAGES)}, got {stage!r}"
+            f"audit entries: page_token= expected a text, got {page_token!r}"
         )
     request = access_api.ListAuditEntriesRequest(
         principal=principal or "",
         method=method or "",
         resource=parent_resource(parent),
         stage=stage_number(stage),
+        authentication=authentication_number(authentication),
         page_token=page_token,
     )
     if since is not None:
-        request.start_time.FromDatetime(_checked("since=", since))
+        request.start_time.CopyFrom(_stamp("since=", since))
     if until is not None:
-        request.end_time.FromDatetime(_checked("until=", until))
+        request.end_time.CopyFrom(_stamp("until=", until))
     return AuditEntries(connection, request)
 
 
-def _checked(name: str, time: object) -> datetime:
-    if not isinstance(time, datetime) or time.tzinfo is None:
+def newest(
+    entries: AuditEntries, count: int, *, most_pages: float = math.inf
+) -> list[AuditEntry]:
+    """Reads entries in as few pages as possible: each may be of another replica.
+
+    Args:
+        entries: The entries.
+        count: Maximum number of entries.
+        most_pages: Number of pages after which there may be fewer.
+    """
+    found, pages = list[AuditEntry](), 0
+    while True:
+        found += entries.read_page(min(count - len(found), FOLLOWING))
+        pages += 1
+        if not entries.page_token or len(found) >= count or pages >= most_pages:
+            return found
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value is not None and value not in choices:
         raise InvalidRequestError(
-            f"audit entries: {name} expected a datetime with a time zone, got {time!r}"
+            f"audit entries: {name} expected one of {', '.join(choices)}, got {value!r}"
         )
-    return time
+
+
+def _stamp(name: str, time: object) -> Timestamp:
+    """Returns the message of a time."""
+    stamp = Timestamp()
+    if isinstance(time, datetime) and time.tzinfo is not None:
+        with suppress(ValueError, OverflowError):  # not in the years of UTC
+            stamp.FromDatetime(time)
+            return stamp
+    raise InvalidRequestError(
+        f"audit entries: {name} expected a datetime with a time zone, in the years 1 "
+        f"to 9999 of UTC, got {time!r}"
+    )

@@ -29,7 +29,7 @@ from storesvc_client._session import (
 )
 from storesvc_client._storage.root import check_root, direct_root, lent_bucket
 from storesvc_client._values.access import Identity
-from storesvc_client._values.audit import AuditStage
+from storesvc_client._values.call_kinds import AuditStage, Authentication
 from storesvc_client._values.durations import DurationLike, checked_duration
 from storesvc_client._values.listing import listed
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
@@ -254,6 +254,7 @@ class Client:
         method: str | None = None,
         parent: str | None = None,
         stage: AuditStage | None = None,
+        authentication: Authentication | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
         page_token: str = "",
@@ -273,6 +274,8 @@ class Client:
             method: Name of the rpc, such as ``DeleteCheckpoint``.
             parent: A run, or a namespace for it and its runs; None: all.
             stage: Stage of the entry.
+            authentication: How the caller was authenticated; ``"anonymous"`` for
+                callers without a name.
             since: Earliest time, with a time zone.
             until: Time, with a time zone, before which the entries were made.
             page_token: ``AuditEntries.page_token`` of a call with the same arguments,
@@ -287,6 +290,7 @@ class Client:
             method=method,
             parent=parent,
             stage=stage,
+            authentication=authentication,
             since=since,
             until=until,
             page_token=page_token,

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, Self, cast
+from typing import Self, cast
 
+from storesvc_client._values.call_kinds import Authentication
 from storesvc_proto.v1 import access_service_pb2 as api
-
-Authentication = Literal["anonymous", "local", "certificate", "token"]
-"""Ways in which a server has authenticated a caller."""
 
 _PREFIX = "AUTHENTICATION_"
 

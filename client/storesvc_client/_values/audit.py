@@ -4,17 +4,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Final, Literal, Self, TypeAlias, cast
+from typing import Final, Self, cast
 
-from storesvc_client._values.access import Authentication
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from storesvc_client._values.call_kinds import AuditStage, Authentication
+from storesvc_client.errors import DataLossError
 from storesvc_proto.v1 import access_service_pb2 as api
 
-AuditStage: TypeAlias = Literal["started", "reopened", "intent", "ended", "denied"]
-"""Moments of a call, or of the log itself, that an audit log records."""
-
-STAGES: Final[tuple[AuditStage, ...]] = (
-    *("started", "reopened", "intent", "ended", "denied"),
-)
+_YEARS: Final = range(1970, 9999)
 
 _STAGE: Final = "AUDIT_STAGE_"
 _AUTHENTICATION: Final = "AUTHENTICATION_"
@@ -49,6 +48,9 @@ class AuditEntry:
     """Name of the rpc, such as ``DeleteCheckpoint``; empty for the log itself."""
     permissions: tuple[tuple[str, str], ...] = ()
     """The permissions that were checked and granted, each with its resource."""
+    missing: tuple[str, str] | None = None
+    """The permission that the caller of a denied call lacks, with its resource; None:
+    it was denied for another cause, such as an invalid token."""
     detail: Mapping[str, str] = field(default_factory=dict)
     """Values of the call, such as the ``name`` of its object."""
     reason: str = ""
@@ -71,7 +73,8 @@ class AuditEntry:
         text = object_text(self.detail.get("name", ""))
         if "step" in self.detail and " upload " in text:
             return f"{text.partition(' ')[0]}@{self.detail['step']}"
-        return text or next((resource for _, resource in self.permissions), "")
+        checked = (*((self.missing,) if self.missing else ()), *self.permissions)
+        return text or next((resource for _, resource in checked), "")
 
     @classmethod
     def from_message(cls, message: api.AuditEntry) -> Self:
@@ -81,7 +84,7 @@ class AuditEntry:
         return cls(
             server=message.server,
             seq=message.seq,
-            time=message.time.ToDatetime(UTC),
+            time=_time(message.time),
             stage=_stage(message.stage),
             principal=message.principal,
             authentication=_authentication(message.authentication),
@@ -89,11 +92,14 @@ class AuditEntry:
             permissions=tuple(
                 (each.permission, each.resource) for each in message.permissions
             ),
+            missing=(
+                (message.missing.permission, message.missing.resource)
+                if message.HasField("missing")
+                else None
+            ),
             detail=dict(message.detail),
             reason=message.reason,
-            latency=(
-                message.latency.ToTimedelta() if message.HasField("latency") else None
-            ),
+            latency=_latency(message.latency) if message.HasField("latency") else None,
             request_id=message.request_id,
             peer=message.peer,
             left_out=message.left_out,
@@ -120,11 +126,50 @@ def object_text(name: str) -> str:
             return f"{run} {kind.removesuffix('s')} {match['id']}"
 
 
+def authentication_number(
+    authentication: Authentication | None,
+) -> api.Authentication.ValueType:
+    """Returns the number of a way of authentication in the contract; 0 for None."""
+    if authentication is None:
+        return api.AUTHENTICATION_UNSPECIFIED
+    return api.Authentication.Value(_AUTHENTICATION + authentication.upper())
+
+
 def stage_number(stage: AuditStage | None) -> api.AuditStage.ValueType:
     """Returns the number of a stage in the contract; 0 for None."""
     if stage is None:
         return api.AUDIT_STAGE_UNSPECIFIED
     return api.AuditStage.Value(_STAGE + stage.upper())
+
+
+def _time(stamp: Timestamp) -> datetime:
+    """Returns a time that every time zone can show.
+
+    Raises:
+        DataLossError: No log has it.
+    """
+    try:
+        found = stamp.ToDatetime(UTC)
+    except (ValueError, OverflowError) as e:
+        raise _no_value("time", stamp.seconds) from e
+    if found.year not in _YEARS:
+        raise _no_value("time", stamp.seconds)
+    return found
+
+
+def _latency(length: Duration) -> timedelta:
+    try:
+        return length.ToTimedelta()
+    except (ValueError, OverflowError) as e:
+        raise _no_value("latency", length.seconds) from e
+
+
+def _no_value(field: str, seconds: int) -> DataLossError:
+    return DataLossError(
+        f"the server sent an audit entry with a {field} of {seconds} s, which no log "
+        "has; ask another server",
+        reason="CORRUPT_DATA",
+    )
 
 
 def _stage(number: int) -> AuditStage | None:

@@ -39,9 +39,9 @@ class Navigation:
     def current(self) -> tuple[Section, ...]:
         """Returns the sections; asks the server if its last answer is old."""
         if time.monotonic() >= self._until:
-            self.known = SECTIONS
-            if self._reads_audit_log():
-                self.known = (*SECTIONS[:-1], AUDIT, SECTIONS[-1])
+            # assigned last: other threads show what was known until then
+            reads = self._reads_audit_log()
+            self.known = (*SECTIONS[:-1], AUDIT, SECTIONS[-1]) if reads else SECTIONS
             self._until = time.monotonic() + _SECONDS
         return self.known
 

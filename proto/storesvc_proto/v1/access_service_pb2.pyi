@@ -435,6 +435,7 @@ class ListAuditEntriesRequest(google.protobuf.message.Message):
     STAGE_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
     END_TIME_FIELD_NUMBER: builtins.int
+    AUTHENTICATION_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Maximum number of entries to return; 0: the server chooses."""
     page_token: builtins.str
@@ -452,10 +453,16 @@ class ListAuditEntriesRequest(google.protobuf.message.Message):
     """
     stage: Global___AuditStage.ValueType
     """Stage of the entry; unspecified: any."""
+    authentication: Global___Authentication.ValueType
+    """How the caller was authenticated; unspecified: in any way. Anonymous callers, and
+    those with an invalid credential, have no `principal`.
+    """
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Earliest time of the entries. The server reads no further than the first entry that
-        is ten minutes older, as the log is in the order in which entries were written.
+        """Earliest time of the entries. The log is in the order in which entries were written,
+        which is the order of their times as far as the clock of the server was right: it
+        reads no further than a thousand entries, one after another, that are more than ten
+        minutes older.
         """
 
     @property
@@ -473,9 +480,10 @@ class ListAuditEntriesRequest(google.protobuf.message.Message):
         stage: Global___AuditStage.ValueType = ...,
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        authentication: Global___Authentication.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end_time", b"end_time", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "method", b"method", "page_size", b"page_size", "page_token", b"page_token", "principal", b"principal", "resource", b"resource", "stage", b"stage", "start_time", b"start_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["authentication", b"authentication", "end_time", b"end_time", "method", b"method", "page_size", b"page_size", "page_token", b"page_token", "principal", b"principal", "resource", b"resource", "stage", b"stage", "start_time", b"start_time"]) -> None: ...
 
 Global___ListAuditEntriesRequest: typing_extensions.TypeAlias = ListAuditEntriesRequest
 
@@ -547,6 +555,7 @@ class AuditEntry(google.protobuf.message.Message):
     LEFT_OUT_FIELD_NUMBER: builtins.int
     FOLLOWS_TORN_LINE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of the entry, from 1; 0 if `problem` is set."""
     stage: Global___AuditStage.ValueType
@@ -589,12 +598,18 @@ class AuditEntry(google.protobuf.message.Message):
     @property
     def detail(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Values of the call: `name` of its object, `step` of an upload, and others of single
-        rpcs.
+        rpcs. Empty if the caller was rejected before the request was read.
         """
 
     @property
     def latency(self) -> google.protobuf.duration_pb2.Duration:
         """Duration of the call; absent before its end."""
+
+    @property
+    def missing(self) -> Global___AuditPermission:
+        """The permission that the caller of a denied call lacks; absent if the call was denied
+        for another cause, such as an invalid token.
+        """
 
     def __init__(
         self,
@@ -615,9 +630,10 @@ class AuditEntry(google.protobuf.message.Message):
         left_out: builtins.int = ...,
         follows_torn_line: builtins.bool = ...,
         problem: builtins.str = ...,
+        missing: Global___AuditPermission | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["latency", b"latency", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["authentication", b"authentication", "detail", b"detail", "follows_torn_line", b"follows_torn_line", "latency", b"latency", "left_out", b"left_out", "method", b"method", "peer", b"peer", "permissions", b"permissions", "principal", b"principal", "problem", b"problem", "reason", b"reason", "request_id", b"request_id", "seq", b"seq", "server", b"server", "stage", b"stage", "time", b"time"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["latency", b"latency", "missing", b"missing", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["authentication", b"authentication", "detail", b"detail", "follows_torn_line", b"follows_torn_line", "latency", b"latency", "left_out", b"left_out", "method", b"method", "missing", b"missing", "peer", b"peer", "permissions", b"permissions", "principal", b"principal", "problem", b"problem", "reason", b"reason", "request_id", b"request_id", "seq", b"seq", "server", b"server", "stage", b"stage", "time", b"time"]) -> None: ...
 
 Global___AuditEntry: typing_extensions.TypeAlias = AuditEntry
 

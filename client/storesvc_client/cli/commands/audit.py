@@ -8,6 +8,12 @@ import click
 
 from storesvc.format.audit_chain import lines_of
 from storesvc.format.audit_chain import verify as verify_lines
+from storesvc_client._values.call_kinds import (
+    AUTHENTICATIONS,
+    STAGES,
+    AuditStage,
+    Authentication,
+)
 from storesvc_client._values.texts import ABSENT, count_text, printable, time_text
 from storesvc_client.cli.arguments import json_option, parent_path, past_time
 from storesvc_client.cli.completion import Part, complete_path
@@ -17,14 +23,10 @@ from storesvc_client.cli.output import Column, Listing, Shrink, print_note
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import AuditEntries, AuditEntry
-    from storesvc_client._values.audit import AuditStage
+    from storesvc_client import AuditEntry
 
 DEFAULT_LIMIT: Final = 100
 """Entries that are shown if there is no --limit."""
-
-_PAGE: Final = 1000
-"""Maximum entries of a page of the server."""
 
 
 @click.group()
@@ -88,8 +90,13 @@ LISTING: Final["Listing[AuditEntry]"] = Listing(
 )
 @click.option(
     "--stage",
-    type=click.Choice(["started", "reopened", "intent", "ended", "denied"]),
+    type=click.Choice(STAGES),
     help="List only entries of this stage.",
+)
+@click.option(
+    "--authentication",
+    type=click.Choice(AUTHENTICATIONS),
+    help="List only calls whose caller was authenticated so, or not at all: anonymous.",
 )
 @click.option(
     "--since",
@@ -113,7 +120,8 @@ def list_entries(
     principal: str | None,
     method: str | None,
     parent: NamespacePath | RunPath | None,
-    stage: "AuditStage | None",
+    stage: AuditStage | None,
+    authentication: Authentication | None,
     since: datetime | None,
     limit: int,
     as_json: bool,
@@ -127,32 +135,27 @@ def list_entries(
     \b
     Examples:
       storectl audit ls
-      storectl audit ls --stage denied --since 24h
+      storectl audit ls --stage denied --authentication anonymous --since 24h
       storectl audit ls --run prod/llama-8b --method DeleteCheckpoint --json
     """
+    from storesvc_client._api.audit import newest
+
     with connection.open() as client:
         entries = client.audit_entries(
             principal=principal,
             method=method,
             parent=None if parent is None else str(parent),
             stage=stage,
+            authentication=authentication,
             since=since,
         )
-        found = _newest(entries, limit)
+        found = newest(entries, limit)
     LISTING.show(found, as_json=as_json)
     if entries.page_token:
         print_note(
             f"{count_text(len(found), 'entry')} of the log of {entries.server} shown, "
             "there may be more"
         )
-
-
-def _newest(entries: "AuditEntries", limit: int) -> "list[AuditEntry]":
-    """Reads entries in as few pages as possible: each may be of another replica."""
-    found = entries.read_page(min(limit, _PAGE))
-    while entries.page_token and len(found) < limit:
-        found += entries.read_page(min(limit - len(found), _PAGE))
-    return found
 
 
 @audit.command()

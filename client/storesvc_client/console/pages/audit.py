@@ -7,7 +7,8 @@ from typing import Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
 from storesvc_client import AuditEntries, AuditEntry
-from storesvc_client._values.audit import STAGES, AuditStage
+from storesvc_client._api.audit import newest
+from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
 from storesvc_client._values.durations import parse_past
 from storesvc_client.console.addresses import command, with_values
 from storesvc_client.console.page import Page
@@ -19,7 +20,7 @@ ROWS: Final = 100
 _CALLS: Final = 8
 """Maximum calls for one page: a server searches a part of its log in each."""
 
-FILTERS: Final = ("principal", "method", "in", "stage", "since")
+FILTERS: Final = ("principal", "method", "in", "stage", "authentication", "since")
 """Values of the query that choose entries."""
 
 _OPTIONS: Final = {"in": "--run"}
@@ -49,7 +50,7 @@ def page(visit: Visit) -> Page:
     chosen = {name: visit.query[name] for name in FILTERS if visit.query.get(name)}
     since = parse_past(chosen["since"], visit.now) if "since" in chosen else None
     entries = _entries(visit, chosen, since)
-    found = _read(entries)
+    found = newest(entries, ROWS, most_pages=_CALLS)
     # an age would be another time, and so another list, when the next page is read
     fixed = chosen if since is None else {**chosen, "since": since.isoformat()}
     older = entries.page_token
@@ -83,28 +84,27 @@ def _entries(
         method=chosen.get("method"),
         parent=chosen.get("in"),
         stage=cast("AuditStage | None", chosen.get("stage")),  # the client checks it
+        # the client checks it
+        authentication=cast("Authentication | None", chosen.get("authentication")),
         since=since,
         page_token=visit.query.get("after", ""),
     )
-
-
-def _read(entries: AuditEntries) -> list[AuditEntry]:
-    """Reads a page, as far as a few calls reach."""
-    found = entries.read_page(ROWS)
-    for _ in range(_CALLS - 1):
-        if not entries.page_token or len(found) >= ROWS:
-            break
-        found += entries.read_page(ROWS - len(found))
-    return found
 
 
 def _row(entry: AuditEntry, chosen: Mapping[str, str]) -> AuditRow:
     run = _run_of(entry)
     return AuditRow(
         entry=entry,
-        same_principal=address({**chosen, "principal": entry.principal}),
+        same_principal=address(_of_caller(entry, chosen)),
         same_run=address({**chosen, "in": run}) if run else "",
     )
+
+
+def _of_caller(entry: AuditEntry, chosen: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the choice of the entries that have the caller of an entry."""
+    if entry.principal:
+        return {**chosen, "principal": entry.principal}
+    return {**chosen, "authentication": "anonymous"}
 
 
 def _run_of(entry: AuditEntry) -> str:

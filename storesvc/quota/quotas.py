@@ -119,8 +119,9 @@ class Quotas:
         self._clock = clock
         self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
         self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
-        self._begun: dict[str, list[tuple[Scope, str]]] = {}
-        """The uploads that each running call has added, by its request id."""
+        self._begun: dict[tuple[Scope, str], set[str]] = {}
+        """Uploads that are counted, but whose begin has not ended well yet, with the
+        request ids of the calls that begin them: of the first one, and of retries."""
         self._usage: dict[str, _Usage] = {}
         self._reading = asyncio.Lock()
 
@@ -162,11 +163,9 @@ class Quotas:
         """Counts the end of a call."""
         for scope, kind, amount in self._held.pop(call.request_id, ()):
             self._scope(scope).running[kind] -= amount
-        begun = self._begun.pop(call.request_id, ())
-        if error is not None:
-            for scope, upload in begun:
-                self._scope(scope).uploads.pop(upload, None)
-        elif call.method in ("CommitUpload", "AbortUpload"):
+        if call.method == "BeginUpload":
+            self._end_begin(call, error)
+        elif call.method in ("CommitUpload", "AbortUpload") and error is None:
             for counted in self._scopes.values():
                 counted.uploads.pop(call.detail.get("name", ""), None)
         self._forget()
@@ -260,13 +259,27 @@ class Quotas:
                 del uploads[name]
         upload = call.detail.get("name", "")
         # A retry of a call whose response was lost is the same upload.
-        if upload not in uploads:
-            if rule.uploads and len(uploads) >= rule.uploads:
-                raise _exceeded(
-                    scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS
-                )
-            self._begun.setdefault(call.request_id, []).append((scope, upload))
+        is_new = upload not in uploads
+        if rule.uploads and is_new and len(uploads) >= rule.uploads:
+            raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
         uploads[upload] = now
+        if is_new:
+            self._begun[scope, upload] = {call.request_id}
+        elif (begun := self._begun.get((scope, upload))) is not None:
+            begun.add(call.request_id)
+
+    def _end_begin(self, call: Call, error: BaseException | None) -> None:
+        """Takes back the upload of a call that failed, unless another call has begun
+        the same."""
+        for key, calls in [*self._begun.items()]:
+            if call.request_id not in calls:
+                continue
+            calls.remove(call.request_id)
+            if error is None or not calls:
+                del self._begun[key]
+            if error is not None and not calls:
+                scope, upload = key
+                self._scope(scope).uploads.pop(upload, None)
 
     async def _check_stored(self, namespace: str) -> None:
         rule = rule_of(self._rules()[0], namespace)

@@ -168,6 +168,30 @@ def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("first", ["cancelled", "ended"])
+@pytest.mark.parametrize("second", ["cancelled", "ended"])
+def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
+    first: str, second: str
+) -> None:
+    async def stored(_: str) -> int:
+        return 0
+
+    async def run() -> bool:
+        rule = QuotaRule(namespaces=("*",), uploads=1)
+        found = Quotas(lambda: ((rule,), None), stored)
+        begun, retry = call_of("BeginUpload", 1), call_of("BeginUpload", 1)
+        retry.request_id = "its retry"
+        await found.permitted(begun)
+        await found.permitted(retry)
+        for call, end in ((begun, first), (retry, second)):
+            is_lost = end == "cancelled"
+            await found.ended(call, asyncio.CancelledError() if is_lost else None)
+        (row,) = await found.describe("limited")
+        return row.used == 1
+
+    assert asyncio.run(run()) == ("ended" in (first, second))
+
+
 def test_a_begin_that_fails_is_no_longer_counted() -> None:
     async def stored(_: str) -> int:
         return 0

@@ -6,7 +6,7 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 
 1. Check that the upload owns its slot; if it is committed already, return the record.
 2. Write the objects that the record will name.
-3. In the meantime, append the commit to the journal, so that a watch cannot miss it.
+3. Append the commit to the journal, so that a watch cannot miss it.
 4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
 5. Delete the staging tables and the parts of the upload; a server over a bucket
    answers first.
@@ -154,12 +154,16 @@ class Commits:
         #    would name a manifest that is missing. Another call may commit in the
         #    meantime and delete the parts of the upload: then an object is missing
         #    here, and the slot says so.
-        # 3. Journal before slot: after a crash here, a watch reads the slot and finds
-        #    that the change never landed. The other order would lose the event.
         try:
-            made, number = await self._prepare(await received)
+            made = await self._prepare(await received)
         except StoreError as e:
             return await self._after_conflict(name, record, e)
+        # 3. Journal before slot: after a crash here, a watch reads the slot and finds
+        #    that the change never landed. The other order would lose the event. Not
+        #    while the objects are written, which would save a bucket's round trip: the
+        #    announcements of commits that fail there would hold watches up.
+        await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
+        number = await self._announce(name, record.step)
         # 4. From this write on the checkpoint exists. The condition fails if the slot
         #    was taken over, or if another call of this commit was faster.
         committed = self._committed(slot, record, made, number)
@@ -183,9 +187,8 @@ class Commits:
         upload = OpenUpload(name, record, await self._uploads.tree(name, record))
         return _Received(upload, await self._receipts.read(upload))
 
-    async def _prepare(self, received: _Received) -> tuple[_Prepared, int]:
-        """Writes the objects that the record will name, and announces the commit;
-        returns the number of the announcement, too.
+    async def _prepare(self, received: _Received) -> _Prepared:
+        """Writes the objects that the record will name.
 
         A repeated call writes new objects. It never overwrites objects of an earlier
         call, because a record may name them.
@@ -226,21 +229,17 @@ class Commits:
             commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
         )
         await self._uploads.renew(upload)
-        # 4. Write them, and announce the commit. At the same time, because nothing
-        #    refers to them before the record does, and a bucket takes long for each.
-        #    An announcement without a commit, after an error here, is one that never
-        #    landed.
+        # 4. Write them. At the same time, because nothing refers to them before the
+        #    record does, and a bucket takes long for each.
         manifest_place = run.manifest(name.upload, made.manifest_digest)
         table_place = run.file_table(name.upload, made.files_digest)
-        async with beside(self._announce(name, upload.record.step)) as announcing:
-            await together(
-                self._write_key_space(upload, made, node_file, view),
-                self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
-                self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
-            )
-            number = await announcing
+        await together(
+            self._write_key_space(upload, made, node_file, view),
+            self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
+            self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
+        )
         reports = (each for one in received.receipts.values() for each in one.report)
-        return replace(made, writers=longest(reports)), number
+        return replace(made, writers=longest(reports))
 
     async def _write(self, failpoint: Failpoint, place: str, data: bytes) -> None:
         await reach(failpoint)
@@ -283,7 +282,6 @@ class Commits:
             )
 
     async def _announce(self, name: UploadName, step: int) -> int:
-        await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
         return await self._journal.announce(
             name.run.namespace,
             pb.Announcement(

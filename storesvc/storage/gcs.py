@@ -63,7 +63,7 @@ _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _REPEATED: Final = "a page of its list repeats names of the previous page"
 _ENDLESS: Final = f"its list has {MAX_EMPTY_PAGES} consecutive empty pages"
 
-_environment_lock: Final = threading.Lock()
+_environment_lock: Final = threading.RLock()
 
 
 class GcsLists:
@@ -233,7 +233,10 @@ def endpoint_of(storage: Storage) -> str | None:
     """
     if storage.spec["driver"] not in GCS_DRIVERS:
         return storage.endpoint
-    endpoint = storage.endpoint or os.environ.get(ENDPOINT)
+    endpoint = storage.endpoint
+    if endpoint is None:
+        with _environment_lock:  # which may have the endpoint of another root
+            endpoint = os.environ.get(ENDPOINT)
     is_grpc = storage.spec["driver"] == GRPC_DRIVER
     if is_grpc and bool(endpoint) is not ("endpoint" in storage.spec):
         raise InvalidFieldError(

@@ -157,6 +157,11 @@ def test_chunks_in_another_form_are_left_to_tensorstore(
     assert raw_chunks(opened, places, prefix) is None
 
 
+def test_the_records_of_one_field_are_left_to_tensorstore() -> None:
+    spec = zarr2(CHUNK, dtype=[["x", ">f4"]], order="C")
+    assert raw_form(spec["metadata"], "float32") is None
+
+
 def test_the_bytes_of_a_bool_are_left_to_tensorstore(tmp_path: Path) -> None:
     opened, places, prefix, _ = stored(
         tmp_path, zarr2(CHUNK), ARRAY > 3, in_ocdbt=False

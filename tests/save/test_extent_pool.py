@@ -74,6 +74,8 @@ def test_a_large_buffer_waits_for_all_others(size: int) -> None:
     taker.join(60)
 
     assert [size] == [len(buffer) for buffer in found]
+    assert pool.take_now(1) is None
+    assert pool.used_bytes == size
     pool.give_back(found[0])
     assert pool.take_now(BUDGET) is not None
 

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
-from urllib.parse import unquote
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from storesvc_client._restore.assembly import Assembly
 from storesvc_client._save import data_files
 from storesvc_client._storage.bucket import HedgedCall
 from tests.conftest import gcs_root
-from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Late, Logged, Status
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
 
@@ -213,28 +212,6 @@ def test_a_server_does_not_read_the_staging_tables_that_it_wrote(
     names = [one for one in staged if one.method == "GET" and "alt=media" in one.target]
     assert {"GET", "POST"} <= {one.method for one in staged}
     assert [] == names
-
-
-def test_a_commit_is_announced_while_its_objects_are_written(
-    direct: store.Client, gcs: FakeGcs
-) -> None:
-    run = direct.run("tests/announced")
-    run.save(0, {"x": drawn(100)}).result()
-    gcs.clear()
-    gcs.fault("POST /upload.*/manifests/", Late(1.0))
-
-    run.save(1, {"x": drawn(100)}, base=None).result()
-
-    def written(folder: str) -> Logged:
-        posts = [one for one in gcs.log if one.method == "POST"]
-        found = [one for one in posts if folder in unquote(one.target)]
-        return max(found, key=lambda one: one.began_seconds)
-
-    manifest, slot = written("/manifests/"), written("/checkpoints/")
-    announced = written("journal/")
-    manifest_end = manifest.began_seconds + manifest.seconds
-    assert announced.began_seconds < manifest_end
-    assert manifest_end <= slot.began_seconds
 
 
 def test_a_resumed_save_does_not_rewrite_stored_chunks(

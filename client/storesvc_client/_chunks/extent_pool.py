@@ -22,7 +22,8 @@ class ExtentPool:
         self._free = [(0, budget_bytes)]
         """Start and stop of the free ranges, ascending, none next to another."""
         self._used: dict[int, tuple[int, int]] = {}
-        """Range of each buffer by its address; (0, 0) for one outside the mapping."""
+        """Range of each buffer by its address. That of the larger one begins at the end
+        of the mapping."""
 
     @property
     def used_bytes(self) -> int:
@@ -47,6 +48,8 @@ class ExtentPool:
         """Returns a buffer; None if there is no room for it at present."""
         needed = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._changed:
+            if any(start >= self.budget_bytes for start, _ in self._used.values()):
+                return None
             for at, (start, stop) in enumerate(self._free):
                 if stop - start >= needed:
                     left = (start + needed, stop)
@@ -54,7 +57,8 @@ class ExtentPool:
                     return self._buffer(start, needed)[:size]
             if needed > self.budget_bytes and not self._used:
                 (buffer,) = buffers_of(size, 1)
-                self._used[buffer.ctypes.data] = (0, 0)
+                start = self.budget_bytes
+                self._used[buffer.ctypes.data] = (start, start + needed)
                 return buffer
         return None
 
@@ -62,7 +66,7 @@ class ExtentPool:
         """Returns a buffer to the pool."""
         with self._changed:
             start, stop = self._used.pop(buffer.ctypes.data)
-            if start < stop:
+            if start < self.budget_bytes:
                 self._release(start, stop)
             self._changed.notify_all()
 

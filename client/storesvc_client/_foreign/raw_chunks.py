@@ -66,11 +66,13 @@ def raw_form(metadata: Mapping[str, Any], dtype: str) -> RawForm | None:
     if dtype == "bool":  # its bytes must be checked
         return None
     if "chunks" in metadata:  # zarr 2
+        stored = metadata.get("dtype")  # a list: of records, whose fields have theirs
         is_plain = (
             metadata.get("compressor") is None
             and not metadata.get("filters")
             and metadata.get("order") == "C"
-            and not str(metadata.get("dtype")).startswith(">")
+            and isinstance(stored, str)
+            and not stored.startswith(">")
         )
         shape = tuple(metadata["chunks"])
         return RawForm(chunk_shape=shape, is_shard=False) if is_plain else None

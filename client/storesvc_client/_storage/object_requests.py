@@ -202,7 +202,8 @@ def s3_objects(storage: Storage, provider: "S3CredentialProvider") -> "S3Store":
 
 def _client(endpoint: str | None) -> "ClientConfig":
     return {
-        "allow_http": endpoint is not None,  # checked when the bucket was opened
+        # For Google, and for lent credentials, checked when the bucket was opened.
+        "allow_http": endpoint is not None,
         "connect_timeout": CONNECT_SECONDS,
         "timeout": REQUEST_SECONDS,
     }

@@ -6,13 +6,15 @@ can do so with the same credentials, and TensorStore writes them otherwise:
 - obstore, or the package that finds the credentials, is not installed;
 - the driver is `gcs_grpc`, which obstore does not have;
 - the region of a bucket on S3 is not given, which TensorStore requests;
-- no credentials are found: what TensorStore does then is unchanged.
+- no credentials are found: what TensorStore does then is unchanged;
+- the path of the root has empty parts, which obstore has no name for.
 
 An `OwnStore` has the two methods of TensorStore's key-value store that `BucketRoot`
 calls. The search for credentials begins with the first write, and may take seconds.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
@@ -24,6 +26,7 @@ from storesvc.storage.errors import denied, failed, unauthenticated
 from storesvc.storage.gcs import endpoint_of, own_credentials
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
 from storesvc_client._storage.object_requests import (
+    PAUSES,
     create,
     gcs_objects,
     is_rejected,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
     from botocore.credentials import Credentials as S3Credentials
     from google.auth.credentials import Credentials as GcsCredentials
+    from google.auth.transport import Request
     from obstore.store import (
         GCSCredential,
         GCSCredentialProvider,
@@ -138,9 +142,10 @@ def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
 
 def _objects_of(storage: Storage) -> "GCSStore | S3Store | None":
     """Returns obstore's client of a bucket; None: TensorStore must write."""
-    if find_spec("obstore") is None:
-        return None
     spec = storage.spec
+    parts = spec["path"].rstrip("/").split("/") if spec["path"] else []
+    if find_spec("obstore") is None or not {"", ".", ".."}.isdisjoint(parts):
+        return None
     if spec["driver"] == JSON_DRIVER:
         return _gcs_objects(storage)
     if spec["driver"] == S3_DRIVER and "aws_region" in spec:
@@ -171,7 +176,7 @@ def _gcs_provider(credentials: "GcsCredentials") -> "GCSCredentialProvider":
     def token() -> "GCSCredential":
         with renewing:
             if not credentials.valid:
-                credentials.refresh(request)
+                _refresh(credentials, request)
             expiry = credentials.expiry  # in UTC, without a time zone
             return {
                 "token": str(credentials.token),
@@ -181,12 +186,32 @@ def _gcs_provider(credentials: "GcsCredentials") -> "GCSCredentialProvider":
     return token
 
 
+def _refresh(credentials: "GcsCredentials", request: "Request") -> None:
+    """Renews credentials; retries, since obstore takes any error for a rejection."""
+    from google.auth.exceptions import GoogleAuthError
+
+    for pause in PAUSES:
+        try:
+            credentials.refresh(request)
+        except GoogleAuthError as e:
+            if not e.retryable:
+                raise
+            time.sleep(pause)
+        else:
+            return
+    credentials.refresh(request)
+
+
 def _s3_objects(storage: Storage) -> "S3Store | None":
     if find_spec("botocore") is None:
         return None
+    from botocore.exceptions import BotoCoreError
     from botocore.session import get_session
 
-    found = get_session().get_credentials()
+    try:
+        found = get_session().get_credentials()
+    except BotoCoreError:  # a profile that does not exist, a malformed file
+        return None
     return None if found is None else s3_objects(storage, _s3_provider(found))
 
 

@@ -4,7 +4,7 @@ import os
 import pty
 import select
 import shutil
-import signal
+import subprocess
 import sys
 import threading
 import time
@@ -68,9 +68,16 @@ def zsh_line(folder: Path, store: str) -> Iterator[ZshLine]:
     }
     zsh = shutil.which("zsh")
     assert zsh
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(zsh, [zsh, "-i"], environment)
+    terminal, inside = pty.openpty()
+    # Not pty.fork(): a fork of a process with JAX may block.
+    process = subprocess.Popen(
+        ["setsid", "--ctty", zsh, "-i"],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        env=environment,
+    )
+    os.close(inside)
     ended = threading.Event()
     thread = threading.Thread(target=_drain, args=(terminal, ended))
     thread.start()
@@ -80,8 +87,8 @@ def zsh_line(folder: Path, store: str) -> Iterator[ZshLine]:
     finally:
         ended.set()
         thread.join()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process.kill()
+        process.wait()
         os.close(terminal)
 
 

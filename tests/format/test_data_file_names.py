@@ -22,6 +22,7 @@ from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support import stored_records
 from tests.support.contract import Writer, frame, sums
 from tests.support.forged_manifest import forge_manifest
+from tests.support.in_process_server import continued
 from tests.support.saved_checkpoint import CHUNKS, Saved
 from tests.support.server_process import ServerProcess
 
@@ -160,7 +161,7 @@ def test_a_table_of_stored_chunks_with_such_a_name_is_corrupt_data(
         (table,) = (folder / "uploads").glob("*/writers/0.binpb")
     rename(server.root, str(table.relative_to(server.root)), HOSTILE[0])
 
-    with corrupt():
+    with continued(writer, server.root), corrupt():
         writer.finish(sums(0, 1, 2)) if place == "staging" else writer.commit()
 
 

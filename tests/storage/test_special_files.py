@@ -5,7 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,11 +21,10 @@ from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.save.test_direct_chunks import Placer
 from tests.support.contract import Writer, frame, stored, sums
 from tests.support.examples import sampled
-from tests.support.in_process_server import InProcessServer
+from tests.support.in_process_server import InProcessServer, continued
 from tests.support.saved_checkpoint import CHUNKS, Saved, node_ranges
 from tests.support.server_process import ServerProcess
 
@@ -124,17 +123,6 @@ def corrupt(match: str | None = None) -> Iterator[None]:
     with pytest.raises(store.DataLossError, match=match) as lost, translated("here"):
         yield
     assert "CORRUPT_DATA" == lost.value.reason
-
-
-@contextmanager
-def continued(writer: Writer, server: ServerProcess) -> Iterator[InProcessServer]:
-    """Continues an upload at a server that has written none of its staging tables."""
-    with (
-        closing(InProcessServer(server.root)) as other,
-        grpc.insecure_channel(other.address) as channel,
-    ):
-        writer.stub = UploadServiceStub(channel)
-        yield other
 
 
 def check_alive(server: ServerProcess | InProcessServer, run: store.Run) -> None:
@@ -254,7 +242,7 @@ def test_a_special_file_in_place_of_a_chunk_table_is_corrupt(
     (table,) = (server.root / f"data/{run.name}/staging").glob("*/0/*")
     replace(table, server)
 
-    with continued(writer, server) as other:
+    with continued(writer, server.root) as other:
         with corrupt():
             writer.finish(sums(0, 1, 2))
         check_alive(other, run)
@@ -272,7 +260,7 @@ def test_many_fifos_do_not_block_other_calls(
     for file in (*tables, *files):
         fifo(file, server)
 
-    with continued(writer, server) as other:
+    with continued(writer, server.root) as other:
         with corrupt():
             writer.finish(sums(0, 1, 2))
         check_alive(other, run)

@@ -1,9 +1,14 @@
 """A server in this process, for tests that neither kill it nor read its log."""
 
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 
+import grpc
+
 from storesvc.server import app, embedded
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.support.contract import Writer
 
 
 class InProcessServer:
@@ -26,3 +31,15 @@ class InProcessServer:
         store = await app.open_store(self.root.as_uri())
         running = app.running(store, "127.0.0.1:0")
         return await self._stack.enter_async_context(running)
+
+
+@contextmanager
+def continued(writer: Writer, root: Path) -> Iterator[InProcessServer]:
+    """Continues an upload at a server that has written none of its staging tables,
+    and therefore reads them."""
+    with (
+        closing(InProcessServer(root)) as other,
+        grpc.insecure_channel(other.address) as channel,
+    ):
+        writer.stub = UploadServiceStub(channel)
+        yield other

@@ -67,6 +67,7 @@ def test_a_deadline_error_names_the_cause_of_the_retries(
     assert "did not answer in time" == made[-1]
 
 
+@pytest.mark.slow
 def test_resource_exhaustion_is_retried_longer_than_unavailability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

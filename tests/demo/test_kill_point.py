@@ -31,6 +31,7 @@ def steps(first: int, last: int) -> list[Event]:
     return [Step(step=step, loss=1.0, mesh="x=1") for step in range(first, last + 1)]
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_a_kill_that_comes_late() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True

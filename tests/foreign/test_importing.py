@@ -412,6 +412,7 @@ with store.connect({uri!r}) as client:
             assert (TABLE + step).tobytes() == found.tobytes()
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_staging_budget(
     tmp_path: Path, server_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +445,7 @@ def test_memory_stays_within_the_staging_budget(
     assert arrays["t2"].tobytes() == found.tobytes()
 
 
+@pytest.mark.slow
 def test_an_import_needs_no_jax(root: ZarrRoot, tmp_path: Path) -> None:
     program = f"""
 import sys

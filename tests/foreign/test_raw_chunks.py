@@ -19,6 +19,7 @@ from storesvc_client._foreign.raw_chunks import Places, RawChunks, raw_form
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client.errors import DataLossError
+from tests.support.examples import sampled
 
 ARRAY = np.arange(10 * 9, dtype=np.float32).reshape(10, 9)
 CHUNK = (4, 5)
@@ -104,7 +105,7 @@ def regions(shape: tuple[int, int]) -> Iterator[Region]:
 
 
 @pytest.mark.parametrize("in_ocdbt", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sampled(FORMS, every=3))
 def test_every_region_has_its_elements(
     form: str, tmp_path: Path, *, in_ocdbt: bool
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_damaged_chunk_is_reported_once_by_its_first_cause(
     assert of_chunks("checksum", 2) == found_in(run.verify(3))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_in_a_data_file_is_reported_or_harmless(
     server: ServerProcess, run: store.Run
 ) -> None:

@@ -203,6 +203,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_hold_that_is_not_renewed_expires_and_keeps_nothing(
     run: store.Run, stub: CheckpointServiceStub
 ) -> None:

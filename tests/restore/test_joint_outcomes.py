@@ -57,6 +57,7 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
             assert f"process {index}: no such leaf" in str(error)
 
 
+@pytest.mark.slow
 def test_process_0_does_not_begin_after_another_process_timed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_process_with_another_request_is_reported_to_all(other: int) -> None:
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [1, 2])
 def test_an_interrupted_process_is_reported_and_later_calls_succeed(
     late: int,
@@ -270,6 +271,7 @@ def test_calls_after_an_interrupt_at_any_point_meet(
             assert ["y of 0"] * 3 == job.call(*ALL, what="y", seconds=5)
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_reported_and_not_the_slow_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

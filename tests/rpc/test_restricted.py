@@ -320,6 +320,7 @@ def test_a_handler_whose_permissions_were_not_checked_fails(
     assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
+@pytest.mark.slow
 def test_a_call_ends_when_the_credential_of_its_caller_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

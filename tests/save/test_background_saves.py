@@ -143,6 +143,7 @@ def test_a_save_without_a_copy_has_ended_when_it_returns(embedded: store.Run) ->
     assert 1 == save.result().step
 
 
+@pytest.mark.slow
 def test_a_save_without_a_copy_blocks_no_other_call_of_the_run(
     embedded: store.Run,
 ) -> None:
@@ -593,6 +594,7 @@ def test_keys_that_are_equal_and_not_the_same_are_planned_each() -> None:
     assert planner.plan({1: x}, b"")[0] is planner.plan({1: x + 1}, b"")[0]
 
 
+@pytest.mark.slow
 def test_threads_that_copy_one_leaf_copy_the_right_shards() -> None:
     """When several threads list the shards of an array for the first time, jax may
     list some shards twice and miss others."""

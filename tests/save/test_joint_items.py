@@ -183,6 +183,7 @@ DIFFERING: dict[str, tuple[list[Any], int, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("items", "finder", "match"), DIFFERING.values(), ids=DIFFERING
 )

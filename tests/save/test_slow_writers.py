@@ -106,6 +106,7 @@ def test_streams_that_stop_within_a_chunk_keep_no_save_waiting_on_files(
         assert all(stream.is_open for stream in streams)
 
 
+@pytest.mark.slow
 def test_streams_that_stop_within_a_chunk_lose_their_permits_to_a_save() -> None:
     with (
         ThreadServer("memory://") as server,

@@ -81,6 +81,7 @@ def test_an_anonymous_role_limits_everyone(
             client.run("prod/llama").save(1, {"w": 1}).result()
 
 
+@pytest.mark.slow
 def test_a_changed_policy_applies_to_the_next_calls(
     serve: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:

@@ -348,6 +348,7 @@ def test_a_server_rejects_unusable_files(
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_storectl_reads_its_certificates_from_the_environment(setting: Setting) -> None:
     environment = {
         "STORECTL_STORE": setting.server.address,

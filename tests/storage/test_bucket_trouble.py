@@ -69,6 +69,7 @@ def test_a_retried_delete_after_a_lost_response_succeeds(
     within(test)
 
 
+@pytest.mark.slow
 def test_transient_errors_are_retried(within: Within, gcs: FakeGcs) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
         for action in (Status(429), Status(503), Reset()):
@@ -166,6 +167,7 @@ def test_a_write_whose_response_was_lost_is_no_conflict(
     within(test)
 
 
+@pytest.mark.slow
 def test_a_later_write_of_another_does_not_fail_a_hedged_write(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_later_write_of_another_does_not_fail_a_hedged_write(
     within(test)
 
 
+@pytest.mark.slow
 def test_a_creation_is_never_hedged(
     hasty: None, within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

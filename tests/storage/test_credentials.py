@@ -156,6 +156,7 @@ def test_transient_errors_of_a_metadata_server_are_retried(
     ends.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["gcs", "gcs_grpc"])
 def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     tokens: Tokens, monkeypatch: pytest.MonkeyPatch, driver: str

@@ -182,6 +182,7 @@ def test_a_flipped_bit_in_an_object_is_reported(
         run.restore(1)
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.parametrize(
     "action", sampled([Status(429), Status(503), Reset(), Lost()], every=4)

@@ -194,6 +194,7 @@ def test_a_deletion_outlasts_transient_errors(
     within(test)
 
 
+@pytest.mark.slow
 def test_stalled_deletions_do_not_block_other_calls(
     within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What differs between a wheel and the checkout is found."""
+"""Differences between a wheel and the checkout are found."""
 
 from tests.repo.wheel_files import differences
 

@@ -1,4 +1,4 @@
-"""What the metrics of a server make of single events."""
+"""Single events change the metrics of a server as they should."""
 
 import math
 from typing import Any

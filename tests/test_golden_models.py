@@ -155,6 +155,7 @@ def test_a_state_of_each_release_is_restored_by_its_factory(
     assert DIGESTS["state"] == digest(made_state())
 
 
+@pytest.mark.slow
 def test_a_state_of_each_release_goes_on_as_one_of_this_release(
     client: store.Client,
 ) -> None:

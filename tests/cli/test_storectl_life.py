@@ -202,6 +202,7 @@ def test_update_sets_what_is_given_and_leaves_the_rest(
     assert [False, {"eval/loss": 2.5}] == [found["pinned"], found["metrics"]]
 
 
+@pytest.mark.slow
 def test_updates_at_once_lose_nothing(server_address: str, saved: store.Run) -> None:
     path = f"{saved.name}@20"
     update = [*COMMAND, "-s", server_address, "update", path, "--json"]

@@ -11,6 +11,7 @@ from grain import experimental
 
 import storesvc_client as store
 from storesvc_client._values.shard_states import UnfitStateError, read_shards
+from tests.support.examples import sampled
 
 TREE = {"x": 1.0}
 SIZE = 60
@@ -79,7 +80,7 @@ def leaves(batches: Any) -> list[Any]:
     return [[np.asarray(x).tolist() for x in jax.tree.leaves(b)] for b in batches]
 
 
-@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+@pytest.mark.parametrize("make", sampled(ITERATORS.values(), every=3), ids=ITERATORS)
 @pytest.mark.parametrize(
     "steps",
     [

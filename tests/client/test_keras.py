@@ -149,6 +149,7 @@ def test_only_improvements_of_a_metric_are_saved(run: store.Run) -> None:
     assert [expected[-1], int(model.optimizer.iterations.value)] == run.steps()
 
 
+@pytest.mark.slow
 def test_an_unknown_metric_is_rejected_with_those_there_are(run: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="one of loss, val_loss, got"):
         fitted(compiled(), StoreCheckpoint(run, monitor="accuracy"), epochs=1)

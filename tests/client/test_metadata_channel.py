@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
@@ -33,6 +34,7 @@ def test_a_call_outside_of_a_span_has_no_metadata() -> None:
     assert [] == call_metadata(None)()
 
 
+@pytest.mark.slow
 def test_a_process_without_opentelemetry_sends_nothing_and_imports_none() -> None:
     program = (
         "import sys, numpy\n"

@@ -24,6 +24,7 @@ def root(tmp_path: Path) -> str:
     return tmp_path.as_uri()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_interrupted(root: str, number: int) -> None:
     process = subprocess.Popen(

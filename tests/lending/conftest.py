@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.examples import sampled
 from tests.support.lending import Cloud, emulated
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture(params=sampled(["gs", "s3"], every=2))
 def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
     """A server over a fresh store in a bucket of each provider."""
     with emulated(request.param) as opened:

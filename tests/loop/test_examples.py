@@ -166,6 +166,7 @@ def check_resumed(example: Example, target: str, total: int, *, start: int) -> N
         check_same(example, client.run(example.run), total)
 
 
+@pytest.mark.slow
 @each_example
 def test_an_example_resumes_as_if_it_had_not_ended(
     example: Example, tmp_path: Path

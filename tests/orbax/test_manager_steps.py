@@ -11,6 +11,7 @@ from orbax.checkpoint import args
 from orbax.checkpoint import checkpoint_managers as managers
 
 from tests.orbax.conftest import NewManager
+from tests.support.examples import sampled
 
 TREE = {"w": np.arange(4.0, dtype=np.float32)}
 
@@ -80,28 +81,31 @@ def test_the_options_decide_when_to_save(
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({"max_to_keep": 2}, [5, 6]),
-        ({"max_to_keep": 1, "keep_period": 3}, [3, 6]),
-        ({"keep_period": 3}, [1, 2, 3, 4, 5, 6]),
-        ({"preservation_policy": managers.LatestN(3)}, [4, 5, 6]),
-        (
-            {
-                "preservation_policy": managers.AnyPreservationPolicy(
-                    [managers.LatestN(1), managers.EveryNSteps(2)]
-                )
-            },
-            [2, 4, 6],
-        ),
-        (
-            {
-                "preservation_policy": managers.AnyPreservationPolicy(
-                    [managers.LatestN(1), managers.CustomSteps([1, 4])]
-                )
-            },
-            [1, 4, 6],
-        ),
-    ],
+    sampled(
+        [
+            ({"max_to_keep": 2}, [5, 6]),
+            ({"max_to_keep": 1, "keep_period": 3}, [3, 6]),
+            ({"keep_period": 3}, [1, 2, 3, 4, 5, 6]),
+            ({"preservation_policy": managers.LatestN(3)}, [4, 5, 6]),
+            (
+                {
+                    "preservation_policy": managers.AnyPreservationPolicy(
+                        [managers.LatestN(1), managers.EveryNSteps(2)]
+                    )
+                },
+                [2, 4, 6],
+            ),
+            (
+                {
+                    "preservation_policy": managers.AnyPreservationPolicy(
+                        [managers.LatestN(1), managers.CustomSteps([1, 4])]
+                    )
+                },
+                [1, 4, 6],
+            ),
+        ],
+        every=3,
+    ),
 )
 def test_the_options_decide_what_stays(
     new_manager: NewManager, options: dict[str, Any], expected: list[int]

@@ -167,6 +167,7 @@ def test_a_state_is_saved_and_restored_in_one_line(
     assert expected == found
 
 
+@pytest.mark.slow
 def test_the_keys_of_haiku_keep_their_slashes(run: store.Run) -> None:
     params = haiku_params().state[0]
     run.save(1, params).result()
@@ -175,6 +176,7 @@ def test_the_keys_of_haiku_keep_their_slashes(run: store.Run) -> None:
     assert {"linear", "batch_norm", "mlp/~/linear_0"} < run.restore().keys()
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_saved_by_its_arrays(run: store.Run) -> None:
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))

@@ -255,6 +255,7 @@ def test_an_optimizer_state_follows_the_parameters(mesh: Mesh) -> None:
     assert {"opt_state/1/0/count": whole} == found
 
 
+@pytest.mark.slow
 def test_a_placed_optimizer_state_updates_under_jit(mesh: Mesh) -> None:
     state = placed_state(mesh)
     before = shardings_by_key(state.opt_state)

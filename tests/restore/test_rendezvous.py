@@ -103,6 +103,7 @@ REFUSED = store.InvalidRequestError("deadline= is not a length")
 ABSENT = store.NotFoundError("x is not there")
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(

@@ -52,6 +52,7 @@ def restored(address: str, name: str, budget_bytes: int) -> tuple[int, list[int]
         return assembly.peak_bytes, handed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_mib", [1, 7, 32])
 def test_buffers_of_a_streamed_restore_fit_its_budget(
     server: ServerProcess, saved: str, budget_mib: int

@@ -593,6 +593,7 @@ def test_a_megabyte_that_is_no_policy_is_rejected_in_linear_time(text: str) -> N
     assert len(str(rejected.value)) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [" | ", " & "])
 def test_a_megabyte_of_rules_is_read_in_linear_time(operator: str) -> None:
     text = operator.join(["tagged"] * 120_000)

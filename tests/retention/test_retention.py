@@ -432,6 +432,7 @@ def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
     assert COMMITTED == slot_of(world, 0).state == slot_of(world, 1).state
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**63))
 @settings(max_examples=examples(400), deadline=None)
 def test_what_is_tagged_or_pinned_stays_whatever_the_order(seed: int) -> None:

@@ -66,6 +66,7 @@ def begin_opening(leaf_count: int = 3) -> api.BeginUploadRequest:
     )
 
 
+@pytest.mark.slow
 def test_streams_that_send_only_an_opening_delay_no_save(
     server: ServerProcess, stalled: Stalled
 ) -> None:

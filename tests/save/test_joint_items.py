@@ -250,6 +250,7 @@ def test_an_iterator_is_saved_by_each_process_and_a_replicated_one_once() -> Non
         } == {row.name.key: row.data for row in own}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [{}, {"own": store.PerProcess(1)}], ids=str)
 def test_a_replicated_value_must_be_equal_in_all_processes(
     others: dict[str, Any],
@@ -292,6 +293,7 @@ def test_a_process_that_does_not_save_the_step_is_named() -> None:
         exchange.agreed(seconds=0.2)
 
 
+@pytest.mark.slow
 def test_the_failure_of_another_process_ends_the_wait() -> None:
     job = ThreadJob(2)
     process, other = job.process(0), job.process(1)

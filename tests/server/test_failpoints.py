@@ -209,7 +209,7 @@ def in_process(
     return answered
 
 
-@pytest.mark.parametrize("point", sampled(Failpoint, every=3))
+@pytest.mark.parametrize("point", sampled(Failpoint, every=6))
 def test_a_storage_that_fails_at_a_step(root: Path, point: Failpoint) -> None:
     fault = Fault(action=Action.RAISE, delay_seconds=0, time=None)
     answered = in_process(root, operation(point), {point: fault})
@@ -217,7 +217,7 @@ def test_a_storage_that_fails_at_a_step(root: Path, point: Failpoint) -> None:
     check(root, operation(point), acknowledged=answered)
 
 
-@pytest.mark.parametrize("prefix", OPERATIONS)
+@pytest.mark.parametrize("prefix", sampled(OPERATIONS, every=3))
 def test_a_delay_at_a_step(root: Path, prefix: str) -> None:
     """Arms all failpoints of an operation at once, as delays are alike at all."""
     points = [point for point in Failpoint if point.partition(".")[0] == prefix]

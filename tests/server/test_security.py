@@ -36,6 +36,7 @@ def tls(tmp_path: Path) -> list[str]:
     return ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
 
 
+@pytest.mark.slow
 def test_others_are_served_only_with_a_policy_or_a_role(
     serve: Callable[..., ServerProcess], tls: list[str]
 ) -> None:

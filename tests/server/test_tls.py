@@ -138,6 +138,7 @@ def test_an_untrusted_certificate_fails_at_once(
             setting.connect(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
 def test_a_server_is_rejected_until_its_certificate_is_right(
     setting: Setting,

@@ -301,6 +301,7 @@ class BucketTests:
 
         within(test)
 
+    @pytest.mark.slow
     def test_a_big_value_is_read_as_a_whole_and_in_parts(
         self, within: Callable[..., None]
     ) -> None:

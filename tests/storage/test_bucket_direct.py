@@ -23,6 +23,7 @@ from storesvc_client._save import data_files
 from storesvc_client._storage.bucket import HedgedCall
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
+from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
 
@@ -111,7 +112,9 @@ LAYOUTS: dict[str, Callable[[], NamedSharding]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout", sampled(LAYOUTS.values(), every=3), ids=list(LAYOUTS)
+)
 def test_a_restore_reads_little_more_than_it_returns(
     direct: store.Client, gcs: FakeGcs, layout: Callable[[], NamedSharding]
 ) -> None:
@@ -258,6 +261,7 @@ def test_bytes_in_flight_are_bounded(
     assert 1 < gcs.most_pending <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("snapshot", "limit", "most"),
     [("host", "IN_FLIGHT_BYTES", 13 * MIB), ("none", "OBJECT_THREADS", 2)],

@@ -33,6 +33,7 @@ from tests.fake_gcs import (
     Stall,
     Status,
 )
+from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET, GcsCalls
 from tests.support.sessions import send_through_server
 
@@ -277,7 +278,9 @@ def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
     assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
-@pytest.mark.parametrize("action", [Lost(), Reset(), Status(503), Late(0.5)])
+@pytest.mark.parametrize(
+    "action", sampled([Lost(), Reset(), Status(503), Late(0.5)], every=4)
+)
 def test_a_data_file_is_stored_once_though_its_response_is_lost(
     run: store.Run, gcs: FakeGcs, action: Any
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_save_outlasts_transient_errors(
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    "action", sampled([Status(503), Reset(), Truncate(100)], every=2)
+    "action", sampled([Status(503), Reset(), Truncate(100)], every=3)
 )
 def test_a_restore_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any

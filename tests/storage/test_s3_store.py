@@ -131,7 +131,9 @@ def test_a_direct_save_creates_a_data_file_once_though_its_response_is_lost(
         assert np.array_equal(tree["x"], run.restore(1)["x"])
 
 
-@pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
+@pytest.mark.parametrize(
+    "action", sampled([Status(503), Status(409), Reset(), Lost()], every=4)
+)
 def test_a_save_and_a_restore_outlast_transient_errors(
     root: str, s3: FakeS3, action: Any
 ) -> None:
@@ -146,7 +148,7 @@ def test_a_save_and_a_restore_outlast_transient_errors(
         assert np.array_equal(tree["x"], run.restore(1)["x"])
 
 
-@pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=2))
+@pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=4))
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_list_with_a_failed_page_is_an_error(
     within: Callable[..., None], s3: FakeS3, code: int, after: int

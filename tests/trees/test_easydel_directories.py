@@ -34,6 +34,7 @@ def advanced(before: EasyDeLState) -> EasyDeLState:
     return before.apply_gradients(grads=before.graphstate)
 
 
+@pytest.mark.slow
 def test_a_directory_holds_the_steps_of_a_state(tmp_path: Path) -> None:
     first, second = state(), advanced(state())
 

@@ -146,6 +146,7 @@ def test_a_state_is_rebuilt_on_a_mesh(
     assert P("a", "b") == moment.sharding.spec
 
 
+@pytest.mark.slow
 def test_only_rng_values_that_a_checkpoint_lacks_are_recreated(
     run: store.Run, state: EasyDeLState
 ) -> None:

@@ -103,6 +103,7 @@ def test_training_goes_on_in_place_as_if_it_had_not_ended(run: store.Run) -> Non
     assert following == losses(other, its_optimizer)
 
 
+@pytest.mark.slow
 def test_an_abstract_module_is_restored_without_arrays_before(run: store.Run) -> None:
     model, optimizer = trained()
     losses(model, optimizer)
@@ -159,6 +160,7 @@ def test_the_checkpoint_is_that_of_a_state(run: store.Run) -> None:
     assert values(model) == values(state.model) == values(alone)
 
 
+@pytest.mark.slow
 def test_only_what_the_optimizer_updates_counts_as_its_parameters(
     run: store.Run,
 ) -> None:

@@ -43,11 +43,12 @@ def test_a_decoded_module_returns_what_the_encoded_one_did(name: str) -> None:
     assert expected == called(case, decoded, state)
 
 
-@pytest.mark.parametrize("name", sampled(WHOLE, every=3))
+@pytest.mark.parametrize("name", sampled(WHOLE, every=6))
 def test_only_closures_and_instances_are_holes(name: str) -> None:
     assert 0 == json.dumps(document(name)).count('"opaque"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].needs_template])
 def test_a_hole_without_a_template_is_rejected(name: str) -> None:
     with pytest.raises(StructureError, match="its class, or a factory"):

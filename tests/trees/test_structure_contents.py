@@ -179,7 +179,14 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+# comparing many parts takes seconds
+EACH = [
+    pytest.param(what, marks=pytest.mark.slow if "many parts" in what else ())
+    for what in DIFFERENT
+]
+
+
+@pytest.mark.parametrize("what", EACH)
 def test_a_difference_is_found_between(what: str) -> None:
     first, second = map(of_setting, DIFFERENT[what])
 
@@ -187,7 +194,7 @@ def test_a_difference_is_found_between(what: str) -> None:
     assert fingerprint(first) != fingerprint(second)
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("what", EACH)
 def test_nothing_differs_from_itself(what: str) -> None:
     first, second = DIFFERENT[what]
 

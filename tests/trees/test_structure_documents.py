@@ -42,6 +42,7 @@ def test_other_bytes_are_rejected(document: bytes, words: str) -> None:
     assert str(e.value).isprintable()
 
 
+@pytest.mark.slow
 def test_a_document_that_becomes_too_many_bytes_is_rejected() -> None:
     document = zlib.compress(b" " * (documents.MAX_BYTES + 1), 9)
 

@@ -72,14 +72,15 @@ def id_of(file: Path) -> str:
     return f"{file.parent.name}-{file.stem}"
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def marked(files: list[Path]) -> list[Any]:
+    """Marks the files of transformers as slow."""
+    return [
         pytest.param(file, marks=pytest.mark.slow if file.stem == "transformer" else ())
-        for file in OTHERS
-    ],
-    ids=id_of,
-)
+        for file in files
+    ]
+
+
+@pytest.mark.parametrize("file", marked(OTHERS), ids=id_of)
 def test_a_document_of_another_release_makes_the_same_module(file: Path) -> None:
     case = CASES[case_of(file)]
     _, state, expected = made(case_of(file))
@@ -93,7 +94,7 @@ def test_a_document_of_another_release_makes_the_same_module(file: Path) -> None
     assert expected == called(case, decoded, state)
 
 
-@pytest.mark.parametrize("file", FILES, ids=id_of)
+@pytest.mark.parametrize("file", marked(FILES), ids=id_of)
 def test_a_module_has_the_same_document_in_any_release(file: Path) -> None:
     document = json.loads(file.read_text())
 

@@ -171,6 +171,7 @@ class TestMergeByPath:
         assert 0 == state["dropout"]["rngs"]["count"].get_value()
         assert [0, 0] == state["norm"]["mean"].get_value().tolist()
 
+    @pytest.mark.slow
     def test_it_works_under_jit_and_grad(self) -> None:
         states: list[Any]
         graphdef, *states = nnx.split(Model(rngs=nnx.Rngs(0)), nnx.Param, ...)

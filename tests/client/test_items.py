@@ -66,7 +66,7 @@ def values(items: dict[str, Any]) -> dict[str, Any]:
         "streamed",
         pytest.param("served", marks=pytest.mark.slow),
         pytest.param("direct", marks=pytest.mark.slow),
-        "bucket",
+        pytest.param("bucket", marks=pytest.mark.slow),
     ]
 )
 def anywhere(

@@ -168,6 +168,7 @@ def test_a_model_without_an_optimizer_gets_its_own_variables(run: store.Run) -> 
     assert np.array_equal(expected, other.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_another_model_is_rejected_and_nothing_changes(run: store.Run) -> None:
     fitted(compiled(), StoreCheckpoint(run), epochs=1)
     model = compiled(width=16)

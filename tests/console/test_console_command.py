@@ -81,6 +81,7 @@ def test_without_its_packages_it_names_the_extra(
     assert "pip install 'storesvc[console]'" in message
 
 
+@pytest.mark.slow
 def test_other_commands_do_not_load_the_console(root: str) -> None:
     program = (
         "import sys\n"

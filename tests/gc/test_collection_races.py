@@ -21,6 +21,7 @@ from tests.support.collecting_process import (
 from tests.support.faulty_bucket import DiedError, FaultyBucket, dies_before
 
 
+@pytest.mark.slow
 def test_a_pass_that_dies_before_any_change_is_gone_on_with() -> None:
     async def main() -> None:
         async def prepared() -> Process:

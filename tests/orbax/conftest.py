@@ -12,6 +12,7 @@ from orbax.checkpoint.experimental.v1 import training
 
 import storesvc_client as store
 from storesvc_client import orbax
+from tests.support.examples import sampled
 
 NewManager = Callable[..., Any]
 
@@ -47,7 +48,7 @@ def _new(cls: Any, place: Callable[[], Any], stack: ExitStack) -> NewManager:
     return create
 
 
-@pytest.fixture(params=["orbax", "storesvc"])
+@pytest.fixture(params=sampled(["storesvc", "orbax"], every=2))
 def new_manager(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -64,7 +65,7 @@ def new_manager(
             yield _new(orbax.CheckpointManager, runs, stack)
 
 
-@pytest.fixture(params=["orbax", "storesvc"])
+@pytest.fixture(params=sampled(["storesvc", "orbax"], every=2))
 def new_checkpointer(
     request: pytest.FixtureRequest,
     tmp_path: Path,

@@ -13,7 +13,6 @@ from flax.training import dynamic_scale
 from flax.training.train_state import TrainState
 
 import storesvc_client as store
-from tests.support.examples import sampled
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 TX = optax.adamw(optax.cosine_decay_schedule(0.1, 100))
@@ -131,10 +130,10 @@ def averaged() -> Trained:
     return Trained(state, step)
 
 
-# all but the first one compile for seconds
-STATES = sampled([averaged, train_state, equinox_module, haiku_params], every=4)
+STATES = [averaged, train_state, equinox_module, haiku_params]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
 def test_a_state_is_saved_and_restored_in_one_line(
     run: store.Run, make: Callable[[], Trained]

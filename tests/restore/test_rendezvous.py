@@ -202,6 +202,7 @@ def test_an_interrupted_process_is_reported_and_later_calls_succeed(
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
+@pytest.mark.slow
 def test_a_wait_for_an_absent_process_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

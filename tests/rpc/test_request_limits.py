@@ -69,6 +69,7 @@ def test_no_request_takes_much_more_memory_than_it_weighs(
     writer.keep_alive()  # it serves as before
 
 
+@pytest.mark.slow
 def test_a_tree_of_millions_of_chunks_takes_no_memory_for_each_of_them(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_abstract_module_is_restored_without_arrays_before(run: store.Run) ->
     assert following == losses(other, its_optimizer)
 
 
+@pytest.mark.slow
 def test_each_leaf_is_placed_as_the_one_it_replaces(run: store.Run) -> None:
     model, optimizer = trained()
     losses(model, optimizer)

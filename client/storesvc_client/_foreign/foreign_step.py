@@ -81,6 +81,11 @@ class ForeignStep:
     is_verified: bool = False
     """True if the format stores checksums of all elements, which reading compares."""
 
+    @property
+    def is_local(self) -> bool:
+        """True if its files are in a file system of this machine."""
+        return self.url.removeprefix(f"{self.format}:").startswith("file:")
+
 
 class ForeignRoot(Protocol):
     """A location below which a project writes its steps."""

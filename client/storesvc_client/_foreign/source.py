@@ -1,11 +1,19 @@
 """Reads the chunks of a foreign step for a restore.
 
-A chunk is what its format reads as a whole. If one region of a restore needs it, it is
-read straight into the buffer of that region, whatever its strides; if several do, it is
-read once and copied. Several threads wait for reads, and each read goes on in the
-threads of its library.
+A chunk is what its format reads as a whole, once. If one region of a restore needs it,
+it is read straight into the buffer of that region, whatever its strides; if several do,
+it is read into memory that is used again, and copied. Several threads wait for reads,
+and each read goes on in the threads of its library.
+
+A library reads a chunk into new memory and decodes it into new memory, whose first
+touch takes as long as decoding it. The allocator returns the same memory for the next
+chunk if it was freed by then, so no more chunks of this machine are in flight than keep
+its processors busy. More are of a bucket, because each takes long to arrive.
 """
 
+import math
+import os
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +24,8 @@ from numpy.typing import NDArray
 
 from storesvc.format.grids import Region, part
 from storesvc.format.reads import Read
+from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BUDGET_BYTES, BufferBudget
@@ -26,6 +36,11 @@ THREADS: Final = 32
 
 FLIGHT_BYTES: Final = 512 << 20
 """Maximum bytes of chunks in flight, each of which its library may hold once more."""
+
+LOCAL_FLIGHT_BYTES: Final = 32 << 20
+"""Bytes of chunks of this machine in flight, unless its processors decode more."""
+
+PROCESSORS: Final = os.cpu_count() or 1
 
 POLL_SECONDS: Final = 1.0
 """Interval at which a read in flight checks whether the restore has failed."""
@@ -43,7 +58,8 @@ class ForeignSource:
         """
         self._step = step
         self._name = name
-        self.budget = BufferBudget(BUDGET_BYTES, read_bytes=FLIGHT_BYTES)
+        self._scratch = _Scratch()
+        self.budget = BufferBudget(BUDGET_BYTES)
         self.read_bytes = 0
         """Bytes of the chunks that were read, without their padding."""
 
@@ -52,6 +68,12 @@ class ForeignSource:
         with assembly.meter.phase("plan"):
             reads = [self._planned(ordinal) for ordinal in ordinals]
         self.read_bytes += sum(read.stop for read in reads)
+        largest = max((read.stop for read in reads), default=0)
+        flight_bytes = FLIGHT_BYTES
+        if self._step.is_local:  # one of a processor is decoded, and the next one read
+            busy = max(LOCAL_FLIGHT_BYTES, 2 * PROCESSORS * largest)
+            flight_bytes = min(FLIGHT_BYTES, busy)
+        self.budget = BufferBudget(BUDGET_BYTES, read_bytes=flight_bytes)
         perform = partial(self._perform, assembly)
         self.budget.perform(
             reads, perform, assembly, threads=THREADS, check=assembly.check_time
@@ -83,12 +105,14 @@ class ForeignSource:
                     self._wait(array.read(region, into))
                 return assembly.finish(ordinal)
             region = self._step.tree.grids[row].region(within)
-            chunk = _empty(region, parts[0][1])
+            memory = self._scratch.take(read.stop)
+            chunk = _shaped(memory, region, parts[0][1].dtype)
             with assembly.meter.phase("read"):
                 self._wait(array.read(region, chunk))
         with assembly.meter.phase("copy"):
             for wanted, into in parts:
                 np.copyto(into, part(chunk, region, wanted))
+        self._scratch.give_back(memory)  # not after an error: it may still be written
         return assembly.finish(ordinal)
 
     def _wait(self, reading: Reading) -> None:
@@ -115,5 +139,33 @@ def _size_bytes(region: Region, itemsize: int) -> int:
     return size
 
 
-def _empty(region: Region, like: NDArray[Any]) -> NDArray[Any]:
-    return np.empty([stop - start for start, stop in region], like.dtype)
+def _shaped(memory: Bytes, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Returns memory as the array of a region."""
+    shape = [stop - start for start, stop in region]
+    size = math.prod(shape) * dtype.itemsize
+    return memory[:size].view(dtype).reshape(shape)
+
+
+class _Scratch:
+    """Memory for chunks that are copied, used again; bounded by the reads in flight."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Bytes] = []
+
+    def take(self, size_bytes: int) -> Bytes:
+        """Returns at least so many bytes."""
+        with self._lock:
+            fitting = [each for each in self._free if each.nbytes >= size_bytes]
+            if fitting:
+                found = min(fitting, key=len)
+                self._free = [each for each in self._free if each is not found]
+                return found
+            if self._free:
+                self._free.pop()  # the larger one takes its place
+        return allocate(size_bytes)
+
+    def give_back(self, memory: Bytes) -> None:
+        """Makes memory free."""
+        with self._lock:
+            self._free.append(memory)

@@ -29,7 +29,8 @@ from storesvc_client.errors import (
 )
 
 FILE_THREADS: Final = min(os.cpu_count() or 1, 8)
-"""Data files in a directory that are written at a time."""
+"""Data files in a directory that are written at a time, and objects of a bucket that
+are assembled at a time."""
 
 FILE_BYTES: Final = 128 << 20
 """File size at which a thread starts its next data file; an interrupted save loses at
@@ -278,42 +279,56 @@ class _GrowingObject:
 
 
 class _InFlightBudget:
-    """Limits the bytes of the objects in flight; each thread has one object."""
+    """Limits the bytes of the objects in flight, and the objects that are assembled at
+    a time; each thread has one object.
+
+    If more objects were assembled than there are processors, all would be complete at
+    the same late time, and the link would be idle until then.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
+        self._assembling: set[int] = set()
+        """Threads whose object is not complete yet."""
         self._taken: dict[int, int] = {}
         """Bytes of each thread."""
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, *, check: Callable[[], None]) -> None:
-        """Waits until so many bytes are free, or all are.
+        """Waits until this thread may assemble an object, and so many bytes are free,
+        or all are.
 
         Args:
             size_bytes: Bytes to take for this thread.
             check: Called at intervals; raises an error to end the wait.
         """
         with self._changed:
-            while self._taken and self._used_bytes + size_bytes > self._limit_bytes:
+            while not self._is_free(size_bytes):
                 check()
                 self._changed.wait(POLL_SECONDS)
             self._taken[threading.get_ident()] = size_bytes
+            self._assembling.add(threading.get_ident())
 
     def keep(self, size_bytes: int) -> None:
-        """Gives back what this thread has taken beyond some bytes."""
+        """Ends the assembly of this thread's object, and gives back what it has taken
+        beyond some bytes."""
         with self._changed:
             self._taken[threading.get_ident()] = size_bytes
+            self._assembling.discard(threading.get_ident())
             self._changed.notify_all()
 
     def give_back(self) -> None:
         """Gives back what this thread has taken."""
         with self._changed:
             del self._taken[threading.get_ident()]
+            self._assembling.discard(threading.get_ident())
             self._changed.notify_all()
 
-    @property
-    def _used_bytes(self) -> int:
-        return sum(self._taken.values())
+    def _is_free(self, size_bytes: int) -> bool:
+        if len(self._assembling) >= FILE_THREADS:
+            return False
+        used_bytes = sum(self._taken.values())
+        return not self._taken or used_bytes + size_bytes <= self._limit_bytes
 
 
 class BucketPool:

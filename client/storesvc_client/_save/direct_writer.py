@@ -9,9 +9,9 @@ that it knows a chunk that a power cut cannot take away:
 3. Queue its chunk table, which then goes to the server.
 """
 
-import queue
 import threading
 import uuid
+from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,13 @@ from typing import Self
 
 import numpy as np
 
-from storesvc.format.chunks import ChunkLocations, pack_placed
+from storesvc.format.chunks import (
+    MAX_PART_ROWS,
+    ChunkLocations,
+    Sums,
+    merge,
+    pack_placed,
+)
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
 from storesvc_client._save.data_files import (
     BucketPool,
@@ -68,9 +74,7 @@ class DirectWriter:
         self._slab_queue = slab_queue
         self._wanted = wanted
         self._sums = sums
-        self._placed: queue.SimpleQueue[tree_pb2.ChunkTable | BaseException | None] = (
-            queue.SimpleQueue()
-        )
+        self._placed = _PlacedChunks(is_merged=not isinstance(root, Path))
         self._stopped = threading.Event()
         self._pool: Pool = (
             FilePool(root, pool)
@@ -97,24 +101,19 @@ class DirectWriter:
         self._threads.shutdown()
 
     def take(self) -> tree_pb2.ChunkTable | None:
-        """Returns the table of the next durable file; None after the last one.
+        """Returns a table of the next durable files; None after the last ones.
 
         Raises:
             LimitError: The storage is full.
             InvalidRequestError: The files may not be written.
             UnavailableError: The storage failed.
         """
-        found = self._placed.get()
-        if not isinstance(found, tree_pb2.ChunkTable):
-            self._placed.put(found)  # for the next caller
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        return self._placed.take()
 
     def _end(self, workers: "Sequence[Future[None]]") -> None:
         """Waits for the worker threads, then ends the queue of tables."""
         errors = [e for worker in workers if (e := worker.exception()) is not None]
-        self._placed.put(errors[0] if errors else None)
+        self._placed.end(errors[0] if errors else None)
 
     def _work(self) -> None:
         try:
@@ -185,7 +184,7 @@ class DirectWriter:
         write()
 
     def _publish(self, name: str, rows: list[tuple[int, int, int]]) -> None:
-        """Queues the chunk tables of a durable file."""
+        """Queues the chunks of a durable file."""
         ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
         places = ChunkLocations(
             files=(name,),
@@ -193,7 +192,69 @@ class DirectWriter:
             offset=np.array([offset for _, offset, _ in rows], np.int64),
             length=np.array([length for _, _, length in rows], np.int64),
         )
-        sums = self._sums.result(ordinals)
-        for table in pack_placed(sums, places, with_ordinals=True):
-            table.files[:] = [name]  # each table is sent by itself
-            self._placed.put(table)
+        self._placed.put(self._sums.result(ordinals), places)
+
+
+class _PlacedChunks:
+    """The chunks of durable files, on their way to the server. Thread-safe."""
+
+    def __init__(self, *, is_merged: bool) -> None:
+        """Creates an empty queue.
+
+        Args:
+            is_merged: Whether one table may have the chunks of several files. On a
+                bucket, each table takes a request; in a directory, the server syncs the
+                files of one table one after another.
+        """
+        self._is_merged = is_merged
+        self._changed = threading.Condition()
+        self._parts: deque[tuple[Sums, ChunkLocations]] = deque()
+        """Parts of files, none with more rows than a table may have."""
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def put(self, sums: Sums, places: ChunkLocations) -> None:
+        """Appends the chunks of a file, ascending by ordinal."""
+        starts = range(0, len(sums), MAX_PART_ROWS)
+        rows = [np.arange(at, min(at + MAX_PART_ROWS, len(sums))) for at in starts]
+        with self._changed:
+            self._parts += ((sums.take(each), places.take(each)) for each in rows)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Marks the end of the queue.
+
+        Args:
+            error: Raised after the last table; None: no error.
+        """
+        with self._changed:
+            self._error = error
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def take(self) -> tree_pb2.ChunkTable | None:
+        """Waits for chunks and returns their table; None after the last one.
+
+        Raises:
+            BaseException: The error of ``end``.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._parts or self._has_ended)
+            parts = self._next_parts()
+        if parts:
+            (table,) = pack_placed(*merge(parts), with_ordinals=True)
+            return table
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _next_parts(self) -> list[tuple[Sums, ChunkLocations]]:
+        """Takes as many parts as one table may have."""
+        found: list[tuple[Sums, ChunkLocations]] = []
+        rows = 0
+        while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
+            found.append(self._parts.popleft())
+            rows += len(found[-1][0])
+            if not self._is_merged:
+                break
+        return found

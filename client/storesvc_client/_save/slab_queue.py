@@ -13,8 +13,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from itertools import chain, islice
 from typing import Final, Protocol
 
 from storesvc_client._chunks.slabs import FilledSlab, Slab
@@ -74,6 +75,8 @@ class SlabQueue:
         self.changed = threading.Condition()
         """Lock of the queue, notified of its changes."""
         self._slabs: deque[FilledSlab] = deque()
+        self._ahead: deque[FilledSlab] = deque()
+        """Slabs before those, which were taken out for a time."""
         self._has_ended = False
         self._error: Exception | None = None
         """Error of the snapshot, or of the source of a transfer."""
@@ -97,7 +100,11 @@ class SlabQueue:
     @property
     def is_ready(self) -> bool:
         """True if ``pop`` may be called."""
-        return self._is_open and (bool(self._slabs) or self._has_ended)
+        return self._is_open and (self._has_slabs or self._has_ended)
+
+    @property
+    def _has_slabs(self) -> bool:
+        return bool(self._ahead or self._slabs)
 
     def buffer(self, slab: Slab) -> "Bytes | None":
         """Waits for memory for a slab and returns it; None if cancelled."""
@@ -168,7 +175,8 @@ class SlabQueue:
         """Cancels the queue: no slab is taken any more."""
         with self.changed:
             self._is_cancelled = self._has_ended = self._is_open = True
-            left = list(self._slabs)
+            left = [*self._ahead, *self._slabs]
+            self._ahead.clear()
             self._slabs.clear()
             self.changed.notify_all()
         # Without the lock: the lock of the pool is taken before that of the queue.
@@ -213,8 +221,39 @@ class SlabQueue:
         """
         if self._is_cancelled:
             self.check()
-        count = min(at_most, len(self._slabs))
-        return [self._slabs.popleft() for _ in range(count)]
+        slabs = chain(_popped(self._ahead), _popped(self._slabs))
+        return list(islice(slabs, at_most))
+
+    def take_ahead(self, is_stopped: Callable[[], bool]) -> FilledSlab | None:
+        """Waits for a slab and takes it out for a time, before a writer takes any.
+
+        Args:
+            is_stopped: Returns whether to end the wait; ``changed`` must be notified
+                when that changes.
+
+        Returns:
+            The slab, which must be given to ``put_back``; None after the last one, or
+            if stopped.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: is_stopped() or self.is_ready)
+            if is_stopped() or not self._slabs:
+                return None
+            return self._slabs.popleft()
+
+    def put_back(self, filled: FilledSlab) -> None:
+        """Puts back a slab of ``take_ahead``; drops it if the queue is cancelled."""
+        with self.changed:
+            if not self._is_cancelled:
+                self._ahead.append(filled)
+                self.changed.notify()
+                return
+        self.give_back(filled)
+
+
+def _popped(slabs: deque[FilledSlab]) -> Iterator[FilledSlab]:
+    while slabs:
+        yield slabs.popleft()
 
 
 class WantedSlabs:

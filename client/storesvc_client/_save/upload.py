@@ -16,7 +16,7 @@ The order makes a checkpoint complete or absent:
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ from storesvc_client._save.chunk_streams import ChunkStreams
 from storesvc_client._save.direct_writer import DirectWriter
 from storesvc_client._save.lease_renewer import LeaseRenewer
 from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
+from storesvc_client._save.sums_ahead import SumsAhead
 from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
@@ -150,7 +151,7 @@ class Upload:
         """
         try:
             # 1. Begin.
-            with self._meter.phase("begin"):
+            with self._meter.phase("begin"), self._in_the_meantime():
                 upload = self._writer.begin()
             self._begun.set_result(upload)
             with LeaseRenewer(self._stub, upload):
@@ -284,6 +285,17 @@ class Upload:
         except PreconditionError as e:
             self._explain(e)
             raise
+
+    def _in_the_meantime(self) -> AbstractContextManager[object]:
+        """Returns a context that computes checksums while the upload begins, which
+        takes long on a bucket.
+
+        Elsewhere they are computed while the bytes are sent or written, so that memory
+        is read once.
+        """
+        if self._data_root is None or isinstance(self._data_root, Path):
+            return nullcontext()
+        return SumsAhead(self._slab_queue, self._sums, self._meter)
 
     def _explain(self, e: PreconditionError) -> None:
         """Raises a clearer error if a precondition failed because the base has

@@ -30,11 +30,16 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.format.names import RunName
+from storesvc.storage.bounded_gather import beside
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)
 """Minimum age of an announcement that is trimmed: its change can no longer be made."""
+
+_YOUNG: Final = LEAST_AGE / 2
+"""Age below which an announcement is not trimmed while another is written: the rest is
+for the difference of two clocks, and for a write that takes long."""
 
 KEPT_AGE: Final = timedelta(days=7)
 """Age at which announcements are trimmed, even if they are few."""
@@ -83,10 +88,17 @@ class Journal:
                 or the storage does not answer.
         """
         for _ in range(MAX_TRIES):
-            # 1. Take the next number with a conditional write.
-            number = await self._create(namespace, announcement)
-            # 2. Check afterwards that it continues the journal: until the write, other
-            #    processes could still trim the numbers before it.
+            # 1. Take the next number with a conditional write; read the last one that
+            #    is known in the meantime.
+            known = self._known.get(namespace, 0)
+            async with beside(self._is_young(namespace, known)) as looking:
+                number = await self._create(namespace, announcement)
+                # 2. It continues the journal if it follows a number that was there and
+                #    young, which nobody has trimmed in the meantime.
+                if number == known + 1 and await looking:
+                    return number
+            # 3. Otherwise check that now: until the write, other processes could still
+            #    trim the numbers before it.
             if await self._is_next(namespace, number):
                 return number
         raise _overtaken(namespace)
@@ -261,6 +273,14 @@ class Journal:
         if later[0] != number + 1:
             await self._bucket.delete(layout.announcement(namespace, number))
         return False
+
+    async def _is_young(self, namespace: str, number: int) -> bool:
+        """Returns whether an announcement exists that no collector trims for hours."""
+        if not number:
+            return False
+        now = self._clock.now()
+        _, found = await self._look(namespace, number)
+        return found is not None and now - found.create_time.ToDatetime(UTC) < _YOUNG
 
     async def _look(
         self, namespace: str, number: int

@@ -124,7 +124,7 @@ class Store:
         runs = Runs(bucket, catalog, clock=clock)
         uploads = Uploads(bucket, catalog, runs, clock=clock)
         reuse = Reuse(bucket, catalog, uploads)
-        tables = OwnTables()
+        tables = OwnTables(clock=clock)
         receipts = Receipts(bucket, uploads, reuse, tables)
         lifecycle = CheckpointLifecycle(
             bucket, catalog, journal, references, clock=clock

@@ -209,8 +209,7 @@ class UploadService:
         receipts, writer = self._store.receipts, opening.open.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
         tables = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
-        async with beside(tables) as staged:
-            upload = await self._open(opening.open)
+        async with beside(tables) as staged, self._opened(opening.open) as upload:
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
                 sums = await offload(opening.chunk_count, parts.joined)
@@ -272,3 +271,11 @@ class UploadService:
         )
         requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
+
+    @asynccontextmanager
+    async def _opened(self, ref: upload_api.WriterRef) -> AsyncIterator[OpenUpload]:
+        """Yields the upload of a writer like ``_open``, see ``Uploads.opened``."""
+        name = UploadName.from_resource(ref.upload)
+        async with self._store.uploads.opened(name, ref.epoch) as upload:
+            requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
+            yield upload

@@ -12,10 +12,11 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
    answers first.
 """
 
+import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
@@ -92,6 +93,23 @@ class _Received:
     """By finished writer."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Early:
+    """A commit that is being prepared before its receipts were read."""
+
+    receipts: dict[int, Receipt]
+    """The receipts that it assumes, by writer."""
+    made: "asyncio.Task[_Prepared]"
+
+    def is_of(self, receipts: dict[int, Receipt]) -> bool:
+        """Returns whether these are the receipts that it assumes."""
+        return _generations(receipts) == _generations(self.receipts)
+
+
+def _generations(receipts: dict[int, Receipt]) -> dict[int, Generation]:
+    return {writer: receipt.generation for writer, receipt in receipts.items()}
+
+
 class Commits:
     """Commits uploads as checkpoints."""
 
@@ -135,11 +153,14 @@ class Commits:
         #    The receipts are read at the same time, and used only if the upload owns
         #    its slot: then it has owned it since it began, because a slot that was lost
         #    never comes back, so they are the receipts of a live upload.
-        async with beside(self._received(name, record)) as received:
+        async with (
+            beside(self._received(name, record)) as received,
+            self._early(name, record) as early,
+        ):
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
                 return await self._settled(name, slot)
-            return await self._commit(name, record, slot, seen, received, span)
+            return await self._commit(name, record, slot, seen, received, early, span)
 
     async def _commit(
         self,
@@ -148,6 +169,7 @@ class Commits:
         slot: pb.CheckpointRecord,
         seen: Generation,
         received: Awaitable[_Received],
+        early: "_Early | None",
         span: Span,
     ) -> pb.CheckpointRecord:
         # 2. Objects before the slot: after a crash in the other order, a committed slot
@@ -155,7 +177,7 @@ class Commits:
         #    meantime and delete the parts of the upload: then an object is missing
         #    here, and the slot says so.
         try:
-            made = await self._prepare(await received)
+            made = await self._prepared(received, early)
         except StoreError as e:
             return await self._after_conflict(name, record, e)
         # 3. Journal before slot: after a crash here, a watch reads the slot and finds
@@ -172,6 +194,7 @@ class Commits:
             await self._write_slot(name, record, committed, seen)
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
+        self._receipts.forget(name, writer_count=record.writer_count)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.landed(name.run.namespace)
         publish(_event(name, committed, span))
@@ -181,6 +204,38 @@ class Commits:
         await self.discards.delete(name)
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
+
+    @asynccontextmanager
+    async def _early(
+        self, name: UploadName, record: pb.UploadRecord
+    ) -> AsyncIterator["_Early | None"]:
+        """Begins, on a bucket, where each request takes long, to prepare a commit while
+        its slot and its receipts are read, from the receipts that this process wrote
+        itself: usually nothing has changed.
+
+        What it writes for receipts that were replaced, or for an upload that has ended,
+        is named by no record, and is collected.
+        """
+        kept = self._receipts.kept(name, writer_count=record.writer_count)
+        if kept is None or self._bucket.has_files or not self._uploads.was_open(name):
+            yield None
+            return
+
+        async def prepare() -> _Prepared:
+            upload = await self._uploads.presumed(name, record.epoch)
+            return await self._prepare(_Received(upload, kept))
+
+        async with beside(prepare()) as made:
+            yield _Early(kept, made)
+
+    async def _prepared(
+        self, received: Awaitable[_Received], early: "_Early | None"
+    ) -> _Prepared:
+        """Returns what ``_prepare`` returns for the receipts that were read."""
+        found = await received
+        if early is not None and early.is_of(found.receipts):
+            return await early.made
+        return await self._prepare(found)
 
     async def _received(self, name: UploadName, record: pb.UploadRecord) -> _Received:
         """Reads the leaf table and the receipts of an upload."""
@@ -248,13 +303,17 @@ class Commits:
     async def _write_key_space(
         self, upload: OpenUpload, made: _Prepared, node_file: str, view: View
     ) -> None:
-        """Writes the key space of a checkpoint: the nodes before the root, so that a
-        reader that finds the root finds them."""
-        await reach(Failpoint.COMMIT_BEFORE_NODES)
-        place = upload.places.data_file(node_file)
-        await self._bucket.write_new(place, view.nodes)
+        """Writes the nodes and the root of a key space, whose name readers get from
+        the record only."""
         root = upload.places.key_space(upload.name.upload, made.attempt) + ROOT
-        await self._write(Failpoint.COMMIT_BEFORE_KEY_SPACE, root, view.root)
+        await together(
+            self._write_nodes(upload.places.data_file(node_file), view),
+            self._write(Failpoint.COMMIT_BEFORE_KEY_SPACE, root, view.root),
+        )
+
+    async def _write_nodes(self, place: str, view: View) -> None:
+        await reach(Failpoint.COMMIT_BEFORE_NODES)
+        await self._bucket.write_new(place, view.nodes)
 
     async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: ChunkLocations

@@ -13,9 +13,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import suppress
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from storesvc.catalog.records import read_record
@@ -36,6 +39,7 @@ from storesvc.save.reuse import (
     FileEnd,
     Reuse,
     claimed_places,
+    file_ends,
     find_claims,
 )
 from storesvc.save.staging_tables import (
@@ -47,12 +51,16 @@ from storesvc.save.staging_tables import (
 )
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import Generation
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 
 _FEW: Final = 8
 """Writers whose receipts are read without a list, which takes as long as they do."""
+
+_KEPT_BYTES: Final = 32 << 20
+"""Memory for the receipts that this process wrote."""
 
 _SHOWN: Final = 5
 """Missing chunks that an error names."""
@@ -65,6 +73,14 @@ class Receipt(NamedTuple):
     """Its chunks."""
     report: list[report_pb2.WriterReport]
     """Its measurements; empty: it sent none."""
+    generation: Generation
+    """Generation of the receipt."""
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate bytes of the table in memory."""
+        sums, places = self.table
+        return sums.nbytes + places.nbytes
 
 
 class Staged(NamedTuple):
@@ -76,6 +92,8 @@ class Staged(NamedTuple):
     """Tables by path that this process wrote."""
     files: Mapping[FileEnd, bool]
     """For each data file of these, whether it exists and is not truncated."""
+    is_all: bool
+    """False if the bucket was not asked for tables that this process did not write."""
 
 
 class Receipts:
@@ -89,6 +107,9 @@ class Receipts:
         tables: OwnTables,
     ) -> None:
         self._bucket = bucket
+        self._kept: LRUCache[tuple[UploadName, int], Receipt] = LRUCache(
+            _KEPT_BYTES, getsizeof=attrgetter("nbytes")
+        )
         self._tables = tables
         self._uploads = uploads
         self._reuse = reuse
@@ -138,11 +159,11 @@ class Receipts:
         _check_ordinals(upload, sums)
         count = upload.tree.chunk_count
         tables = await staged
-        own = await tables_at(
-            self._bucket, tables.paths, chunk_count=count, known=tables.known
-        )
-        sources = await self._reuse.sources_of(upload, own, tables.files)
-        claims = await offload(count, find_claims, upload.tree, sums, sources)
+        own, claims = await self._own_claims(upload, sums, tables)
+        if not tables.is_all and len(_unclaimed(sums, claims)):
+            # Other servers may have written tables of this writer.
+            tables = await self._all_staged(upload.name, writer)
+            own, claims = await self._own_claims(upload, sums, tables)
         stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
         # 2. Claim the rest from the base and the predecessor, which are only read if
         #    the writer did not store everything itself.
@@ -162,22 +183,49 @@ class Receipts:
             receipt.report.writer = writer
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
-        await self._bucket.write(place, seal(receipt, place=place))
+        generation = await self._bucket.write(place, seal(receipt, place=place))
+        with suppress(ValueError):  # larger than the cache
+            reports = [receipt.report] if report is not None else []
+            kept = Receipt((sums, places), reports, generation)
+            self._kept[upload.name, writer] = kept
         await self._uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
+    async def _own_claims(
+        self, upload: OpenUpload, sums: Sums, tables: Staged
+    ) -> tuple[Table, list[Claims]]:
+        """Returns what a writer stored, and the chunks of its receipt in there."""
+        count = upload.tree.chunk_count
+        own = await tables_at(
+            self._bucket, tables.paths, chunk_count=count, known=tables.known
+        )
+        sources = await self._reuse.sources_of(upload, own, tables.files)
+        claims = await offload(count, find_claims, upload.tree, sums, sources)
+        return own, claims
+
     async def staged(self, name: UploadName, writer: int) -> Staged:
         """Returns the staging tables of a writer, for ``finish``.
 
-        Data files that tables of this process name are checked in the meantime.
+        On a bucket, the tables that this process wrote a moment ago come without a
+        request: usually they are all.
         """
+        prefix = RunPaths(name.run).staging(name.upload, writer)
+        if self._bucket.has_files or not self._tables.are_fresh(prefix):
+            return await self._all_staged(name, writer)
+        known = self._tables.below(prefix)
+        files = dict.fromkeys(file_ends(known.values()), True)
+        return Staged(list(known), known, files, is_all=False)
+
+    async def _all_staged(self, name: UploadName, writer: int) -> Staged:
+        """Lists the staging tables of a writer. Data files that tables of this process
+        name are checked in the meantime."""
         prefix = RunPaths(name.run).staging(name.upload, writer)
         known = self._tables.below(prefix)
         paths, files = await asyncio.gather(
             self._bucket.list(prefix), self._reuse.checked(name.run, known.values())
         )
-        return Staged(paths, known, files)
+        return Staged(paths, known, files, is_all=True)
 
     async def find(
         self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]
@@ -201,6 +249,20 @@ class Receipts:
         receipts = await self._bucket.list(places.receipts(name.upload))
         return frozenset(map(places.writer_of, receipts))
 
+    def kept(self, name: UploadName, *, writer_count: int) -> dict[int, Receipt] | None:
+        """Returns the receipts of an upload if this process wrote that of each writer;
+        another process may have replaced one since."""
+        found = {
+            writer: self._kept.get((name, writer)) for writer in range(writer_count)
+        }
+        kept = {w: receipt for w, receipt in found.items() if receipt is not None}
+        return kept if len(kept) == writer_count else None
+
+    def forget(self, name: UploadName, *, writer_count: int) -> None:
+        """Forgets the receipts of an upload that is committed."""
+        for writer in range(writer_count):
+            self._kept.pop((name, writer), None)
+
     async def read(self, upload: OpenUpload) -> dict[int, Receipt]:
         """Returns the receipts of an upload, by writer.
 
@@ -214,9 +276,8 @@ class Receipts:
             if found is None:
                 return None
             table = unpack_table(place, found[0], upload.tree.chunk_count)
-            return Receipt(
-                table, [found[0].report] if found[0].HasField("report") else []
-            )
+            reports = [found[0].report] if found[0].HasField("report") else []
+            return Receipt(table, reports, found[1])
 
         # Of many writers, few may have finished: a list first finds them.
         writers: Sequence[int] = range(upload.record.writer_count)

@@ -6,7 +6,9 @@ process: on storages without files it bounds the memory of uploads, on file syst
 number of open files. A direct writer puts data files into the pool itself and sends
 only their tables.
 
-A chunk is acknowledged in this order, so that an acknowledged chunk is never lost:
+A chunk is acknowledged in this order, so that an acknowledged chunk is never lost (a
+direct writer's object in a bucket is durable before its table arrives, so there step 3
+does not wait for the check of step 2):
 
 1. Its bytes are written and checked against the checksum that it carries.
 2. Its data file is made durable (``Receiver.store``, ``Receiver.adopt``).
@@ -49,6 +51,7 @@ from storesvc.save.batches import Batch
 from storesvc.save.direct_chunks import check_direct_chunks
 from storesvc.save.staging_tables import OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
+from storesvc.storage.bounded_gather import beside, each
 from storesvc.storage.new_object import NewObject
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import ChunksMoved, Path, publish
@@ -60,7 +63,7 @@ batches that are being made durable at once, of threads that write frames, and o
 batches of one stream in flight."""
 
 MAX_TABLES: Final = 32
-"""Maximum tables of one stream in flight on a bucket, where each takes two round trips.
+"""Maximum tables of one stream in flight on a bucket, where each takes a round trip.
 A direct writer completes an object of 8 MiB in much less; four at once would be slower
 than its data. On files, each may take one of the threads that short calls need, so
 there are as many as batches."""
@@ -135,25 +138,40 @@ class Receiver:
         sums, places = await offload(
             len(table.crc32c), check_direct_chunks, upload, table
         )
-        # 2. Make each data file durable, after a check that it is complete: in a file
-        #    that ends early, the last byte cannot be read.
-        for file, end in zip(places.files, places.ends.tolist(), strict=True):
-            place = upload.places.data_file(file)
-            try:
-                await self._bucket.read_range(place, end - 1, end)
-            except CorruptDataError as e:
-                raise InvalidChunkError(
-                    f"{upload.name}: expected {end} bytes or more in the data file "
-                    f"{file}, but it is missing or shorter, or no regular file; send "
-                    "its chunks again"
-                ) from e
-            await self._bucket.adopt(place)
-        # 3. Record the chunks, now that they are durable: after a crash of the machine
-        #    a commit would otherwise claim files that lost their contents.
-        await self._tables.stage(self._bucket, upload.name, writer, (sums, places))
+        ends = list(zip(places.files, places.ends.tolist(), strict=True))
+        new = self._tables.new(upload.name, writer, (sums, places))
+        if self._bucket.has_files:
+            # 2. Make each data file durable.
+            for file, end in ends:
+                await self._adopt_file(upload, file, end)
+            # 3. Record the chunks, now that they are durable: after a crash of the
+            #    machine a commit would otherwise claim files that lost their contents.
+            await self._tables.write(self._bucket, new)
+        else:
+            # 2. and 3. at the same time, because an object that exists is durable. If
+            #    one is missing, the table is not kept, and the chunks are not
+            #    acknowledged; who reads the table later, checks its objects.
+            async with beside(self._tables.write(self._bucket, new)) as writing:
+                await each(lambda end: self._adopt_file(upload, *end), ends)
+                await writing
+        self._tables.keep(new)
         publish(_received("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
+
+    async def _adopt_file(self, upload: OpenUpload, file: str, end: int) -> None:
+        """Makes a data file durable, after a check that it is complete: in a file that
+        ends early, the last byte cannot be read."""
+        place = upload.places.data_file(file)
+        try:
+            await self._bucket.read_range(place, end - 1, end)
+        except CorruptDataError as e:
+            raise InvalidChunkError(
+                f"{upload.name}: expected {end} bytes or more in the data file "
+                f"{file}, but it is missing or shorter, or no regular file; send "
+                "its chunks again"
+            ) from e
+        await self._bucket.adopt(place)
 
     async def store(
         self, upload: OpenUpload, writer: int, batch_file: "_BatchFile"
@@ -170,8 +188,9 @@ class Receiver:
             sums, places = await offload(
                 batch_file.batch.completed, batch_file.batch.table, batch_file.file
             )
-            table = sums, places
-            await self._tables.stage(self._bucket, upload.name, writer, table)
+            table = self._tables.new(upload.name, writer, (sums, places))
+            await self._tables.write(self._bucket, table)
+            self._tables.keep(table)
         publish(_received("stream", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return batch_file.batch.completed
@@ -269,6 +288,10 @@ class _Stream:
     ) -> AsyncGenerator[int]:
         """Stores the parts; see ``Receiver.write``."""
         coming = asyncio.ensure_future(anext(parts, None))
+        # A stream is a sign of life. At once, so that the first acknowledgement, which
+        # renews the lease before it is sent, does not wait for this.
+        renewing = asyncio.ensure_future(self._receiver.uploads.renew(self._upload))
+        renewing.add_done_callback(_retrieve)
         durable = 0
         try:
             while True:
@@ -305,7 +328,7 @@ class _Stream:
             coming.add_done_callback(_retrieve)
             # Wait for writes that still run: they end by themselves, and must not
             # outlive a failed call. gather would cancel them.
-            await asyncio.wait({coming, *self._writing})
+            await asyncio.wait({coming, renewing, *self._writing})
 
     @property
     def _is_full(self) -> bool:

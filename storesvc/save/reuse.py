@@ -158,11 +158,7 @@ class Reuse:
     ) -> dict[FileEnd, bool]:
         """Returns for each data file of some staging tables whether it exists and is
         not truncated, for ``sources_of``."""
-        ends: dict[str, int] = {}
-        for _, places in tables:
-            for file, end in zip(places.files, places.ends.tolist(), strict=True):
-                ends[file] = max(end, ends.get(file, 0))
-        return await self._checked(run, [FileEnd(*each) for each in ends.items()])
+        return await self._checked(run, file_ends(tables))
 
     async def _checked(
         self, run: RunName, files: Sequence[FileEnd]
@@ -237,6 +233,15 @@ class Reuse:
         return await offload(
             len(sums), _sources, upload.tree, sums.take(kept), places.take(kept)
         )
+
+
+def file_ends(tables: Iterable[Table]) -> list[FileEnd]:
+    """Returns the data files of some staging tables."""
+    ends: dict[str, int] = {}
+    for _, places in tables:
+        for file, end in zip(places.files, places.ends.tolist(), strict=True):
+            ends[file] = max(end, ends.get(file, 0))
+    return [FileEnd(*each) for each in ends.items()]
 
 
 def _sources(tree: Tree, sums: Sums, places: ChunkLocations) -> list[Source]:

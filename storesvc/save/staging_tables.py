@@ -9,6 +9,9 @@ need not send again; no chunk is read for either.
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -16,6 +19,7 @@ from cachetools import LRUCache
 from google.protobuf.message import DecodeError
 
 from storesvc.catalog.records import read_record
+from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.format.chunks import (
     ChunkLocations,
@@ -41,6 +45,10 @@ Table: TypeAlias = tuple[Sums, ChunkLocations]
 MAX_OWN_BYTES: Final = 32 << 20
 """Memory for the tables that this process wrote (an estimate)."""
 
+FRESH_SECONDS: Final = 60.0
+"""Time for which the data files of a table that this process wrote need not be checked
+again, while the upload is live."""
+
 _AT_ONCE: Final = 64
 
 _ROW_BYTES: Final = 64
@@ -50,33 +58,61 @@ _FILE_BYTES: Final = 512
 """Memory of a table and of the name of one data file."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTable:
+    """A staging table that this process writes."""
+
+    place: str
+    """Its path in the bucket."""
+    table: Table
+    at: float
+    """``Clock.elapsed`` before its data files were checked."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes (an estimate)."""
+        sums, places = self.table
+        return _ROW_BYTES * len(sums) + _FILE_BYTES * len(places.files)
+
+
 class OwnTables:
     """Staging tables that this process wrote, which it need not read again: a staging
     table is never changed, and its name is random."""
 
-    def __init__(self) -> None:
-        self._tables: LRUCache[str, Table] = LRUCache(
-            MAX_OWN_BYTES, getsizeof=_size_bytes
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._tables: LRUCache[str, NewTable] = LRUCache(
+            MAX_OWN_BYTES, getsizeof=attrgetter("size_bytes")
         )
 
-    async def stage(
-        self, bucket: TensorStoreBucket, name: UploadName, writer: int, table: Table
-    ) -> None:
-        """Records that chunks are stored; the record is durable on return."""
+    def new(self, name: UploadName, writer: int, table: Table) -> NewTable:
+        """Returns a table for ``write`` and ``keep``."""
         place = RunPaths(name.run).staged(name.upload, writer, uuid.uuid4().hex)
-        await bucket.write(place, seal(pack_table(*table), place=place))
-        if _size_bytes(table) <= MAX_OWN_BYTES:
-            self._tables[place] = table
+        return NewTable(place, table, self._clock.elapsed())
+
+    async def write(self, bucket: TensorStoreBucket, new: NewTable) -> None:
+        """Records that chunks are stored; the record is durable on return."""
+        await bucket.write(new.place, seal(pack_table(*new.table), place=new.place))
+
+    def keep(self, new: NewTable) -> None:
+        """Remembers a table that is durable, as are its data files."""
+        with suppress(ValueError):  # larger than the cache
+            self._tables[new.place] = new
 
     def below(self, prefix: str) -> dict[str, Table]:
         """Returns the remembered tables whose paths begin with a prefix, by path."""
-        found = sorted(place for place in self._tables if place.startswith(prefix))
-        return {place: self._tables[place] for place in found}
+        return {new.place: new.table for new in self._below(prefix)}
 
+    def are_fresh(self, prefix: str) -> bool:
+        """Returns whether there are such tables, and the data files of all of them were
+        checked a short time ago."""
+        since = self._clock.elapsed() - FRESH_SECONDS
+        found = self._below(prefix)
+        return bool(found) and all(new.at >= since for new in found)
 
-def _size_bytes(table: Table) -> int:
-    sums, places = table
-    return _ROW_BYTES * len(sums) + _FILE_BYTES * len(places.files)
+    def _below(self, prefix: str) -> list[NewTable]:
+        places = sorted(place for place in self._tables if place.startswith(prefix))
+        return [self._tables[place] for place in places]
 
 
 async def staged_places(

@@ -8,9 +8,11 @@ the slot, asks ``slots``, and writes on the condition that the slot is unchanged
 
 import asyncio
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from cachetools import LRUCache
@@ -51,6 +53,9 @@ DEFAULT_LEASE: Final = timedelta(minutes=10)
 
 _KEPT_RENEWALS: Final = 10_000
 _KEPT_RECORD_BYTES: Final = 4 << 20
+_OPEN_SECONDS: Final = 60.0
+"""Time for which an upload that owned its slot is presumed to own it."""
+
 _RENEWALS_A_LEASE: Final = 6
 """Maximum lease records that progress writes within one lease."""
 
@@ -108,11 +113,15 @@ class Uploads:
         self._leaf_tables = LeafTables(bucket)
         self._rollbacks = Rollbacks(bucket)
         self._renewals: LRUCache[UploadName, _Renewal] = LRUCache(_KEPT_RENEWALS)
+        self._renewing: dict[UploadName, asyncio.Task[_Renewal]] = {}
         self._records: LRUCache[UploadName, pb.UploadRecord] = LRUCache(
             _KEPT_RECORD_BYTES, getsizeof=pb.UploadRecord.ByteSize
         )
         """Records of uploads that began or were opened here; a record is never
         changed."""
+        self._seen: LRUCache[UploadName, float] = LRUCache(_KEPT_RENEWALS)
+        """``Clock.elapsed`` at which this process last saw that an upload owns its
+        slot and can be written."""
 
     async def begin(
         self, name: UploadName, new: NewUpload, table: bytes, digests: bytes = b""
@@ -171,18 +180,17 @@ class Uploads:
             digests: Digests of the leaves that other writers hold too; empty: none.
         """
         # 1. Read the slot, which may show that an earlier try of this request has
-        #    succeeded, then the run: a collection raises the epoch floor before it
-        #    deletes a FREE slot. In the other order an epoch could be used again.
-        slot, record = await asyncio.gather(
+        #    succeeded, and the run at the same time.
+        slot, record, run = await asyncio.gather(
             self._catalog.slot(name.run, step),
             self._own_record(name, identity),
+            self._runs.create(name.run),
         )
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(step))
             return record
         if slot and slot[0].state == slots.UPLOADING:
             access.require(Permission.UPLOADS_SUPERSEDE, name.run)
-        run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
         predecessor = slots.predecessor(slot and slot[0])
         if predecessor and (damage := await self._rollbacks.damage(name.run, slot)):
@@ -190,11 +198,18 @@ class Uploads:
         # 2. Write the record, then the leaf table, then the slot: a process that sees
         #    the upload in the slot finds the other two, and a collection that sees the
         #    leaf table without a record may take the upload for one that has ended.
-        if record is None:
-            described = await describing
-            described.epoch, described.predecessor = epoch, predecessor
-            await reach(Failpoint.BEGIN_BEFORE_RECORD)
-            record = await self._create_record(name, described)
+        #    If there is no slot, read the run once more in the meantime: a collection
+        #    raises the epoch floor before it deletes a FREE slot. If only an earlier
+        #    read counted, an epoch could be used again.
+        async with beside(self._runs.create(name.run)) as reading:
+            if record is None:
+                described = await describing
+                described.epoch, described.predecessor = epoch, predecessor
+                await reach(Failpoint.BEGIN_BEFORE_RECORD)
+                record = await self._create_record(name, described)
+            if slot is None:
+                floor = (await reading).epoch_floor
+                epoch = slots.next_epoch(name.run, None, floor=floor)
         # A record is never changed: garbage collection derives from it which uploads
         # may still reserve the slot. If the slot has changed since, the client must
         # begin with another request id.
@@ -207,7 +222,9 @@ class Uploads:
         )
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
+        elapsed = self._clock.elapsed()
         await self._reserve(name, record, slot and slot[1])
+        self._seen[name] = elapsed
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record
 
@@ -317,9 +334,46 @@ class Uploads:
         """
         record = await self.known_record(name)
         slots.check_epoch(name, record, epoch)
+        elapsed = self._clock.elapsed()
         slot, _ = await self.slot(name, record)
         if slot.state != slots.UPLOADING:
             raise slots.exists(name.run, slot)
+        self._seen[name] = elapsed
+        return OpenUpload(name, record, await self.tree(name, record))
+
+    @asynccontextmanager
+    async def opened(self, name: UploadName, epoch: int) -> AsyncIterator[OpenUpload]:
+        """Yields an upload like ``open``, whose errors it raises at the latest at the
+        end of the context: for work that is of no use to an upload that has ended.
+
+        The slot is read in the meantime if the upload owned it a short time ago.
+        """
+        async with beside(self.open(name, epoch)) as opening:
+            if self.was_open(name):
+                upload = await self.presumed(name, epoch)
+            else:
+                upload = await opening
+            try:
+                yield upload
+            except StoreError:
+                await opening  # if the upload has ended, that is the error
+                raise
+            await opening
+
+    def was_open(self, name: UploadName) -> bool:
+        """Returns whether an upload owned its slot a short time ago."""
+        seen = self._seen.get(name)
+        return seen is not None and self._clock.elapsed() - seen <= _OPEN_SECONDS
+
+    async def presumed(self, name: UploadName, epoch: int) -> OpenUpload:
+        """Returns an upload without a look at its slot; see ``was_open``.
+
+        Raises:
+            UploadNotFoundError: The upload does not exist.
+            UploadSupersededError: The upload has another epoch.
+        """
+        record = await self.known_record(name)
+        slots.check_epoch(name, record, epoch)
         return OpenUpload(name, record, await self.tree(name, record))
 
     async def known_record(self, name: UploadName) -> pb.UploadRecord:
@@ -371,17 +425,31 @@ class Uploads:
         """
         length = upload.record.lease_duration.ToTimedelta()
         interval = length.total_seconds() / _RENEWALS_A_LEASE
-        elapsed = self._clock.elapsed()
         last = self._renewals.get(upload.name)
-        if last is None or elapsed - last.at >= interval:
-            last = _Renewal(self._clock.now(), elapsed)
-            lease = pb.LeaseRecord(
-                renew_time=timestamp(last.when), nonce=uuid.uuid4().hex
-            )
-            place = upload.places.lease(upload.name.upload)
-            await self._bucket.write(place, seal(lease, place=place))
-            self._renewals[upload.name] = last
+        if last is None or self._clock.elapsed() - last.at >= interval:
+            # Calls at the same time share one write: buckets reject many of one object.
+            writing = self._renewing.get(upload.name)
+            if writing is None:
+                writing = asyncio.ensure_future(self._write_lease(upload))
+                self._renewing[upload.name] = writing
+                writing.add_done_callback(partial(self._renewed, upload.name))
+            last = await asyncio.shield(writing)
         return last.when + length
+
+    async def _write_lease(self, upload: OpenUpload) -> _Renewal:
+        renewal = _Renewal(self._clock.now(), self._clock.elapsed())
+        lease = pb.LeaseRecord(
+            renew_time=timestamp(renewal.when), nonce=uuid.uuid4().hex
+        )
+        place = upload.places.lease(upload.name.upload)
+        await self._bucket.write(place, seal(lease, place=place))
+        self._renewals[upload.name] = renewal
+        return renewal
+
+    def _renewed(self, name: UploadName, writing: "asyncio.Task[_Renewal]") -> None:
+        del self._renewing[name]
+        if not writing.cancelled():
+            writing.exception()  # marks it as retrieved, even if no caller waits
 
     async def abort(self, name: UploadName) -> None:
         """Aborts an upload and frees its step; an upload that has ended is ignored.
@@ -394,6 +462,7 @@ class Uploads:
         """
         # 1. Free the slot first, on the condition that it is unchanged: a commit at the
         #    same time either fails, or makes this call fail.
+        self._seen.pop(name, None)
         places = RunPaths(name.run)
         record = await self._found(name)
         if record is None:

@@ -318,7 +318,7 @@ def test_a_damaged_staging_table_is_reported_as_damage(
     async def main() -> None:
         process = await Process.over(await FaultyBucket.faulty("memory://"))
         upload = await process.begin(1)
-        await process.send(upload, {0: 0, 1: 0, 2: 0})
+        await process.send(upload, {0: 0, 1: 0})
         place = PLACES.staged(upload.upload, 0, "rot")
         data = table if isinstance(table, bytes) else seal(table, place=place)
         await process.bucket.write(place, data)

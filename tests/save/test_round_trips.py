@@ -15,16 +15,19 @@ import pytest
 from storesvc.catalog import slots
 from storesvc.errors import (
     StorageUnavailableError,
+    UploadNotFoundError,
     UploadSupersededError,
     WriterUnfinishedError,
 )
+from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
 from storesvc.storage.bounded_gather import beside
-from storesvc.storage.bucket import Stored
+from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
+from storesvc.storage.opened_storage import OpenedStorage
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -37,17 +40,30 @@ SECONDS = 20.0
 
 
 class MeetingBucket(TensorStoreBucket):
-    """A bucket in which the first reads of two places wait for each other."""
+    """A bucket in which the first requests of some places wait for each other."""
 
     places: frozenset[str] = frozenset()
 
+    def __init__(self, opened: OpenedStorage) -> None:
+        super().__init__(opened)
+        self._prefix = ""
+        self.reads: list[str] = []
+        """Paths of the objects that were read."""
+
     def meet(self, *places: str) -> None:
-        """Lets the next reads of these places wait for each other."""
+        """Lets the next requests of these places wait for each other."""
         self.places = frozenset(places)
         self._left = set(places)
         self._all_asked = asyncio.Event()
 
+    def meet_below(self, prefix: str, *places: str) -> None:
+        """The same for the next request below a prefix."""
+        self.meet(prefix, *places)
+        self._prefix = prefix
+
     async def _meeting(self, place: str) -> None:
+        if self._prefix and place.startswith(self._prefix):
+            place = self._prefix
         if place in self.places:
             self._left.discard(place)
             if not self._left:
@@ -56,10 +72,18 @@ class MeetingBucket(TensorStoreBucket):
 
     async def read(self, path: str) -> Stored | None:
         await self._meeting(path)
+        self.reads.append(path)
         return await super().read(path)
+
+    async def write(
+        self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
+    ) -> Generation:
+        await self._meeting(path)
+        return await super().write(path, data, condition=condition)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         await self._meeting(prefix)
+        self.reads.append(prefix)
         return await super().list(prefix, after=after)
 
 
@@ -124,6 +148,67 @@ def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
         assert slots.COMMITTED == committed.state
 
     within(test)
+
+
+def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        epoch = await finished(store, 1)
+        # the receipt is read, too, and compared with the one that is assumed
+        root = PLACES.key_space(name_of(1).upload, "").rstrip("/")
+        bucket.meet_below(root, PLACES.checkpoint(1))
+
+        committed = await store.commits.commit(name_of(1), epoch)
+
+        assert slots.COMMITTED == committed.state
+        assert PLACES.receipt(name_of(1).upload, 0) in bucket.reads
+
+    within(test)
+
+
+def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        await finished(store, 1)
+
+        staging = PLACES.staging_of(name_of(1).upload)
+        assert [] == [place for place in bucket.reads if place.startswith(staging)]
+
+    within(test)
+
+
+def test_an_upload_reads_its_run_beside_the_slot() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        await begin(store, 1)
+        bucket.meet(PLACES.checkpoint(2), layout.run_record(RUN))
+
+        assert 1 == (await begin(store, 2)).epoch
+
+    within(test)
+
+
+def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> None:
+    class Collected(MeetingBucket):
+        """A collection raises the floor when the first slot has been read."""
+
+        store: Store
+
+        async def read(self, path: str) -> Stored | None:
+            found = await super().read(path)
+            if path == PLACES.checkpoint(1) and layout.run_record(RUN) in self.reads:
+                await self.store.runs.raise_epoch_floor(RUN, 7)
+            return found
+
+    async def main() -> None:
+        bucket = await Collected.open("memory://")
+        bucket.store = store = await Store.open(bucket)
+        await store.runs.create(RUN)
+        bucket.meet(PLACES.checkpoint(1), layout.run_record(RUN))
+
+        with pytest.raises(UploadNotFoundError):
+            await begin(store, 1)
+
+        assert await store.catalog.slot(RUN, 1) is None
+
+    asyncio.run(main())
 
 
 def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:

@@ -94,7 +94,7 @@ class Journal:
             async with beside(self._is_young(namespace, known)) as looking:
                 number = await self._create(namespace, announcement)
                 # 2. It continues the journal if it follows a number that was there and
-                #    young, which nobody has trimmed in the meantime.
+                #    young, which no collector has trimmed since.
                 if number == known + 1 and await looking:
                     return number
             # 3. Otherwise check that now: until the write, other processes could still

@@ -91,11 +91,12 @@ class Journal:
             # 1. Take the next number with a conditional write; read the last one that
             #    is known in the meantime.
             known = self._known.get(namespace, 0)
-            async with beside(self._is_young(namespace, known)) as looking:
+            async with beside(self._create_time(namespace, known)) as looking:
                 number = await self._create(namespace, announcement)
                 # 2. It continues the journal if it follows a number that was there and
-                #    young, which no collector has trimmed since.
-                if number == known + 1 and await looking:
+                #    is young even now: no collector has trimmed it before the write,
+                #    however long that took.
+                if number == known + 1 and self._is_young(await looking):
                     return number
             # 3. Otherwise check that now: until the write, other processes could still
             #    trim the numbers before it.
@@ -274,13 +275,16 @@ class Journal:
             await self._bucket.delete(layout.announcement(namespace, number))
         return False
 
-    async def _is_young(self, namespace: str, number: int) -> bool:
-        """Returns whether an announcement exists that no collector trims for hours."""
+    async def _create_time(self, namespace: str, number: int) -> datetime | None:
+        """Returns the time of an announcement; None if it is missing or damaged."""
         if not number:
-            return False
-        now = self._clock.now()
+            return None
         _, found = await self._look(namespace, number)
-        return found is not None and now - found.create_time.ToDatetime(UTC) < _YOUNG
+        return None if found is None else found.create_time.ToDatetime(UTC)
+
+    def _is_young(self, create_time: datetime | None) -> bool:
+        """Returns whether no collector trims an announcement of this time for hours."""
+        return create_time is not None and self._clock.now() - create_time < _YOUNG
 
     async def _look(
         self, namespace: str, number: int

@@ -235,6 +235,8 @@ class Commits:
         found = await received
         if early is not None and early.is_of(found.receipts):
             return await early.made
+        if early is not None:
+            early.made.cancel()
         return await self._prepare(found)
 
     async def _received(self, name: UploadName, record: pb.UploadRecord) -> _Received:

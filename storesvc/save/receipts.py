@@ -62,6 +62,12 @@ _FEW: Final = 8
 _KEPT_BYTES: Final = 32 << 20
 """Memory for the receipts that this process wrote."""
 
+_RECEIPT_BYTES: Final = 2048
+"""Memory of a receipt without chunks."""
+
+_NAME_BYTES: Final = 128
+"""Memory of the name of one data file."""
+
 _SHOWN: Final = 5
 """Missing chunks that an error names."""
 
@@ -77,10 +83,12 @@ class Receipt(NamedTuple):
     """Generation of the receipt."""
 
     @property
-    def nbytes(self) -> int:
-        """Approximate bytes of the table in memory."""
+    def size_bytes(self) -> int:
+        """Memory that it takes (an estimate)."""
         sums, places = self.table
-        return sums.nbytes + places.nbytes
+        reports = sum(report.ByteSize() for report in self.report)
+        names = _NAME_BYTES * len(places.files)
+        return _RECEIPT_BYTES + sums.nbytes + places.nbytes + names + reports
 
 
 class Staged(NamedTuple):
@@ -108,7 +116,7 @@ class Receipts:
     ) -> None:
         self._bucket = bucket
         self._kept: LRUCache[tuple[UploadName, int], Receipt] = LRUCache(
-            _KEPT_BYTES, getsizeof=attrgetter("nbytes")
+            _KEPT_BYTES, getsizeof=attrgetter("size_bytes")
         )
         self._tables = tables
         self._uploads = uploads
@@ -184,10 +192,11 @@ class Receipts:
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
         generation = await self._bucket.write(place, seal(receipt, place=place))
-        with suppress(ValueError):  # larger than the cache
+        if not self._bucket.has_files:  # where a commit is prepared early
             reports = [receipt.report] if report is not None else []
             kept = Receipt((sums, places), reports, generation)
-            self._kept[upload.name, writer] = kept
+            with suppress(ValueError):  # larger than the cache
+                self._kept[upload.name, writer] = kept
         await self._uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places

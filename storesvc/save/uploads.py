@@ -349,12 +349,11 @@ class Uploads:
         The slot is read in the meantime if the upload owned it a short time ago.
         """
         async with beside(self.open(name, epoch)) as opening:
-            if self.was_open(name):
-                upload = await self.presumed(name, epoch)
-            else:
-                upload = await opening
             try:
-                yield upload
+                if self.was_open(name):
+                    yield await self.presumed(name, epoch)
+                else:
+                    yield await opening
             except StoreError:
                 await opening  # if the upload has ended, that is the error
                 raise

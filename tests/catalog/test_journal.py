@@ -310,6 +310,38 @@ def test_a_process_that_slept_through_a_trim_announces_at_the_end(
     within(test)
 
 
+def test_a_process_that_slept_while_it_announced_announces_at_the_end(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        own, asleep, woken = bucket.reopened(), asyncio.Event(), asyncio.Event()
+        sleeper = Journal(own, clock=clock)
+        awake = Journal(bucket.reopened(), clock=clock)
+        assert 1 == await sleeper.announce("n", commit())
+        write = own.write
+
+        async def paused(*args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.05)  # after its look at the last announcement
+            asleep.set()
+            await woken.wait()
+            return await write(*args, **options)
+
+        monkeypatch.setattr(own, "write", paused)
+        announcing = asyncio.create_task(sleeper.announce("n", commit()))
+        await asleep.wait()
+        for _ in range(10):
+            await awake.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        await awake.trim("n")
+        woken.set()
+
+        assert 12 == await announcing
+        assert [11, 12] == await numbers(awake)
+
+    within(test)
+
+
 def test_who_saw_an_empty_journal_does_not_announce_its_first_number_again(
     within: Callable[[Test], None],
 ) -> None:

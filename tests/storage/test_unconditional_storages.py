@@ -36,7 +36,8 @@ def emulated(*ignored: str) -> Iterator[tuple[FakeGcs, str]]:
 @pytest.fixture(autouse=True)
 def no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "")
+    # that of the other tests: TensorStore keeps the first one that it sees in a process
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
 
 
 # --- conditions -------------------------------------------------------------------

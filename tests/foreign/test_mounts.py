@@ -163,7 +163,9 @@ def test_in_a_bucket_a_step_without_its_commit_file_is_unfinished_unless_trusted
     written: Callable[[str], Path], gcs: FakeGcs
 ) -> None:
     root = gcs_root()
-    _copy(written("v0-manager"), root, without="ckpt_000100/commit_success.txt")
+    copy_to_bucket(
+        written("v0-manager"), root, without="ckpt_000100/commit_success.txt"
+    )
     run = store.open_foreign(f"orbax:{root}")
     assert [5] == list(run.steps())
     with pytest.raises(
@@ -176,7 +178,8 @@ def test_in_a_bucket_a_step_without_its_commit_file_is_unfinished_unless_trusted
     assert_same(state, trusted.restore(100, like=state))
 
 
-def _copy(folder: Path, root: str, *, without: str) -> None:
+def copy_to_bucket(folder: Path, root: str, *, without: str = "") -> None:
+    """Copies a folder into a bucket, with the exception of one file."""
     location = open_location(root)
     with location.opening():
         bucket = ts.KvStore.open(location.kvstore()).result()

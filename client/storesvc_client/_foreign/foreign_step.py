@@ -53,6 +53,17 @@ class ForeignArray(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadItem:
+    """An item of a step that cannot be read; the other items can."""
+
+    name: str
+    is_tree: bool
+    """True if it holds leaves."""
+    reason: str
+    """Message of the error."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForeignStep:
     """One checkpoint that another project wrote."""
@@ -80,6 +91,8 @@ class ForeignStep:
     for a copy of the files."""
     is_verified: bool = False
     """True if the format stores checksums of all elements, which reading compares."""
+    unread: Sequence[UnreadItem] = ()
+    """Items that the tree lacks because they cannot be read."""
 
     @property
     def is_local(self) -> bool:

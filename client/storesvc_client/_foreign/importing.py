@@ -28,6 +28,7 @@ from storesvc_client._values.transfers import Transfer, with_provenance
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
+    DataLossError,
     NotFoundError,
     PreconditionError,
 )
@@ -71,12 +72,14 @@ def import_steps(
         NotFoundError: The location has no such step, or none at all.
         AlreadyExistsError: The run has another checkpoint at one of the steps, or one
             that was imported before the files changed; nothing was imported.
+        DataLossError: A step has an item that cannot be read; those before it are
+            imported.
         StoreError: A step could not be read or stored; those before it are imported.
     """
     # 1. Reject what cannot be imported before anything is stored.
     wanted = _wanted(root, steps)
     present = committed(stub)
-    opened = {step: root.open(step) for step in wanted if step in present}
+    opened = {step: _whole(root.open(step)) for step in wanted if step in present}
     for step, found in opened.items():
         _check_same(found, present[step])
     # 2. Import.
@@ -87,7 +90,7 @@ def import_steps(
         done = _import(
             session,
             stub,
-            root.open(step),
+            _whole(root.open(step)),
             present,
             labels=labels,
             progress=progress,
@@ -96,6 +99,24 @@ def import_steps(
         )
         present[step] = done.checkpoint
         yield done
+
+
+def _whole(source: ForeignStep) -> ForeignStep:
+    """Returns a step of which every item can be read.
+
+    Raises:
+        DataLossError: One cannot; the caller decides whether to leave it out.
+    """
+    if source.unread:
+        names = [item.name for item in source.unread]
+        reasons = "; ".join(f"{each.name} ({each.reason})" for each in source.unread)
+        raise DataLossError(
+            f"import of {source.url}: expected a step of which every item can be read, "
+            f"got some that cannot: {reasons}; leave them out by name: "
+            f"{' '.join(f'--without {name}' for name in names)}, "
+            f"open_foreign(..., without={names!r})"
+        )
+    return source
 
 
 def _wanted(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:

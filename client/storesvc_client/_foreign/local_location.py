@@ -107,6 +107,10 @@ class LocalLocation:
             self._check_links(self._inside(inside))
         return {"driver": "file", "path": f"{place.as_posix().rstrip('/')}/"}
 
+    def below(self, folder: str) -> "LocalLocation":
+        """See ``Location``."""
+        return LocalLocation(self._inside(checked_path(self.url, folder)))
+
     def opening(self) -> AbstractContextManager[None]:
         """See ``Location``."""
         return nullcontext()

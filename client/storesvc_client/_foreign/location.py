@@ -83,6 +83,13 @@ class Location(Protocol):
             PreconditionError: TensorStore has no driver for such URLs.
         """
 
+    def below(self, folder: str) -> "Location":
+        """Returns the location of a folder in this one.
+
+        Raises:
+            DataLossError: It is a symbolic link that leads out of the location.
+        """
+
     def opening(self) -> AbstractContextManager[None]:
         """Returns a block in which TensorStore opens specs of ``kvstore``: it reads
         some endpoints from the environment."""

@@ -9,12 +9,11 @@ needs, straight into its buffers. Nothing is written, and nothing is copied.
 >>> state = run.restore(like=state, mesh=mesh, rules="recorded")  # doctest: +SKIP
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 import numpy as np
@@ -25,12 +24,14 @@ from storesvc.format.names import Which
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
-from storesvc_client._foreign.location import Location, open_location
+from storesvc_client._foreign.formats.orbax_items import item_name
+from storesvc_client._foreign.location import open_location
+from storesvc_client._foreign.nearby import below, open_root, other_format
 from storesvc_client._foreign.source import ForeignSource
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
-from storesvc_client._values.arguments import checked_patterns
+from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
 from storesvc_client._values.durations import Deadline, DurationLike, checked_duration
 from storesvc_client._values.listing import listed
@@ -39,17 +40,18 @@ from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import RestoreReport
 from storesvc_client._values.texts import size_text
 from storesvc_client.errors import (
+    DataLossError,
     InvalidRequestError,
+    MismatchError,
     NotFoundError,
     PreconditionError,
-    StoreError,
 )
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
-    from storesvc_client._values.key_patterns import Patterns
+    from storesvc_client._values.key_patterns import Pattern, Patterns
     from storesvc_client._values.options import RestoreKeywords, Rules
 
 _NAMED: Final = "safetensors"
@@ -57,6 +59,9 @@ _NAMED: Final = "safetensors"
 
 _COMMITTING: Final = "orbax"
 """The format whose steps in a bucket have a file that says that they are finished."""
+
+_COMPOSED: Final = "orbax"
+"""The format whose steps consist of items."""
 
 MAX_CHUNKS: Final = 64_000_000
 """Maximum chunks of a step, each of which takes 40 bytes of a restore's plan."""
@@ -87,6 +92,8 @@ class ForeignInfo:
     files, in hexadecimal."""
     is_verified: bool
     """True if reading compares checksums of all elements."""
+    unread: Mapping[str, str]
+    """Reason for each item of Orbax that cannot be read, by name; the others can."""
 
     def __repr__(self) -> str:
         size = f"{self.leaf_count} leaves, {size_text(self.size_bytes)}"
@@ -108,6 +115,7 @@ class ForeignInfo:
             chunk_count=step.tree.chunk_count,
             digest=step.digest,
             is_verified=step.is_verified,
+            unread={item.name: item.reason for item in step.unread},
         )
 
 
@@ -116,6 +124,7 @@ def open_foreign(
     *,
     storage_options: Mapping[str, Any] | None = None,
     trust_uncommitted: bool = False,
+    without: Iterable[str] = (),
     keep_names: bool = False,
 ) -> "ForeignRun":
     """Returns the checkpoints that another project wrote below a URL; lists it.
@@ -131,6 +140,8 @@ def open_foreign(
         trust_uncommitted: Whether steps of Orbax in a bucket without
             ``commit_success.txt`` count as finished, as those that were copied there
             from a file system.
+        without: Names of items of Orbax to leave out of each step, such as one that
+            cannot be read, with which no step is imported.
         keep_names: Whether the name of a tensor of safetensors is one key, and not
             split at each ".".
 
@@ -148,9 +159,17 @@ def open_foreign(
             f"{url}: expected trust_uncommitted= (--trust-uncommitted) with "
             "checkpoints of Orbax only; leave it out"
         )
+    left_out = frozenset(checked_texts(f"{url}: without=", without))
+    if left_out and scheme != _COMPOSED:
+        raise InvalidRequestError(
+            f"{url}: expected without= (--without) with checkpoints of Orbax only; "
+            "leave it out"
+        )
     options: dict[str, Any] = {}
     if trust_uncommitted:
         options["trust_uncommitted"] = True
+    if left_out:
+        options["without"] = left_out
     if scheme == _NAMED:
         place, options["file"] = split_file(place)
         options["keep_names"] = keep_names
@@ -159,39 +178,30 @@ def open_foreign(
             f"{url}: expected keep_names= with safetensors only; leave it out"
         )
     location = open_location(place, storage_options=storage_options)
-    lookalike = partial(_lookalike, scheme, location)
+    lookalike = partial(other_format, scheme, location)
+    inside = partial(below, scheme, location)
     try:
-        root = _opened(scheme, location, options)
+        root = open_root(scheme, location, options)
     except NotFoundError as e:
-        raise _with_hint(e, lookalike) from e
-    return ForeignRun(root, lookalike)
-
-
-def _opened(scheme: str, location: Location, options: Mapping[str, Any]) -> ForeignRoot:
-    module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
-    root: ForeignRoot = module.open_root(location, **options)
-    return root
-
-
-def _lookalike(scheme: str, location: Location) -> str | None:
-    """Returns the URLs of the checkpoints of other formats at a location; None: no
-    other format has finished ones."""
-    place = location.url.removeprefix("file://")
-    found = []
-    for other in FORMATS:
-        with suppress(StoreError):
-            if other != scheme and _opened(other, location, {}).steps():
-                found.append(f"{other}:{place}")
-    return " or ".join(found) or None
+        raise _with_hint(e, lookalike, inside) from e
+    return ForeignRun(root, lookalike, inside)
 
 
 def _with_hint(
-    error: NotFoundError, lookalike: Callable[[], str | None]
+    error: NotFoundError,
+    lookalike: Callable[[], str | None],
+    inside: Callable[[], str | None],
 ) -> NotFoundError:
-    """Returns an error that names the checkpoints of another format, if there are."""
-    other = lookalike()
-    hint = f"; there are some of another format: use {other}" if other else ""
-    return NotFoundError(f"{error}{hint}")
+    """Returns an error that names the checkpoints of another format, or further down,
+    if there are."""
+    if other := lookalike():
+        return NotFoundError(f"{error}; there are some of another format: use {other}")
+    if found := inside():
+        return NotFoundError(
+            f"{error}; there are some in its folders, each of which is opened by its "
+            f"own URL: use {found}"
+        )
+    return error
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -240,12 +250,17 @@ class ForeignRun:
     """
 
     def __init__(
-        self, root: ForeignRoot, lookalike: Callable[[], str | None] = lambda: None
+        self,
+        root: ForeignRoot,
+        lookalike: Callable[[], str | None] = lambda: None,
+        inside: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.root = root
         """Reads its steps."""
         self._lookalike = lookalike
         """Returns the URL of checkpoints of another format at the same place."""
+        self._inside = inside
+        """Returns the URLs of checkpoints in the folders there."""
 
     def __repr__(self) -> str:
         return f"<ForeignRun {self.name}>"
@@ -265,7 +280,7 @@ class ForeignRun:
         try:
             found = self.root.steps()
         except NotFoundError as e:
-            raise _with_hint(e, self._lookalike) from e
+            raise _with_hint(e, self._lookalike, self._inside) from e
         if not found and (other := self._lookalike()):
             raise NotFoundError(
                 f"{self.name}: expected finished checkpoints of this format, got some "
@@ -274,14 +289,25 @@ class ForeignRun:
         return found
 
     @listed("checkpoint")
-    def checkpoints(self) -> Iterator[ForeignInfo]:
+    def checkpoints(
+        self, *, on_damage: Callable[[DataLossError], object] | None = None
+    ) -> Iterator[ForeignInfo]:
         """Yields all finished checkpoints, newest first; reads what describes each.
+
+        Args:
+            on_damage: Called with the error of each checkpoint that cannot be read; the
+                others are yielded. By default the error is raised.
 
         Raises:
             StoreError: As for ``open``.
         """
         for step in reversed(self.steps()):
-            yield self.checkpoint(step)
+            try:
+                yield self.checkpoint(step)
+            except DataLossError as e:
+                if on_damage is None:
+                    raise
+                on_damage(e)
 
     def checkpoint(self, which: Which = "latest") -> ForeignInfo:
         """Returns one checkpoint; see ``open``."""
@@ -351,6 +377,8 @@ class ForeignCheckpoint(OpenTree):
         self.info = ForeignInfo.of(run, step)
         """The checkpoint as its files describe it."""
         self._step = step
+        self._lost = [item for item in step.unread if item.is_tree]
+        """Items with leaves that cannot be read."""
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded; None if there was none."""
 
@@ -402,12 +430,20 @@ class ForeignCheckpoint(OpenTree):
         chosen = None
         if select is not None:
             chosen = checked_patterns(f"restore of {self.name}: select=", select)
+        if self._lost and select is None and (like is None or missing == "keep"):
+            raise DataLossError(
+                f"restore of {self.name}: expected a step that can be read whole, got "
+                f"{self._lost_text()}; name the leaves of the others with select="
+            )
         with Meter("restore", self.name, progress) as meter:
-            with meter.phase("plan"):  # 1. rejects what cannot be restored
+            # 1. rejects what cannot be restored
+            with meter.phase("plan"):
+                rows = self._rows(chosen)
+            with meter.phase("plan"), self._naming_lost():
                 target = Target.choose(
                     self._tree,
                     self.name,
-                    rows=self._rows(chosen),
+                    rows=rows,
                     containers=self._containers(chosen) if like is None else (),
                     like=like,
                     mesh=mesh,
@@ -424,6 +460,35 @@ class ForeignCheckpoint(OpenTree):
                 result = target.result()
         self.report = self._report(source, assembly)
         return result
+
+    def _lost_text(self) -> str:
+        return "; ".join(
+            f"the item {item.name}, which cannot ({item.reason})" for item in self._lost
+        )
+
+    @contextmanager
+    def _naming_lost(self) -> Iterator[None]:
+        """Adds the items that cannot be read to the error of leaves that are absent."""
+        try:
+            yield
+        except (MismatchError, NotFoundError) as e:
+            if not self._lost:
+                raise
+            raise type(e)(f"{e}; of the step, not read: {self._lost_text()}") from e
+
+    @cached_property
+    def items(self) -> Items:
+        """As for ``OpenCheckpoint``; one that cannot be read raises its error."""
+        unread = {
+            item_name(item.name): item.reason
+            for item in self._step.unread
+            if not item.is_tree
+        }
+        return Items(self.name, self._tree, self._item_bytes, None, unread=unread)
+
+    def _rows(self, select: "Sequence[Pattern] | None") -> list[int]:
+        with self._naming_lost():
+            return super()._rows(select)
 
     @cached_property
     def _chunks(self) -> Manifest:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
@@ -152,6 +153,19 @@ class RemoteLocation:
         raise PreconditionError(
             f"{self.url}: expected a folder, gs://, s3:// or http://, where "
             f"TensorStore reads arrays, got {url.scheme}://; copy the checkpoint there"
+        )
+
+    def below(self, folder: str) -> "RemoteLocation":
+        """See ``Location``."""
+        inside = checked_path(self.url, folder)
+        storage = self._storage
+        if storage is not None:
+            storage = replace(storage, spec=self.kvstore(folder))
+        return RemoteLocation(
+            f"{self.url.rstrip('/')}/{inside}",
+            self._files,
+            self._place(inside),
+            storage,
         )
 
     def opening(self) -> AbstractContextManager[None]:

@@ -56,7 +56,7 @@ def named_steps(
         for step, folder in step_folders(names, what=location.url).items()
         if is_finished(folder, location.names(folder))
     }
-    _check_found(location, names, found, expected)
+    _check_found(location, names, found, is_finished, expected)
     return found
 
 
@@ -67,6 +67,9 @@ def stated_steps(
     expected: str,
 ) -> dict[int, str]:
     """Returns the folder of each step that a ``metadata.json`` states.
+
+    The name of at least one of the folders must be that of a step, else each is a
+    checkpoint by itself, such as the best ones of several runs.
 
     Args:
         location: Where to search.
@@ -81,21 +84,23 @@ def stated_steps(
     names = location.names()
     if is_finished("", names):
         return {_stated_step(location, "", names): ""}
+    below = {
+        name.removesuffix("/"): location.names(name.removesuffix("/"))
+        for name in names
+        if name.endswith("/")
+    }
+    finished = [folder for folder in below if is_finished(folder, below[folder])]
+    if all(step_of(folder) is None for folder in finished):
+        finished = []  # each is a checkpoint by itself, or all are of different runs
     found: dict[int, str] = {}
-    for name in names:
-        folder = name.removesuffix("/")
-        if folder == name:
-            continue
-        below = location.names(folder)
-        if not is_finished(folder, below):
-            continue
-        step = _stated_step(location, folder, below)
+    for folder in finished:
+        step = _stated_step(location, folder, below[folder])
         if found.setdefault(step, folder) != folder:
             raise PreconditionError(
                 f"{location.url}: expected one folder of step {step}, got "
                 f"{found[step]!r} and {folder!r}; give the URL of one of them"
             )
-    _check_found(location, names, found, expected)
+    _check_found(location, names, found, is_finished, expected)
     return found
 
 
@@ -133,23 +138,35 @@ def place(location: Location, folder: str) -> str:
 
 
 def join(folder: str, name: str) -> str:
-    """Returns the path of a name in a folder; "" is the location itself."""
-    return f"{folder}/{name}" if folder else name
+    """Returns the path of a name in a folder; "" is the location, or the folder,
+    itself."""
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 def _check_found(
-    location: Location, names: Sequence[str], found: Mapping[int, str], expected: str
+    location: Location,
+    names: Sequence[str],
+    found: Mapping[int, str],
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
 ) -> None:
     """Rejects a location without any step, finished or not: its URL is a wrong one.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is none, or the folders that look like steps are of runs,
+            such as ``run-1/`` with ``step-100/``.
     """
-    is_begun = any(
-        name.endswith("/") and step_of(name.removesuffix("/")) is not None
-        for name in names
-    )
-    if not found and not is_begun:
+    if found:
+        return
+    folders = [name.removesuffix("/") for name in names if name.endswith("/")]
+    begun = [folder for folder in folders if step_of(folder) is not None]
+    if not begun or any(
+        is_finished(folder, location.names(folder))
+        for run in begun
+        for name in location.names(run)
+        if name.endswith("/") and step_of(name.removesuffix("/")) is not None
+        for folder in [join(run, name.removesuffix("/"))]
+    ):
         raise NotFoundError(
             f"{location.url}: expected {expected}, got {names_text(names)}; check the "
             "location and the format"

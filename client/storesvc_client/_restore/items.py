@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from storesvc.format.items import item_of
@@ -24,7 +25,12 @@ from storesvc_client._values.stateful import (
 )
 from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
-from storesvc_client.errors import InvalidRequestError, MismatchError, NotFoundError
+from storesvc_client.errors import (
+    DataLossError,
+    InvalidRequestError,
+    MismatchError,
+    NotFoundError,
+)
 
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job
@@ -64,7 +70,19 @@ class Items(Mapping[str, Any]):
         tree: Tree,
         read: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]],
         job: "Job | None",
+        *,
+        unread: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """Creates it; nothing is read.
+
+        Args:
+            name: Name of the checkpoint, for messages.
+            tree: The tree with the rows of the items.
+            read: Yields the bytes of rows.
+            job: Job whose processes read together; None if this process reads alone.
+            unread: Reason for each item that the tree lacks because it cannot be read.
+        """
+        self._unread = unread
         self._name = name
         self._tree = tree
         self._read = read
@@ -116,7 +134,7 @@ class Items(Mapping[str, Any]):
         Raises:
             StoreError: As for ``items[name]``, except that the item may be absent.
         """
-        if name not in self:
+        if name not in self and name not in self._unread:
             return default
         return self[name]
 
@@ -246,6 +264,11 @@ class Items(Mapping[str, Any]):
 
     def _item(self, name: str) -> _Item:
         found = self._items.get(name)
+        if found is None and name in self._unread:
+            raise DataLossError(
+                f"{self._name} item {name!r}: expected one that can be read, got "
+                f"{self._unread[name]}"
+            )
         if found is None:
             nearest = get_close_matches(str(name), self._items, n=3, cutoff=0.4)
             shown = ", ".join(nearest or self._items)

@@ -1,6 +1,8 @@
 """Selects the leaves of a checkpoint that a command works on."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
@@ -28,6 +30,9 @@ class Selection:
     """The leaves, in the order of their keys."""
     items: "tuple[ItemInfo, ...]" = ()
     """The items, if the whole checkpoint is selected."""
+    unread: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Reason for each item that cannot be read, if the whole checkpoint is
+    selected."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,7 +57,7 @@ def select_leaves(client: "Readable", path: CheckpointPath | LeafPath) -> Select
     leaves = opened.leaves
     if isinstance(path, CheckpointPath):
         items = tuple(map(opened.items.info, opened.items))
-        return Selection(checkpoint, tuple(leaves.values()), items)
+        return Selection(checkpoint, tuple(leaves.values()), items, unread_of(opened))
     found = matching_keys(path.glob, leaves)
     if not found:
         raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
@@ -78,6 +83,19 @@ def select_leaf(client: "Readable", path: LeafPath) -> Selection:
     return Selection(checkpoint, (leaves[path.glob],))
 
 
+def unread_of(opened: "OpenCheckpoint | ForeignCheckpoint") -> Mapping[str, str]:
+    """Returns the reason for each item that cannot be read; only checkpoints of other
+    projects have such."""
+    found: Mapping[str, str] = getattr(opened.info, "unread", {})
+    return found
+
+
+def unread_notes(unread: Mapping[str, str]) -> Iterator[str]:
+    """Yields the note of each item that cannot be read."""
+    for name, reason in unread.items():
+        yield f"not read: item {printable(name)}: {printable(reason)}"
+
+
 def _pin(client: "Readable", path: CheckpointPath) -> CheckpointPath:
     if isinstance(path.which, int):
         return path
@@ -91,6 +109,9 @@ def _absence(
     checkpoint: CheckpointPath,
 ) -> str:
     leaves = opened.leaves
+    name = glob.partition("/")[0]
+    if name in (unread := unread_of(opened)):
+        return f"the item {name} of {checkpoint} cannot be read: {unread[name]}"
     if glob in opened.items:
         return (
             f"{glob!r} is an item of {checkpoint}, no leaf; 'storectl cat "

@@ -70,6 +70,13 @@ def _source(text: str) -> RunPath | CheckpointPath:
     help="Import steps of Orbax in a bucket without commit_success.txt, too: copies of "
     "a directory have none.",
 )
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="ITEM",
+    help="Leave this item of Orbax out of each step, such as one that cannot be read. "
+    "Repeatable.",
+)
 @keep_names_option
 @click.option("--create", is_flag=True, help="Create the store if there is none.")
 @json_option
@@ -84,6 +91,7 @@ def import_(
     jobs: int | None,
     labels: Sequence[tuple[str, str]],
     trust_uncommitted: bool,
+    without: Sequence[str],
     keep_names: bool,
     create: bool,
     as_json: bool,
@@ -116,7 +124,10 @@ def import_(
     from storesvc_client._api.run_transfers import run_import
 
     foreign = open_foreign(
-        source.run, trust_uncommitted=trust_uncommitted, keep_names=keep_names
+        source.run,
+        trust_uncommitted=trust_uncommitted,
+        without=without,
+        keep_names=keep_names,
     )
     wanted = steps if which is None else _steps(foreign, which)
     if create:

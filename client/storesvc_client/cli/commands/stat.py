@@ -154,6 +154,7 @@ def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
         "chunks": f"{info.chunk_count:,}",
         "checksums": "of all elements" if info.is_verified else "none: unverified",
         **_contents_fields(held),
+        **({"not read": _unread_lines(info.unread)} if info.unread else {}),
         "metrics": pairs_text(info.metrics),
         "labels": pairs_text(info.labels),
     }
@@ -206,6 +207,10 @@ def _item_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(items) > _SHOWN_ITEMS:
         lines.append(f"and {len(items) - _SHOWN_ITEMS} more")
     return lines or [ABSENT]
+
+
+def _unread_lines(unread: Mapping[str, str]) -> list[str]:
+    return [printable(f"{name}: {reason}") for name, reason in unread.items()]
 
 
 def _item_text(item: Mapping[str, Any]) -> str:

@@ -14,12 +14,13 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import Selection, select_leaves
+from storesvc_client.cli.leaf_selection import Selection, select_leaves, unread_notes
 from storesvc_client.cli.output import (
     Column,
     Shrink,
     json_value,
     print_json,
+    print_note,
     print_table,
 )
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
@@ -81,6 +82,8 @@ def tree(
     drawing = draw(grow(selection.leaves), depth=depth, expand=expand)
     lines = [top, *drawing, *_items(selection)]
     print_table(_COLUMNS, lines)
+    for note in unread_notes(selection.unread):
+        print_note(note)
 
 
 def _items(selection: Selection) -> Iterator[Line]:
@@ -96,7 +99,8 @@ def _items(selection: Selection) -> Iterator[Line]:
 
 def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
     nodes = grow(selection.leaves)
-    return {
+    unread = {"unread": dict(selection.unread)} if selection.unread else {}
+    return unread | {
         "name": str(selection.checkpoint),
         "leaf_count": len(selection.leaves),
         "size_bytes": selection.size_bytes,

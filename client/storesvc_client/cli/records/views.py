@@ -15,7 +15,7 @@ from storesvc_client._values.texts import (
     size_text,
     time_text,
 )
-from storesvc_client.cli.leaf_selection import select_leaves
+from storesvc_client.cli.leaf_selection import select_leaves, unread_notes
 from storesvc_client.cli.output import (
     Column,
     Listing,
@@ -245,10 +245,16 @@ def _deleted(
 def _leaves(
     source: "Readable", path: CheckpointPath | LeafPath, _: _OnDamage
 ) -> "Iterable[LeafInfo]":
-    return select_leaves(source, path).leaves
+    selection = select_leaves(source, path)
+    for note in unread_notes(selection.unread):
+        print_note(note)
+    return selection.leaves
 
 
 def _foreign(
-    source: "ForeignStore", path: RunPath, _: _OnDamage
-) -> "Iterable[ForeignInfo]":
-    return source.run(path.run).checkpoints()
+    source: "ForeignStore", path: RunPath, on_damage: _OnDamage
+) -> "Iterator[ForeignInfo]":
+    for checkpoint in source.run(path.run).checkpoints(on_damage=on_damage):
+        for note in unread_notes(checkpoint.unread):
+            print_note(f"step {checkpoint.step}: {note}")
+        yield checkpoint

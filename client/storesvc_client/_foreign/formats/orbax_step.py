@@ -1,0 +1,443 @@
+"""One step of Orbax: its trees, its other items, and what describes them.
+
+An item that cannot be read, because it is damaged or of an unknown form, does not hide
+the others: ``ForeignStep.unread`` names it with the reason. If none can be read, the
+error of the first one is raised.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from storesvc.format.items import MAX_ITEMS
+from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
+from storesvc_client._foreign.bounded_json import as_object, read_json
+from storesvc_client._foreign.file_stamps import stamp_of_folders
+from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
+from storesvc_client._foreign.formats import orbax_items as items
+from storesvc_client._foreign.formats import orbax_metadata as metadata
+from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
+from storesvc_client._foreign.location import Location, checked_path
+from storesvc_client._foreign.step_search import join, names_text, place
+from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
+from storesvc_client._foreign.tree_rows import Row, encoded_row, tree_of
+from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._values.containers import Container, pack_document_of
+from storesvc_client.errors import (
+    DataLossError,
+    LimitError,
+    NotFoundError,
+    PreconditionError,
+    StoreError,
+)
+from storesvc_proto.v1 import tree_pb2 as pb
+
+STEP_METADATA: Final = "_CHECKPOINT_METADATA"
+TREE_METADATA: Final = "_METADATA"
+SHARDINGS: Final = "_sharding"
+STRINGS: Final = "_strings.json"
+KEY_IMPLS: Final = "array_metadatas"
+MANIFEST: Final = "manifest.ocdbt"
+INDICATOR: Final = "orbax.checkpoint"
+"""Empty file of a checkpoint of version 1."""
+
+UNFINISHED: Final = ".orbax-checkpoint-tmp"
+"""Part of the names of steps and items that are being written."""
+
+UNPREFIXED: Final = frozenset({"default", "state"})
+"""Names that Orbax gives to the only tree of a step."""
+
+MARKS: Final = frozenset(
+    {STEP_METADATA, TREE_METADATA, MANIFEST, INDICATOR, items.COMMITTED}
+)
+"""Files that a root of a manager does not have."""
+
+UNREADABLE: Final = (DataLossError, LimitError, NotFoundError, PreconditionError)
+"""Errors of an item; with others, such as a storage that does not answer, the same read
+may succeed later."""
+
+_TREE_MARKS: Final = frozenset({TREE_METADATA, MANIFEST, "checkpoint"})
+"""Files of items that are trees; the last one is that of the oldest versions."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MANIFEST_BYTES: Final = 64 << 20
+_SEARCHED: Final = 16
+
+
+def folders_of(names: Iterable[str]) -> list[str]:
+    """Returns the folders among the names in a step, without unfinished ones."""
+    return [
+        name.rstrip("/")
+        for name in names
+        if name.endswith("/") and UNFINISHED not in name
+    ]
+
+
+def is_checkpoint(location: Location, folder: str, names: Iterable[str]) -> bool:
+    """Returns whether a folder, of which the names are given, is a checkpoint itself:
+    no item has metadata of a step, or an item in it."""
+    names = list(names)
+    return not {STEP_METADATA, INDICATOR}.isdisjoint(names) or any(
+        TREE_METADATA in location.names(join(folder, each))
+        for each in folders_of(names)[:_SEARCHED]
+    )
+
+
+def check_is_step(location: Location, folder: str) -> None:
+    """Rejects a folder that holds checkpoints, such as ``run_1/`` with the steps of
+    another manager.
+
+    Raises:
+        PreconditionError: It holds checkpoints.
+    """
+    names = location.names(folder)
+    if not MARKS.isdisjoint(names):
+        return
+    found = [
+        each
+        for each in folders_of(names)[:_SEARCHED]
+        if is_checkpoint(location, at := join(folder, each), location.names(at))
+    ]
+    if found:
+        raise PreconditionError(
+            f"{place(location, folder)}: expected one step, got a folder of the "
+            f"checkpoints {names_text(found)}; use orbax:{place(location, folder)}"
+            + ("" if found[0].isdecimal() else f"/{found[0]}")
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StepReader:
+    """Reads what describes one step."""
+
+    location: Location
+    folder: str
+    step: int
+    without: frozenset[str]
+    """Names of the items to leave out."""
+    rows: list[Row] = field(default_factory=list)
+    containers: list[Container] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    verified: int = 0
+    """Number of rows of which reading compares checksums."""
+    described: Any = field(default_factory=hashlib.sha256)
+    """Digest of the files that describe the step."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Path of each item that is no tree, by its name in the checkpoint."""
+    unread: list[UnreadItem] = field(default_factory=list)
+    """Items that cannot be read."""
+    error: StoreError | None = None
+    """Error of the first one."""
+
+    @property
+    def url(self) -> str:
+        """Location of the step."""
+        return join(self.location.url, self.folder)
+
+    def read(self) -> ForeignStep:
+        """Returns the step; see ``ForeignRoot.open``."""
+        names = self.location.names(self.folder)
+        created = self._step_metadata() if STEP_METADATA in names else None
+        if {TREE_METADATA, MANIFEST}.isdisjoint(names):
+            self._items(names)
+        elif self.without:
+            raise self._absence(())
+        else:
+            self._tree_item("", "", names)
+        tree, arrays = tree_of(
+            self.rows,
+            place=self.url,
+            advice="import a part of it, or write it again with other names",
+            structure=pack_document_of(self.containers),
+        )
+        return ForeignStep(
+            step=self.step,
+            url=self.url,
+            format="orbax",
+            tree=tree,
+            arrays=arrays,
+            create_time=created,
+            metrics=self.metrics,
+            labels=self.labels,
+            digest=self.described.hexdigest(),
+            is_verified=0 < self.verified == len(self.rows),
+            unread=tuple(self.unread),
+        )
+
+    def _json(self, path: str) -> Any:
+        value, data = read_json(self.location, path)
+        self._describes(path, data)
+        return value
+
+    def _describes(self, path: str, data: bytes) -> None:
+        self.described.update(f"{path}\0{len(data)}\0".encode() + data)
+
+    def _step_metadata(self) -> datetime | None:
+        """Takes times, metrics and custom metadata; returns the time of the writing."""
+        path = join(self.folder, STEP_METADATA)
+        fields = as_object(self._json(path), what=f"{self.location.url}/{path}")
+        self.metrics.update(items.as_metrics(fields.get("metrics") or {}) or {})
+        self._label("orbax.custom_metadata", fields.get("custom_metadata"))
+        created = _moment(fields.get("init_timestamp_nsecs"))
+        committed = _moment(fields.get("commit_timestamp_nsecs"))
+        if committed is not None:
+            self.labels["orbax.commit_time"] = committed.isoformat()
+        return created or committed
+
+    def _label(self, name: str, value: Any) -> None:
+        if value:
+            self.labels[name] = json.dumps(value, sort_keys=True)
+
+    def _items(self, names: Sequence[str]) -> None:
+        """Reads the items of the step, each of which may be damaged alone."""
+        found = folders_of(names)
+        if not self.without.issubset(found):
+            raise self._absence(found)
+        listed: dict[str, Sequence[str]] = {}
+        for item in found:
+            with self._alone(item, is_tree=True):
+                listed[item] = self.location.names(join(self.folder, item))
+        # Keys depend neither on damage nor on what is left out.
+        trees = [item for item in listed if not _TREE_MARKS.isdisjoint(listed[item])]
+        for item, inside in listed.items():
+            if item in self.without:
+                continue
+            is_tree = item in trees
+            with self._alone(item, is_tree=is_tree):
+                if is_tree:
+                    is_alone = trees == [item] and item in UNPREFIXED
+                    self._tree_item("" if is_alone else item, item, inside)
+                else:
+                    self._other_item(item, inside)
+        if self.error is not None and not self.rows and not self.containers:
+            raise self.error
+        if self.without:
+            self.labels["orbax.without"] = ", ".join(sorted(self.without))
+        if not self.rows and not self.containers:
+            raise PreconditionError(
+                f"{self.url}: expected a tree or an item, got {', '.join(names[:5])}"
+            )
+
+    def _absence(self, present: Iterable[str]) -> NotFoundError:
+        """Returns the error of items to leave out that are not there."""
+        absent = ", ".join(sorted(self.without.difference(present)))
+        shown = ", ".join(present) or "one tree and no items"
+        return NotFoundError(
+            f"{self.url}: expected the items to leave out, {absent}, got {shown}; "
+            "name items of the step"
+        )
+
+    @contextmanager
+    def _alone(self, item: str, *, is_tree: bool) -> Iterator[None]:
+        """Reads an item: if it fails, what was read of it is forgotten, and the item is
+        one of those that cannot be read."""
+        rows, containers, verified = len(self.rows), len(self.containers), self.verified
+        labels, metrics, names = {**self.labels}, {**self.metrics}, {**self.names}
+        described = self.described.copy()
+        try:
+            yield
+        except UNREADABLE as e:
+            del self.rows[rows:], self.containers[containers:]
+            self.verified, self.described = verified, described
+            self.labels, self.metrics, self.names = labels, metrics, names
+            self.error = self.error or e
+            if item not in self.without:
+                found = UnreadItem(name=item, is_tree=is_tree, reason=str(e))
+                self.unread.append(found)
+
+    def _tree_item(self, prefix: str, item: str, names: Sequence[str]) -> None:
+        path = join(self.folder, item)
+        if TREE_METADATA not in names:
+            raise PreconditionError(
+                f"{place(self.location, path)}: expected a file {TREE_METADATA}, got a "
+                "tree of a version of Orbax before it had one, or that lost it; "
+                "restore it with Orbax, and save it again"
+            )
+        self._tree(prefix, path, names)
+
+    def _other_item(self, item: str, names: Sequence[str]) -> None:
+        path = join(self.folder, item)
+        if item == items.METRICS and self._takes_metrics(path, names):
+            return
+        for original, row in items.item_rows(self.location, path, item):
+            name = items.item_name(original)
+            self._name(name, original, path)
+            self.rows.append(row)
+            if name != original:
+                self.labels[f"orbax.item.{name}"] = original
+        self._describes(path, stamp_of_folders(self.location, path, [""]))
+
+    def _name(self, name: str, original: str, path: str) -> None:
+        """Takes the name of an item; rejects what no checkpoint can hold."""
+        other = self.names.setdefault(name, original)
+        if other != original:
+            raise PreconditionError(
+                f"{self.location.url}/{path}: expected a name of its own for each "
+                f"item, got {name!r} for {other!r} and for {original!r}; leave it out, "
+                "or restore it with its own library"
+            )
+        if len(self.names) > MAX_ITEMS:
+            raise PreconditionError(
+                f"{self.location.url}/{path}: expected at most {MAX_ITEMS} items in a "
+                "step, of which each of these files is one, got more; leave it out, or "
+                "restore it with its own library"
+            )
+
+    def _takes_metrics(self, path: str, names: Sequence[str]) -> bool:
+        if items.METRICS not in names:
+            return False
+        found = items.read_metrics(self.location, path)
+        if found is not None:
+            self.metrics.update(found)
+            self._describes(path, json.dumps(dict(found), sort_keys=True).encode())
+        return found is not None
+
+    def _tree(self, item: str, folder: str, names: Sequence[str]) -> None:
+        """Reads what describes an item that is a tree."""
+        prefix = (item,) if item else ()
+        path = join(folder, TREE_METADATA)
+        found = metadata.parse_tree(
+            f"{self.location.url}/{path}", self._json(path), prefix=prefix
+        )
+        self.containers += found.containers
+        self._label(
+            f"orbax.{item}.custom_metadata" if item else "orbax.tree_metadata",
+            found.custom_metadata,
+        )
+        self._strings(folder, found, names)
+        shardings: Mapping[str, SavedSharding] = {}
+        if SHARDINGS in names:
+            at = join(folder, SHARDINGS)
+            shardings = metadata.parse_shardings(
+                f"{self.location.url}/{at}", self._json(at)
+            )
+        impls = self._key_impls(folder, names)
+        entries = [e for e in found.entries if e.value_type != metadata.STRING]
+        is_ocdbt = MANIFEST in names if found.is_ocdbt is None else found.is_ocdbt
+        places = self._places(folder, found, entries, is_ocdbt=is_ocdbt)
+        for entry, array in zip(
+            entries, open_arrays(self.location, places), strict=True
+        ):
+            leaf = _leaf(entry, array, shardings.get(entry.name), impls.get(entry.name))
+            self._describes(entry.key, f"{leaf.dtype}{leaf.shape}".encode())
+            self.rows.append(Row(leaf=leaf, array=array, name=entry.name))
+            # an absent chunk, where chunks may be absent, has no checksum
+            self.verified += found.is_whole and array.has_checksums
+        self._data(folder, [e.name for e in entries], is_ocdbt=is_ocdbt)
+
+    def _data(self, folder: str, arrays: Sequence[str], *, is_ocdbt: bool) -> None:
+        """Adds what changes with the elements of arrays to the digest."""
+        if is_ocdbt and arrays:  # the manifest names all data, directly or not
+            manifest = join(folder, MANIFEST)
+            data = self.location.read(manifest, limit=_MANIFEST_BYTES)
+            self._describes(manifest, data)
+        elif arrays:
+            stamp = stamp_of_folders(self.location, folder, arrays)
+            self._describes(folder, stamp)
+
+    def _places(
+        self,
+        folder: str,
+        found: TreeMetadata,
+        entries: Sequence[Entry],
+        *,
+        is_ocdbt: bool,
+    ) -> Iterator[ArrayPlace]:
+        """Yields where arrays are stored."""
+        if not entries:
+            return
+        base = self.location.kvstore(folder)
+        for entry in entries:
+            if is_ocdbt:
+                kvstore = ocdbt(base, f"{entry.name}/")
+            else:
+                inside = checked_path(self.url, entry.name)
+                kvstore = {**base, "path": f"{base['path']}{inside}/"}
+            yield ArrayPlace(
+                name=f"{self.url} leaf {entry.key!r}",
+                driver="zarr3" if found.is_zarr3 else "zarr",
+                kvstore=kvstore,
+                is_whole=found.is_whole,
+            )
+
+    def _strings(self, folder: str, found: TreeMetadata, names: Sequence[str]) -> None:
+        """Adds the rows of texts."""
+        wanted = [e for e in found.entries if e.value_type == metadata.STRING]
+        if not wanted:
+            return
+        path = join(folder, STRINGS)
+        place = f"{self.location.url}/{path}"
+        texts = as_object(self._json(path) if STRINGS in names else {}, what=place)
+        for entry in wanted:
+            text = texts.get(entry.name)
+            if not isinstance(text, str):
+                raise DataLossError(
+                    f"{place}: expected a text {entry.name!r}, got {text!r:.40}; use "
+                    "another checkpoint"
+                )
+            data = text.encode(errors="surrogatepass")
+            self.rows.append(
+                encoded_row(
+                    entry.key,
+                    entry.path_kinds,
+                    pb.LEAF_KIND_TEXT,
+                    data,
+                    name=entry.name,
+                )
+            )
+
+    def _key_impls(self, folder: str, names: Sequence[str]) -> dict[str, str]:
+        """Returns the implementations of typed PRNG keys, as all processes wrote
+        them."""
+        found: dict[str, str] = {}
+        if f"{KEY_IMPLS}/" not in names:
+            return found
+        below = join(folder, KEY_IMPLS)
+        for name in self.location.names(below):
+            if name.startswith("process_"):
+                path = f"{below}/{name}"
+                place = f"{self.location.url}/{path}"
+                found.update(metadata.parse_key_impls(place, self._json(path)))
+        return found
+
+
+def _leaf(
+    entry: Entry,
+    array: TensorStoreArray,
+    sharding: SavedSharding | None,
+    impl: str | None,
+) -> Leaf:
+    """Returns the row of an array."""
+    shape, dtype = array.shape, array.dtype
+    match entry.value_type:
+        case metadata.SCALAR if not shape and dtype in PYTHON_DTYPES:
+            kind = pb.LEAF_KIND_PYTHON_SCALAR
+        case metadata.SCALAR if not shape:
+            kind = pb.LEAF_KIND_HOST_SCALAR
+        case metadata.SCALAR | metadata.HOST_ARRAY:
+            kind = pb.LEAF_KIND_HOST_ARRAY
+        case _:
+            kind = pb.LEAF_KIND_ARRAY
+    if impl is not None:
+        kind = pb.LEAF_KIND_PRNG_KEY
+    return Leaf(
+        key=entry.key,
+        path_kinds=entry.path_kinds,
+        kind=kind,
+        dtype=dtype,
+        shape=shape,
+        chunk_shape=array.chunk_shape,
+        sharding=sharding,
+        prng_impl=impl,
+    )
+
+
+def _moment(nanoseconds: Any) -> datetime | None:
+    if type(nanoseconds) is not int or not 0 < nanoseconds < 2**63:
+        return None
+    return _EPOCH + timedelta(microseconds=nanoseconds // 1000)

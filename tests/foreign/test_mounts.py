@@ -169,7 +169,7 @@ def test_in_a_bucket_a_step_without_its_commit_file_is_unfinished_unless_trusted
     run = store.open_foreign(f"orbax:{root}")
     assert [5] == list(run.steps())
     with pytest.raises(
-        store.NotFoundError, match="open it with trust_uncommitted=True"
+        store.NotFoundError, match="accept it with trust_uncommitted=True"
     ):
         run.open(100)
     trusted = store.open_foreign(f"orbax:{root}", trust_uncommitted=True)

@@ -77,7 +77,7 @@ def import_steps(
         StoreError: A step could not be read or stored; those before it are imported.
     """
     # 1. Reject what cannot be imported before anything is stored.
-    wanted = _wanted(root, steps)
+    wanted = wanted_steps(root, steps)
     present = committed(stub)
     opened = {step: _whole(root.open(step)) for step in wanted if step in present}
     for step, found in opened.items():
@@ -119,12 +119,21 @@ def _whole(source: ForeignStep) -> ForeignStep:
     return source
 
 
-def _wanted(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:
+def wanted_steps(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:
+    """Returns the steps to import, ascending.
+
+    Args:
+        root: The foreign location.
+        steps: Steps that the caller wants; None: all.
+
+    Raises:
+        NotFoundError: The location has no such finished step, or none at all.
+    """
     found = sorted(root.steps())
     if not found:
         raise NotFoundError(
             f"{root.url} has no finished steps; expected the location below which they "
-            "were written"
+            f"were written{_of_a_bucket(root)}"
         )
     if steps is None:
         return found
@@ -134,8 +143,19 @@ def _wanted(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:
         shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
         raise NotFoundError(
             f"{root.url} has no finished step {missing[0]}; has {shown}"
+            f"{_of_a_bucket(root)}"
         )
     return wanted
+
+
+def _of_a_bucket(root: ForeignRoot) -> str:
+    """Returns what else may be the cause if steps of Orbax in a bucket are missing."""
+    if not root.url.startswith("orbax:") or root.url.startswith("orbax:file:"):
+        return ""
+    return (
+        ", each with commit_success.txt; accept steps that were copied there without "
+        "it with trust_uncommitted=True (--trust-uncommitted)"
+    )
 
 
 def _check_same(source: ForeignStep, present: Checkpoint) -> None:

@@ -113,7 +113,8 @@ class OrbaxRoot:
             if folders and not self._is_trusted:
                 advice = (
                     f"it has no {COMMITTED}: if it was copied from a file "
-                    "system, open it with trust_uncommitted=True"
+                    "system, accept it with trust_uncommitted=True "
+                    "(--trust-uncommitted)"
                 )
             raise NotFoundError(
                 f"{self.url}: expected a finished step {step}, got {what}; {advice}"

@@ -122,6 +122,7 @@ def import_(
         raise click.UsageError("expected one of --steps and --latest")
     from storesvc_client import open_foreign, progress_bar
     from storesvc_client._api.run_transfers import run_import
+    from storesvc_client._foreign.importing import wanted_steps
 
     foreign = open_foreign(
         source.run,
@@ -131,7 +132,7 @@ def import_(
     )
     wanted = steps if which is None else _steps(foreign, which)
     if create:
-        foreign.steps()  # rejects a wrong location before a store is created
+        wanted_steps(foreign.root, wanted)  # rejects before a store is created
     with connection.open(create=create) as client:
         transfers = run_import(
             client.run(path.run),

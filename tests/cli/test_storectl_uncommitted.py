@@ -1,0 +1,113 @@
+"""``storectl import --trust-uncommitted``: steps of Orbax that were copied to a bucket
+from a directory, without the file that says that they are finished."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import storesvc_client as store
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs
+from tests.foreign.test_mounts import copy_to_bucket
+from tests.support.command_line import document, printed, refusal
+
+pytestmark = pytest.mark.emulated
+
+ARRAY: Final = np.arange(12.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a manager with the steps 5 and 100."""
+    path = tmp_path_factory.mktemp("orbax") / "run"
+    with ocp.CheckpointManager(path) as manager:
+        for step in (5, 100):
+            manager.save(step, args=ocp.args.StandardSave({"w": ARRAY + step}))
+            manager.wait_until_finished()
+    return path
+
+
+def restored(root: str, step: int) -> list[float]:
+    with store.connect(root) as client:
+        found: list[float] = np.asarray(client.run("a/b").restore(step)["w"]).tolist()
+        return found
+
+
+def test_a_step_without_its_commit_file_is_imported_only_if_it_is_trusted(
+    folder: Path, gcs: FakeGcs, tmp_path: Path
+) -> None:
+    bucket, root = gcs_root(), (tmp_path / "store").as_uri()
+    copy_to_bucket(folder, bucket, without="100/commit_success.txt")
+    store.connect(root).close()
+    line = ("import", f"orbax:{bucket}@100", "a/b")
+
+    text = refusal(root, *line)
+    assert f"orbax:{bucket} has no finished step 100; has 5, each with commit_s" in text
+    assert "--trust-uncommitted" in text
+    assert [] == document(root, "ls")
+
+    assert printed(root, *line, "--trust-uncommitted").startswith("a/b@100: 96 B, ")
+    assert (ARRAY + 100).tolist() == restored(root, 100)
+    again = printed(root, *line, "--trust-uncommitted")
+    assert "a/b@100: was there already\n" == again
+
+
+def test_of_a_run_the_steps_without_their_commit_files_are_left_out(
+    folder: Path, gcs: FakeGcs, tmp_path: Path
+) -> None:
+    bucket, root = gcs_root(), (tmp_path / "store").as_uri()
+    copy_to_bucket(folder, bucket, without="100/commit_success.txt")
+    store.connect(root).close()
+    line = ("import", f"orbax:{bucket}", "a/b")
+
+    assert printed(root, *line).startswith("a/b@5: 96 B, ")
+    lines = printed(root, *line, "--trust-uncommitted").splitlines()
+    assert ["a/b@5: was there already", "a/b@100"] == [
+        lines[0],
+        lines[1].partition(":")[0],
+    ]
+
+
+def test_a_bucket_with_unfinished_steps_only_is_an_error_that_names_the_option(
+    folder: Path, gcs: FakeGcs, tmp_path: Path
+) -> None:
+    bucket, root = gcs_root(), str(tmp_path / "store")
+    copy_to_bucket(folder / "100", f"{bucket}/100", without="commit_success.txt")
+
+    for latest in [], ["--latest"]:
+        line = ("import", f"orbax:{bucket}", "a/b", "--create", *latest)
+        assert "--trust-uncommitted" in refusal(root, *line)
+        assert not Path(root).exists()
+
+
+@pytest.mark.parametrize("source", ["levanter:/x", "safetensors:gs://bucket/x"])
+def test_other_formats_have_no_such_file(source: str, tmp_path: Path) -> None:
+    line = ("import", source, "a/b", "--trust-uncommitted")
+    assert "of Orbax only; leave it out" in refusal(str(tmp_path), *line)
+
+
+@pytest.mark.slow
+def test_storectl_in_a_process_does_so(
+    folder: Path, gcs: FakeGcs, tmp_path: Path
+) -> None:
+    bucket, root = gcs_root(), (tmp_path / "store").as_uri()
+    copy_to_bucket(folder, bucket, without="100/commit_success.txt")
+    command = [sys.executable, "-m", "storesvc_client.cli", "-s", root, "import"]
+    command += [f"orbax:{bucket}@100", "a/b", "--create"]
+
+    refused, done = (
+        subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+        for more in ([], ["--trust-uncommitted"])
+    )
+
+    assert (1, "") == (refused.returncode, refused.stdout)
+    assert "has 5, each with commit_success.txt" in refused.stderr
+    assert 0 == done.returncode, done.stderr
+    assert done.stdout.startswith("a/b@100: 96 B, ")
+    assert done.stdout.endswith("source has no checksums\n")
+    assert (ARRAY + 100).tolist() == restored(root, 100)

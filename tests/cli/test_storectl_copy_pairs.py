@@ -34,7 +34,8 @@ LEAF_BYTES: Final = 80_000
 STEPS: Final = (1, 2)
 
 NewStore: TypeAlias = Callable[[str], tuple[str, str]]
-"""Returns the address of a new store of a kind, and the root where its files are."""
+"""Makes a store where the name of the kind says; returns its address, and the root
+where its files are."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -90,7 +91,7 @@ _EMULATORS: Final = (("gs", "gcs"), ("s3", "s3"))
 
 @pytest.fixture(scope="module")
 def sources(new_store: NewStore) -> Callable[[str], str]:
-    """Returns the address of a store with the run, of a kind."""
+    """Returns the address of a store with the run."""
     made: dict[str, str] = {}
 
     def source(kind: str) -> str:
@@ -104,8 +105,8 @@ def sources(new_store: NewStore) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def damaged(new_store: NewStore) -> Callable[[str], str]:
-    """Returns the address of a store of a kind with a run of one step, of which a byte
-    of an array has changed."""
+    """Returns the address of a store with a run of one step, of which a byte of an
+    array has changed."""
     made: dict[str, str] = {}
 
     def source(kind: str) -> str:

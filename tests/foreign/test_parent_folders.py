@@ -114,7 +114,10 @@ def test_a_folder_of_checkpoints_is_rejected_with_the_url_of_each(
     for name in names:
         shutil.copytree(written(kind), tmp_path / "ckpts" / name)
     root = tmp_path / "ckpts"
+    store.connect((tmp_path / "store").as_uri()).close()
 
+    line = ("import", f"{scheme}:{root}", "a/b")
+    assert refusal(f"{tmp_path}/store", *line).endswith(f"/{names[-1]}")
     for command, *to in ("ls",), ("import", "a/b", "--create"):
         text = refusal(f"{tmp_path}/s", command, f"{scheme}:{root}", *to)
         wanted = " or ".join(f"{scheme}:{root}/{name}" for name in names)

@@ -26,7 +26,7 @@ def imported(
     jobs: int | None,
 ) -> Iterator[Transfer]:
     """Imports steps as ``Run.import_from``, and yields each once it is committed."""
-    from storesvc_client._foreign.importing import import_steps
+    from storesvc_client._foreign.importing import import_steps, wanted_steps
     from storesvc_client._foreign.mount import ForeignRun, open_foreign
     from storesvc_client._foreign.step_filler import JOBS
 
@@ -48,7 +48,7 @@ def imported(
         session,
         stub,
         foreign.root,
-        steps=wanted,
+        steps=wanted_steps(foreign.name, foreign.steps(), wanted),
         labels=checked_labels(what, labels),
         progress=progress,
         jobs=JOBS if jobs is None else jobs,

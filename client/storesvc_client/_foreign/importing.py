@@ -5,7 +5,7 @@ is skipped, and the chunks of an interrupted one are used. Each step shares the 
 that the step before it has, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -50,7 +50,7 @@ def import_steps(
     stub: RunStub,
     root: ForeignRoot,
     *,
-    steps: Iterable[int] | None,
+    steps: Sequence[int],
     labels: Mapping[str, str],
     progress: ProgressCallback | None,
     jobs: int,
@@ -62,14 +62,13 @@ def import_steps(
         session: Resources of the store.
         stub: The run.
         root: The foreign location.
-        steps: Steps to import; None: all that it has.
+        steps: Finished steps to import, ascending; see ``wanted_steps``.
         labels: Labels to add to each checkpoint.
         progress: Called with a ``Progress`` of each step.
         jobs: Maximum reads in flight.
         now: Returns the time of the import.
 
     Raises:
-        NotFoundError: The location has no such step, or none at all.
         AlreadyExistsError: The run has another checkpoint at one of the steps, or one
             that was imported before the files changed; nothing was imported.
         DataLossError: A step has an item that cannot be read; those before it are
@@ -77,13 +76,12 @@ def import_steps(
         StoreError: A step could not be read or stored; those before it are imported.
     """
     # 1. Reject what cannot be imported before anything is stored.
-    wanted = wanted_steps(root, steps)
     present = committed(stub)
-    opened = {step: _whole(root.open(step)) for step in wanted if step in present}
+    opened = {step: _whole(root.open(step)) for step in steps if step in present}
     for step, found in opened.items():
         _check_same(found, present[step])
     # 2. Import.
-    for step in wanted:
+    for step in steps:
         if step in opened:
             yield Transfer.skipped(opened[step].url, present[step])
             continue
@@ -119,38 +117,40 @@ def _whole(source: ForeignStep) -> ForeignStep:
     return source
 
 
-def wanted_steps(root: ForeignRoot, steps: Iterable[int] | None) -> list[int]:
+def wanted_steps(
+    url: str, found: Iterable[int], steps: Iterable[int] | None
+) -> list[int]:
     """Returns the steps to import, ascending.
 
     Args:
-        root: The foreign location.
+        url: URL of the foreign location.
+        found: Its finished steps.
         steps: Steps that the caller wants; None: all.
 
     Raises:
         NotFoundError: The location has no such finished step, or none at all.
     """
-    found = sorted(root.steps())
-    if not found:
+    present = sorted(found)
+    if not present:
         raise NotFoundError(
-            f"{root.url} has no finished steps; expected the location below which they "
-            f"were written{_of_a_bucket(root)}"
+            f"{url} has no finished steps; expected the location below which they were "
+            f"written{_of_a_bucket(url)}"
         )
     if steps is None:
-        return found
+        return present
     wanted = sorted(set(steps))
-    missing = [step for step in wanted if step not in found]
+    missing = [step for step in wanted if step not in present]
     if missing:
-        shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+        shown = ", ".join(map(str, present[:8])) + (", ..." if present[8:] else "")
         raise NotFoundError(
-            f"{root.url} has no finished step {missing[0]}; has {shown}"
-            f"{_of_a_bucket(root)}"
+            f"{url} has no finished step {missing[0]}; has {shown}{_of_a_bucket(url)}"
         )
     return wanted
 
 
-def _of_a_bucket(root: ForeignRoot) -> str:
+def _of_a_bucket(url: str) -> str:
     """Returns what else may be the cause if steps of Orbax in a bucket are missing."""
-    if not root.url.startswith("orbax:") or root.url.startswith("orbax:file:"):
+    if not url.startswith("orbax:") or url.startswith("orbax:file:"):
         return ""
     return (
         ", each with commit_success.txt; accept steps that were copied there without "

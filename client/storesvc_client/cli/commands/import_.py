@@ -132,7 +132,8 @@ def import_(
     )
     wanted = steps if which is None else _steps(foreign, which)
     if create:
-        wanted_steps(foreign.root, wanted)  # rejects before a store is created
+        # rejects a wrong location before a store is created
+        wanted_steps(foreign.name, foreign.steps(), wanted)
     with connection.open(create=create) as client:
         transfers = run_import(
             client.run(path.run),

@@ -7,12 +7,9 @@ from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
-from storesvc_client.errors import DataLossError, PreconditionError
+from storesvc_client.errors import PreconditionError
 
 ZARR_METADATA: Final = ".zarray"
-
-MAX_METADATA_BYTES: Final = 1 << 20
-"""Maximum bytes of ``.zarray``."""
 
 MAX_DEPTH: Final = 64
 """Maximum folders above an array."""
@@ -60,8 +57,6 @@ def open_folders(
         UnavailableError: The storage does not answer.
     """
     below = [join(folder, path) if path else folder for path in paths]
-    for each in below:
-        _check_size(location, join(each, ZARR_METADATA))
     places = [
         ArrayPlace(
             name=f"array {path!r}",
@@ -72,14 +67,3 @@ def open_folders(
         for path, each in zip(paths, below, strict=True)
     ]
     return list(open_arrays(location, places))
-
-
-def _check_size(location: Location, path: str) -> None:
-    """Rejects metadata that TensorStore would read whole; only where a look at the size
-    costs no request."""
-    size = location.size(path) if location.is_local else 0
-    if size is not None and size > MAX_METADATA_BYTES:
-        raise DataLossError(
-            f"{place(location, path)}: expected at most {MAX_METADATA_BYTES} bytes, "
-            f"got {size}; use another checkpoint"
-        )

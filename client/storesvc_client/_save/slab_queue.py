@@ -225,7 +225,8 @@ class SlabQueue:
         return list(islice(slabs, at_most))
 
     def take_ahead(self, is_stopped: Callable[[], bool]) -> FilledSlab | None:
-        """Waits for a slab and takes it out for a time, before a writer takes any.
+        """Waits for the next slab that was not taken out yet, and takes it out for a
+        time, before a writer takes any.
 
         Args:
             is_stopped: Returns whether to end the wait; ``changed`` must be notified
@@ -235,8 +236,14 @@ class SlabQueue:
             The slab, which must be given to ``put_back``; None after the last one, or
             if stopped.
         """
+
+        def is_decided() -> bool:
+            # Slabs that were put back do not count: more may follow them.
+            has_next = self._is_open and (self._slabs or self._has_ended)
+            return is_stopped() or bool(has_next)
+
         with self.changed:
-            self.changed.wait_for(lambda: is_stopped() or self.is_ready)
+            self.changed.wait_for(is_decided)
             if is_stopped() or not self._slabs:
                 return None
             return self._slabs.popleft()

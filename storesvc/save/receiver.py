@@ -23,8 +23,14 @@ batch: it is discarded only after the thread has ended.
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Sequence,
+)
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -49,9 +55,9 @@ from storesvc.save.batch_admission import (
 )
 from storesvc.save.batches import Batch
 from storesvc.save.direct_chunks import check_direct_chunks
-from storesvc.save.staging_tables import OwnTables
+from storesvc.save.staging_tables import NewTable, OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bounded_gather import beside, each
+from storesvc.storage.bounded_gather import beside
 from storesvc.storage.new_object import NewObject
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import ChunksMoved, Path, publish
@@ -67,6 +73,9 @@ MAX_TABLES: Final = 32
 A direct writer completes an object of 8 MiB in much less; four at once would be slower
 than its data. On files, each may take one of the threads that short calls need, so
 there are as many as batches."""
+
+CHECKED_AT_ONCE: Final = 64
+"""Objects of one table that are checked concurrently."""
 
 MAX_TABLE_BYTES: Final = 4 << 20
 """Size of the largest table; one that is as large counts as much as a batch."""
@@ -149,15 +158,43 @@ class Receiver:
             await self._tables.write(self._bucket, new)
         else:
             # 2. and 3. at the same time, because an object that exists is durable. If
-            #    one is missing, the table is not kept, and the chunks are not
-            #    acknowledged; who reads the table later, checks its objects.
+            #    one is missing, the table is deleted, and the chunks are not
+            #    acknowledged; who reads the table in the meantime, checks its objects.
             async with beside(self._tables.write(self._bucket, new)) as writing:
-                await each(lambda end: self._adopt_file(upload, *end), ends)
+                try:
+                    await self._check_objects(upload, ends)
+                except InvalidChunkError:
+                    await self._withdraw(new, writing)
+                    raise
                 await writing
         self._tables.keep(new)
         publish(_received("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
+
+    async def _check_objects(
+        self, upload: OpenUpload, ends: Sequence[tuple[str, int]]
+    ) -> None:
+        """Checks that the objects of a table are complete; raises the error of the
+        first one in the table that is not."""
+        for at in range(0, len(ends), CHECKED_AT_ONCE):
+            some = ends[at : at + CHECKED_AT_ONCE]
+            checks = (self._adopt_file(upload, file, end) for file, end in some)
+            # No check outlives a rejected table: a writer could start any number.
+            for error in await asyncio.gather(*checks, return_exceptions=True):
+                if error is not None:
+                    raise error
+
+    async def _withdraw(self, new: NewTable, writing: Awaitable[None]) -> None:
+        """Deletes a table that names a missing object: FinishWriter would take its
+        chunks for chunks that were stored with other bytes.
+
+        If that fails, the table is deleted together with the upload.
+        """
+        with suppress(StoreError):
+            await writing
+        with suppress(StoreError):
+            await self._bucket.delete(new.place)
 
     async def _adopt_file(self, upload: OpenUpload, file: str, end: int) -> None:
         """Makes a data file durable, after a check that it is complete: in a file that

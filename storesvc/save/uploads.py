@@ -7,12 +7,10 @@ the slot, asks ``slots``, and writes on the condition that the slot is unchanged
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Final
 
 from cachetools import LRUCache
@@ -39,9 +37,9 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, UploadName
-from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
+from storesvc.save.leases import Leases
 from storesvc.save.plan_mismatch import differing_rows, first_difference
 from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
@@ -51,13 +49,10 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """Time after its last renewal for which an upload is not aborted."""
 
-_KEPT_RENEWALS: Final = 10_000
+_KEPT_SIGHTS: Final = 10_000
 _KEPT_RECORD_BYTES: Final = 4 << 20
 _OPEN_SECONDS: Final = 60.0
 """Time for which an upload that owned its slot is presumed to own it."""
-
-_RENEWALS_A_LEASE: Final = 6
-"""Maximum lease records that progress writes within one lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,35 +86,26 @@ class OpenUpload:
         return RunPaths(self.name.run)
 
 
-@dataclass(frozen=True, slots=True)
-class _Renewal:
-    """A lease record that this process wrote."""
-
-    when: datetime
-    at: float
-    """``Clock.elapsed`` at that time."""
-
-
 class Uploads:
     """Begins, joins, opens, renews and aborts the uploads of a bucket."""
 
     def __init__(
         self, bucket: TensorStoreBucket, catalog: Catalog, runs: Runs, *, clock: Clock
     ) -> None:
+        self.leases = Leases(bucket, clock=clock)
+        """Renews the leases of uploads."""
         self._bucket = bucket
         self._catalog = catalog
         self._runs = runs
         self._clock = clock
         self._leaf_tables = LeafTables(bucket)
         self._rollbacks = Rollbacks(bucket)
-        self._renewals: LRUCache[UploadName, _Renewal] = LRUCache(_KEPT_RENEWALS)
-        self._renewing: dict[UploadName, asyncio.Task[_Renewal]] = {}
         self._records: LRUCache[UploadName, pb.UploadRecord] = LRUCache(
             _KEPT_RECORD_BYTES, getsizeof=pb.UploadRecord.ByteSize
         )
         """Records of uploads that began or were opened here; a record is never
         changed."""
-        self._seen: LRUCache[UploadName, float] = LRUCache(_KEPT_RENEWALS)
+        self._seen: LRUCache[UploadName, float] = LRUCache(_KEPT_SIGHTS)
         """``Clock.elapsed`` at which this process last saw that an upload owns its
         slot and can be written."""
 
@@ -417,38 +403,9 @@ class Uploads:
             self._records[name] = record
 
     async def renew(self, upload: OpenUpload) -> datetime:
-        """Renews the lease of an upload, and returns when it expires.
-
-        Progress calls this for each batch; only ``_RENEWALS_A_LEASE`` renewals per
-        lease are written to the bucket.
-        """
+        """Renews the lease of an upload, and returns when it expires."""
         length = upload.record.lease_duration.ToTimedelta()
-        interval = length.total_seconds() / _RENEWALS_A_LEASE
-        last = self._renewals.get(upload.name)
-        if last is None or self._clock.elapsed() - last.at >= interval:
-            # Calls at the same time share one write: buckets reject many of one object.
-            writing = self._renewing.get(upload.name)
-            if writing is None:
-                writing = asyncio.ensure_future(self._write_lease(upload))
-                self._renewing[upload.name] = writing
-                writing.add_done_callback(partial(self._renewed, upload.name))
-            last = await asyncio.shield(writing)
-        return last.when + length
-
-    async def _write_lease(self, upload: OpenUpload) -> _Renewal:
-        renewal = _Renewal(self._clock.now(), self._clock.elapsed())
-        lease = pb.LeaseRecord(
-            renew_time=timestamp(renewal.when), nonce=uuid.uuid4().hex
-        )
-        place = upload.places.lease(upload.name.upload)
-        await self._bucket.write(place, seal(lease, place=place))
-        self._renewals[upload.name] = renewal
-        return renewal
-
-    def _renewed(self, name: UploadName, writing: "asyncio.Task[_Renewal]") -> None:
-        del self._renewing[name]
-        if not writing.cancelled():
-            writing.exception()  # marks it as retrieved, even if no caller waits
+        return await self.leases.renew(upload.name, length)
 
     async def abort(self, name: UploadName) -> None:
         """Aborts an upload and frees its step; an upload that has ended is ignored.

@@ -158,6 +158,8 @@ async def running(
         # 3. Reject new calls; wait for those in flight. A stream that is cut off must
         #    send again what was not acknowledged.
         await server.stop(DRAIN_SECONDS)
+        # 4. Calls share the writes of leases, which outlive the calls of step 3.
+        await store.uploads.leases.end()
 
 
 def is_loopback(host: str) -> bool:

@@ -36,7 +36,7 @@ from storesvc.errors import (
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import LATEST, CheckpointName, UploadName
+from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.leases import Leases
@@ -187,15 +187,13 @@ class Uploads:
         #    If there is no slot, read the run once more in the meantime: a collection
         #    raises the epoch floor before it deletes a FREE slot. If only an earlier
         #    read counted, an epoch could be used again.
-        async with beside(self._runs.create(name.run)) as reading:
+        async with beside(self._checked_epoch(name.run, slot, epoch)) as checking:
             if record is None:
                 described = await describing
                 described.epoch, described.predecessor = epoch, predecessor
                 await reach(Failpoint.BEGIN_BEFORE_RECORD)
                 record = await self._create_record(name, described)
-            if slot is None:
-                floor = (await reading).epoch_floor
-                epoch = slots.next_epoch(name.run, None, floor=floor)
+            epoch = await checking
         # A record is never changed: garbage collection derives from it which uploads
         # may still reserve the slot. If the slot has changed since, the client must
         # begin with another request id.
@@ -213,6 +211,19 @@ class Uploads:
         self._seen[name] = elapsed
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record
+
+    async def _checked_epoch(
+        self,
+        run: RunName,
+        slot: tuple[pb.CheckpointRecord, Generation] | None,
+        epoch: int,
+    ) -> int:
+        """Returns the epoch of an upload that takes a slot over; if there is no slot,
+        by the floor that the run has after the slot was read."""
+        if slot is not None:
+            return epoch
+        floor = (await self._runs.create(run)).epoch_floor
+        return slots.next_epoch(run, None, floor=floor)
 
     async def _reserve(
         self, name: UploadName, record: pb.UploadRecord, seen: Generation | None

@@ -93,9 +93,13 @@ def name_of(step: int) -> UploadName:
 
 
 async def begin(
-    store: Store, step: int, base: CheckpointName | None = None, writer_count: int = 1
+    store: Store,
+    step: int,
+    base: CheckpointName | None = None,
+    writer_count: int = 1,
+    request: int | None = None,
 ) -> pb.UploadRecord:
-    """Begins an upload of a step."""
+    """Begins an upload of a step; `request` is the number in its request id."""
     new = NewUpload(
         step=step,
         writer_count=writer_count,
@@ -105,7 +109,7 @@ async def begin(
         base=base,
         body=b"",
     )
-    return await store.uploads.begin(name_of(step), new, TABLE)
+    return await store.uploads.begin(name_of(request or step), new, TABLE)
 
 
 async def finished(store: Store, step: int) -> int:
@@ -185,6 +189,20 @@ def test_an_upload_reads_its_run_beside_the_slot() -> None:
     within(test)
 
 
+def test_an_upload_of_a_step_with_a_slot_reads_its_run_once() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        await begin(store, 1)
+        await store.uploads.abort(name_of(1))
+        bucket.reads.clear()
+
+        again = await begin(store, 1, request=2)
+
+        assert 2 == again.epoch
+        assert 1 == bucket.reads.count(layout.run_record(RUN))
+
+    within(test)
+
+
 def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> None:
     class Collected(MeetingBucket):
         """A collection raises the floor when the first slot has been read."""
@@ -203,10 +221,14 @@ def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> Non
         await store.runs.create(RUN)
         bucket.meet(PLACES.checkpoint(1), layout.run_record(RUN))
 
-        with pytest.raises(UploadNotFoundError):
+        with pytest.raises(UploadNotFoundError, match="begin a new one"):
             await begin(store, 1)
-
         assert await store.catalog.slot(RUN, 1) is None
+
+        # A client begins again with another request id; the first one stays rejected.
+        assert 8 == (await begin(store, 1, request=2)).epoch
+        with pytest.raises(UploadSupersededError):
+            await begin(store, 1)
 
     asyncio.run(main())
 

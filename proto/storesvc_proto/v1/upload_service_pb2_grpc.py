@@ -239,8 +239,10 @@ class UploadServiceServicer(object):
         The first message MUST have `open`, the following ones have `chunks`: the ordinal,
         crc32c and digest of every chunk of this writer, in parts of at most 2 MiB,
         ascending. The server checks that each chunk was stored by this writer or can be
-        claimed. Chunks that a writer stores after it has finished count only if it
-        finishes again.
+        claimed. It rejects a receipt that omits a chunk which this writer has stored, but
+        need not look for chunks that were stored through another server: then the commit
+        fails, unless another writer has the chunk. Chunks that a writer stores after it
+        has finished count only if it finishes again.
 
         Idempotent: the last call counts. Deadline: 60 s, also enforced by the server. A
         call that is repeated after the commit fails with `CHECKPOINT_EXISTS`: a client

@@ -1,6 +1,6 @@
 """Uploads of ``contract.tree_of`` to stores of this process, without a server."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 from storesvc.format.chunks import Sums
@@ -20,9 +20,16 @@ def name_of(run: RunName, step: int) -> UploadName:
 
 
 async def begin(
-    store: Store, run: RunName, step: int, *, chunks: int = 3, writer_count: int = 1
+    store: Store,
+    run: RunName,
+    step: int,
+    *,
+    chunks: int = 3,
+    writer_count: int = 1,
+    request: int | None = None,
 ) -> OpenUpload:
-    """Begins an upload of a step, or repeats that."""
+    """Begins an upload of a step, or repeats that; `request` is the number in its
+    request id if it is not the step."""
     new = NewUpload(
         step=step,
         writer_count=writer_count,
@@ -32,13 +39,18 @@ async def begin(
         base=None,
         body=b"",
     )
-    name, table = name_of(run, step), b"".join(pack_leaves(tree_of(chunks)))
+    name, table = name_of(run, request or step), b"".join(pack_leaves(tree_of(chunks)))
     record = await store.uploads.begin(name, new, table)
     return await store.uploads.presumed(name, record.epoch)
 
 
 async def send(
-    store: Store, upload: OpenUpload, *chunks: int, writer: int = 0, version: int = 0
+    store: Store,
+    upload: OpenUpload,
+    chunks: Sequence[int],
+    *,
+    writer: int = 0,
+    version: int = 0,
 ) -> None:
     """Stores chunks of a writer."""
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from storesvc.format.chunks import Sums
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import RunName, UploadName
+from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload, OpenUpload
@@ -27,6 +27,7 @@ async def begin(
     chunks: int = 3,
     writer_count: int = 1,
     request: int | None = None,
+    base: CheckpointName | None = None,
 ) -> OpenUpload:
     """Begins an upload of a step, or repeats that; `request` is the number in its
     request id if it is not the step."""
@@ -36,7 +37,7 @@ async def begin(
         labels={},
         metrics={},
         lease=timedelta(minutes=1),
-        base=None,
+        base=base,
         body=b"",
     )
     name, table = name_of(run, request or step), b"".join(pack_leaves(tree_of(chunks)))

@@ -1,0 +1,294 @@
+"""How many requests a save to a bucket makes, and for how many of them it waits.
+
+The numbers are exact, so that a change that adds a request has to say why.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.catalog import slots
+from storesvc.format.chunks import ChunkLocations, pack_placed
+from storesvc.format.names import LATEST, CheckpointName, RunName
+from storesvc.save.uploads import OpenUpload
+from storesvc.storage import hedging
+from storesvc.storage.hedging import Limits
+from storesvc.store import Store
+from storesvc_proto.v1 import tree_pb2
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs, Logged
+from tests.support.contract import stored, sums
+from tests.support.faulty_bucket import Calls, FaultyBucket, no_faults
+from tests.support.thread_server import ThreadServer
+from tests.support.uploads_in_process import begin, finish
+
+T = TypeVar("T")
+
+RUN = RunName("tests", "counts")
+STEP = 7
+
+OF_A_SAVE = {
+    # The slot: when the upload begins, whether the step is free; when chunks arrive,
+    # when the writer finishes and at the commit, whether the upload still owns it.
+    "read slot": 4,
+    # An earlier try of this begin may have written it.
+    "read upload": 1,
+    # Once more after the empty slot, which a collection may have emptied after it had
+    # raised the epoch floor in the run.
+    "read run": 2,
+    # The base.
+    "list slots": 1,
+    "read slot of the base": 1,
+    # Begin: the record before the leaf table before the slot.
+    "write upload": 1,
+    "write leaf table": 1,
+    # The reservation, and the commit.
+    "write slot": 2,
+    # Chunks. One for all calls that renew the lease.
+    "write data file": 1,
+    "write staging table": 1,
+    "write lease": 1,
+    # Finish.
+    "write receipt": 1,
+    # Commit. Another server may have replaced the receipt.
+    "read receipt": 1,
+    "write manifest": 1,
+    "write file table": 1,
+    # What other readers of the format need.
+    "write nodes": 1,
+    "write key space": 1,
+    # The one before it shows that no number is missing.
+    "write announcement": 1,
+    "read announcement": 1,
+    # What the checkpoint needs no more; `storectl serve` replies before.
+    "list staging tables": 1,
+    "delete staging table": 1,
+    "list parts": 1,
+    "delete lease": 1,
+    "delete leaf table": 1,
+    "delete receipt": 1,
+}
+"""Requests of a save to a run that has a checkpoint, in which all chunks are new and
+fill one data file."""
+
+OF_A_DIRECT_SAVE = {
+    **OF_A_SAVE,
+    # The server checks that the object of the client is whole.
+    "read data file": 1,
+}
+
+_PLACES = {
+    r"runs/[^/]+/[^/]+\.binpb": "run",
+    r"journal/[^/]+/\d+\.binpb": "announcement",
+    rf"data/.*/checkpoints/0*{STEP}\.binpb": "slot",
+    r"data/.*/checkpoints/\d+\.binpb": "slot of the base",
+    r"data/.*/checkpoints/": "slots",
+    r"data/.*/uploads/\w+\.binpb": "upload",
+    r"data/.*/uploads/\w+/tree-\w+\.binpb": "leaf table",
+    r"data/.*/uploads/\w+/lease\.binpb": "lease",
+    r"data/.*/uploads/\w+/writers/\d+\.binpb": "receipt",
+    r"data/.*/uploads/\w+/": "parts",
+    r"data/.*/staging/\w+/": "staging tables",
+    r"data/.*/staging/\w+/\d+/\w+\.binpb": "staging table",
+    r"data/.*/pool/\w+/\w+": "data file",
+    r"data/.*/manifests/[^/]+\.binpb": "manifest",
+    r"data/.*/files/[^/]+\.binpb": "file table",
+    r"data/.*/trees/[^/]+/manifest\.ocdbt": "key space",
+}
+
+
+def kind_of(entry: Logged, root: str) -> str:
+    """Returns what a request does, in two words or a few more."""
+    target = unquote(entry.target)
+    how = {"GET": "read", "DELETE": "delete"}.get(entry.method, "write")
+    if (prefix := re.search(r"[?&]prefix=([^&]*)", target)) is not None:
+        how, place = "list", prefix[1]
+    elif (name := re.search(r"[?&]name=([^&]*)", target)) is not None:
+        place = name[1]
+    else:
+        place = target.partition("?")[0]
+    place = place.partition(root)[2].lstrip("/")
+    found = [what for path, what in _PLACES.items() if re.fullmatch(path, place)]
+    assert found, f"{entry.method} {target}"
+    return f"{how} {found[0]}"
+
+
+@pytest.fixture
+def served(
+    gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, ThreadServer]]:
+    """The root of a fresh store in a bucket, and its server, which repeats no request
+    because an answer is late."""
+    monkeypatch.setattr(hedging, "READS", Limits(floor_seconds=600))
+    gcs.clear()
+    root = gcs_root()
+    with ThreadServer(root) as server:
+        yield root, server
+    gcs.clear()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    ("is_direct", "expected"), [(False, OF_A_SAVE), (True, OF_A_DIRECT_SAVE)]
+)
+def test_a_save_makes_these_requests(
+    served: tuple[str, ThreadServer],
+    gcs: FakeGcs,
+    *,
+    is_direct: bool,
+    expected: dict[str, int],
+) -> None:
+    root, server = served
+    direct = f"{root}?concurrency=64" if is_direct else None
+    with store.connect(server.address, direct=direct) as client:
+        run = client.run(str(RUN))
+        run.save(STEP - 1, {"x": np.zeros(1000, np.float32)}).result()
+        gcs.clear()
+
+        run.save(STEP, {"x": np.ones(1000, np.float32)}).result()
+
+        found = Counter(kind_of(one, root.rpartition("/bucket/")[2]) for one in gcs.log)
+    # The nodes of a key space are a data file, too.
+    found["write data file"] -= expected["write nodes"]
+    found["write nodes"] = expected["write nodes"]
+    assert expected == dict(found)
+
+
+class CallsInSteps(Calls):
+    """Calls of a bucket that wait for the end of a step, in which all of them are
+    answered together, as by a bucket that takes equally long for each."""
+
+    def __init__(self) -> None:
+        super().__init__(no_faults)
+        self._waiting: list[asyncio.Future[None]] = []
+        self._under_way = 0
+
+    async def make(
+        self, operation: str, path: str, call: Coroutine[Any, Any, T], **how: bool
+    ) -> T:
+        if operation in ("adopt", "settle"):  # no request on a bucket
+            return await super().make(operation, path, call, **how)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            call.close()
+            raise
+        self._under_way += 1
+        try:
+            return await super().make(operation, path, call, **how)
+        finally:
+            self._under_way -= 1
+
+    async def steps_of(self, work: Coroutine[Any, Any, T]) -> tuple[int, T]:
+        """Does some work; returns the number of steps for which it waited, and its
+        result."""
+        task, steps = asyncio.create_task(work), 0
+        while not await self._has_ended(task):
+            steps += 1
+            waiting, self._waiting = self._waiting, []
+            for turn in waiting:
+                if not turn.done():  # cancelled
+                    turn.set_result(None)
+        return steps, await task
+
+    async def _has_ended(self, task: asyncio.Task[Any]) -> bool:
+        """Waits until a task has ended or waits for the next step."""
+        while True:
+            # All that can go on without an answer does so in some turns.
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            if task.done():
+                return True
+            if self._waiting and not self._under_way:
+                return False
+            await asyncio.sleep(0.001)  # for the threads of the storage
+
+
+_TURNS = 200
+
+LENGTH = 1004
+"""Bytes of a stored chunk."""
+
+CHUNKS = (0, 1, 2)
+
+
+async def report(opened: Store, upload: OpenUpload) -> None:
+    """Opens the upload, and reports the object of its chunks, as a direct client
+    does."""
+    upload = await opened.uploads.open(upload.name, upload.record.epoch)
+    rows = [(file_of(upload), LENGTH * n, LENGTH) for n in CHUNKS]
+    places = ChunkLocations.of_rows(rows)
+    (table,) = pack_placed(sums(*CHUNKS), places, with_ordinals=True)
+
+    async def parts() -> AsyncIterator[tree_pb2.ChunkTable]:
+        yield table
+
+    async for _ in opened.receiver.write(upload, 0, parts()):
+        pass
+
+
+def file_of(upload: OpenUpload) -> str:
+    return f"{upload.name.upload}/{'a' * 32}"
+
+
+async def put(bucket: FaultyBucket, upload: OpenUpload) -> None:
+    """Writes the object of the chunks."""
+    place = upload.places.data_file(file_of(upload))
+    await bucket.write_new(place, [b"".join(map(stored, CHUNKS))])
+
+
+async def steps_of_a_save() -> dict[str, int]:
+    """Returns the steps of each call of a save to a run that has a checkpoint."""
+    bucket = await FaultyBucket.faulty("memory://")
+    opened = await Store.open(bucket)
+    first = await begin(opened, RUN, 1)
+    await put(bucket, first)
+    await report(opened, first)
+    await finish(opened, first, sums(*CHUNKS))
+    await opened.commits.commit(first.name, first.record.epoch)
+
+    bucket.calls = calls = CallsInSteps()
+    opened.commits.discards.defer()  # as `storectl serve` does over a bucket
+    found = {}
+    beginning = begin(opened, RUN, 2, base=CheckpointName(RUN, LATEST))
+    found["begin"], upload = await calls.steps_of(beginning)
+    found["object"], _ = await calls.steps_of(put(bucket, upload))
+    found["chunks"], _ = await calls.steps_of(report(opened, upload))
+    finishing = finish(opened, upload, sums(*CHUNKS))
+    found["finish"], _ = await calls.steps_of(finishing)
+    committing = opened.commits.commit(upload.name, upload.record.epoch)
+    found["commit"], record = await calls.steps_of(committing)
+    assert slots.COMMITTED == record.state
+    found["discard"], _ = await calls.steps_of(opened.commits.discards.drain(60))
+    return found
+
+
+def test_a_save_waits_for_these_requests() -> None:
+    expected = {
+        # 1. Read the slot, the record and the run, and list the slots. 2. Read the slot
+        # of the base, and the run again. 3. Write the record. 4. Write the leaf table.
+        # 5. Write the slot.
+        "begin": 5,
+        "object": 1,
+        # 1. Read the slot. 2. Read the end of the object, and write the staging table
+        # and the lease.
+        "chunks": 2,
+        # 1. Read the slot, and write the receipt.
+        "finish": 1,
+        # 1. Read the slot and the receipt, and write all objects that the record names.
+        # 2. Write the announcement, and read the one before it. 3. Write the slot.
+        "commit": 3,
+        # After the reply: two folders, each with one call of the bucket.
+        "discard": 1,
+    }
+
+    assert expected == asyncio.run(steps_of_a_save())

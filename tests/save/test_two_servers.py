@@ -7,11 +7,13 @@ same time whether the other server has changed it.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 
 from storesvc import failpoints
@@ -28,9 +30,14 @@ from storesvc.inspect.damage import Damage
 from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.support.contract import mixed_sums, stored, sums
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs
+from tests.support.contract import Writer, elements, frame, mixed_sums, stored, sums
 from tests.support.examples import sampled
 from tests.support.faulty_bucket import Call, Calls, Fault, FaultyBucket, no_faults
+from tests.support.restrictions import channel
+from tests.support.server_process import ServerProcess
 from tests.support.uploads_in_process import (
     begin,
     committed_chunks,
@@ -331,3 +338,45 @@ def test_a_save_of_which_every_first_reply_is_lost_loses_nothing() -> None:
 
     with failpoints.armed(points):
         assert len(REPLIES) == asyncio.run(main())
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_two_processes_lose_nothing_if_the_replies_of_the_first_are_lost(
+    gcs: FakeGcs, tmp_path: Path
+) -> None:
+    gcs.clear()
+    root = gcs_root()
+    both = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        both.append(ServerProcess(directory, directory, uri=root))
+    lossy, other = both
+    points = (f"{reply}.before_reply=drop_reply" for reply in REPLIES)
+    lossy.environment[failpoints.VARIABLE] = ",".join(points)
+    with ExitStack() as ended:
+        for server in both:
+            server.start()
+            ended.callback(server.kill)
+        stubs = [UploadServiceStub(channel(server.address)) for server in both]
+        writer = Writer(lossy.address, str(RUN), 1, writers=2)
+
+        def repeated(call: Callable[[], Any]) -> None:
+            writer.stub = stubs[0]
+            with pytest.raises(grpc.RpcError, match="the reply was lost"):
+                call()
+            writer.stub = stubs[1]
+            call()
+
+        repeated(writer.begin)
+        repeated(lambda: writer.write(frame(0, 1), writer=0))
+        repeated(lambda: writer.write(frame(2), writer=1))
+        repeated(lambda: writer.finish(sums(0, 1), writer=0))
+        repeated(lambda: writer.finish(sums(2), writer=1))
+        repeated(writer.commit)
+
+        with other.connect() as client:
+            ((_, array),) = client.run(str(RUN)).open(1).read(["x"])
+            assert elements(0) + elements(1) + elements(2) == array.tobytes()
+            assert client.run(str(RUN)).verify(1).ok

@@ -167,11 +167,12 @@ class Uploads:
         """
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, and the run at the same time.
-        slot, record, run = await asyncio.gather(
-            self._catalog.slot(name.run, step),
-            self._own_record(name, identity),
-            self._runs.create(name.run),
-        )
+        async with (
+            beside(self._own_record(name, identity)) as looking,
+            beside(self._runs.create(name.run)) as creating,
+        ):
+            slot = await self._catalog.slot(name.run, step)
+            record, run = await looking, await creating
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(step))
             return record

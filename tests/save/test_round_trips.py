@@ -14,6 +14,7 @@ import pytest
 
 from storesvc.catalog import slots
 from storesvc.errors import (
+    RequestIdReusedError,
     StorageUnavailableError,
     UploadNotFoundError,
     UploadSupersededError,
@@ -107,7 +108,7 @@ async def begin(
         metrics={},
         lease=timedelta(minutes=1),
         base=base,
-        body=b"",
+        body=str(step).encode(),
     )
     return await store.uploads.begin(name_of(request or step), new, TABLE)
 
@@ -185,6 +186,20 @@ def test_an_upload_reads_its_run_beside_the_slot() -> None:
         bucket.meet(PLACES.checkpoint(2), layout.run_record(RUN))
 
         assert 1 == (await begin(store, 2)).epoch
+
+    within(test)
+
+
+def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
+    async def test(store: Store, bucket: MeetingBucket) -> None:
+        await begin(store, 1)
+        # The read of the run waits for a second request, which never comes.
+        bucket.meet(layout.run_record(RUN), "none")
+
+        with pytest.raises(RequestIdReusedError):
+            await begin(store, 2, request=1)
+
+        assert {asyncio.current_task()} == asyncio.all_tasks()
 
     within(test)
 

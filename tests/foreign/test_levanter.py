@@ -1,10 +1,12 @@
-"""Checkpoints in the layout of levanter are read as steps.
+"""Checkpoints that levanter wrote, and others in its layout, are read as steps.
 
-levanter is not installed: jax's ``GlobalAsyncCheckpointManager`` writes the arrays, as
-it does for levanter, with the specs that ``levanter/tensorstore_serialization.py``
-builds; ``metadata.json`` is written as ``levanter/checkpoint.py`` does.
+``tests/golden/foreign/levanter`` has what three versions of levanter wrote, each with
+the checksums of what it had in memory (``levanter_writer.py``). For the tests of
+damage, jax's ``GlobalAsyncCheckpointManager`` writes the arrays, as it does for
+levanter, with the specs that ``levanter/tensorstore_serialization.py`` builds.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,25 @@ from jax.experimental.array_serialization.serialization import (
     GlobalAsyncCheckpointManager,
 )
 
+import storesvc_client as store
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import levanter
 from storesvc_client._foreign.local_location import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
-from tests.support.foreign_reading import as_bytes, read_items, read_region, read_tree
+from tests.support.foreign_reading import (
+    as_bytes,
+    read_items,
+    read_leaf,
+    read_region,
+    read_tree,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "levanter"
+
+VERSIONS = ["1.1", "1.2.dev1644", "marin-0.2.20.dev202606180959"]
+"""zarr v2 in two trees, zarr v2 in one, and OCDBT."""
+
+GOLDEN_STEP = 12
 
 ARRAYS = {
     "model/embeddings/weight": jnp.arange(12, dtype=jnp.bfloat16).reshape(4, 3),
@@ -64,6 +80,48 @@ def write(
 
 def opened(folder: Path, step: int = 100) -> ForeignStep:
     return levanter.open_root(LocalLocation(folder)).open(step)
+
+
+def checksums(leaves: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what ``leaves.json`` has of each leaf."""
+    return [
+        {
+            "name": name,
+            "dtype": leaf.dtype.name,
+            "shape": [*leaf.shape],
+            "sha256": hashlib.sha256(leaf.tobytes()).hexdigest(),
+        }
+        for name, leaf in sorted(leaves.items())
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_bit_that_levanter_wrote_is_read_in_place_and_imported(
+    version: str, run: store.Run
+) -> None:
+    expected = json.loads((GOLDEN / version / "leaves.json").read_text())
+    step = opened(GOLDEN / version, GOLDEN_STEP)
+    assert expected == checksums(read_tree(step))
+    metadata = json.loads(read_items(step)["metadata"])
+    assert GOLDEN_STEP == metadata["step"]
+
+    foreign = store.open_foreign(f"levanter:{GOLDEN / version}")
+    assert [GOLDEN_STEP] == list(foreign.steps())
+    (done,) = run.import_from(foreign)
+    assert GOLDEN_STEP == done.checkpoint.step
+    copy = run.open(GOLDEN_STEP)
+    leaves = {leaf.key: array for leaf, array in copy.read(copy.leaves)}
+    assert expected == checksums(leaves)
+    assert run.verify(GOLDEN_STEP).ok
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_region_across_the_shards_that_levanter_wrote_is_read(version: str) -> None:
+    step = opened(GOLDEN / version, GOLDEN_STEP)
+    whole = read_leaf(step, "model/embeddings")
+    assert (16, 8) == whole.shape
+    got = read_region(step, "model/embeddings", ((3, 9), (2, 7)))
+    assert whole[3:9, 2:7].tobytes() == got.tobytes()
 
 
 @pytest.mark.parametrize("is_old", [False, True])

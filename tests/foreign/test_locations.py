@@ -1,6 +1,7 @@
 """Locations outside a store: local folders, memory, buckets and web servers."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -249,6 +250,9 @@ def test_other_urls_are_rejected(url: str) -> None:
         open_location(url)
 
 
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match="pip install huggingface_hub"):
+def test_the_extra_of_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'storesvc\[hf\]'"):
         open_location("hf://org/name")

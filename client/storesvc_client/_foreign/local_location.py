@@ -111,6 +111,10 @@ class LocalLocation:
         """See ``Location``."""
         return LocalLocation(self._inside(checked_path(self.url, folder)))
 
+    def labels(self) -> Mapping[str, str]:
+        """See ``Location``."""
+        return {}
+
     def opening(self) -> AbstractContextManager[None]:
         """See ``Location``."""
         return nullcontext()

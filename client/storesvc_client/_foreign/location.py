@@ -90,6 +90,10 @@ class Location(Protocol):
             DataLossError: It is a symbolic link that leads out of the location.
         """
 
+    def labels(self) -> Mapping[str, str]:
+        """Returns labels of what is read there, such as the commit of a repository;
+        empty where the storage has no such versions."""
+
     def opening(self) -> AbstractContextManager[None]:
         """Returns a block in which TensorStore opens specs of ``kvstore``: it reads
         some endpoints from the environment."""
@@ -115,9 +119,11 @@ def open_location(
     local = local_folder(url, noun="location")
     if local is not None:
         return LocalLocation(local)
+    from storesvc_client._foreign.hub_location import HubLocation
     from storesvc_client._foreign.remote_location import RemoteLocation
 
-    return RemoteLocation.at(os.fspath(url), storage_options or {})
+    kind = HubLocation if os.fspath(url).startswith("hf://") else RemoteLocation
+    return kind.at(os.fspath(url), storage_options or {})
 
 
 def checked_path(url: str, path: str, *, is_folder: bool = False) -> str:

@@ -11,7 +11,7 @@ needs, straight into its buffers. Nothing is written, and nothing is copied.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
@@ -184,7 +184,30 @@ def open_foreign(
         root = open_root(scheme, location, options)
     except NotFoundError as e:
         raise _with_hint(e, lookalike, inside) from e
-    return ForeignRun(root, lookalike, inside)
+    return ForeignRun(_LabelledRoot(root, location), lookalike, inside)
+
+
+class _LabelledRoot:
+    """A ``ForeignRoot`` whose steps also have the labels of their location."""
+
+    def __init__(self, root: ForeignRoot, location: Location) -> None:
+        self._root = root
+        self._location = location
+
+    @property
+    def url(self) -> str:
+        """See ``ForeignRoot``."""
+        return self._root.url
+
+    def steps(self) -> Sequence[int]:
+        """See ``ForeignRoot``."""
+        return self._root.steps()
+
+    def open(self, step: int) -> ForeignStep:
+        """See ``ForeignRoot``."""
+        found = self._root.open(step)
+        labels = self._location.labels()
+        return replace(found, labels={**labels, **found.labels}) if labels else found
 
 
 def _with_hint(

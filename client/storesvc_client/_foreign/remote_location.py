@@ -168,6 +168,10 @@ class RemoteLocation:
             storage,
         )
 
+    def labels(self) -> Mapping[str, str]:
+        """See ``Location``."""
+        return {}
+
     def opening(self) -> AbstractContextManager[None]:
         """See ``Location``."""
         if self._storage is None:

@@ -25,7 +25,7 @@ from storesvc_client.errors import (
 PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "gs": "'storesvc[gcs]'",
-        "hf": "huggingface_hub",
+        "hf": "'storesvc[hf]'",
         "http": "aiohttp",
         "https": "aiohttp",
         "memory": "'storesvc[interop]'",
@@ -113,7 +113,10 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
         plain = storage.name
     try:
         given = {**_options(storage), **options}
-        files = _file_system(scheme)(use_listings_cache=False, **given)
+        # an instance that others share may have lists and a token of earlier
+        files = _file_system(scheme)(
+            use_listings_cache=False, skip_instance_cache=scheme == "hf", **given
+        )
         # fsspec's only way from a URL to the form of its paths
         folder = str(files._strip_protocol(plain)).rstrip("/")  # noqa: SLF001
     except ImportError as e:
@@ -134,10 +137,16 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
 
 def is_denied(e: BaseException) -> bool:
     """Returns whether an error of a file system is a denied access."""
-    code = getattr(e, "status", getattr(e, "code", None))
     # gcsfs raises a plain OSError for the status 403
     is_forbidden = isinstance(e, OSError) and str(e).startswith("Forbidden: ")
-    return is_forbidden or isinstance(e, PermissionError) or code in _DENIED
+    return is_forbidden or isinstance(e, PermissionError) or status_of(e) in _DENIED
+
+
+def status_of(e: BaseException | None) -> Any:
+    """Returns the HTTP status of an error of a file system; None if it has none."""
+    response = getattr(e, "response", None)  # of huggingface_hub
+    found = getattr(response, "status_code", None)
+    return found or getattr(e, "status", getattr(e, "code", None))
 
 
 def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreError:
@@ -160,7 +169,7 @@ def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreErr
 
 def text_of(e: BaseException | None) -> str:
     """Returns the first line of the text of an error, or its type."""
-    return (str(e) or type(e).__name__).splitlines()[0][:200]
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]
 
 
 def name_below(start: str, full: str) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+import storesvc_client as store
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import eformer
 from storesvc_client._foreign.local_location import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError
-from tests.support.eformer_parts import KERNEL, check_steps
-from tests.support.foreign_reading import read_leaf, read_tree
+from tests.support.eformer_parts import KERNEL, check_steps, expected_tree
+from tests.support.foreign_reading import as_bytes, read_leaf, read_tree
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "eformer"
 
@@ -35,6 +36,16 @@ def rewrite(file: Path, **fields: Any) -> None:
 
 def test_every_step_of_each_writer_is_read() -> None:
     check_steps(eformer.open_root(LocalLocation(GOLDEN)))
+
+
+def test_every_bit_of_each_writer_is_imported(run: store.Run) -> None:
+    run.import_from(store.open_foreign(f"eformer:{GOLDEN}"))
+    assert [10, 20, 30] == list(run.steps())
+    for step in run.steps():
+        opened = run.open(step)
+        leaves = {leaf.key: array for leaf, array in opened.read(opened.leaves)}
+        assert as_bytes(expected_tree(step)) == as_bytes(leaves)
+        assert run.verify(step).ok
 
 
 def test_a_step_without_metadata_is_unfinished(copy: Path) -> None:

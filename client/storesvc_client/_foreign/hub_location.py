@@ -1,7 +1,8 @@
 """A location in a repository of a Hugging Face Hub, read at one commit.
 
 The first call asks for the commit of the revision, and all later ones read at that
-commit: a branch that moves changes nothing, and files of two commits never mix. To read a newer commit, open the location again.
+commit: a branch that moves changes nothing, and files of two commits never mix. To read
+a newer commit, open the location again.
 
 huggingface_hub reads names, sizes and ranges. It finds the token, and sends it to the
 endpoint only: not to the storage of large files that the endpoint redirects to.

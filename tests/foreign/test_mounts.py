@@ -245,6 +245,33 @@ class RangeHandler(SimpleHTTPRequestHandler):
         """Logs nothing."""
 
 
+class RedirectHandler(RangeHandler):
+    """Serves a folder, but the data files of a database from elsewhere."""
+
+    def do_GET(self) -> None:
+        """Sends a file, a list, or another address."""
+        if "/d/" not in self.path:
+            super().do_GET()
+            return
+        self.send_response(302)
+        self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_a_web_server_that_redirects_is_named_and_no_damage(
+    written: Callable[[str], Path],
+) -> None:
+    folder = written("v1-save")
+    handler = partial(RedirectHandler, directory=str(folder.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
+        with pytest.raises(store.PreconditionError, match="got a redirect to another"):
+            store.open_foreign(url, trust_uncommitted=True).restore()
+        server.shutdown()
+
+
 def test_a_damaged_data_file_fails_the_restore(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:

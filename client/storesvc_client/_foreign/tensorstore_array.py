@@ -57,6 +57,7 @@ _UNAVAILABLE: Final = re.compile(
     r"ABORTED|CANCELLED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
     r"|.*(CURL error|Connection|Timeout)"
 )
+_REDIRECT: Final = re.compile(r"\[HTTP code 30[1278]\]")
 _DENIED: Final = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|.*Permission denied")
 """Messages of TensorStore, which begin with a status code."""
 
@@ -267,7 +268,7 @@ def translated(what: str) -> Iterator[None]:
 
     Raises:
         DataLossError: Stored bytes are missing or damaged.
-        PreconditionError: The storage denies access.
+        PreconditionError: The storage denies access, or redirects.
         UnavailableError: The storage does not answer.
     """
     try:
@@ -283,6 +284,12 @@ def translated(what: str) -> Iterator[None]:
             raise PreconditionError(
                 f"{what}: the storage denies access ({reason}); let this user read it",
                 reason="STORAGE_DENIED",
+            ) from e
+        if _REDIRECT.search(text):
+            raise PreconditionError(
+                f"{what}: expected a server that sends the bytes, got a redirect to "
+                "another address, which TensorStore does not follow; copy the "
+                "checkpoint to a disk or a bucket"
             ) from e
         raise DataLossError(
             f"{what}: its stored bytes are missing or damaged ({reason}); use another "

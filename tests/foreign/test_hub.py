@@ -231,6 +231,13 @@ def test_a_gated_repository_is_access_denied(hub: Hub) -> None:
         read_in_place(hub)
 
 
+def test_an_error_does_not_quote_the_signature_of_a_redirect(hub: Hub) -> None:
+    hub.faults = [Fault(pattern="file=model-2", status=410)]
+    with pytest.raises(store.UnavailableError, match="410 Gone") as caught:
+        read_in_place(hub)
+    assert "signature" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [

@@ -5,6 +5,7 @@ its options mean the same in both.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
 
 _BUCKETS: Final = ("gs", "s3")
 _DENIED: Final = frozenset({401, 403})
+_QUERY: Final = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +170,10 @@ def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreErr
 
 
 def text_of(e: BaseException | None) -> str:
-    """Returns the first line of the text of an error, or its type."""
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+    """Returns the first line of the text of an error, or its type; without the queries
+    of URLs, which may be signatures that grant access."""
+    line = (str(e).strip() or type(e).__name__).splitlines()[0]
+    return _QUERY.sub(r"\1", line)[:200]
 
 
 def name_below(start: str, full: str) -> str:

@@ -79,6 +79,22 @@ def test_an_imported_checkpoint_has_its_metrics_and_its_provenance(
     )
 
 
+def test_a_location_whose_url_is_too_long_for_a_label_is_imported(
+    tmp_path: Path, run: store.Run
+) -> None:
+    deep = ZarrRoot(tmp_path / ("deep" * 30) / ("ü" * 100) / "end")
+    deep.write(1, {"w": np.ones(3)})
+
+    (done,) = run.import_from(ForeignRun(deep))
+    (again,) = run.import_from(ForeignRun(deep))
+
+    assert (True, False) == (done.is_new, again.is_new)
+    label = run.checkpoint(1).labels["import.url"]
+    assert label.startswith("...")
+    assert label.endswith("ü/end/1")
+    assert done.source == f"{deep.url}/1"
+
+
 def test_a_second_import_reads_and_stores_nothing(
     root: ZarrRoot, run: store.Run
 ) -> None:

@@ -24,7 +24,7 @@ from storesvc_client._save.transfer import (
 )
 from storesvc_client._session import Session
 from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.transfers import Transfer, with_provenance
+from storesvc_client._values.transfers import Transfer, label_text, with_provenance
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
@@ -165,17 +165,17 @@ def _check_same(source: ForeignStep, present: Checkpoint) -> None:
     is_same = present.labels.get(f"{PREFIX}format") == source.format and (
         digest == source.digest
         if digest or source.digest
-        else present.labels.get(f"{PREFIX}url") == source.url
+        else present.labels.get(f"{PREFIX}url") == label_text(source.url)
     )
     if is_same:
         return
     place, url = f"{present.run}@{present.step}", present.labels.get(f"{PREFIX}url")
-    if url == source.url:
+    if url == label_text(source.url):
         raise AlreadyExistsError(
-            f"{place}: expected the checkpoint of {url} as it is now, got one that was "
-            "imported from there before its files changed, or under other keys; import "
-            f"into another run, or delete the step (storectl rm {place}) and import it "
-            "once it is purged",
+            f"{place}: expected the checkpoint of {source.url} as it is now, got one "
+            "that was imported from there before its files changed, or under other "
+            "keys; import into another run, or delete the step (storectl rm "
+            f"{place}) and import it once it is purged",
             reason="CHECKPOINT_EXISTS",
         )
     got = f"one that was imported from {url}" if url else "one that was not imported"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from storesvc_client._values.arguments import MAX_TEXT_BYTES
 from storesvc_client._values.texts import size_text
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
@@ -72,7 +73,9 @@ def with_provenance(
     Raises:
         InvalidRequestError: A label has a key of the provenance.
     """
-    added = {f"{prefix}{key}": text for key, text in provenance.items() if text}
+    added = {
+        f"{prefix}{key}": label_text(text) for key, text in provenance.items() if text
+    }
     taken = sorted(added.keys() & labels.keys())
     if taken:
         raise InvalidRequestError(
@@ -80,3 +83,16 @@ def with_provenance(
             f"checkpoint comes from, got {labels[taken[0]]!r}; use another key"
         )
     return {**labels, **added}
+
+
+def label_text(text: str) -> str:
+    """Returns a text as a label holds it: of one that is too long, such as the URL of a
+    deep folder, "..." and its end.
+
+    >>> label_text("file:///ckpts"), len(label_text("file:///" + "deep/" * 100))
+    ('file:///ckpts', 256)
+    """
+    data = text.encode()
+    if len(data) <= MAX_TEXT_BYTES:
+        return text
+    return "..." + data[3 - MAX_TEXT_BYTES :].decode(errors="ignore")

@@ -1,5 +1,6 @@
 """Checkpoints of Orbax become checkpoints of a run, with every leaf and its type."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -65,6 +66,35 @@ def test_an_export_is_imported_with_its_checksums_compared(
     assert_same(tree, ours.restore(like=tree))
     assert ours.report is not None
     assert ours.report.is_verified
+
+
+def test_custom_metadata_too_long_for_a_label_becomes_an_item(
+    tmp_path: Path, run: store.Run
+) -> None:
+    long = {"notes": "x" * 300}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = ocp.args.StandardSave({"w": np.ones(2)})
+        manager.save(1, args=args, custom_metadata=long)
+    mounted = store.open_foreign(f"orbax:{tmp_path}")
+    assert long == json.loads(mounted.checkpoint().labels["orbax.custom_metadata"])
+
+    run.import_from(mounted)
+
+    assert long == json.loads(run.items()["orbax-custom-metadata"])
+    assert "orbax.custom_metadata" not in run.checkpoint(1).labels
+
+
+def test_an_export_of_an_import_is_imported_again_and_again(
+    tmp_path: Path, client: store.Client
+) -> None:
+    tree = {"w": np.arange(6.0), "step": 7}
+    WRITERS["v1-save"](tmp_path / "0", tree)
+    for age in range(3):  # each has the labels of all before it as custom metadata
+        run = client.run(f"tests/generation-{age}")
+        run.import_from(f"orbax:{tmp_path / str(age)}")
+        assert_same(tree, run.restore(like=tree))
+        run.export("latest", f"orbax:{tmp_path / str(age + 1)}")
+    assert ["orbax-custom-metadata", "orbax-custom-metadata-2"] == sorted(run.items())
 
 
 def test_an_export_with_a_text_has_no_checksums_of_all(

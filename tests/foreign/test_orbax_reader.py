@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import whole
@@ -25,6 +26,7 @@ from tests.foreign.orbax_checkpoints import (
     nnx_state,
     tree_for,
 )
+from tests.support.foreign_reading import read_items
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,19 @@ def test_other_items_of_a_step_are_items(written: Callable[[str], Path]) -> None
     kind, _, _, data = found["%item/iter/0"]
     saved = written("v0-composite") / "3/iter/process_0-of-1.json"
     assert (pb.LEAF_KIND_BYTES, saved.read_bytes()) == (kind, data)
+
+
+def test_json_items_of_version_1_are_json(tmp_path: Path) -> None:
+    registry = v1.handlers.local_registry()
+    registry.add(v1.handlers.JsonHandler, checkpointable_name="model_config")
+    config = {"layers": [1, None], "name": "übung"}
+    options = v1.options.CheckpointablesOptions(registry=registry)
+    with v1.Context(checkpointables_options=options):
+        v1.save_checkpointables(
+            tmp_path / "7", {"state": {"w": np.ones(2)}, "model_config": config}
+        )
+    step = read(tmp_path)
+    assert {"model-config": config} == read_items(step)
 
 
 def test_a_state_of_nnx_has_its_variables(tmp_path: Path) -> None:

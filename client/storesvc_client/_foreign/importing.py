@@ -12,6 +12,7 @@ from typing import Final
 from storesvc_client._chunks.extent_pool import ExtentPool
 from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
+from storesvc_client._foreign.long_labels import with_items_for_long_labels
 from storesvc_client._foreign.step_filler import StepFiller
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.transfer import (
@@ -198,6 +199,7 @@ def _import(
     time: datetime,
 ) -> Transfer:
     """Imports one step."""
+    source = with_items_for_long_labels(source)
     what = f"import of {source.url}"
     description = describe_transfer(
         stub,

@@ -24,10 +24,10 @@ from storesvc.format.names import Which
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
-from storesvc_client._foreign.formats.orbax_items import item_name
 from storesvc_client._foreign.location import Location, open_location
 from storesvc_client._foreign.nearby import below, open_root, other_format
 from storesvc_client._foreign.source import ForeignSource
+from storesvc_client._foreign.tree_rows import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree

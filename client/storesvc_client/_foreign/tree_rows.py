@@ -5,6 +5,7 @@ Two names of a foreign checkpoint can become one key, or one the ancestor of the
 such a step is rejected, and both names are in the message.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -32,6 +33,12 @@ from storesvc_proto.v1 import tree_pb2 as pb
 
 FILE_CHUNK_BYTES: Final = 8 << 20
 """Bytes of a file that are read together."""
+
+
+MAX_NAME: Final = 63
+"""Maximum length of the name of an item."""
+
+_OTHERS: Final = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -97,6 +104,18 @@ def encoded_row(
     """
     leaf = _byte_leaf(key, path_kinds, kind, len(data), chunk_bytes=len(data))
     return Row(leaf=leaf, array=BytesArray(data), name=name)
+
+
+def item_name(path: str) -> str:
+    """Returns the name of an item for a path or a name of another project,
+    which may have characters that no name of an item has.
+
+    >>> item_name("model_config"), item_name("assets/vocab.TXT")
+    ('model-config', 'assets-vocab-txt')
+    """
+    name = _OTHERS.sub("-", path.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"item-{name}"
+    return name[:MAX_NAME].strip("-")
 
 
 def item_row(item: str, value: Any, *, name: str) -> Row:

@@ -11,21 +11,24 @@ from typing import Any, Final
 
 from storesvc_client._foreign.bounded_json import read_json
 from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.tree_rows import Row, file_item_row, item_row
+from storesvc_client._foreign.tree_rows import (
+    Row,
+    file_item_row,
+    item_name,
+    item_row,
+)
 from storesvc_client.errors import PreconditionError, StoreError
 
 COMMITTED: Final = "commit_success.txt"
-JSON_FILE: Final = "metadata"
+JSON_FILES: Final = (["metadata"], ["data.json"])
+"""Files of a JSON item, of version 0 and of version 1."""
+
 METRICS: Final = "metrics"
 """Name of the item with the metrics of a step, and of its file."""
 
 MAX_FILES: Final = 1000
 """Maximum files of an item; a checkpoint holds at most 64 items."""
 
-MAX_NAME: Final = 63
-"""Maximum length of the name of an item."""
-
-_OTHERS: Final = re.compile(r"[^a-z0-9]+")
 _PROCESS: Final = re.compile(r"process_(0|[1-9]\d{0,5})-of-([1-9]\d{0,5})\.json")
 """Files of the states of Grain's iterators."""
 
@@ -70,18 +73,6 @@ def as_metrics(value: Any) -> Mapping[str, float] | None:
     return {name: float(number) for name, number in value.items()}
 
 
-def item_name(path: str) -> str:
-    """Returns the name of an item for a path of Orbax, which may have characters that
-    no name of an item has.
-
-    >>> item_name("model_config"), item_name("assets/vocab.TXT")
-    ('model-config', 'assets-vocab-txt')
-    """
-    name = _OTHERS.sub("-", path.lower()).strip("-")
-    name = name if name[:1].isalpha() else f"item-{name}"
-    return name[:MAX_NAME].strip("-")
-
-
 def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str, Row]]:
     """Yields the rows of an item that is no tree, each with the path that its name is
     for.
@@ -95,8 +86,8 @@ def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str,
         PreconditionError: It has too many files, or the states of some processes only.
     """
     files = files_below(location, folder)
-    if files == [JSON_FILE]:
-        yield item, _json_row(location, f"{folder}/{JSON_FILE}", item_name(item))
+    if files in JSON_FILES:
+        yield item, _json_row(location, f"{folder}/{files[0]}", item_name(item))
         return
     processes = [_PROCESS.fullmatch(name) for name in files]
     states = [found for found in processes if found is not None]

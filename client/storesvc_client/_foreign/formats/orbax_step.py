@@ -24,7 +24,7 @@ from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
 from storesvc_client._foreign.location import Location, checked_path
 from storesvc_client._foreign.step_search import join, names_text, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.tree_rows import Row, encoded_row, tree_of
+from storesvc_client._foreign.tree_rows import Row, encoded_row, item_name, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import (
@@ -265,7 +265,7 @@ class StepReader:
         if item == items.METRICS and self._takes_metrics(path, names):
             return
         for original, row in items.item_rows(self.location, path, item):
-            name = items.item_name(original)
+            name = item_name(original)
             self._name(name, original, path)
             self.rows.append(row)
             if name != original:

@@ -14,7 +14,7 @@ import storesvc_client as store
 from storesvc_client._export.elements import windows
 from storesvc_client._export.renames import parse_rules, read_rules, renamed
 from tests.export.parts import Save
-from tests.export.test_safetensors import load_file
+from tests.support.safetensors_files import load_file
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

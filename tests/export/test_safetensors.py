@@ -7,19 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import deserialize, safe_open
+from safetensors import safe_open
 
 import storesvc_client as store
 from tests.export.parts import ARRAYS, Save, data_files, dotted, flip
-
-DTYPES: dict[str, Any] = {
-    "BF16": ml_dtypes.bfloat16,
-    "BOOL": np.bool_,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "I64": np.int64,
-}
+from tests.support.safetensors_files import load_file
 
 THREE = {name: np.full((4, 8), at, np.float32) for at, name in enumerate("abc")}
 """Three tensors of 128 bytes."""
@@ -28,18 +20,6 @@ THREE = {name: np.full((4, 8), at, np.float32) for at, name in enumerate("abc")}
 @pytest.fixture
 def opened(saved: Save, tmp_path: Path) -> store.OpenCheckpoint:
     return saved((tmp_path / "store").as_uri(), ARRAYS)
-
-
-def load_file(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a file as the package parses it; its functions that
-    return arrays of NumPy lack float8."""
-    parsed: Any = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-    return {
-        name: np.frombuffer(found["data"], DTYPES[found["dtype"]]).reshape(
-            found["shape"]
-        )
-        for name, found in parsed
-    }
 
 
 def names_below(folder: Path) -> list[str]:

@@ -56,6 +56,15 @@ def manager() -> GlobalAsyncCheckpointManager:
     return GlobalAsyncCheckpointManager()
 
 
+def specs(folder: Path) -> list[dict[str, Any]]:
+    """Returns where levanter stores each array."""
+    base = {"driver": "file", "path": str(folder)}
+    return [
+        {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": name}}
+        for name in ARRAYS
+    ]
+
+
 def write(
     manager: GlobalAsyncCheckpointManager, folder: Path, *, is_old: bool = False
 ) -> None:
@@ -65,15 +74,7 @@ def write(
     if is_old:
         manager.serialize_with_paths(arrays, [str(folder / name) for name in ARRAYS])
     else:
-        base = {"driver": "file", "path": str(folder)}
-        specs = [
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "ocdbt", "base": base, "path": name},
-            }
-            for name in ARRAYS
-        ]
-        manager.serialize(arrays, specs, on_commit_callback=lambda: None)
+        manager.serialize(arrays, specs(folder), on_commit_callback=lambda: None)
     manager.wait_until_finished()
     (folder / "metadata.json").write_text(json.dumps(METADATA))
 

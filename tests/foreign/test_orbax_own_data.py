@@ -1,32 +1,15 @@
 """The checkpoints that Orbax's package ships for its own tests are read, or rejected
 by name where the metadata or the data of a tree is missing."""
 
-from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import storesvc_client as store
+from tests.foreign.orbax_checkpoints import shipped_trees
 
-_PLACE = "experimental/v1/_src/testing/compatibility/checkpoints"
-
-
-def trees() -> Iterator[tuple[str, Path]]:
-    """Yields the name and the folder of each tree."""
-    spec = find_spec("orbax.checkpoint")
-    assert spec is not None
-    assert spec.origin is not None
-    root = Path(spec.origin).parent / _PLACE
-    for manifest in sorted(root.rglob("manifest.ocdbt")):
-        if not manifest.parent.name.startswith("ocdbt.process"):
-            yield manifest.parent.relative_to(root).as_posix(), manifest.parent
-
-
-TREES = dict(trees())
+TREES = dict(shipped_trees())
 if not TREES:
     pytest.skip("this release of Orbax ships none", allow_module_level=True)
 

@@ -53,6 +53,9 @@ _VALUE_TYPES: Final = {
     pb.LEAF_KIND_TEXT: "string",
 }
 
+_WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
+"""dtypes that jax narrows unless ``jax_enable_x64`` is set."""
+
 _EMPTY: Final = {"none": "None", "{}": "Dict", "[]": "List", "()": "Tuple"}
 """Type of each container that no leaf shows."""
 
@@ -137,6 +140,10 @@ def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
             f"{source.describe(row)}: expected a path that Orbax can name, got "
             f"{keys}; {remedy}"
         )
+    if value_type == "jax.Array" and dtype in _WIDE and leaf.sharding is None:
+        # Another project wrote it, or one device held it. Orbax would restore an array
+        # of jax, and jax would drop bits without a word.
+        value_type = "np.ndarray"
     return OrbaxLeaf(
         row=row,
         name=name,

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import tensorstore as ts
+from fsspec.registry import _registry
 
 from storesvc_client._foreign.location import Location, open_location
 from storesvc_client.errors import (
@@ -254,5 +255,7 @@ def test_the_extra_of_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    # fsspec keeps the classes that earlier tests used
+    monkeypatch.delitem(_registry, "hf", raising=False)
     with pytest.raises(InvalidRequestError, match=r"pip install 'storesvc\[hf\]'"):
         open_location("hf://org/name")

@@ -1,6 +1,7 @@
 """Checkpoints of Orbax become checkpoints of a run, with every leaf and its type."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -66,6 +67,46 @@ def test_an_export_is_imported_with_its_checksums_compared(
     assert_same(tree, ours.restore(like=tree))
     assert ours.report is not None
     assert ours.report.is_verified
+
+
+def test_metrics_that_are_not_finite_come_back_from_an_export(
+    tmp_path: Path, client: store.Client
+) -> None:
+    metrics = {"loss": math.nan, "low": -math.inf, "high": math.inf, "x": 1.0}
+    client.run("a/from").save(1, {"w": np.ones(2)}, metrics=metrics).result()
+    client.run("a/from").export(1, f"orbax:{tmp_path}")
+
+    client.run("a/to").import_from(f"orbax:{tmp_path}")
+
+    found = client.run("a/to").checkpoint(1).metrics
+    assert math.isnan(found["loss"])
+    assert {**metrics, "loss": 0} == {**found, "loss": 0}
+    assert [] == list(client.run("a/to").items(1))
+
+
+def test_metrics_that_a_manager_wrote_need_not_be_finite(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        args = ocp.args.StandardSave({"w": np.ones(2)})
+        manager.save(1, args=args, metrics={"loss": math.inf})
+
+    assert {"loss": math.inf} == store.open_foreign(
+        f"orbax:{tmp_path}"
+    ).checkpoint().metrics
+
+
+@pytest.mark.parametrize("metrics", ['{"n": 1%s}' % ("0" * 400), '{"n": "x"}'])
+def test_metrics_that_are_no_floats_stay_an_item(
+    metrics: str, tmp_path: Path, run: store.Run
+) -> None:
+    run.save(1, {"w": np.ones(2)}, metrics={"n": 1}).result()
+    run.export(1, f"orbax:{tmp_path}")
+    (tmp_path / "1" / "metrics" / "metrics").write_text(metrics)
+
+    mounted = store.open_foreign(f"orbax:{tmp_path}").open()
+
+    assert {} == mounted.info.metrics
+    assert metrics.encode() == mounted.items["metrics"]
 
 
 def test_custom_metadata_too_long_for_a_label_becomes_an_item(

@@ -4,7 +4,6 @@ Which item is what is decided by its files, never by the names of handlers. The 
 are passed on as they are; only JSON that storesvc stores itself becomes a JSON item.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -58,19 +57,22 @@ def files_below(location: Location, folder: str) -> list[str]:
 
 
 def read_metrics(location: Location, folder: str) -> Mapping[str, float] | None:
-    """Returns the metrics of an item; None if they are no finite numbers."""
+    """Returns the metrics of an item; None if they are no numbers."""
     value, _ = read_json(location, f"{folder}/{METRICS}")
     return as_metrics(value)
 
 
 def as_metrics(value: Any) -> Mapping[str, float] | None:
-    """Returns a JSON value as metrics; None if it is none."""
+    """Returns a JSON value as metrics; None if it is none. Orbax writes NaN and
+    infinite metrics as Python's JSON does, and reads them again."""
     if not isinstance(value, dict) or not all(
-        type(number) in (int, float) and math.isfinite(number)
-        for number in value.values()
+        type(number) in (int, float) for number in value.values()
     ):
         return None
-    return {name: float(number) for name, number in value.items()}
+    try:
+        return {name: float(number) for name, number in value.items()}
+    except OverflowError:  # an integer larger than every float
+        return None
 
 
 def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str, Row]]:

@@ -27,6 +27,7 @@ from storesvc_client._foreign.formats.orbax_step import (
     STEP_METADATA,
     TREE_METADATA,
     UNFINISHED,
+    UNREADABLE,
     StepReader,
     check_is_step,
     folders_of,
@@ -39,7 +40,8 @@ from storesvc_client.errors import NotFoundError, PreconditionError
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})")
 _LISTED_AT_ONCE: Final = 16
 _SEARCHED: Final = 16
-"""Folders among which the trees of a step without metadata are searched."""
+"""Folders among which the trees of a step without metadata are searched, and the files
+of a folder that may be left over."""
 
 
 def open_root(
@@ -166,9 +168,25 @@ class OrbaxRoot:
     def _is_finished(self, folder: str) -> bool:
         """Returns whether the writer finished a step: on a file system it renamed it,
         elsewhere it wrote a file last."""
-        return (
-            self._is_trusted or self._location.size(join(folder, COMMITTED)) is not None
-        )
+        if not self._is_trusted:
+            return self._location.size(join(folder, COMMITTED)) is not None
+        return not self._location.is_local or not _is_leftover(self._location, folder)
+
+
+def _is_leftover(location: Location, folder: str) -> bool:
+    """Returns whether there is no file below a folder with the name of a step, as after
+    a deletion or a copy that was interrupted."""
+    left, listed = [folder], 0
+    try:
+        while left and listed < _SEARCHED:
+            place = left.pop()
+            names, listed = location.names(place), listed + 1
+            if not all(name.endswith("/") for name in names):
+                return False
+            left += [join(place, name.rstrip("/")) for name in names]
+    except UNREADABLE:
+        return False  # opening it says why
+    return not left
 
 
 def _step_of(name: str) -> int | None:

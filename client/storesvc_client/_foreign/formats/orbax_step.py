@@ -219,8 +219,10 @@ class StepReader:
         if self.without:
             self.labels["orbax.without"] = ", ".join(sorted(self.without))
         if not self.rows and not self.containers:
-            raise PreconditionError(
-                f"{self.url}: expected a tree or an item, got {', '.join(names[:5])}"
+            raise DataLossError(
+                f"{self.url}: expected a step with a folder for each item, such as "
+                f"default/, and files in it, got {names_text(names)}; use another "
+                "step, or move it away"
             )
 
     def _absence(self, present: Iterable[str]) -> NotFoundError:

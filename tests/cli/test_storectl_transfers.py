@@ -81,6 +81,30 @@ def test_an_import_prints_each_step_and_is_repeated_without_effect(
         assert array.tobytes() == found[key.replace(".", "/")].tobytes()
 
 
+def test_an_import_and_a_copy_name_the_run_that_they_create_or_add_to(
+    model: Path, prod: str
+) -> None:
+    source = f"safetensors:{model}"
+
+    created = storectl("-s", prod, "import", source, "prod/tpyo")
+    again = storectl("-s", prod, "import", source, "prod/tpyo", "--json")
+    added = storectl("-s", prod, "import", source, "prod/llama", "--json")
+    copied = storectl("-s", prod, "cp", "prod/llama@1", "prod/other")
+    copied_too = storectl("-s", prod, "cp", "prod/llama", "prod/other")
+
+    assert "storectl: created run prod/tpyo\n" == created.stderr
+    assert "" == again.stderr
+    assert (
+        "storectl: added to run prod/llama, which had 2 checkpoints\n" == added.stderr
+    )
+    assert 0 == json.loads(added.stdout)[0]["checkpoint"]["step"]
+    assert "storectl: created run prod/other\n" == copied.stderr
+    assert (
+        "storectl: added to run prod/other, which had 1 checkpoint\n"
+        == copied_too.stderr
+    )
+
+
 def test_an_import_as_json_has_a_document_for_each_step(model: Path, root: str) -> None:
     text = printed(
         *("-s", root, "import", f"safetensors:{model}", "prod/m", "--latest", "--json")

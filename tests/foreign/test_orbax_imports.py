@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from tests.cli.test_storectl_transfers import printed
 from tests.foreign.orbax_checkpoints import WRITERS, mesh, tree_for
 from tests.foreign.test_mounts import assert_same, bytes_read
+from tests.support.command_line import printed
 
 
 @pytest.mark.parametrize("writer", [w for w in WRITERS if "composite" not in w])
@@ -174,12 +174,38 @@ def test_storectl_imports_a_step_of_a_manager(tmp_path: Path) -> None:
     root = (tmp_path / "store").as_uri()
     store.connect(root).close()
 
-    text = printed(
-        "-s", root, "import", f"orbax:{tmp_path / 'orbax'}", "a/b", "--latest"
-    )
+    text = printed(root, "import", f"orbax:{tmp_path / 'orbax'}", "a/b", "--latest")
 
     assert text.startswith("a/b@200: ")
     with store.connect(root) as client:
         run = client.run("a/b")
         assert [200] == run.steps()
         assert_same(tree, run.restore(like=tree))
+
+
+def test_storectl_says_of_how_much_a_source_has_checksums(tmp_path: Path) -> None:
+    root, state = str(tmp_path / "store"), {"w": np.ones(2), "b": np.ones(3)}
+    with store.connect(f"file://{root}") as client:
+        client.run("a/all").save(7, state).result()
+        client.run("a/some").save(7, {**state, "name": "x"}, items={"i": 1}).result()
+        for name in "all", "some":
+            client.run(f"a/{name}").export(7, f"orbax:{tmp_path / name}")
+    WRITERS["v0-zarr3"](tmp_path / "none" / "7", state)
+
+    texts = {
+        name: (
+            printed(root, "import", f"orbax:{tmp_path / name}", f"b/{name}"),
+            printed(root, "stat", f"orbax:{tmp_path / name}@7"),
+        )
+        for name in ("all", "some", "none")
+    }
+
+    assert texts["all"][0].endswith(" stored\n")
+    assert "checksums  of all elements" in texts["all"][1]
+    assert texts["some"][0].endswith(
+        " stored, 2 of 4 leaves and items compared with checksums, source has none of "
+        "the others\n"
+    )
+    assert "checksums  of 2 of 4 leaves and items\n" in texts["some"][1]
+    assert texts["none"][0].endswith(" stored, source has no checksums\n")
+    assert "checksums  none: unverified\n" in texts["none"][1]

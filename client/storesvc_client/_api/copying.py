@@ -219,6 +219,7 @@ class RunCopy:
             reused_bytes=result.report.reused_bytes,
             seconds=result.report.seconds,
             is_verified=True,
+            verified_count=opened.info.leaf_count + opened.info.item_count,
         )
 
     def _labels(self, source: Checkpoint) -> Mapping[str, str]:

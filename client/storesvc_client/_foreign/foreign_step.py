@@ -89,10 +89,15 @@ class ForeignStep:
     change with its elements, of the stamps of its data files (``file_stamps.py``). If
     it is equal, a second read of the step would return the same bytes; it may differ
     for a copy of the files."""
-    is_verified: bool = False
-    """True if the format stores checksums of all elements, which reading compares."""
+    verified_count: int = 0
+    """Number of rows of which the format stores checksums, which reading compares."""
     unread: Sequence[UnreadItem] = ()
     """Items that the tree lacks because they cannot be read."""
+
+    @property
+    def is_verified(self) -> bool:
+        """True if reading compares checksums of all elements."""
+        return 0 < self.verified_count == len(self.tree.leaves)
 
     @property
     def is_local(self) -> bool:

@@ -240,6 +240,7 @@ def _import(
         reused_bytes=result.report.reused_bytes,
         seconds=result.report.seconds,
         is_verified=source.is_verified,
+        verified_count=source.verified_count,
     )
 
 

@@ -92,6 +92,8 @@ class ForeignInfo:
     files, in hexadecimal."""
     is_verified: bool
     """True if reading compares checksums of all elements."""
+    verified_count: int
+    """Number of leaves and items of which reading compares checksums."""
     unread: Mapping[str, str]
     """Reason for each item of Orbax that cannot be read, by name; the others can."""
 
@@ -115,6 +117,7 @@ class ForeignInfo:
             chunk_count=step.tree.chunk_count,
             digest=step.digest,
             is_verified=step.is_verified,
+            verified_count=step.verified_count,
             unread={item.name: item.reason for item in step.unread},
         )
 

@@ -34,6 +34,8 @@ class Transfer:
     is_verified: bool
     """True if its bytes were compared with checksums of the source; False if the source
     has none for all of them, or if the checkpoint was there already."""
+    verified_count: int
+    """Number of leaves and items whose bytes were compared with such checksums."""
 
     def __repr__(self) -> str:
         name = f"{self.checkpoint.run}@{self.checkpoint.step}"
@@ -53,6 +55,7 @@ class Transfer:
             reused_bytes=0,
             seconds=0.0,
             is_verified=False,
+            verified_count=0,
         )
 
 

@@ -165,7 +165,7 @@ class StepReader:
             metrics=self.metrics,
             labels=self.labels,
             digest=self.described.hexdigest(),
-            is_verified=0 < self.verified == len(self.rows),
+            verified_count=self.verified,
             unread=tuple(self.unread),
         )
 

@@ -90,16 +90,17 @@ def cp(
         writing = reading
         if reached[0] != reached[1]:
             writing = clients.enter_context(reached[1].open(create=create))
+        into = writing.run(target.path.run)
         transfers = _copied(
             reading.run(source.path.run),
-            writing.run(target.path.run),
+            into,
             source,
             steps,
             tags=not no_tags,
             move_tags=move_tags,
             retention=retention,
         )
-        show_transfers(transfers, as_json=as_json)
+        show_transfers(transfers, into=into, as_json=as_json)
 
 
 def _connection(connection: Connection, place: Place) -> Connection:

@@ -135,15 +135,16 @@ def import_(
         # rejects a wrong location before a store is created
         wanted_steps(foreign.name, foreign.steps(), wanted)
     with connection.open(create=create) as client:
+        run = client.run(path.run)
         transfers = run_import(
-            client.run(path.run),
+            run,
             foreign,
             steps=wanted,
             labels=dict(labels),
             progress=progress_bar(),
             jobs=jobs,
         )
-        show_transfers(transfers, as_json=as_json)
+        show_transfers(transfers, into=run, as_json=as_json)
 
 
 def _steps(foreign: "ForeignRun", which: Which) -> list[int] | None:

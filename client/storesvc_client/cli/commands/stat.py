@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from storesvc_client import (
         Checkpoint,
         ForeignCheckpoint,
+        ForeignInfo,
         OpenCheckpoint,
         Run,
         Tag,
@@ -152,13 +153,22 @@ def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
         "size": _exact_size(info.size_bytes),
         "leaves": f"{info.leaf_count:,}",
         "chunks": f"{info.chunk_count:,}",
-        "checksums": "of all elements" if info.is_verified else "none: unverified",
+        "checksums": _checksums_text(info),
         **_contents_fields(held),
         **({"not read": _unread_lines(info.unread)} if info.unread else {}),
         "metrics": pairs_text(info.metrics),
         "labels": pairs_text(info.labels),
     }
     print_fields(opened.name, fields.items())
+
+
+def _checksums_text(info: "ForeignInfo") -> str:
+    if info.is_verified:
+        return "of all elements"
+    if not info.verified_count:
+        return "none: unverified"
+    total = info.leaf_count + info.item_count
+    return f"of {info.verified_count:,} of {total:,} leaves and items"
 
 
 def _found(

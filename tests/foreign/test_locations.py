@@ -178,6 +178,38 @@ def test_a_link_inside_the_folder_is_followed_and_one_that_leaves_it_is_not(
         location.names("up")
 
 
+def test_tensorstore_gets_no_folder_in_which_links_of_links_lead_out(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "secret").write_bytes(b"s")
+    root = tmp_path / "root"
+    (root / "step/w").mkdir(parents=True)
+    (root / "other/up").mkdir(parents=True)
+    (root / "step/w/0").symlink_to("../../other/up")
+    (root / "other/up/again").symlink_to("../../step")
+    (root / "other/up/nowhere").symlink_to("nowhere")
+    (root / "other/up/itself").symlink_to("itself")
+    location = open_location(root)
+    assert location.kvstore("step")["path"].endswith("/root/step/")
+
+    (root / "other/up/0").symlink_to("../../../secret")
+    with pytest.raises(DataLossError, match=r"other/up/0: .*symbolic link to .*secret"):
+        location.kvstore("step")
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_tensorstore_gets_no_folder_with_a_pipe(
+    *, is_linked: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    location = open_location(tmp_path)
+    os.mkfifo(tmp_path / "pipe" if is_linked else tmp_path / "a/b/pipe")
+    if is_linked:
+        (tmp_path / "a/b/link").symlink_to("../../pipe")
+    with pytest.raises(DataLossError, match=r"pipe: expected files .*got a pipe"):
+        location.kvstore("a")
+
+
 def test_links_of_a_hugging_face_cache_lead_to_its_blobs_and_no_further(
     tmp_path: Path,
 ) -> None:

@@ -134,20 +134,32 @@ class LocalLocation:
         return place
 
     def _check_links(self, folder: Path) -> None:
-        """Rejects a symbolic link below a folder that leads out of the location."""
-        left = [folder]
+        """Rejects a symbolic link that leads out of the location, and pipes and
+        devices, which TensorStore would wait for: in a folder, below it, and where
+        links in it lead."""
+        left, seen = [str(folder)], {str(folder)}
         while left:
             with os.scandir(left.pop()) as entries:
                 for each in entries:
-                    if each.is_symlink():
-                        path = Path(each.path)
-                        self._inside(
-                            path.relative_to(self._root).as_posix()
-                            if path.is_relative_to(self._root)
-                            else each.path
+                    # an entry knows its type without a call, unless it is a link
+                    found = self._target(each) if each.is_symlink() else each
+                    place = os.fspath(found)
+                    if found.is_dir():
+                        if place not in seen:
+                            left.append(place)
+                        seen.add(place)
+                    elif not found.is_file() and Path(place).exists():
+                        raise DataLossError(
+                            f"{Path(place).as_uri()}: expected files and folders, got "
+                            "a pipe, a socket or a device; use another checkpoint"
                         )
-                    elif each.is_dir(follow_symlinks=False):
-                        left.append(Path(each.path))
+
+    def _target(self, link: "os.DirEntry[str]") -> Path:
+        """Returns where a symbolic link leads; rejects one that leads out."""
+        path = Path(link.path)
+        is_below = path.is_relative_to(self._root)
+        inside = path.relative_to(self._root).as_posix() if is_below else link.path
+        return self._inside(inside)
 
     @contextmanager
     def _opened(self, path: str) -> Generator[tuple[int, int]]:

@@ -75,11 +75,12 @@ class Location(Protocol):
     def kvstore(self, folder: str = "") -> dict[str, Any]:
         """Returns the spec of TensorStore's key-value store at a folder.
 
-        On this machine, all symbolic links below the folder are checked first, because
-        TensorStore follows them.
+        On this machine, all symbolic links below the folder, and those where they lead,
+        are checked first, because TensorStore follows them and waits for pipes.
 
         Raises:
-            DataLossError: A symbolic link leads out of the location.
+            DataLossError: A symbolic link leads out of the location, or a file is a
+                pipe or a device.
             PreconditionError: TensorStore has no driver for such URLs.
         """
 

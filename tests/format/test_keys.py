@@ -126,9 +126,43 @@ def test_two_paths_of_one_key_are_rejected_naming_both(run: store.Run) -> None:
         run.save(0, {"a": Odd(1, 2)})
 
 
-def test_dict_keys_that_jax_cannot_order_are_rejected(run: store.Run) -> None:
-    with pytest.raises(store.UnsupportedLeafError, match="keys of one type"):
-        run.save(0, {0: 1, "0": 2})
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        ({0: 1, "0": 2}, "^the tree: expected dict keys .*, got keys of int and str; "),
+        (
+            {"a": [3, {1j: 1, 2j: 2}]},
+            r"^\['a'\]\[1\]: expected .*, got keys of complex;",
+        ),
+        (
+            {"a": Odd({"b": 1, None: 2}, 1)},
+            r"^\['a'\]\[0\]: .*keys of NoneType and str;",
+        ),
+    ],
+    ids=["the tree", "list", "class"],
+)
+def test_dict_keys_that_jax_cannot_order_are_rejected_with_their_dict(
+    run: store.Run, tree: Any, match: str
+) -> None:
+    run.save(0, {"a": 1}).result()  # its plan would be used again for the same tree
+
+    for _ in range(2):
+        with pytest.raises(store.UnsupportedLeafError, match=match):
+            run.save(1, tree)
+    with pytest.raises(store.UnsupportedLeafError, match=match):
+        run.restore(0, like=tree)
+
+
+def test_a_tree_that_contains_itself_is_rejected(run: store.Run) -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+
+    for step in (0, 1):
+        with pytest.raises(
+            store.UnsupportedLeafError, match="one that contains itself"
+        ):
+            run.save(step, {"a": tree})
+        run.save(step, {"a": 1}).result()
 
 
 @pytest.mark.parametrize(

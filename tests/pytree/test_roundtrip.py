@@ -3,7 +3,7 @@ sharding."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -90,9 +90,9 @@ def assert_same(expected: Any, actual: Any) -> None:
         assert raw(one) == raw(other)
 
 
-def there_and_back(run: store.Run, tree: Any, **target: Any) -> Any:
-    run.save(0, tree).result()
-    return run.restore(0, **target)
+def there_and_back(run: store.Run, tree: Any, *, step: int = 0, **target: Any) -> Any:
+    run.save(step, tree).result()
+    return run.restore(step, **target)
 
 
 @pytest.mark.parametrize("dtype", sampled(DTYPES.values(), every=3), ids=list(DTYPES))
@@ -185,6 +185,28 @@ def test_without_a_template_named_tuples_are_dicts(run: store.Run) -> None:
         "t": {"first": 1, "second": (2, [3, None, 4])},
         "ints": {7: 1, 30: 2},
     } == back
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Masked:
+    weights: Any
+    mask: Any = field(metadata={"static": True})
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [
+        [Masked(1.0, np.ones(3)), Masked(2.0, np.ones(3))],
+        [{(1, 2): 1.0}, {np.int64(3): 2.0}],
+    ],
+    ids=["static fields", "dict keys"],
+)
+def test_states_that_cannot_be_compared_are_saved_again_and_again(
+    run: store.Run, trees: list[Any]
+) -> None:
+    for step, tree in enumerate(trees):
+        assert_same(tree, there_and_back(run, tree, step=step, like=tree))
 
 
 @pytest.mark.parametrize("tree", [5, np.arange(3), {}, [], {"a": {}}])

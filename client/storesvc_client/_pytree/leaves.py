@@ -5,7 +5,7 @@ that every path has exactly one key. Leaves that a checkpoint cannot hold are re
 here, before anything is sent, in one error that lists all of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
@@ -42,6 +42,9 @@ from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_LISTED: Final = 20
 """Maximum leaves that one message lists."""
+
+_MAX_DEPTH: Final = 1000
+"""Maximum containers within each other that jax flattens, for messages."""
 
 _PYTHON_DTYPES: Final = {
     bool: "bool",
@@ -96,19 +99,45 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
 
     Raises:
         UnsupportedLeafError: Two paths have the same key, the key of one leaf is a
-            prefix of another's, or a key is too long or not Unicode.
+            prefix of another's, a key is too long or not Unicode, or jax cannot flatten
+            the tree.
     """
     try:
         flat, treedef = tree_flatten_with_path(tree)
     # for example, dict keys 0 and "0" in one dict
     except (ValueError, TypeError) as e:
+        raise UnsupportedLeafError(_flattening_problem(tree, e)) from e
+    except (RecursionError, SystemError) as e:  # jax raises the one from the other
         raise UnsupportedLeafError(
-            f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
+            f"the tree: expected at most {_MAX_DEPTH} containers within each other, "
+            "got more, or one that contains itself; save a tree that is less nested"
         ) from e
     keys = KeyCache()
     leaves = [NamedLeaf(*keys.find(path), path, value) for path, value in flat]
     _check_unique(leaves)
     return leaves, treedef
+
+
+def _flattening_problem(tree: Any, error: Exception) -> str:
+    """Returns which node of a tree jax cannot flatten, and why."""
+    left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    while left:
+        path, node = left.pop()
+        place = keystr(path) or "the tree"
+        try:
+            below = tree_flatten_with_path(
+                node, is_leaf=lambda x, node=node: x is not node
+            )
+        except (ValueError, TypeError) as e:
+            if not isinstance(node, Mapping):
+                return f"{place}: jax cannot flatten a {type(node).__name__}: {e}"
+            types = " and ".join(sorted({type(key).__name__ for key in node}))
+            return (
+                f"{place}: expected dict keys that can be compared, as jax sorts them, "
+                f"got keys of {types}; use keys of one type, such as texts"
+            )
+        left += [((*path, *more), child) for more, child in below[0] if more]
+    return f"the tree cannot be flattened by jax: {error}"
 
 
 def signature(value: Any) -> Signature | None:

@@ -211,9 +211,15 @@ class Planner:
         last = self._plan
         if last is None or last.structure != structure:
             return None
-        values, treedef = jax.tree.flatten(tree)
+        try:
+            values, treedef = jax.tree.flatten(tree)
+            has_same_nodes = treedef == last.treedef
+        # Static fields or dict keys that cannot be compared, such as arrays, or a tree
+        # that named_leaves() rejects.
+        except (ValueError, TypeError, SystemError):
+            return None
         values = [with_encoded(value) for value in values]
-        if treedef != last.treedef or _forms(values) != last.forms:
+        if not has_same_nodes or _forms(values) != last.forms:
             return None
         # Equal treedefs may have keys 1 and True, which are stored differently.
         if last.key_types:

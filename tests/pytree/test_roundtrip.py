@@ -153,6 +153,10 @@ class Pair(NamedTuple):
     second: Any
 
 
+class Nothing(NamedTuple):
+    """Optax's ``EmptyState`` and ``MaskedNode`` are such tuples."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Record:
@@ -185,6 +189,28 @@ def test_without_a_template_named_tuples_are_dicts(run: store.Run) -> None:
         "t": {"first": 1, "second": (2, [3, None, 4])},
         "ints": {7: 1, 30: 2},
     } == back
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ((Nothing(), {"w": 1}, Nothing()), ({}, {"w": 1}, {})),
+        (
+            {"a": Pair(1, Nothing()), "b": [Nothing()]},
+            {"a": {"first": 1, "second": {}}, "b": [{}]},
+        ),
+        (Nothing(), {}),
+        ((Nothing(), Nothing()), ({}, {})),
+    ],
+    ids=["tuple", "fields", "root", "no leaf"],
+)
+def test_without_a_template_named_tuples_without_fields_are_empty_dicts(
+    run: store.Run, tree: Any, expected: Any
+) -> None:
+    back = there_and_back(run, tree)
+
+    assert expected == back
+    assert_same(tree, run.restore(0, like=tree))
 
 
 @jax.tree_util.register_dataclass
@@ -467,8 +493,9 @@ class Moments(NamedTuple):
         ),
         (Moments(1.0, 2.0), ("the tree itself: Moments",)),
         ({"by": {1.5: 1.0, 2.5: 2.0}}, ("by: dict",)),
+        ([1.0, Nothing()], ("1: Nothing",)),
     ],
-    ids=["plain", "named tuples", "root", "keys"],
+    ids=["plain", "named tuples", "root", "keys", "no fields"],
 )
 def test_a_save_reports_which_containers_need_like(
     client: store.Client, tree: Any, expected: tuple[str, ...]

@@ -3,8 +3,9 @@
 A checkpoint holds leaves, and their paths show the dicts and lists above them. A
 separate document records the positions of None, empty containers and tuples, so that a
 restore without ``like=`` returns them. It is stored as ``LeafTable.structure`` if the
-tree has no other document, and lists type, key and path kinds of each container. Other
-nodes, such as named tuples, are not described.
+tree has no other document, and lists type, key and path kinds of each container. A
+named tuple without fields, such as ``optax.EmptyState()``, is an empty dict, as one
+with fields becomes a dict. Other nodes are not described.
 
 >>> nest([((), "", 1)])
 1
@@ -76,7 +77,7 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
             except UnsupportedLeafError:
                 continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
-        if children and not _is_plain(node):
+        if (children or what) and not _is_plain(node):
             foreign.append(f"{_key(keys, path)}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
@@ -106,7 +107,13 @@ def _what(node: Any) -> str:
     kind = type(node)
     if kind in EMPTY and not node:
         return EMPTY[kind]
+    if _is_empty_named_tuple(node):
+        return EMPTY[dict]
     return TUPLE if kind is tuple else ""
+
+
+def _is_empty_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields") and not node
 
 
 def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
@@ -120,7 +127,9 @@ def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
         return (((DictKey(key),), child) for key, child in node.items())
     if kind in (list, tuple):
         return (((SequenceKey(i),), child) for i, child in enumerate(node))
-    found = tree_flatten_with_path(node, is_leaf=lambda x: type(x) in EMPTY)[0]
+    found = tree_flatten_with_path(
+        node, is_leaf=lambda x: type(x) in EMPTY or _is_empty_named_tuple(x)
+    )[0]
     return ((below, child) for below, child in found if below)
 
 

@@ -216,7 +216,7 @@ class Planner:
             has_same_nodes = treedef == last.treedef
         # Static fields or dict keys that cannot be compared, such as arrays, or a tree
         # that named_leaves() rejects.
-        except (ValueError, TypeError, SystemError):
+        except (ValueError, TypeError, RecursionError, SystemError):
             return None
         values = [with_encoded(value) for value in values]
         if not has_same_nodes or _forms(values) != last.forms:

@@ -274,6 +274,37 @@ def test_metadata_that_contradicts_itself_is_rejected(
 
 
 @pytest.mark.parametrize(
+    ("count", "size"),
+    [(1, "1e999"), (1, "0"), (9000, "9" * 4000), (100_000, "2"), (100, "1")],
+    ids=["infinite", "none", "product of hours", "many", "more than any array has"],
+)
+def test_a_mesh_that_cannot_be_is_rejected_at_once(
+    count: int, size: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(written("v0-pytree"), tmp_path / "step")
+    names = json.dumps([*map(str, range(count))])
+    sharding = (
+        f'{{"sharding_type": "NamedSharding", "axis_names": {names}, '
+        f'"shape": [{", ".join([size] * count)}], "partition_spec": []}}'
+    )
+    (tmp_path / "step/_sharding").write_text(json.dumps({"dw==": sharding}))
+    with pytest.raises(DataLossError, match="_sharding: expected") as raised:
+        read(tmp_path / "step")
+    assert len(str(raised.value)) < 1500
+
+
+def test_metrics_that_no_float_holds_are_left_out(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(written("v0-manager"), tmp_path / "run")
+    file = tmp_path / "run/ckpt_000005/_CHECKPOINT_METADATA"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "metrics": {"loss": 10**400}}))
+    shutil.rmtree(tmp_path / "run/ckpt_000005/metrics", ignore_errors=True)
+    assert {} == dict(read(tmp_path / "run", 5).metrics)
+
+
+@pytest.mark.parametrize(
     "text",
     ["", "{", "[" * 100_000, '{"a": 1, "a": 2}', "\0", '{"a": 1e999'],
     ids=range(6),

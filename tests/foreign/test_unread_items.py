@@ -1,6 +1,8 @@
 """One item of a step of Orbax that cannot be read hides no other, and is named with its
 reason; an import is rejected unless the item is left out by name."""
 
+import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import storesvc_client as store
+from storesvc_client.errors import DataLossError
 from tests.support.command_line import document, printed, refusal, storectl
 
 NOWHERE: Final = "127.0.0.1:1"
@@ -74,6 +77,19 @@ DAMAGE: Final[dict[str, tuple[str, str, Callable[[Path], object]]]] = {
         _some_states,
     ),
     "too many files": ("mine", "at most 64", lambda d: _custom(d / "mine", 80)),
+    "an axis that is no Unicode": (
+        "ema",
+        "UnicodeEncodeError",
+        _rewritten(
+            "ema/_sharding",
+            json.dumps(
+                {
+                    "dw==": '{"sharding_type": "NamedSharding", "shape": [1], '
+                    '"axis_names": ["\\ud800"], "partition_spec": []}'
+                }
+            ).encode(),
+        ),
+    ),
     "names that become one": ("my_state", "of its own", _same_names),
 }
 
@@ -127,6 +143,37 @@ def test_storectl_shows_the_other_items_and_names_the_one_that_is_not_read(
         assert reason in found["unread"][name]
     assert [name] == list(document(NOWHERE, "ls", url)[0]["unread"])
     assert 2.5 == document(NOWHERE, "get", f"{url}@3:items/w")[0]["mean"]
+
+
+def test_names_that_are_no_utf_8_are_imported_with_escapes_in_their_labels(
+    whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    mine = tmp_path / "run/3/mine"
+    mine.mkdir()
+    (mine / "a.bin").write_bytes(b"a")
+    (mine / os.fsdecode(b"caf\xe9.bin")).write_bytes(b"b")
+    with store.connect(f"file://{tmp_path}/store") as client:
+        (done,) = client.run("a/b").import_from(f"orbax:{tmp_path}/run")
+        labels = done.checkpoint.labels
+        assert "mine/caf\\udce9.bin" == labels["orbax.item.mine-caf-bin"]
+        assert b"b" == client.run("a/b").items(3)["mine-caf-bin"]
+
+
+def test_a_tree_whose_name_is_no_utf_8_hides_no_other_and_is_left_out_by_name(
+    whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / "run/3/ema").rename(tmp_path / "run/3" / name)
+    url = f"orbax:{tmp_path}/run"
+    assert [name] == list(store.open_foreign(url).checkpoint(3).unread)
+    with store.connect(f"file://{tmp_path}/store") as client:
+        with pytest.raises(DataLossError, match="expected Unicode"):
+            list(client.run("a/b").import_from(url))
+        without = store.open_foreign(url, without=[name])
+        (done,) = client.run("a/b").import_from(without)
+        assert "caf\\udce9" == done.checkpoint.labels["orbax.without"]
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

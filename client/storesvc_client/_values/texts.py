@@ -78,6 +78,16 @@ def printable(text: str) -> str:
     )
 
 
+def unicode_text(text: str) -> str:
+    """Returns the text with lone surrogates escaped, which stand for the bytes of a
+    name of a file that is no UTF-8.
+
+    >>> unicode_text("caf\xe9-\udce9")
+    'café-\\\\udce9'
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def printable_lines(text: str) -> str:
     """Returns the text as ``printable`` does, with its lines and tabs."""
     lines = ("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc_client._values.arguments import MAX_TEXT_BYTES
-from storesvc_client._values.texts import size_text
+from storesvc_client._values.texts import size_text, unicode_text
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
 
@@ -95,7 +95,7 @@ def label_text(text: str) -> str:
     >>> label_text("file:///ckpts"), len(label_text("file:///" + "deep/" * 100))
     ('file:///ckpts', 256)
     """
-    data = text.encode()
+    data = unicode_text(text).encode()
     if len(data) <= MAX_TEXT_BYTES:
-        return text
+        return data.decode()
     return "..." + data[3 - MAX_TEXT_BYTES :].decode(errors="ignore")

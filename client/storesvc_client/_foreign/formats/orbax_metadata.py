@@ -34,6 +34,9 @@ An empty named tuple becomes an empty tuple, as it is one."""
 
 ARRAY, HOST_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 
+_MAX_AXES: Final = 64
+"""Maximum axes of a mesh: the maximum dimensions of an array of devices."""
+
 _KINDS: Final = frozenset({ARRAY, HOST_ARRAY, SCALAR, STRING})
 
 
@@ -127,8 +130,8 @@ def parse_key_impls(place: str, value: Any) -> dict[str, str]:
             array = row["array_metadata"]
             impl = (array.get("ext_metadata") or {}).get("random_key_impl")
             if impl is not None:
-                found[str(array["param_name"])] = str(impl)
-    except (TypeError, KeyError, AttributeError) as e:
+                found[str(array["param_name"])] = _unicode(impl)
+    except (TypeError, KeyError, ValueError, AttributeError) as e:
         raise _malformed(place, e) from e
     return found
 
@@ -194,27 +197,36 @@ def _sharding(place: str, row: Mapping[str, Any]) -> SavedSharding | None:
     if row.get("sharding_type") != "NamedSharding":
         return None
     try:
-        names = tuple(str(name) for name in row["axis_names"])
+        names = tuple(_unicode(name) for name in row["axis_names"])
         sizes = tuple(int(size) for size in row["shape"])
         spec = tuple(_axes(part) for part in row["partition_spec"])
-    except (TypeError, KeyError, ValueError) as e:
+    except (TypeError, KeyError, ValueError, OverflowError) as e:
         raise _malformed(place, e) from e
     used = [axis for part in spec for axis in part]
     is_valid = (
-        len(names) == len(sizes) == len(set(names))
-        and all(size >= 1 for size in sizes)
+        len(names) == len(sizes) == len(set(names)) <= _MAX_AXES
+        # each: the product of long integers would take hours
+        and all(1 <= size < 2**31 for size in sizes)
         and math.prod(sizes) < 2**31
         and len(used) == len(set(used))
         and set(used) <= set(names)
     )
     if not is_valid:
         raise DataLossError(
-            f"{place}: expected a size for each axis, and each axis once, got the axes "
-            f"{names} of {sizes} and {spec}; use another checkpoint"
+            f"{place}: expected a size for each of at most {_MAX_AXES} axes, each axis "
+            f"once, got {ascii((names, sizes, spec))[:300]}; use another checkpoint"
         )
     while spec and not spec[-1]:
         spec = spec[:-1]
     return SavedSharding(axis_names=names, axis_sizes=sizes, spec=spec)
+
+
+def _unicode(value: Any) -> str:
+    """Returns a text; raises ``ValueError`` for a lone surrogate, which JSON can
+    state and no checkpoint can hold."""
+    text = str(value)
+    text.encode()
+    return text
 
 
 def _axes(part: Any) -> tuple[str, ...]:

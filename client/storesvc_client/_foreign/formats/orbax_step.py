@@ -27,6 +27,7 @@ from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.tree_rows import Row, encoded_row, item_name, tree_of
 from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
 from storesvc_client._values.containers import Container, pack_document_of
+from storesvc_client._values.texts import unicode_text
 from storesvc_client.errors import (
     DataLossError,
     LimitError,
@@ -175,7 +176,8 @@ class StepReader:
         return value
 
     def _describes(self, path: str, data: bytes) -> None:
-        self.described.update(f"{path}\0{len(data)}\0".encode() + data)
+        start = f"{path}\0{len(data)}\0".encode(errors="surrogateescape")
+        self.described.update(start + data)
 
     def _step_metadata(self) -> datetime | None:
         """Takes times, metrics and custom metadata; returns the time of the writing."""
@@ -217,7 +219,7 @@ class StepReader:
         if self.error is not None and not self.rows and not self.containers:
             raise self.error
         if self.without:
-            self.labels["orbax.without"] = ", ".join(sorted(self.without))
+            self.labels["orbax.without"] = unicode_text(", ".join(sorted(self.without)))
         if not self.rows and not self.containers:
             raise DataLossError(
                 f"{self.url}: expected a step with a folder for each item, such as "
@@ -271,7 +273,7 @@ class StepReader:
             self._name(name, original, path)
             self.rows.append(row)
             if name != original:
-                self.labels[f"orbax.item.{name}"] = original
+                self.labels[f"orbax.item.{name}"] = unicode_text(original)
         self._describes(path, stamp_of_folders(self.location, path, [""]))
 
     def _name(self, name: str, original: str, path: str) -> None:

@@ -130,7 +130,7 @@ def test_storectl_lists_and_imports_the_shards_of_a_repository(
     assert f"huggingface.revision={sha}" in listed.stdout
     place = "safetensors:hf://org/model"
     done = storectl("import", place, "prod/x", "--create", "--keep-names")
-    assert (0, "") == (done.returncode, done.stderr)
+    assert (0, "storectl: created run prod/x\n") == (done.returncode, done.stderr)
     with store.connect((tmp_path / "store").as_uri()) as client:
         run = client.run("prod/x")
         copy = run.open(0)
@@ -210,7 +210,7 @@ def test_a_private_repository_is_read_with_a_token_that_only_the_endpoint_gets(
 
     hub.requests.clear()
     done = storectl("import", place, "prod/x", "--create", HF_TOKEN=TOKEN)
-    assert (0, "") == (done.returncode, done.stderr)
+    assert (0, "storectl: created run prod/x\n") == (done.returncode, done.stderr)
     sent: dict[str, set[str | None]] = {"hub": set(), "storage": set()}
     for request in hub.requests:
         sent[request.server].add(request.authorization)

@@ -92,7 +92,7 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the slow tests, and those that draw examples with all of these, against the wheel
+# Runs the slow tests, without the sweeps of `make soak`, and those that draw examples with all of these, against the wheel
 # that users install: in an environment that borrows the dependencies of .venv but not
 # its editable install, and from a folder without the sources, so that no path leads back
 # to the checkout. The wheel must have the same files as the checkout, which `make test`
@@ -113,7 +113,8 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
-	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3 -m "slow or hypothesis"
+	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3 \
+	  -m "(slow or hypothesis) and not soak"
 
 # Checks deploy/ without a cluster and without an image registry: its files, their
 # rendering by kubectl, and the install lines of the image, for which pip needs its
@@ -133,9 +134,11 @@ deploy-test: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.speed
 
-# Faults of a machine at every point of a store's work: half an hour, as root for the
-# parts that mount a disk. SOAK names parts; by default, all run.
+# Faults of a machine at every point of a store's work: an hour, as root for the parts
+# that mount a disk. SOAK names parts; by default, all run, and all cases of the tests of
+# which `make check` runs some.
 soak: $(INSTALLED)
+	$(if $(SOAK),,$(BIN)/python -m pytest --numprocesses=3 -m soak)
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # With the real easydel and the jax and flax that it pins: first the quick tests of its

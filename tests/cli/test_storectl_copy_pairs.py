@@ -22,7 +22,7 @@ import storesvc_client as store
 from storesvc_client._foreign.location import open_location
 from tests.conftest import gcs_root, s3_root
 from tests.support.command_line import document, printed, refusal
-from tests.support.examples import sampled
+from tests.support.examples import sampled, soaked
 from tests.support.in_process_server import InProcessServer
 
 pytestmark = pytest.mark.emulated
@@ -190,8 +190,7 @@ def test_a_source_of_which_a_byte_has_changed_is_not_copied(
         assert [] == client.run("lab/copy").steps()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "other"), PAIRS)
+@pytest.mark.parametrize(("kind", "other"), soaked(PAIRS, every=3))
 def test_a_copy_that_is_killed_is_repeated_to_finish_it(
     kind: str, other: str, new_store: NewStore
 ) -> None:

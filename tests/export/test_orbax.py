@@ -396,7 +396,9 @@ def test_a_name_of_the_tree_that_is_taken_is_rejected(
         "memory://", {"w": np.ones(2)}, items={"config": {}}, metrics={"loss": 1}
     )
 
-    with pytest.raises(store.InvalidRequestError, match="item=: expected a name"):
+    with pytest.raises(
+        store.InvalidRequestError, match="item=: expected at most 63 letters"
+    ):
         opened.export(f"orbax:{tmp_path}", item=item)
 
 

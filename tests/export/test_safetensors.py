@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -132,8 +133,22 @@ def test_renames_transpose(opened: store.OpenCheckpoint, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("tree", "options", "problem"),
     [
-        ({"n": 3}, {}, "leaf 'n': expected an array, got a python_scalar"),
-        ({"t": "text"}, {}, "leaf 't': expected an array, got a text"),
+        (
+            {"n": 3},
+            {},
+            r"leaf 'n': expected an array, got the kind Python scalar, .*--select\)$",
+        ),
+        ({"t": "text"}, {}, "leaf 't': expected an array, got the kind text"),
+        (
+            {"a": np.ones(2), "k": jax.random.key(0), "n": 3, "t": "text"},
+            {},
+            "leaf 'k': .* PRNG key, .*; these cannot be exported either: 'n', 't'$",
+        ),
+        (
+            {f"n{at:02}": at for at in range(30)},
+            {},
+            "leaf 'n00': .*exported either: 'n01', .*, 'n20', 9 more$",
+        ),
         (
             {"q": np.ones(2, ml_dtypes.int4)},
             {},

@@ -198,6 +198,9 @@ def test_a_failed_upload_leaves_no_object() -> None:
             "expected a path, file:///PATH, or a URL that begins with gs://",
         ),
         ("", "expected a URL or a path"),
+        ("gs//bucket/x", r"expected gs://\.\.\. for a URL; write \./gs//bucket/x for"),
+        ("s3:/bucket/x", r"expected s3://\.\.\. for a URL"),
+        ("https:host/x", r"expected https://\.\.\. for a URL"),
     ],
 )
 def test_a_url_that_cannot_be_written_is_rejected(url: str, problem: str) -> None:

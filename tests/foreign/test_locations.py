@@ -275,6 +275,8 @@ def test_memory_has_no_arrays_of_tensorstore() -> None:
         "gs://b",
         "",
         "a\0",
+        "gs//bucket/x",
+        "hf:/org/model",
         "gs://bucket/x?driver=gcs_grpc",
     ],
 )

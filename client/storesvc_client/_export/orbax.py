@@ -162,10 +162,11 @@ def _item_name(source: Source, name: str, others: Mapping[str, int]) -> str:
         InvalidRequestError: It is no name, or another item has it.
     """
     taken = {*others, *([METRICS] if source.info.metrics else [])}
+    other = f", other than {', '.join(sorted(taken))}" if taken else ""
     if not _ITEM.fullmatch(name) or name in taken:
         raise InvalidRequestError(
-            f"export of {source.name}: item=: expected a name of letters and digits "
-            f"other than {sorted(taken)}, got {name!r}"
+            f"export of {source.name}: item=: expected at most 63 letters, digits, '-' "
+            f"and '_', the first a letter or a digit{other}, got {name!r}"
         )
     return name
 

@@ -21,7 +21,7 @@ from storesvc.format.trees import SavedSharding
 from storesvc_client._export.source import Source
 from storesvc_client._export.tensors import exported_dtype
 from storesvc_client._values.containers import Container
-from storesvc_client._values.values import KINDS, UNKNOWN, Checkpoint
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -98,6 +98,9 @@ def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
     Raises:
         PreconditionError: Orbax cannot hold a leaf, or two leaves have one name.
     """
+    source.check_rejected(
+        [(row, text) for row in source.rows if (text := _fault(source, row, cast))]
+    )
     by_name: dict[str, OrbaxLeaf] = {}
     for row in source.rows:
         found = _leaf(source, row, cast)
@@ -112,41 +115,47 @@ def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
     return list(by_name.values())
 
 
-def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
+def _fault(source: Source, row: int, cast: str | None) -> str | None:
+    """Returns why Orbax cannot hold a leaf; None if it can."""
     leaf = source.leaf(row)
     value_type = _VALUE_TYPES.get(leaf.kind)
     remedy = "leave it out with select= (--select)"
     if value_type is None:
-        kind = KINDS.get(leaf.kind, UNKNOWN)
-        raise PreconditionError(
-            f"{source.describe(row)}: expected an array, a number, a PRNG key or a "
-            f"text, got the kind {kind}, which Orbax cannot hold; {remedy}"
+        return (
+            "expected an array, a number, a PRNG key or a text, got the kind "
+            f"{source.kind(row)}, which Orbax cannot hold; {remedy}"
         )
     if value_type == "scalar" and leaf.dtype == "complex128":
-        raise PreconditionError(
-            f"{source.describe(row)}: expected a bool, int or float, got a complex "
-            f"number of Python, which Orbax does not restore; {remedy}"
+        return (
+            "expected a bool, int or float, got a complex number of Python, which "
+            f"Orbax does not restore; {remedy}"
         )
     dtype = exported_dtype(leaf, cast)
     if zarr_data_type(dtype) != dtype:
-        raise PreconditionError(
-            f"{source.describe(row)}: expected a dtype of Zarr, got {dtype}, which "
-            f"Orbax would restore as {zarr_data_type(dtype)}; {remedy}"
+        return (
+            f"expected a dtype of Zarr, got {dtype}, which Orbax would restore as "
+            f"{zarr_data_type(dtype)}; {remedy}"
         )
     keys = split_key(leaf.key)
     name = ".".join(keys)
     if not name or (value_type == "string" and not {"/", "~"}.isdisjoint(name)):
-        raise PreconditionError(
-            f"{source.describe(row)}: expected a path that Orbax can name, got "
-            f"{keys}; {remedy}"
-        )
+        return f"expected a path that Orbax can name, got {keys}; {remedy}"
+    return None
+
+
+def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
+    """Returns a leaf that Orbax can hold."""
+    leaf = source.leaf(row)
+    value_type = _VALUE_TYPES[leaf.kind]
+    dtype = exported_dtype(leaf, cast)
+    keys = split_key(leaf.key)
     if value_type == "jax.Array" and dtype in _WIDE and leaf.sharding is None:
         # Another project wrote it, or one device held it. Orbax would restore an array
         # of jax, and jax would drop bits without a word.
         value_type = "np.ndarray"
     return OrbaxLeaf(
         row=row,
-        name=name,
+        name=".".join(keys),
         keys=keys,
         path_kinds=leaf.path_kinds,
         value_type=value_type,

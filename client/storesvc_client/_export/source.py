@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,13 @@ from storesvc_client._export.renames import Rule
 from storesvc_client._export.target import OpenTarget
 from storesvc_client._values.containers import Container
 from storesvc_client._values.progress import Meter
-from storesvc_client._values.values import Checkpoint
+from storesvc_client._values.values import KINDS, UNKNOWN, Checkpoint
+from storesvc_client.errors import PreconditionError
+
+MAX_NAMED: Final = 20
+"""Maximum of leaves that an error names besides its first one."""
+
+_KIND_TEXTS: Final = {"python_scalar": "Python scalar", "prng_key": "PRNG key"}
 
 ReadRegions: TypeAlias = Callable[
     [Iterable[tuple[int, Sequence[Region]]], Callable[[Buffer], None], Meter], None
@@ -72,6 +78,30 @@ class Source:
     def describe(self, row: int) -> str:
         """Returns the name of a leaf or an item in messages."""
         return f"export of {self.name}: {describe(self.tree.leaves[row].key)}"
+
+    def kind(self, row: int) -> str:
+        """Returns the kind of a leaf in messages, such as "Python scalar"."""
+        kind = KINDS.get(self.tree.leaves[row].kind, UNKNOWN)
+        return _KIND_TEXTS.get(kind, kind.replace("_", " "))
+
+    def check_rejected(self, rejected: Sequence[tuple[int, str]]) -> None:
+        """Raises one error for all leaves that a format cannot hold; nothing for none.
+
+        Args:
+            rejected: Rows, each with what was expected, what it is, and what to do.
+
+        Raises:
+            PreconditionError: There are such leaves; the message has the text of the
+                first, and the names of the others.
+        """
+        if not rejected:
+            return
+        (row, text), *others = rejected
+        names = [repr(self.tree.leaves[row].key) for row, _ in others[:MAX_NAMED]]
+        if len(others) > MAX_NAMED:
+            names.append(f"{len(others) - MAX_NAMED} more")
+        also = f"; these cannot be exported either: {', '.join(names)}" if names else ""
+        raise PreconditionError(f"{self.describe(row)}: {text}{also}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

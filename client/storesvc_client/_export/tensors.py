@@ -8,6 +8,7 @@ key as numbers; texts and bytes have no dtype.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,6 @@ from storesvc.format.keys import split_key
 from storesvc.format.trees import Leaf
 from storesvc_client._export.renames import Rule, renamed
 from storesvc_client._export.source import Source
-from storesvc_client._values.values import KINDS, UNKNOWN
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -119,11 +119,11 @@ def plan_tensors(
         PreconditionError: The format would lose a leaf, or two have one name.
         InvalidRequestError: A rule does not fit a leaf.
     """
+    fault = partial(_fault, source, cast=cast, dtypes=dtypes, target=target)
+    source.check_rejected([(row, text) for row in source.rows if (text := fault(row))])
     by_name: dict[str, Tensor] = {}
     for row in source.rows:
         leaf = source.leaf(row)
-        dtype = exported_dtype(leaf, cast)
-        _check_held(source, row, dtype, dtypes, target)
         parts = split_key(leaf.key)
         name, axes = renamed(".".join(parts), rules)
         if name == ".".join(parts) and separator != ".":
@@ -132,7 +132,7 @@ def plan_tensors(
         tensor = Tensor(
             row=row,
             name=name,
-            dtype=dtype,
+            dtype=exported_dtype(leaf, cast),
             shape=_permuted(leaf.shape, axes),
             chunk_shape=_permuted(leaf.chunk_shape, axes),
             axes=axes,
@@ -147,24 +147,28 @@ def plan_tensors(
     return [by_name[name] for name in sorted(by_name)]
 
 
-def _check_held(
-    source: Source, row: int, dtype: str, dtypes: Collection[str], target: str
-) -> None:
+def _fault(
+    source: Source,
+    row: int,
+    *,
+    cast: str | None,
+    dtypes: Collection[str],
+    target: str,
+) -> str | None:
+    """Returns why the format would lose a leaf; None if it holds it."""
     leaf = source.leaf(row)
-    kind = KINDS.get(leaf.kind, UNKNOWN)
+    remedy = "leave it out with select= (--select)"
     if leaf.kind not in ARRAYS:
-        raise PreconditionError(
-            f"{source.describe(row)}: expected an array, got a {kind}, which {target} "
-            "would not give back; leave it out with select= (--select)"
+        return (
+            f"expected an array, got the kind {source.kind(row)}, which {target} would "
+            f"not give back; {remedy}"
         )
-    if dtype not in dtypes:
-        remedy = "leave it out with select= (--select)"
-        if is_floating(dtype):
-            remedy = f"cast it (cast='float32', --dtype float32), or {remedy}"
-        raise PreconditionError(
-            f"{source.describe(row)}: expected a dtype that {target} holds, got "
-            f"{dtype}; {remedy}"
-        )
+    dtype = exported_dtype(leaf, cast)
+    if dtype in dtypes:
+        return None
+    if is_floating(dtype):
+        remedy = f"cast it (cast='float32', --dtype float32), or {remedy}"
+    return f"expected a dtype that {target} holds, got {dtype}; {remedy}"
 
 
 def _check_axes(source: Source, row: int, axes: tuple[int, ...] | None) -> None:

@@ -37,6 +37,7 @@ PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
 
 _BUCKETS: Final = ("gs", "s3")
 _DENIED: Final = frozenset({401, 403})
+_ALMOST_URL: Final = re.compile(rf"({'|'.join(PACKAGES)})(?!://)(:|//)")
 _QUERY: Final = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]*")
 
 
@@ -79,6 +80,11 @@ def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
     text = os.fspath(url)
     if not text or "\0" in text:
         raise InvalidRequestError(f"{noun}: expected a URL or a path, got {url!r}")
+    if (typo := _ALMOST_URL.match(text)) is not None:
+        raise InvalidRequestError(
+            f"{noun} {text!r}: expected {typo[1]}://... for a URL; write ./{text} for "
+            "a path of this name"
+        )
     if "://" not in text and not text.startswith("file:"):
         return Path(text)
     parts = urlsplit(text)

@@ -92,11 +92,11 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the slow tests, without the sweeps of `make soak`, and those that draw examples with all of these, against the wheel
-# that users install: in an environment that borrows the dependencies of .venv but not
-# its editable install, and from a folder without the sources, so that no path leads back
-# to the checkout. The wheel must have the same files as the checkout, which `make test`
-# tests.
+# Runs the slow tests, without the sweeps of `make soak`, and those that draw examples
+# with all of these, against the wheel that users install: in an environment that borrows
+# the dependencies of .venv but not its editable install, and from a folder without the
+# sources, so that no path leads back to the checkout. The wheel must have the same files
+# as the checkout, which `make test` tests.
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
 	@rm -rf build/wheel && mkdir -p build/wheel/run

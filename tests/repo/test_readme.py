@@ -66,6 +66,8 @@ DOCUMENTS = [README, *sorted(DOCS.glob("*.md"))]
 STORE = "file:///tmp/ckpts"
 OLD = "/tmp/old"
 """Folder of what other projects wrote, in the examples."""
+REPORT = "/tmp/restore.json"
+"""Report of a restore, which an example writes and a command reads."""
 TUTORIAL = DOCS / "tutorial.md"
 NEEDS = {
     r"^pip install": "a package index",
@@ -109,6 +111,7 @@ def executed(block: Block, root: Path) -> list[str]:
     """Returns what an example prints over a root; repeated lines count once."""
     printed = io.StringIO()
     source = block.text.replace(STORE, root.as_uri()).replace(OLD, str(_old(root)))
+    source = source.replace(REPORT, str(root.with_name("restore.json")))
     with contextlib.redirect_stdout(printed):
         exec(compile(source, str(block), "exec"), {"__name__": "__main__"})
     return [line for line, _ in groupby(printed.getvalue().splitlines())]
@@ -308,6 +311,9 @@ def test_the_commands_of_a_document_work(
     shutil.copytree(sample, root)
     with store.connect(root.as_uri()) as client:
         client.run("prod/llama-8b").tags.set("best", 200)
+    if REPORT in block.text:
+        (writer,) = [b for b in BLOCKS if b.language == "python" and REPORT in b.text]
+        executed(writer, root)
     certificate, config = tmp_path / "ckpt.pem", tmp_path / "config.toml"
     certificate.touch()
     for line in runnable_lines(block):
@@ -315,6 +321,7 @@ def test_the_commands_of_a_document_work(
             line.replace("/etc/ssl/ckpt.pem", str(certificate))
             .replace(":/ckpts", f":{tmp_path}/ckpts")
             .replace(":/models", f":{tmp_path}/models")
+            .replace(REPORT, str(tmp_path / "restore.json"))
         )
         ran = subprocess.run(
             [sys.executable, "-m", "storesvc_client.cli", *words[1:]],

@@ -305,14 +305,6 @@ def test_a_hub_that_is_not_there_is_unavailable(hub: Hub) -> None:
         read_in_place(hub)
 
 
-def test_arrays_of_tensorstore_are_to_be_downloaded_first(hub: Hub) -> None:
-    hub.commit("org/levanter", files_below(GOLDEN / "levanter" / "1.1"))
-    run = opened(hub, "levanter:hf://org/levanter")
-    assert [12] == list(run.steps())
-    with pytest.raises(store.PreconditionError, match="hf download, and give the fold"):
-        run.open()
-
-
 def test_safetensors_of_eformer_are_read(hub: Hub) -> None:
     hub.commit("org/easydel", files_below(GOLDEN / "eformer"))
     expected = store.open_foreign(f"eformer:{GOLDEN / 'eformer'}").open(30)

@@ -261,11 +261,6 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Logs nothing."""
 
 
-def test_memory_has_no_arrays_of_tensorstore() -> None:
-    with pytest.raises(PreconditionError, match="where TensorStore reads arrays"):
-        open_location("memory://somewhere").kvstore()
-
-
 @pytest.mark.parametrize(
     "url",
     [

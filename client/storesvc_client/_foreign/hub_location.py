@@ -57,7 +57,8 @@ class HubLocation(RemoteLocation):
     def __init__(
         self, url: str, files: Any, folder: str, storage: Storage | None
     ) -> None:
-        super().__init__(url, _CommitFiles(files), folder, storage)
+        # no writer writes here itself: what is here was a folder of a file system
+        super().__init__(url, _CommitFiles(files), folder, storage, has_renames=True)
         self._hub = files
         """File system of huggingface_hub."""
         self._lock = threading.Lock()
@@ -70,16 +71,6 @@ class HubLocation(RemoteLocation):
             "huggingface.repository": found.repository,
             "huggingface.revision": found.sha,
         }
-
-    def kvstore(self, folder: str = "") -> dict[str, Any]:
-        """Raises ``PreconditionError``: the Hub redirects to other servers, which
-        TensorStore does not follow."""
-        place = f"{self.url}/{folder}".rstrip("/")
-        raise PreconditionError(
-            f"{place}: expected safetensors in a repository of the Hub, got arrays "
-            "that TensorStore reads, which it cannot do there; download the repository "
-            "with hf download, and give the folder"
-        )
 
     def _place(self, path: str) -> str:
         found = self._commit()

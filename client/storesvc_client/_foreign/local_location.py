@@ -36,6 +36,7 @@ class LocalLocation:
     """A folder of this machine; it need not exist. Thread-safe."""
 
     is_local: Final = True
+    has_renames: Final = True
 
     def __init__(self, path: Path) -> None:
         self._root = Path(os.path.realpath(path))

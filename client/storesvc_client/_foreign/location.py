@@ -27,6 +27,11 @@ class Location(Protocol):
     def is_local(self) -> bool:
         """True if the folder is one of this machine's file system."""
 
+    @property
+    def has_renames(self) -> bool:
+        """True if a writer gives a folder its name when it is finished, as on a file
+        system; in a bucket, it writes a mark last."""
+
     def names(self, folder: str = "") -> Sequence[str]:
         """Returns the names in a folder, sorted; folders end in "/"; none if there is
         no such folder."""
@@ -81,7 +86,8 @@ class Location(Protocol):
         Raises:
             DataLossError: A symbolic link leads out of the location, or a file is a
                 pipe or a device.
-            PreconditionError: TensorStore has no driver for such URLs.
+            PreconditionError: TensorStore would use a proxy for what ``loopback``
+                serves.
         """
 
     def below(self, folder: str) -> "Location":

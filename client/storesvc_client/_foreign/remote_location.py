@@ -49,9 +49,16 @@ class RemoteLocation:
     is_local: Final = False
 
     def __init__(
-        self, url: str, files: Any, folder: str, storage: Storage | None
+        self,
+        url: str,
+        files: Any,
+        folder: str,
+        storage: Storage | None,
+        *,
+        has_renames: bool = False,
     ) -> None:
         self.url = url
+        self.has_renames = has_renames
         self._files = files
         """File system of fsspec."""
         self._root = folder
@@ -150,10 +157,9 @@ class RemoteLocation:
             path = f"{url.path.rstrip('/')}/{below}"
             base = f"{url.scheme}://{url.netloc}"
             return {"driver": "http", "base_url": base, "path": path}
-        raise PreconditionError(
-            f"{self.url}: expected a folder, gs://, s3:// or http://, where "
-            f"TensorStore reads arrays, got {url.scheme}://; copy the checkpoint there"
-        )
+        from storesvc_client._foreign import loopback
+
+        return loopback.kvstore(self, inside)
 
     def below(self, folder: str) -> "RemoteLocation":
         """See ``Location``."""
@@ -166,6 +172,7 @@ class RemoteLocation:
             self._files,
             self._place(inside),
             storage,
+            has_renames=self.has_renames,
         )
 
     def labels(self) -> Mapping[str, str]:

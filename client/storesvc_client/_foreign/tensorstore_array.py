@@ -269,6 +269,7 @@ def translated(what: str) -> Iterator[None]:
     Raises:
         DataLossError: Stored bytes are missing or damaged.
         PreconditionError: The storage denies access, or redirects.
+        StoreError: The location failed that ``loopback`` serves.
         UnavailableError: The storage does not answer.
     """
     try:
@@ -276,6 +277,10 @@ def translated(what: str) -> Iterator[None]:
     except (StoreError, TimeoutError):
         raise
     except _ERRORS as e:
+        from storesvc_client._foreign.loopback import error_in
+
+        if (error := error_in(str(e))) is not None:
+            raise error from e
         text = " ".join(str(e).split())
         reason = text.partition(" [")[0][:400]
         if _UNAVAILABLE.match(text):

@@ -76,7 +76,7 @@ class OrbaxRoot:
     ) -> None:
         self._location = location
         self._without = without
-        self._is_trusted = location.is_local or trust_uncommitted
+        self._is_trusted = location.has_renames or trust_uncommitted
         self.url: str = f"orbax:{location.url}"
 
     def check(self) -> None:

@@ -1,0 +1,201 @@
+"""Serves files of a location to TensorStore, which reads them as from a web server.
+
+TensorStore itself reads file systems, buckets and web servers. What only fsspec or
+huggingface_hub read, it reads here: a server on loopback answers GET and HEAD, with or
+without a range (RFC 9110). A process has one such server, and each location a path on
+it that other users of the machine cannot guess.
+"""
+
+import os
+import re
+import secrets
+import sys
+import threading
+import urllib.request
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+from urllib.parse import unquote
+
+from storesvc_client._foreign.location import Location
+from storesvc_client.errors import NotFoundError, PreconditionError
+
+_HOST: Final = "127.0.0.1"
+
+_PROXIES: Final = ("http_proxy", "all_proxy", "ALL_PROXY")
+"""Variables from which curl, in TensorStore, takes the proxy for http."""
+
+_RANGE: Final = re.compile(r"bytes=(?:(?P<first>\d+)-(?P<last>\d*)|-(?P<length>\d+))")
+
+_IDLE_SECONDS: Final = 60.0
+"""Time after which an unused connection is closed."""
+
+_MAX_ERRORS: Final = 1000
+"""Maximum of errors that are kept for ``error_in``."""
+
+_ERROR: Final = re.compile(r"storesvc error (\d+)")
+
+
+def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
+    """Returns the spec of TensorStore's key-value store at a folder of a location.
+
+    Args:
+        location: The location; it is kept until the process ends.
+        folder: Path of the folder, as ``checked_path`` returns it; "": all of it.
+
+    Raises:
+        PreconditionError: The environment has a proxy for loopback.
+    """
+    found = next((name for name in _PROXIES if os.environ.get(name)), None)
+    if found is not None and not urllib.request.proxy_bypass(_HOST):
+        raise PreconditionError(
+            f"{location.url}: expected no proxy for {_HOST}, where TensorStore reads "
+            f"this location, got one from the variable {found}; add {_HOST} to NO_PROXY"
+        )
+    return _Server.of_process().kvstore(location, f"{folder}/" if folder else "")
+
+
+def error_in(text: str) -> Exception | None:
+    """Returns the error of a location that made a read of TensorStore fail.
+
+    Args:
+        text: Message of TensorStore's error.
+    """
+    found = _ERROR.search(text)
+    return _Server.of_process().error(int(found[1])) if found else None
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves locations until the process ends."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    _lock = threading.Lock()
+    _found: "tuple[int, _Server] | None" = None
+
+    def __init__(self) -> None:
+        super().__init__((_HOST, 0), _Handler)
+        self._folders: dict[Location, str] = {}
+        self._locations: dict[str, Location] = {}
+        self._errors: OrderedDict[int, Exception] = OrderedDict()
+        self._failures = 0
+
+    @classmethod
+    def of_process(cls) -> "_Server":
+        """Returns the server of this process, not that of one it was forked from."""
+        with cls._lock:
+            if cls._found is None or cls._found[0] != os.getpid():
+                server = cls()
+                cls._found = os.getpid(), server
+                threading.Thread(
+                    target=server.serve_forever, name="storesvc-loopback", daemon=True
+                ).start()
+            return cls._found[1]
+
+    def kvstore(self, location: Location, below: str) -> dict[str, Any]:
+        """See ``kvstore``; `below` is empty or ends in "/"."""
+        with self._lock:
+            folder = self._folders.setdefault(location, secrets.token_hex(16))
+            self._locations[folder] = location
+        url = f"http://{_HOST}:{self.server_port}"
+        return {"driver": "http", "base_url": url, "path": f"/{folder}/{below}"}
+
+    def location(self, folder: str) -> Location | None:
+        """Returns the location that has the path ``/FOLDER/``."""
+        return self._locations.get(folder)
+
+    def failed(self, error: Exception) -> str:
+        """Keeps an error; returns the text by which ``error_in`` finds it."""
+        with self._lock:
+            self._failures += 1
+            self._errors[self._failures] = error
+            if len(self._errors) > _MAX_ERRORS:
+                self._errors.popitem(last=False)
+            return f"storesvc error {self._failures}"
+
+    def error(self, number: int) -> Exception | None:
+        """Returns an error that was kept."""
+        return self._errors.get(number)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs nothing: a connection that TensorStore closed is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers requests for files."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_SECONDS
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Sends a file or a range of it."""
+        name, _, path = self.path.removeprefix("/").partition("/")
+        location = self.server.location(name)
+        if location is None:
+            answer = _Answer(HTTPStatus.NOT_FOUND)
+        else:
+            try:
+                answer = self._answer(location, unquote(path))
+            except NotFoundError:
+                answer = _Answer(HTTPStatus.NOT_FOUND)
+            except Exception as e:  # noqa: BLE001
+                # a status that TensorStore does not retry, as the location has done so
+                text = self.server.failed(e)
+                answer = _Answer(HTTPStatus.FORBIDDEN, text.encode())
+        self._send(answer)
+
+    def do_HEAD(self) -> None:
+        """Sends the size of a file."""
+        self.do_GET()
+
+    def _answer(self, location: Location, path: str) -> "_Answer":
+        size = location.size(path)
+        if size is None:
+            return _Answer(HTTPStatus.NOT_FOUND)
+        if self.command == "HEAD":
+            return _Answer(HTTPStatus.OK, length=size)
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if asked is None:
+            return _Answer(HTTPStatus.OK, location.read(path, limit=sys.maxsize))
+        start, stop = _bounds(asked, size)
+        if start >= stop:
+            status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+            return _Answer(status, content_range=f"bytes */{size}")
+        data = location.read_range(path, start, stop)
+        span = f"bytes {start}-{stop - 1}/{size}"
+        return _Answer(HTTPStatus.PARTIAL_CONTENT, data, content_range=span)
+
+    def _send(self, answer: "_Answer") -> None:
+        self.send_response(answer.status)
+        if answer.content_range is not None:
+            self.send_header("Content-Range", answer.content_range)
+        length = len(answer.data) if answer.length is None else answer.length
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.data)
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: HTTPStatus
+    data: bytes = b""
+    length: int | None = None
+    """Length that is announced instead of that of the data."""
+    content_range: str | None = field(default=None, kw_only=True)
+
+
+def _bounds(asked: re.Match[str], size: int) -> tuple[int, int]:
+    """Returns where a range of a file starts and stops."""
+    if asked["length"]:
+        return max(0, size - int(asked["length"])), size
+    last = int(asked["last"]) if asked["last"] else size - 1
+    return int(asked["first"]), min(last + 1, size)

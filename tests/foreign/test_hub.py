@@ -21,6 +21,7 @@ from safetensors.numpy import save
 import storesvc_client as store
 from storesvc_client._foreign.location import open_location
 from tests.support.hub_server import Fault, Hub, serving
+from tests.support.written_files import files_below
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
 
@@ -51,12 +52,6 @@ def sharded(offset: int = 0) -> dict[str, bytes]:
         "config.json": b'{"hidden_size": 64}',
         "README.md": b"# A model",
     }
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    """Returns the files of a folder by their paths."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
 @pytest.fixture

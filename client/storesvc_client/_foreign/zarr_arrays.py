@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from storesvc_client._foreign.bounded_json import parse_object
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.ocdbt_places import FolderPlaces, OcdbtPlaces
 from storesvc_client._foreign.tensorstore_array import (
@@ -21,6 +22,19 @@ from storesvc_client.errors import DataLossError
 
 MAX_METADATA_BYTES: Final = 256 << 10
 """Maximum bytes of the metadata of an array, which real ones are far below."""
+
+_ZARR2_FIELDS: Final = frozenset({
+    "zarr_format",
+    "shape",
+    "chunks",
+    "dtype",
+    "compressor",
+    "fill_value",
+    "order",
+    "filters",
+    "dimension_separator",
+})  # fmt: skip
+"""Fields of the metadata of an array of zarr 2 (its specification, Arrays)."""
 
 _METADATA_KEYS: Final = {"zarr": ".zarray", "zarr3": "zarr.json"}
 """Name of the metadata of an array of each driver."""
@@ -57,19 +71,26 @@ def open_arrays(
     shared = context()
     import tensorstore as ts
 
-    stored, sizes = _Stored(location), _MetadataSizes(location)
+    stored, documents = _Stored(location), _Documents(location)
     left = iter(places)
     while batch := list(islice(left, _OPENING_AT_ONCE)):
-        sizes.check(batch)
         waiting: list[tuple[Any, str, StoredIn | None]] = []
-        for place in batch:
+        for place, metadata in documents.of(batch):
+            spec: dict[str, Any] = {
+                "driver": place.driver,
+                "kvstore": place.kvstore,
+                "fill_missing_data_reads": not place.is_whole,
+            }
+            if metadata is not None:
+                spec["metadata"] = metadata
             with location.opening(), translated(place.name):
-                spec = {
-                    "driver": place.driver,
-                    "kvstore": place.kvstore,
-                    "fill_missing_data_reads": not place.is_whole,
-                }
-                opening = ts.open(spec, open=True, read=True, context=shared)
+                opening = ts.open(
+                    spec,
+                    open=True,
+                    read=True,
+                    assume_metadata=metadata is not None,
+                    context=shared,
+                )
             waiting.append((opening, place.name, stored.of(place.kvstore)))
         yield from map(_opened, waiting)
 
@@ -98,52 +119,74 @@ class _Stored:
         return StoredIn(database, kvstore["path"])
 
 
-class _MetadataSizes:
-    """Checks the size of the metadata of arrays on this machine: TensorStore takes 72
-    bytes for each byte of a hostile one. Elsewhere, it would cost a request each."""
+class _Documents:
+    """Reads the metadata of arrays, of bounded size: TensorStore, which would parse any
+    size, takes 72 bytes of memory for each byte of a hostile one."""
 
     def __init__(self, location: Location) -> None:
-        self._is_local = location.is_local
+        self._location = location
         self._databases: dict[str, Any] = {}
 
-    def check(self, places: Sequence[ArrayPlace]) -> None:
-        """Rejects metadata that is too large; what is absent is left to TensorStore.
+    def of(
+        self, places: Sequence[ArrayPlace]
+    ) -> Iterator[tuple[ArrayPlace, dict[str, Any] | None]]:
+        """Yields each place with its metadata, as TensorStore takes it; None if
+        TensorStore is to read that itself, or will find that there is none.
 
         Raises:
-            DataLossError: That of an array is, or its database is damaged.
+            DataLossError: That of an array is too large or damaged, or its database is.
         """
-        if not self._is_local:
-            return
-        reads = [(place.name, self._size(place)) for place in places]
-        for name, size_bytes in reads:
-            with translated(name):
-                found = size_bytes()
-            if found > MAX_METADATA_BYTES:
+        reads = [(place, self._read(place)) for place in places]
+        for place, read in reads:
+            with translated(place.name):
+                found = read()
+            size = found if isinstance(found, int) else len(found)
+            if size > MAX_METADATA_BYTES:
                 raise DataLossError(
-                    f"{name}: expected at most {MAX_METADATA_BYTES} bytes of metadata, "
-                    f"got {found}; use another checkpoint"
+                    f"{place.name}: expected at most {MAX_METADATA_BYTES} bytes of "
+                    f"metadata, got {size}; use another checkpoint"
                 )
+            if isinstance(found, int) or not found:
+                yield place, None
+            else:
+                yield place, _metadata(place, found)
 
-    def _size(self, place: ArrayPlace) -> Callable[[], int]:
-        """Begins to look at the metadata of an array; returns what waits for its size
-        in bytes."""
+    def _read(self, place: ArrayPlace) -> Callable[[], bytes | int]:
+        """Begins to read metadata; returns what waits for it. That of a file of this
+        machine is left to TensorStore, once its size in bytes is known."""
         key = _METADATA_KEYS[place.driver]
         if place.kvstore["driver"] == "file":
             return partial(_file_size, f"{place.kvstore['path']}{key}")
-        folder = place.kvstore["base"]["path"]
-        with translated(place.name):
-            if folder not in self._databases:
-                self._databases[folder] = _database(place.kvstore)
-            reading = self._databases[folder].read(f"{place.kvstore['path']}{key}")
-        return lambda: len(reading.result().value)
+        with self._location.opening(), translated(place.name):
+            if place.kvstore["driver"] == "ocdbt":
+                reading = self._database(place).read(f"{place.kvstore['path']}{key}")
+            else:
+                reading = _opened_store(place.kvstore).read(key)
+        return lambda: reading.result().value
+
+    def _database(self, place: ArrayPlace) -> Any:
+        """Returns the whole database that a place is in; places share it."""
+        base = str(place.kvstore["base"])
+        if base not in self._databases:
+            self._databases[base] = _opened_store({**place.kvstore, "path": ""})
+        return self._databases[base]
 
 
-def _database(kvstore: Mapping[str, Any]) -> Any:
-    """Returns the database of a key-value store in it."""
+def _metadata(place: ArrayPlace, data: bytes) -> dict[str, Any]:
+    """Parses metadata. TensorStore ignores unknown fields of zarr 2 in what it reads,
+    and rejects them in what it is given."""
+    found = parse_object(data, what=f"{place.name}: {_METADATA_KEYS[place.driver]}")
+    if place.driver == "zarr":
+        return {name: value for name, value in found.items() if name in _ZARR2_FIELDS}
+    return found
+
+
+def _opened_store(kvstore: Mapping[str, Any]) -> Any:
+    """Returns a key-value store of TensorStore."""
     shared = context()
     import tensorstore as ts
 
-    return ts.KvStore.open({**kvstore, "path": ""}, context=shared).result()
+    return ts.KvStore.open(dict(kvstore), context=shared).result()
 
 
 def _file_size(path: str) -> int:

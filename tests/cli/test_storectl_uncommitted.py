@@ -1,4 +1,4 @@
-"""``storectl import --trust-uncommitted``: steps of Orbax that were copied to a bucket
+"""``storectl --trust-uncommitted``: steps of Orbax that were copied to a bucket
 from a directory, without the file that says that they are finished."""
 
 import subprocess
@@ -14,11 +14,13 @@ import storesvc_client as store
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.foreign.test_mounts import copy_to_bucket
-from tests.support.command_line import document, printed, refusal
+from tests.support.command_line import document, printed, refusal, storectl
 
 pytestmark = pytest.mark.emulated
 
 ARRAY: Final = np.arange(12.0)
+
+NOWHERE: Final = "127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +87,35 @@ def test_a_bucket_with_unfinished_steps_only_is_an_error_that_names_the_option(
         assert not Path(root).exists()
 
 
+def test_commands_that_read_such_a_step_have_the_option(
+    folder: Path, gcs: FakeGcs
+) -> None:
+    bucket = gcs_root()
+    copy_to_bucket(folder, bucket, without="100/commit_success.txt")
+    run = f"orbax:{bucket}"
+    step = f"{run}@100"
+    lines = [
+        ("ls", step),
+        ("tree", step),
+        ("stat", step),
+        ("get", f"{step}:**"),
+        ("diff", step, step),
+        ("diff", f"{run}@5", step),
+    ]
+    for line in lines:
+        assert "--trust-uncommitted" in refusal(NOWHERE, *line)
+        assert printed(NOWHERE, *line, "--trust-uncommitted")
+    assert [5] == [each["step"] for each in document(NOWHERE, "ls", run)]
+    trusted = document(NOWHERE, "ls", run, "--trust-uncommitted")
+    assert [100, 5] == [each["step"] for each in trusted]
+
+
 @pytest.mark.parametrize("source", ["levanter:/x", "safetensors:gs://bucket/x"])
 def test_other_formats_have_no_such_file(source: str, tmp_path: Path) -> None:
-    line = ("import", source, "a/b", "--trust-uncommitted")
-    assert "of Orbax only; leave it out" in refusal(str(tmp_path), *line)
+    for line in ("import", source, "a/b"), ("ls", source), ("cat", f"{source}@0:x"):
+        found = storectl(str(tmp_path), *line, "--trust-uncommitted")
+        assert 2 == found.exit_code
+        assert "--trust-uncommitted goes with checkpoints of Orbax" in found.stderr
 
 
 @pytest.mark.slow

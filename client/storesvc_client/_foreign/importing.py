@@ -151,7 +151,7 @@ def wanted_steps(
 
 def _of_a_bucket(url: str) -> str:
     """Returns what else may be the cause if steps of Orbax in a bucket are missing."""
-    if not url.startswith("orbax:") or url.startswith("orbax:file:"):
+    if not url.startswith("orbax:") or url.startswith(("orbax:file:", "orbax:hf:")):
         return ""
     return (
         ", each with commit_success.txt; accept steps that were copied there without "

@@ -6,11 +6,13 @@ raises an error that names the rule it breaks.
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
 
 from storesvc.format.names import InvalidNameError
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
@@ -220,14 +222,32 @@ def etag(text: str) -> str:
     return text if text.startswith('"') else f'"{text}"'
 
 
-def keep_names_option(command: _Command) -> _Command:
-    """Adds the option ``--keep-names`` to a command, as its argument ``keep_names``."""
-    return click.option(
+def foreign_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of reading checkpoints of other projects to a command, as its
+    argument ``options``."""
+
+    @click.option(
         "--keep-names",
         is_flag=True,
         help="Make the name of each tensor of safetensors one key; without it, a name "
         "is split at its dots.",
-    )(command)
+    )
+    @click.option(
+        "--trust-uncommitted",
+        is_flag=True,
+        help="Read steps of Orbax in a bucket without commit_success.txt, too: copies "
+        "of a directory have none.",
+    )
+    @wraps(command)
+    def wrapped(
+        *arguments: Any, keep_names: bool, trust_uncommitted: bool, **others: Any
+    ) -> Any:
+        options = ForeignOptions(
+            keep_names=keep_names, trust_uncommitted=trust_uncommitted
+        )
+        return command(*arguments, options=options, **others)
+
+    return wrapped
 
 
 def json_option(command: _Command) -> _Command:

@@ -17,9 +17,9 @@ import click
 from storesvc.format.layout import STORE
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.foreign import ForeignStore, names_error
+from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
 from storesvc_client.cli.native_log import native_log_hidden
-from storesvc_client.cli.paths import has_names, is_foreign
+from storesvc_client.cli.paths import is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Client
@@ -160,24 +160,24 @@ class Connection:
             return client
 
     def open_for(
-        self, path: "StorePath | None", *, keep_names: bool = False
+        self, path: "StorePath | None", options: ForeignOptions | None = None
     ) -> "Readable":
         """Returns what a path leads into, to be used as a context manager: the store,
         or checkpoints of another project, for which no store is opened.
 
         Args:
             path: The path.
-            keep_names: Whether the names of tensors of safetensors are kept whole.
+            options: Options of checkpoints of another project.
 
         Raises:
-            UsageError: `keep_names` is set, and the path leads to no safetensors.
+            UsageError: An option does not go with the path.
             Refusal: As for ``open``.
             StoreError: As for ``open``.
         """
-        if keep_names and not has_names(path):
-            raise names_error()
+        if options is not None:
+            options.check(path)
         if is_foreign(str(path or "")):
-            return ForeignStore(keep_names=keep_names)
+            return ForeignStore(options)
         return self.open()
 
     def login_options(self) -> "list[LoginOption]":

@@ -93,10 +93,9 @@ def is_foreign(text: str) -> bool:
     return bool(colon) and scheme in FORMATS
 
 
-def has_names(path: object) -> bool:
-    """Returns whether a path leads to safetensors, whose tensors have names and no
-    paths."""
-    return str(path or "").startswith("safetensors:")
+def is_of(scheme: str, path: object) -> bool:
+    """Returns whether a path leads to checkpoints of a format."""
+    return str(path or "").startswith(f"{scheme}:")
 
 
 def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":

@@ -116,7 +116,7 @@ class OrbaxRoot:
                 advice = (
                     f"it has no {COMMITTED}: if it was copied from a file "
                     "system, accept it with trust_uncommitted=True "
-                    "(storectl import --trust-uncommitted)"
+                    "(--trust-uncommitted)"
                 )
             raise NotFoundError(
                 f"{self.url}: expected a finished step {step}, got {what}; {advice}"

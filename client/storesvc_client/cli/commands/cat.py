@@ -3,11 +3,12 @@
 import click
 
 from storesvc_client._values.texts import count_text
-from storesvc_client.cli.arguments import readable_item
+from storesvc_client.cli.arguments import foreign_options, readable_item
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import echo_data
 from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.paths import LeafPath
 
 
@@ -18,8 +19,9 @@ from storesvc_client.cli.paths import LeafPath
     metavar="PATH",
     shell_complete=complete_path(Part.LEAF, Part.LEAF, items=True),
 )
+@foreign_options
 @pass_connection
-def cat(connection: Connection, *, path: LeafPath) -> None:
+def cat(connection: Connection, *, path: LeafPath, options: ForeignOptions) -> None:
     """Write an item of a checkpoint to stdout, byte for byte.
 
     PATH ends in the name of the item; of an item that each process of a job saved for
@@ -39,7 +41,7 @@ def cat(connection: Connection, *, path: LeafPath) -> None:
             param_hint="'PATH'",
         )
     checkpoint = path.checkpoint
-    with connection.open_for(path) as client:
+    with connection.open_for(path, options) as client:
         opened = client.run(checkpoint.run).open(checkpoint.which)
         items = opened.items
         if name not in items and path.glob in opened.leaves:

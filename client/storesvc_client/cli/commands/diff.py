@@ -8,15 +8,15 @@ import click
 
 from storesvc_client._values.texts import ABSENT, count_text, sizes_text, value_text
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     readable_whole,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import names_error
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.output import Column, Shrink, print_json, print_table
-from storesvc_client.cli.paths import CheckpointPath, has_names, is_foreign
+from storesvc_client.cli.paths import CheckpointPath, is_foreign
 
 if TYPE_CHECKING:
     from storesvc_client import Diff, ItemDifference, LeafDifference
@@ -51,7 +51,7 @@ _ITEM_COLUMNS: Final = (
     metavar="AFTER",
     shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
 )
-@keep_names_option
+@foreign_options
 @json_option
 @pass_connection
 def diff(
@@ -59,7 +59,7 @@ def diff(
     *,
     before: CheckpointPath,
     after: CheckpointPath,
-    keep_names: bool,
+    options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints, leaf by leaf and item by item.
@@ -76,12 +76,9 @@ def diff(
       storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
       storectl diff orbax:gs://bucket/run@500 prod/llama-8b@500
     """
-    if keep_names and not (has_names(before) or has_names(after)):
-        raise names_error()
+    options.check(before, after)
     if is_foreign(before.run) or is_foreign(after.run):
-        found: Diff | Comparison = _compared(
-            connection, before, after, keep_names=keep_names
-        )
+        found: Diff | Comparison = _compared(connection, before, after, options)
     else:
         with connection.open() as client:
             run, of = client.run(before.run), client.run(after.run)
@@ -100,15 +97,14 @@ def _compared(
     connection: Connection,
     before: CheckpointPath,
     after: CheckpointPath,
-    *,
-    keep_names: bool,
+    options: ForeignOptions,
 ) -> "Comparison":
     """Compares elements, as checkpoints of other projects have no digests."""
     from storesvc_client._foreign.comparison import compare
 
     with (
-        connection.open_for(before, keep_names=keep_names and has_names(before)) as old,
-        connection.open_for(after, keep_names=keep_names and has_names(after)) as new,
+        connection.open_for(before, options.of(before)) as old,
+        connection.open_for(after, options.of(after)) as new,
     ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))

@@ -18,13 +18,14 @@ from storesvc_client._values.texts import (
     size_text,
 )
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     readable_leaves,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import data_of, echo_data
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import (
     Column,
@@ -67,7 +68,7 @@ _COLUMNS: Final = (
     "file of its own in a new directory.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@keep_names_option
+@foreign_options
 @json_option
 @pass_connection
 def get(
@@ -76,7 +77,7 @@ def get(
     path: LeafPath,
     output: str | None,
     force: bool,
-    keep_names: bool,
+    options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Summarize leaves, or write them to files.
@@ -99,10 +100,10 @@ def get(
     if output is None:
         if force:
             raise click.UsageError("--force goes with --output")
-        _print(connection, path, keep_names=keep_names, as_json=as_json)
+        _print(connection, path, options=options, as_json=as_json)
         return
     file_format = _format_of(output, force=force)
-    with connection.open_for(path, keep_names=keep_names) as client:
+    with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
         if file_format is None:
             _write_directory(client, selection, Path(output))
@@ -116,11 +117,11 @@ def get(
 
 
 def _print(
-    connection: Connection, path: LeafPath, *, keep_names: bool, as_json: bool
+    connection: Connection, path: LeafPath, *, options: ForeignOptions, as_json: bool
 ) -> None:
     from storesvc_client.cli.leaf_summary import summarize
 
-    with connection.open_for(path, keep_names=keep_names) as client:
+    with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
         if not as_json and selection.names_encoded(path.glob):
             with _reading(client, selection) as arrays:

@@ -7,19 +7,18 @@ import click
 
 from storesvc.format.names import Which
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     label,
     run_path,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import names_error
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
     RunPath,
-    has_names,
     parse_foreign_path,
 )
 from storesvc_client.cli.transfers import show_transfers, step_list
@@ -65,19 +64,13 @@ def _source(text: str) -> RunPath | CheckpointPath:
     help="Set a label of each checkpoint. Repeatable.",
 )
 @click.option(
-    "--trust-uncommitted",
-    is_flag=True,
-    help="Import steps of Orbax in a bucket without commit_success.txt, too: copies of "
-    "a directory have none.",
-)
-@click.option(
     "--without",
     multiple=True,
     metavar="ITEM",
     help="Leave this item of Orbax out of each step, such as one that cannot be read. "
     "Repeatable.",
 )
-@keep_names_option
+@foreign_options
 @click.option("--create", is_flag=True, help="Create the store if there is none.")
 @json_option
 @pass_connection
@@ -90,9 +83,8 @@ def import_(
     latest: bool,
     jobs: int | None,
     labels: Sequence[tuple[str, str]],
-    trust_uncommitted: bool,
     without: Sequence[str],
-    keep_names: bool,
+    options: ForeignOptions,
     create: bool,
     as_json: bool,
 ) -> None:
@@ -109,8 +101,7 @@ def import_(
       storectl import orbax:gs://bucket/llama-8b prod/llama-8b --create
       storectl import safetensors:/models/llama prod/llama --label team=a
     """
-    if keep_names and not has_names(source.run):
-        raise names_error()
+    options.check(source)
     which: Which | None = "latest" if latest else None
     if isinstance(source, CheckpointPath):
         if steps is not None or latest:
@@ -126,9 +117,9 @@ def import_(
 
     foreign = open_foreign(
         source.run,
-        trust_uncommitted=trust_uncommitted,
+        trust_uncommitted=options.trust_uncommitted,
         without=without,
-        keep_names=keep_names,
+        keep_names=options.keep_names,
     )
     wanted = steps if which is None else _steps(foreign, which)
     if create:

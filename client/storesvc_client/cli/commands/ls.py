@@ -7,8 +7,8 @@ import click
 
 from storesvc_client._values.texts import plural
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     readable_path,
 )
 from storesvc_client.cli.completion import (
@@ -18,13 +18,12 @@ from storesvc_client.cli.completion import (
     complete_path,
 )
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import ForeignStore, names_error
+from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
 from storesvc_client.cli.output import print_note
 from storesvc_client.cli.paths import (
     NamespacePath,
     RunPath,
     StorePath,
-    has_names,
     is_foreign,
 )
 from storesvc_client.cli.records.views import View, view_of
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="List the deleted checkpoints of a run, and when they are purged.",
 )
-@keep_names_option
+@foreign_options
 @json_option
 @pass_connection
 def ls(
@@ -79,7 +78,7 @@ def ls(
     sort: str | None,
     limit: int | None,
     deleted: bool,
-    keep_names: bool,
+    options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """List runs, checkpoints or leaves.
@@ -113,15 +112,14 @@ def ls(
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
-    if keep_names and not has_names(path):
-        raise names_error()
+    options.check(path)
     is_foreign_run = isinstance(path, RunPath) and is_foreign(path.run)
     if deleted and is_foreign_run:
         raise click.UsageError("--deleted goes with a run of a store")
     view = view_of(path, deleted=deleted)
     selection = _selection(path, where=where, sort=sort, deleted=deleted)
     damaged: list[DataLossError] = []
-    with connection.open_for(path, keep_names=keep_names) as source:
+    with connection.open_for(path, options) as source:
         records = view.records(source, path, damaged.append)
         view.listing.show(
             selection.of(records, limit=limit) if selection else records,

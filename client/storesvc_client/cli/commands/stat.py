@@ -28,13 +28,13 @@ from storesvc_client._values.texts import (
     time_text,
 )
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     readable_path,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import ForeignStore
+from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
 from storesvc_client.cli.leaf_selection import Selection, select_leaf
 from storesvc_client.cli.output import json_value, print_fields, print_json
 from storesvc_client.cli.paths import (
@@ -67,14 +67,14 @@ _SHOWN_ITEMS: Final = 20
     metavar="PATH",
     shell_complete=complete_path(Part.NAMESPACE, Part.LEAF),
 )
-@keep_names_option
+@foreign_options
 @json_option
 @pass_connection
 def stat(
     connection: Connection,
     *,
     path: StorePath,
-    keep_names: bool,
+    options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Show details of a namespace, a run, a checkpoint or a leaf.
@@ -88,6 +88,7 @@ def stat(
       storectl stat prod/llama-8b@latest
       storectl stat prod/llama-8b@500:params/embed/embedding
     """
+    options.check(path)
     if isinstance(path, RunPath) and is_foreign(path.run):
         raise click.UsageError(
             f"{path}: expected a step or latest at the end, such as {path}@latest"
@@ -101,7 +102,7 @@ def stat(
             else:
                 print_namespace(client, path.namespace, as_json=as_json)
         return
-    with connection.open_for(path, keep_names=keep_names) as source:
+    with connection.open_for(path, options) as source:
         if isinstance(path, LeafPath):
             _print_leaf(select_leaf(source, path), as_json=as_json)
         elif isinstance(source, ForeignStore):

@@ -8,12 +8,13 @@ import click
 from storesvc_client._values.leaf_tree import Line, Node, draw, grow
 from storesvc_client._values.texts import count_text, item_text, size_text
 from storesvc_client.cli.arguments import (
+    foreign_options,
     json_option,
-    keep_names_option,
     readable_checkpoint,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.leaf_selection import Selection, select_leaves, unread_notes
 from storesvc_client.cli.output import (
     Column,
@@ -46,7 +47,7 @@ _COLUMNS: Final = (
     help="Draw N levels; the last one counts the leaves below it.",
 )
 @click.option("--expand", is_flag=True, help="Draw each of numbered siblings.")
-@keep_names_option
+@foreign_options
 @json_option
 @pass_connection
 def tree(
@@ -55,7 +56,7 @@ def tree(
     path: CheckpointPath | LeafPath,
     depth: int | None,
     expand: bool,
-    keep_names: bool,
+    options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Draw the leaves of a checkpoint as a tree.
@@ -72,7 +73,7 @@ def tree(
       storectl tree prod/llama-8b@500 --expand
       storectl tree 'prod/llama-8b@500:opt_state/**'
     """
-    with connection.open_for(path, keep_names=keep_names) as client:
+    with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
     if as_json:
         print_json(_document(selection, depth=depth))

@@ -157,7 +157,7 @@ def check_same(source: str, target: str) -> None:
         assert (before.labels, before.purge_delay) == (after.labels, after.purge_delay)
 
 
-@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=3))
+@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=6))
 def test_a_copy_has_everything_and_stores_a_tenth_of_its_second_step(
     kind: str, other: str, sources: Callable[[str], str], new_store: NewStore
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_copy_has_everything_and_stores_a_tenth_of_its_second_step(
     assert "".join(f"lab/copy@{n}: was there already\n" for n in STEPS) == again
 
 
-@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=3))
+@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=8))
 def test_a_source_of_which_a_byte_has_changed_is_not_copied(
     kind: str, other: str, damaged: Callable[[str], str], new_store: NewStore
 ) -> None:

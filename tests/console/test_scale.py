@@ -16,6 +16,7 @@ from storesvc_client.console.pages.run import NEWEST
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.console.served import ServedConsole
 from tests.support import stored_records
+from tests.support.examples import soaked
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ def test_a_page_has_few_elements(console: ServedConsole, path: str) -> None:
     assert len(re.findall(r"<[a-z]", response.text)) < NODES
 
 
-@pytest.mark.parametrize("whole", ["", "&whole=1"])
+@pytest.mark.parametrize("whole", soaked(["", "&whole=1"], every=2))
 def test_the_pages_of_a_run_lead_to_every_step(
     console: ServedConsole, whole: str
 ) -> None:

@@ -14,9 +14,12 @@ import storesvc_client as store
 from tests.foreign.orbax_checkpoints import WRITERS, mesh, tree_for
 from tests.foreign.test_mounts import assert_same, bytes_read
 from tests.support.command_line import printed
+from tests.support.examples import sampled
 
 
-@pytest.mark.parametrize("writer", [w for w in WRITERS if "composite" not in w])
+@pytest.mark.parametrize(
+    "writer", sampled([w for w in WRITERS if "composite" not in w], every=3)
+)
 def test_a_state_of_each_writer_is_imported(
     writer: str, tmp_path: Path, run: store.Run
 ) -> None:

@@ -20,6 +20,7 @@ from tests.fake_gcs import FakeGcs
 from tests.foreign.test_hostile_files import write_eformer, write_levanter
 from tests.foreign.test_mounts import copy_to_bucket
 from tests.support.command_line import refusal, storectl
+from tests.support.examples import sampled
 
 NOWHERE: Final = "127.0.0.1:1"
 TREE: Final[dict[str, Any]] = {"w": np.arange(6.0)}
@@ -106,7 +107,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("best",)], ids=["two", "one"])
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", sampled(WRITERS, every=3))
 def test_a_folder_of_checkpoints_is_rejected_with_the_url_of_each(
     kind: str, names: tuple[str, ...], written: Callable[[str], Path], tmp_path: Path
 ) -> None:

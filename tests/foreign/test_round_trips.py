@@ -172,7 +172,7 @@ def imported(
         yield load
 
 
-@pytest.mark.parametrize("name", [*sampled(ORBAX, every=5), *OTHERS])
+@pytest.mark.parametrize("name", [*sampled(ORBAX, every=8), *sampled(OTHERS, every=2)])
 def test_every_leaf_is_the_same_when_mounted_and_imported(
     name: str, written: Callable[[str], Written], run: store.Run
 ) -> None:
@@ -190,8 +190,8 @@ def test_every_leaf_is_the_same_when_mounted_and_imported(
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *sampled(product(ORBAX, EXITS), every=11, checked_every=5),
-        *sampled(product(OTHERS, EXITS), every=3),
+        *sampled(product(ORBAX, EXITS), every=25, checked_every=5),
+        *sampled(product(OTHERS, EXITS), every=5),
     ],
 )
 def test_every_leaf_is_the_same_when_exported_and_back(

@@ -27,6 +27,7 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess
 
 
@@ -37,7 +38,9 @@ def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
+@pytest.mark.parametrize(
+    "host", sampled(["0.0.0.0", "::", "192.0.2.1", "example.com"], every=4)
+)
 def test_another_address_without_tls_is_rejected(tmp_path: Path, host: str) -> None:
     ended = serve("--root", tmp_path.as_uri(), "--host", host, "--port", "0")
 

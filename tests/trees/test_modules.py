@@ -42,7 +42,7 @@ def assert_equal_outputs(expected: Any, actual: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
 
 
-@pytest.mark.parametrize("case", sampled(CASES.values(), every=3), ids=list(CASES))
+@pytest.mark.parametrize("case", sampled(CASES.values(), every=5), ids=list(CASES))
 def test_a_module_is_restored_by_its_code(run: store.Run, case: Case) -> None:
     module = case.make()
     save_model(run, 0, module).result()

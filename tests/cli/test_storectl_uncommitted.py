@@ -105,6 +105,9 @@ def test_commands_that_read_such_a_step_have_the_option(
     for line in lines:
         assert "--trust-uncommitted" in refusal(NOWHERE, *line)
         assert printed(NOWHERE, *line, "--trust-uncommitted")
+    line = ("cat", f"{step}:config")
+    assert "--trust-uncommitted" in refusal(NOWHERE, *line)
+    assert "has no items" in refusal(NOWHERE, *line, "--trust-uncommitted")
     assert [5] == [each["step"] for each in document(NOWHERE, "ls", run)]
     trusted = document(NOWHERE, "ls", run, "--trust-uncommitted")
     assert [100, 5] == [each["step"] for each in trusted]

@@ -169,6 +169,9 @@ def _two_of_one_name(fields: Any) -> Any:
 
 HUGE: Final = [2**61]
 
+BEYOND: Final = [10**30]
+"""A number that is no integer of 64 bits."""
+
 
 def _orbax(inside: str, chunk: str = "", array: str = ".zarray") -> dict[str, Entry]:
     """Returns the attacks on an item of Orbax that is a tree.
@@ -194,6 +197,7 @@ def _orbax(inside: str, chunk: str = "", array: str = ".zarray") -> dict[str, En
         "ranges that overlap": "no file states ranges",
         "fewer bytes": cut(chunk or f"{inside}d/*"),
         "shape of 2^61": of_array(lambda fields: {**fields, "shape": HUGE}),
+        "shape of 10^30": of_array(lambda fields: {**fields, "shape": BEYOND}),
         "deep JSON": replaced(metadata, DEEP),
         "many values": replaced(metadata, MANY_OF_ORBAX),
         "brackets for an array": replaced(f"w/{array}", BRACKETS)
@@ -233,6 +237,7 @@ SAFETENSORS: Final[dict[str, Entry]] = {
     ),
     "fewer bytes": cut("model.safetensors"),
     "shape of 2^61": _safetensors(lambda h: {**h, "b": {**h["b"], "shape": HUGE}}),
+    "shape of 10^30": _safetensors(lambda h: {**h, "b": {**h["b"], "shape": BEYOND}}),
     "deep JSON": _safetensors(lambda _: b'{"a":' + DEEP),
     "many values": _safetensors(lambda _: MANY),
     "brackets for an array": "an array has no metadata of its own",
@@ -257,6 +262,7 @@ SHARDS: Final[dict[str, Entry]] = {
     "ranges that overlap": lambda folder: _overlapping(folder / _SHARDS[0]),
     "fewer bytes": cut(_SHARDS[1]),
     "shape of 2^61": lambda folder: _write_one(folder / _SHARDS[0], shape=HUGE),
+    "shape of 10^30": lambda folder: _write_one(folder / _SHARDS[0], shape=BEYOND),
     "deep JSON": replaced(_INDEX, DEEP),
     "many values": replaced(_INDEX, MANY),
     "brackets for an array": "an array has no metadata of its own",
@@ -296,6 +302,12 @@ EFORMER: Final[dict[str, Entry]] = {
         _indexed(shape=HUGE)(folder),
         edited("w/.zarray", lambda z: {**z, "shape": HUGE, "chunks": [2**40]})(folder),
     ),
+    "shape of 10^30": lambda folder: (
+        _indexed(shape=BEYOND)(folder),
+        edited("w/.zarray", lambda z: {**z, "shape": BEYOND, "chunks": [2**40]})(
+            folder
+        ),
+    ),
     "deep JSON": replaced("tensorstore_index.json", DEEP),
     "many values": replaced("tensorstore_index.json", MANY),
     "brackets for an array": replaced("w/.zarray", BRACKETS),
@@ -317,6 +329,7 @@ LEVANTER: Final[dict[str, Entry]] = {
     "ranges that overlap": "TensorStore reads the database",
     "fewer bytes": cut("d/*"),
     "shape of 2^61": stored("", "w/zarr.json", lambda z: {**z, "shape": HUGE}),
+    "shape of 10^30": stored("", "w/zarr.json", lambda z: {**z, "shape": BEYOND}),
     "deep JSON": replaced("metadata.json", DEEP),
     "many values": replaced("metadata.json", MANY),
     "brackets for an array": stored("", "w/zarr.json", lambda _: BRACKETS),
@@ -333,6 +346,7 @@ FOLDERS: Final[dict[str, Entry]] = {
     "ranges that overlap": "no file states ranges",
     "fewer bytes": cut("w/0"),
     "shape of 2^61": edited("w/.zarray", lambda z: {**z, "shape": HUGE}),
+    "shape of 10^30": edited("w/.zarray", lambda z: {**z, "shape": BEYOND}),
     "deep JSON": replaced("w/.zarray", DEEP),
     "many values": replaced("w/.zarray", MANY),
     "brackets for an array": replaced("w/.zarray", BRACKETS),
@@ -356,11 +370,14 @@ def _keyed(old: bytes, new: bytes) -> Change:
     return edited(_DEF, edit)
 
 
-def _huge_leaf(folder: Path) -> None:
-    name = "__jax_leaf_ids"
-    form = f"Array(float32[{HUGE[0]}])"
-    edited(_DEF, lambda fields: {**fields, name: [form, fields[name][1]]})(folder)
-    stored("array_store", "0/zarr.json", lambda z: {**z, "shape": HUGE})(folder)
+def _huge_leaf(shape: list[int]) -> Change:
+    def change(folder: Path) -> None:
+        name = "__jax_leaf_ids"
+        form = f"Array(float32[{shape[0]}])"
+        edited(_DEF, lambda fields: {**fields, name: [form, fields[name][1]]})(folder)
+        stored("array_store", "0/zarr.json", lambda z: {**z, "shape": shape})(folder)
+
+    return change
 
 
 JAX: Final[dict[str, Entry]] = {
@@ -371,7 +388,8 @@ JAX: Final[dict[str, Entry]] = {
     "document of 200 MB": grown(_DEF),
     "ranges that overlap": "TensorStore reads the database",
     "fewer bytes": cut("array_store/d/*"),
-    "shape of 2^61": _huge_leaf,
+    "shape of 2^61": _huge_leaf(HUGE),
+    "shape of 10^30": _huge_leaf(BEYOND),
     "deep JSON": replaced(_DEF, DEEP),
     "many values": replaced(_DEF, MANY),
     "brackets for an array": stored("array_store", "0/zarr.json", lambda _: BRACKETS),
@@ -478,6 +496,10 @@ def read_all(url: str, *, trust_uncommitted: bool = False) -> None:
         pass
 
 
+def read_in_memory(name: str, url: str) -> None:
+    read_all(f"{FORMATS[name][0]}:{url}", trust_uncommitted="orbax" in name)
+
+
 def test_the_table_has_an_entry_for_every_attack_on_every_format() -> None:
     assert {name: [*ATTACKS] for name in FORMATS} == {
         name: [*entries] for name, (_, _, entries) in FORMATS.items()
@@ -489,6 +511,9 @@ def test_the_checkpoints_are_read_before_they_are_changed(
     name: str, good: Callable[[str], Path]
 ) -> None:
     read_all(url_of(name, good(name)))
+    url = f"memory://good-{next(_numbers)}"
+    to_memory(files_below(good(name)), url)
+    read_in_memory(name, url)
 
 
 @pytest.mark.parametrize(("name", "attack"), sampled(cases(harmless=False), every=4))
@@ -534,7 +559,7 @@ def test_an_attack_is_rejected_where_fsspec_reads(
     try:
         limit = MAX_MEMORY_BYTES + 4 * sum(map(len, files.values()))
         with at_most(limit), pytest.raises(REJECTED) as raised:
-            read_all(f"{FORMATS[name][0]}:{url}", trust_uncommitted="orbax" in name)
+            read_in_memory(name, url)
     finally:
         fsspec.filesystem("memory").rm(url, recursive=True)
 

@@ -2,12 +2,15 @@
 in the memory of a process. Every format that is read on a disk is read there.
 """
 
+import gc
+import json
 import os
 import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ import tensorstore as ts
 from huggingface_hub import constants
 
 import storesvc_client as store
+from storesvc_client._foreign import loopback
 from storesvc_client._foreign.location import open_location
 from tests.foreign.orbax_checkpoints import WRITERS
 from tests.foreign.test_round_trips import all_bits
@@ -148,8 +152,8 @@ def test_a_read_that_fails_names_the_file_of_the_location(
         run.restore()
 
     assert str(caught.value).startswith("hf://org/model/3/")
-    loopback = open_location("memory://").kvstore()["base_url"]
-    assert loopback not in str(caught.value)
+    base = open_location("memory://").kvstore()["base_url"]
+    assert base not in str(caught.value)
     assert "signature" not in str(caught.value)
     assert [] == repository.faults
     assert all_bits(TREE) == all_bits(run.restore())
@@ -163,8 +167,88 @@ def test_an_array_without_one_of_its_files_is_damaged(
     (lost,) = [path for path in files if re.search(r"b/0(/0|\.0)$", path)]
     hub.commit("org/lost", {k: data for k, data in files.items() if k != lost})
 
-    with pytest.raises(store.DataLossError, match="leaf 'b': its stored bytes are"):
+    with pytest.raises(
+        store.DataLossError,
+        match=r"leaf 'b': its stored bytes are .* hf://org/lost/3/b",
+    ) as caught:
         opened(hub, "orbax:hf://org/lost").restore()
+    assert "127.0.0.1" not in str(caught.value)
+
+
+def test_large_metadata_is_rejected_unread(hub: Hub, repository: Hub) -> None:
+    sha = repository.repositories["org/model"].branches["main"]
+    files = dict(repository.repositories["org/model"].commits[sha])
+    (path,) = [each for each in files if re.search(r"\bb/\.zarray$", each)]
+    hub.commit("org/large", {**files, path: files[path] + b" " * 1_000_000})
+    hub.requests.clear()
+
+    with pytest.raises(store.DataLossError, match="at most 262144 bytes of metadata"):
+        opened(hub, "orbax:hf://org/large").open()
+    assert max(each.body_bytes for each in hub.requests) < 100_000
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["zarr_format", "shape", "chunks", "dtype", "compressor", "fill_value", "order"],
+)
+def test_metadata_without_a_field_is_rejected_as_on_a_disk(
+    repository: Hub, tmp_path: Path, field: str
+) -> None:
+    (path,) = (tmp_path / "run/3").glob("**/b/.zarray")
+    fields = json.loads(path.read_text())
+    del fields[field]
+    path.write_text(json.dumps(fields))
+    url = f"memory://lacks-{field}"
+    to_memory(files_below(tmp_path / "run"), url)
+
+    for where in f"{tmp_path}/run", url:
+        with pytest.raises(store.DataLossError, match=f"leaf 'b'.*{field}"):
+            store.open_foreign(f"orbax:{where}", trust_uncommitted=True).open(3)
+
+
+def test_the_manifest_of_a_database_of_a_commit_is_read_once(
+    hub: Hub, tmp_path: Path
+) -> None:
+    WRITERS["v0-pytree"](tmp_path / "run" / "3", {f"x{n}": ROWS + n for n in range(9)})
+    hub.commit("org/model", files_below(tmp_path / "run"))
+    checkpoint = opened(hub).open()
+    hub.requests.clear()
+
+    for n in range(9):
+        checkpoint.restore(select=f"x{n}")
+
+    paths = [each.path for each in hub.requests]
+    assert paths
+    assert [] == [path for path in paths if "manifest.ocdbt" in path]
+
+
+class Kept:
+    """An object whose life is watched."""
+
+
+def test_an_error_of_a_location_keeps_no_frames(repository: Hub) -> None:
+    run = opened(repository).open()
+    fault = Fault(pattern="file=3.*b%2F0", status=410)
+
+    def fail() -> "weakref.ref[Kept]":
+        watched = Kept()
+        with pytest.raises(store.UnavailableError):
+            run.restore()
+        return weakref.ref(watched)
+
+    for _ in range(2):
+        repository.faults = [fault]
+        found = fail()
+        gc.collect()
+        assert found() is None
+
+
+def test_only_texts_of_the_server_name_its_errors() -> None:
+    open_location("memory://").kvstore()
+    text = loopback._Server.of_process().failed(store.UnavailableError("a: b"))
+
+    assert "a: b" == str(loopback.error_in(f"CURL: {text} [url]"))
+    assert loopback.error_in(f"/tmp/storesvc error {'0' * 32}-1/.zarray") is None
 
 
 def test_a_step_of_orbax_in_memory_needs_the_mark_of_a_finished_one() -> None:
@@ -210,14 +294,16 @@ def test_only_files_at_the_path_of_a_location_are_served(path: str) -> None:
 def test_a_proxy_for_loopback_is_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
+    for other in ("http_proxy", "all_proxy", "ALL_PROXY", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     location = open_location("memory://proxied")
 
-    with pytest.raises(
-        store.PreconditionError, match=rf"{variable}; add 127\.0\.0\.1 to"
-    ):
+    added = r"add 127\.0\.0\.1 to the variable"
+    with pytest.raises(store.PreconditionError, match=f"{variable}; {added} NO_PROXY$"):
+        location.kvstore()
+    monkeypatch.setenv("no_proxy", "localhost")
+    with pytest.raises(store.PreconditionError, match=f"{variable}; {added} no_proxy$"):
         location.kvstore()
 
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")

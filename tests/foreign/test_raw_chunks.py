@@ -90,7 +90,11 @@ def opened_array(
     folder: Path, driver: str, kvstore: dict[str, Any], *, is_whole: bool = True
 ) -> TensorStoreArray:
     place = ArrayPlace(
-        name="leaf 'w'", driver=driver, kvstore=kvstore, is_whole=is_whole
+        name="leaf 'w'",
+        driver=driver,
+        kvstore=kvstore,
+        folder=None,
+        is_whole=is_whole,
     )
     (found,) = open_arrays(LocalLocation(folder), [place])
     return found

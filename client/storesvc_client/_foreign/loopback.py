@@ -6,6 +6,8 @@ without a range (RFC 9110). A process has one such server, and each location a p
 it that other users of the machine cannot guess.
 """
 
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -13,14 +15,15 @@ import sys
 import threading
 import urllib.request
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import unquote
 
 from storesvc_client._foreign.location import Location
-from storesvc_client.errors import NotFoundError, PreconditionError
+from storesvc_client.errors import NotFoundError, PreconditionError, StoreError
 
 _HOST: Final = "127.0.0.1"
 
@@ -35,7 +38,7 @@ _IDLE_SECONDS: Final = 60.0
 _MAX_ERRORS: Final = 1000
 """Maximum of errors that are kept for ``error_in``."""
 
-_ERROR: Final = re.compile(r"storesvc error (\d+)")
+_ERROR: Final = re.compile(r"storesvc error ([0-9a-f]{32})-(\d+)")
 
 
 def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
@@ -50,9 +53,11 @@ def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
     """
     found = next((name for name in _PROXIES if os.environ.get(name)), None)
     if found is not None and not urllib.request.proxy_bypass(_HOST):
+        exceptions = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
         raise PreconditionError(
             f"{location.url}: expected no proxy for {_HOST}, where TensorStore reads "
-            f"this location, got one from the variable {found}; add {_HOST} to NO_PROXY"
+            f"this location, got one from the variable {found}; add {_HOST} to the "
+            f"variable {exceptions}"
         )
     return _Server.of_process().kvstore(location, f"{folder}/" if folder else "")
 
@@ -64,7 +69,15 @@ def error_in(text: str) -> Exception | None:
         text: Message of TensorStore's error.
     """
     found = _ERROR.search(text)
-    return _Server.of_process().error(int(found[1])) if found else None
+    server = _Server.started()
+    return server.error(found[1], int(found[2])) if found and server else None
+
+
+def with_urls(text: str) -> str:
+    """Returns a message of TensorStore with the URL of each location in place of its
+    path on this server."""
+    server = _Server.started()
+    return server.with_urls(text) if server else text
 
 
 class _Server(ThreadingHTTPServer):
@@ -82,6 +95,8 @@ class _Server(ThreadingHTTPServer):
         self._locations: dict[str, Location] = {}
         self._errors: OrderedDict[int, Exception] = OrderedDict()
         self._failures = 0
+        self._secret = secrets.token_hex(16)
+        """Marks what is an error of this server in messages of TensorStore."""
 
     @classmethod
     def of_process(cls) -> "_Server":
@@ -94,6 +109,12 @@ class _Server(ThreadingHTTPServer):
                     target=server.serve_forever, name="storesvc-loopback", daemon=True
                 ).start()
             return cls._found[1]
+
+    @classmethod
+    def started(cls) -> "_Server | None":
+        """Returns the server of this process if there is one."""
+        found = cls._found
+        return found[1] if found is not None and found[0] == os.getpid() else None
 
     def kvstore(self, location: Location, below: str) -> dict[str, Any]:
         """See ``kvstore``; `below` is empty or ends in "/"."""
@@ -108,17 +129,32 @@ class _Server(ThreadingHTTPServer):
         return self._locations.get(folder)
 
     def failed(self, error: Exception) -> str:
-        """Keeps an error; returns the text by which ``error_in`` finds it."""
+        """Keeps an error; returns the text by which ``error_in`` finds it.
+
+        A copy is kept, and each reader gets one: a traceback would keep the arrays of
+        its frames in memory.
+        """
         with self._lock:
             self._failures += 1
-            self._errors[self._failures] = error
+            self._errors[self._failures] = _bare(error)
             if len(self._errors) > _MAX_ERRORS:
                 self._errors.popitem(last=False)
-            return f"storesvc error {self._failures}"
+            return f"storesvc error {self._secret}-{self._failures}"
 
-    def error(self, number: int) -> Exception | None:
+    def error(self, secret: str, number: int) -> Exception | None:
         """Returns an error that was kept."""
-        return self._errors.get(number)
+        found = self._errors.get(number) if secret == self._secret else None
+        return None if found is None else _bare(found)
+
+    def with_urls(self, text: str) -> str:
+        """See ``with_urls``."""
+
+        def url(found: re.Match[str]) -> str:
+            location = self.location(found[1])
+            return found[0] if location is None else location.url.rstrip("/")
+
+        start = re.escape(f"http://{_HOST}:{self.server_port}/")
+        return re.sub(start + "([0-9a-f]{32})", url, text)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs nothing: a connection that TensorStore closed is no error."""
@@ -154,6 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def _answer(self, location: Location, path: str) -> "_Answer":
+        version = _version(location)
+        if version is not None and version == self.headers.get("If-None-Match"):
+            return _Answer(HTTPStatus.NOT_MODIFIED, version=version)
+        return replace(self._contents(location, path), version=version)
+
+    def _contents(self, location: Location, path: str) -> "_Answer":
         size = location.size(path)
         if size is None:
             return _Answer(HTTPStatus.NOT_FOUND)
@@ -174,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(answer.status)
         if answer.content_range is not None:
             self.send_header("Content-Range", answer.content_range)
+        if answer.version is not None:
+            self.send_header("ETag", answer.version)
         length = len(answer.data) if answer.length is None else answer.length
         self.send_header("Content-Length", str(length))
         self.end_headers()
@@ -191,6 +235,25 @@ class _Answer:
     length: int | None = None
     """Length that is announced instead of that of the data."""
     content_range: str | None = field(default=None, kw_only=True)
+    version: str | None = field(default=None, kw_only=True)
+    """ETag; None if the file may change."""
+
+
+def _bare(error: Exception) -> Exception:
+    """Returns a copy of an error, without its traceback and what caused it; an error
+    that no location raises may not be one that can be copied."""
+    if isinstance(error, StoreError):
+        return copy(error)
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _version(location: Location) -> str | None:
+    """Returns the ETag of all files of a location that does not change, such as one of
+    a commit: TensorStore then reads the manifest of a database once."""
+    labels = location.labels()
+    found = json.dumps(sorted(labels.items())).encode()
+    return f'"{hashlib.sha256(found).hexdigest()[:32]}"' if labels else None
 
 
 def _bounds(asked: re.Match[str], size: int) -> tuple[int, int]:

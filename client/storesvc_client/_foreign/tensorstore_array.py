@@ -277,11 +277,11 @@ def translated(what: str) -> Iterator[None]:
     except (StoreError, TimeoutError):
         raise
     except _ERRORS as e:
-        from storesvc_client._foreign.loopback import error_in
+        from storesvc_client._foreign import loopback
 
-        if (error := error_in(str(e))) is not None:
+        if (error := loopback.error_in(str(e))) is not None:
             raise error from e
-        text = " ".join(str(e).split())
+        text = loopback.with_urls(" ".join(str(e).split()))
         reason = text.partition(" [")[0][:400]
         if _UNAVAILABLE.match(text):
             raise UnavailableError(f"{what}: {reason}; try again") from e

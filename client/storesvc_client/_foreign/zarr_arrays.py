@@ -3,15 +3,16 @@ files.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from storesvc_client._foreign.bounded_json import parse_object
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.ocdbt_places import FolderPlaces, OcdbtPlaces
+from storesvc_client._foreign.step_search import join
 from storesvc_client._foreign.tensorstore_array import (
     StoredIn,
     TensorStoreArray,
@@ -23,24 +24,14 @@ from storesvc_client.errors import DataLossError
 MAX_METADATA_BYTES: Final = 256 << 10
 """Maximum bytes of the metadata of an array, which real ones are far below."""
 
-_ZARR2_FIELDS: Final = frozenset({
-    "zarr_format",
-    "shape",
-    "chunks",
-    "dtype",
-    "compressor",
-    "fill_value",
-    "order",
-    "filters",
-    "dimension_separator",
-})  # fmt: skip
-"""Fields of the metadata of an array of zarr 2 (its specification, Arrays)."""
-
 _METADATA_KEYS: Final = {"zarr": ".zarray", "zarr3": "zarr.json"}
 """Name of the metadata of an array of each driver."""
 
 _OPENING_AT_ONCE: Final = 512
 """Arrays that are being opened at a time."""
+
+_ASKED_AT_ONCE: Final = 32
+"""Maximum requests in flight for sizes of metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +43,8 @@ class ArrayPlace:
     driver: str
     """"zarr" or "zarr3"."""
     kvstore: dict[str, Any]
+    folder: str | None
+    """Its folder in the location; None: it is in a database."""
     is_whole: bool
     """True if each chunk must be stored; else an absent one has the fill value."""
 
@@ -71,26 +64,19 @@ def open_arrays(
     shared = context()
     import tensorstore as ts
 
-    stored, documents = _Stored(location), _Documents(location)
+    stored, sizes = _Stored(location), _MetadataSizes(location)
     left = iter(places)
     while batch := list(islice(left, _OPENING_AT_ONCE)):
+        sizes.check(batch)
         waiting: list[tuple[Any, str, StoredIn | None]] = []
-        for place, metadata in documents.of(batch):
-            spec: dict[str, Any] = {
-                "driver": place.driver,
-                "kvstore": place.kvstore,
-                "fill_missing_data_reads": not place.is_whole,
-            }
-            if metadata is not None:
-                spec["metadata"] = metadata
+        for place in batch:
             with location.opening(), translated(place.name):
-                opening = ts.open(
-                    spec,
-                    open=True,
-                    read=True,
-                    assume_metadata=metadata is not None,
-                    context=shared,
-                )
+                spec = {
+                    "driver": place.driver,
+                    "kvstore": place.kvstore,
+                    "fill_missing_data_reads": not place.is_whole,
+                }
+                opening = ts.open(spec, open=True, read=True, context=shared)
             waiting.append((opening, place.name, stored.of(place.kvstore)))
         yield from map(_opened, waiting)
 
@@ -119,74 +105,57 @@ class _Stored:
         return StoredIn(database, kvstore["path"])
 
 
-class _Documents:
-    """Reads the metadata of arrays, of bounded size: TensorStore, which would parse any
-    size, takes 72 bytes of memory for each byte of a hostile one."""
+class _MetadataSizes:
+    """Checks the size of the metadata of arrays: TensorStore takes 72 bytes of memory
+    for each byte of a hostile one.
+
+    What a database has is received whole before its size is known.
+    """
 
     def __init__(self, location: Location) -> None:
         self._location = location
         self._databases: dict[str, Any] = {}
 
-    def of(
-        self, places: Sequence[ArrayPlace]
-    ) -> Iterator[tuple[ArrayPlace, dict[str, Any] | None]]:
-        """Yields each place with its metadata, as TensorStore takes it; None if
-        TensorStore is to read that itself, or will find that there is none.
+    def check(self, places: Sequence[ArrayPlace]) -> None:
+        """Rejects metadata that is too large; what is absent is left to TensorStore.
 
         Raises:
-            DataLossError: That of an array is too large or damaged, or its database is.
+            DataLossError: That of an array is, or its database is damaged.
         """
-        reads = [(place, self._read(place)) for place in places]
-        for place, read in reads:
-            with translated(place.name):
-                found = read()
-            size = found if isinstance(found, int) else len(found)
-            if size > MAX_METADATA_BYTES:
-                raise DataLossError(
-                    f"{place.name}: expected at most {MAX_METADATA_BYTES} bytes of "
-                    f"metadata, got {size}; use another checkpoint"
-                )
-            if isinstance(found, int) or not found:
-                yield place, None
-            else:
-                yield place, _metadata(place, found)
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            sizes = [(place.name, self._size(place, pool)) for place in places]
+            for name, size_bytes in sizes:
+                with translated(name):
+                    found = size_bytes()
+                if found > MAX_METADATA_BYTES:
+                    raise DataLossError(
+                        f"{name}: expected at most {MAX_METADATA_BYTES} bytes of "
+                        f"metadata, got {found}; use another checkpoint"
+                    )
 
-    def _read(self, place: ArrayPlace) -> Callable[[], bytes | int]:
-        """Begins to read metadata; returns what waits for it. That of a file of this
-        machine is left to TensorStore, once its size in bytes is known."""
+    def _size(self, place: ArrayPlace, pool: Executor) -> Callable[[], int]:
+        """Begins to look at the metadata of an array; returns what waits for its size
+        in bytes."""
         key = _METADATA_KEYS[place.driver]
         if place.kvstore["driver"] == "file":
             return partial(_file_size, f"{place.kvstore['path']}{key}")
+        if place.folder is not None:
+            asking = pool.submit(self._location.size, join(place.folder, key))
+            return lambda: asking.result() or 0
         with self._location.opening(), translated(place.name):
-            if place.kvstore["driver"] == "ocdbt":
-                reading = self._database(place).read(f"{place.kvstore['path']}{key}")
-            else:
-                reading = _opened_store(place.kvstore).read(key)
-        return lambda: reading.result().value
+            reading = self._database(place).read(f"{place.kvstore['path']}{key}")
+        return lambda: len(reading.result().value)
 
     def _database(self, place: ArrayPlace) -> Any:
         """Returns the whole database that a place is in; places share it."""
         base = str(place.kvstore["base"])
         if base not in self._databases:
-            self._databases[base] = _opened_store({**place.kvstore, "path": ""})
+            shared = context()
+            import tensorstore as ts
+
+            spec = {**place.kvstore, "path": ""}
+            self._databases[base] = ts.KvStore.open(spec, context=shared).result()
         return self._databases[base]
-
-
-def _metadata(place: ArrayPlace, data: bytes) -> dict[str, Any]:
-    """Parses metadata. TensorStore ignores unknown fields of zarr 2 in what it reads,
-    and rejects them in what it is given."""
-    found = parse_object(data, what=f"{place.name}: {_METADATA_KEYS[place.driver]}")
-    if place.driver == "zarr":
-        return {name: value for name, value in found.items() if name in _ZARR2_FIELDS}
-    return found
-
-
-def _opened_store(kvstore: Mapping[str, Any]) -> Any:
-    """Returns a key-value store of TensorStore."""
-    shared = context()
-    import tensorstore as ts
-
-    return ts.KvStore.open(dict(kvstore), context=shared).result()
 
 
 def _file_size(path: str) -> int:

@@ -131,6 +131,7 @@ def _open(
             name=f"array {_name(leaves[n])!r}",
             driver="zarr3",
             kvstore=ocdbt(base, f"{n}/"),
+            folder=None,
             is_whole=False,  # chunks of zeros are not stored
         )
         for n in stored

@@ -125,6 +125,7 @@ def _open_database(
             name=f"array {path!r}",
             driver="zarr3",
             kvstore=ocdbt(base, f"{path}/" if path else ""),
+            folder=None,
             is_whole=False,  # chunks of zeros are not stored
         )
         for path in paths

@@ -357,6 +357,7 @@ class StepReader:
             return
         base = self.location.kvstore(folder)
         for entry in entries:
+            inside: str | None = None
             if is_ocdbt:
                 kvstore = ocdbt(base, f"{entry.name}/")
             else:
@@ -366,6 +367,7 @@ class StepReader:
                 name=f"{self.url} leaf {entry.key!r}",
                 driver="zarr3" if found.is_zarr3 else "zarr",
                 kvstore=kvstore,
+                folder=None if inside is None else join(folder, inside),
                 is_whole=found.is_whole,
             )
 

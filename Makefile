@@ -126,7 +126,8 @@ deploy-test: $(INSTALLED)
 	  "install Debian's prometheus, or any newer one." >&2; exit 1; }
 	$(BIN)/yamllint --strict --config-file deploy/.yamllint.yaml deploy
 	$(BIN)/hadolint deploy/Dockerfile
-	$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib tests/deploy
+	$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib \
+	  --numprocesses=2 tests/deploy
 
 # Compares with Orbax and others: every benchmark on tmpfs, lm on disk too, in two
 # hours. `python -m tests.bench NAME` runs one. EasyDeL takes part if

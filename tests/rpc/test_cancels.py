@@ -24,7 +24,7 @@ from tests.support.every_call import (
     write_chunks,
     write_within_a_chunk,
 )
-from tests.support.examples import sampled
+from tests.support.examples import sampled, soaked
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellingServe
         yield server
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", soaked([1, 2], every=2))
 @pytest.mark.parametrize("make", [write_chunks, write_within_a_chunk])
 def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
     server: CancellingServer, make: Make, times: int

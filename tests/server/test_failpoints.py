@@ -25,7 +25,7 @@ from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from tests.support.contract import Writer, elements, frame
-from tests.support.examples import sampled
+from tests.support.examples import sampled, soaked
 from tests.support.server_process import EndedError, ServerProcess
 
 RUN = "tests/points"
@@ -209,7 +209,7 @@ def in_process(
     return answered
 
 
-@pytest.mark.parametrize("point", sampled(Failpoint, every=6))
+@pytest.mark.parametrize("point", sampled(Failpoint, every=6, checked_every=2))
 def test_a_storage_that_fails_at_a_step(root: Path, point: Failpoint) -> None:
     fault = Fault(action=Action.RAISE, delay_seconds=0, time=None)
     answered = in_process(root, operation(point), {point: fault})
@@ -269,8 +269,7 @@ def doomed(
         server.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", Failpoint)
+@pytest.mark.parametrize("point", soaked(Failpoint, every=3))
 def test_a_server_killed_at_a_step(
     doomed: Callable[[Failpoint], ServerProcess], point: Failpoint
 ) -> None:

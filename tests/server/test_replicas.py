@@ -34,6 +34,7 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.support.contract import Writer, elements, frame, sums
+from tests.support.examples import soaked
 from tests.support.server_process import ServerProcess
 
 COUNT = 3
@@ -145,9 +146,8 @@ POINTS = [
 ]
 
 
-@pytest.mark.slow
 @in_a_bucket
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", soaked(POINTS, every=4))
 def test_a_save_outlasts_replicas_that_are_killed_at_a_step_of_it(
     replicas: list[ServerProcess], point: Failpoint
 ) -> None:

@@ -42,7 +42,9 @@ def assert_equal_outputs(expected: Any, actual: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
 
 
-@pytest.mark.parametrize("case", sampled(CASES.values(), every=5), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case", sampled(CASES.values(), every=5, checked_every=2), ids=list(CASES)
+)
 def test_a_module_is_restored_by_its_code(run: store.Run, case: Case) -> None:
     module = case.make()
     save_model(run, 0, module).result()
@@ -57,7 +59,11 @@ def test_a_module_is_restored_by_its_code(run: store.Run, case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    sampled((case for case in CASES.values() if not case.needs_template), every=6),
+    sampled(
+        (case for case in CASES.values() if not case.needs_template),
+        every=6,
+        checked_every=2,
+    ),
     ids=[name for name, case in CASES.items() if not case.needs_template],
 )
 def test_a_module_is_restored_by_its_stored_structure(

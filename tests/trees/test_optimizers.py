@@ -79,7 +79,7 @@ def bits_of(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    sampled(product(OPTIMIZERS, PAIRS), every=200),
+    sampled(product(OPTIMIZERS, PAIRS), every=200, checked_every=4),
     ids=lambda x: "-".join(x) if isinstance(x, tuple) else x,
 )
 def test_every_optimizer_of_optax_is_restored(

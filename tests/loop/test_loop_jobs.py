@@ -88,8 +88,8 @@ def test_the_clock_of_process_0_decides_for_all(tmp_path: Path) -> None:
     assert [""] * 3 == [each["error"] for each in found]
     saved = found[0]["saved"]
     assert [saved] * 3 == [each["saved"] for each in found]
-    assert {0, 149} < set(saved)
-    assert len(saved) > 2  # the clock decided; how often depends on the machine
+    # the clock adds some; how many depends on the machine
+    assert {0, 100, 149} < set(saved)
     assert saved == found[0]["steps"]
 
 

@@ -113,7 +113,7 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
-	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=3 \
+	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=4 \
 	  -m "(slow or hypothesis) and not soak"
 
 # Checks deploy/ without a cluster and without an image registry: its files, their
@@ -143,14 +143,16 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # With the real easydel and the jax and flax that it pins: first the quick tests of its
-# states and helpers, then the other quick tests that use jax. Importing easydel changes a
-# process (flags of jax, the recursion limit), so each half runs in its own process.
-test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
+# states and helpers, then those of the other code that works on jax's objects. Importing
+# easydel changes a process (flags of jax, the recursion limit), so each half runs in its
+# own process.
+test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
+test-easydel: ON_JAX := $(addprefix tests/,client loop orbax pytree restore save trees)
 test-easydel: $(EASYDEL_VENV)/.installed
-	$(EASYDEL_PYTEST) --numprocesses=3 -m "not slow" tests/easydel
-	$(EASYDEL_PYTEST) --numprocesses=3 -m "not slow" $$(grep -rlE --include='test_*.py' \
-	  --exclude-dir=easydel --exclude-dir=deploy '^ *$(USES_JAX)' tests)
+	$(EASYDEL_PYTEST) -m "not slow" tests/easydel
+	$(EASYDEL_PYTEST) -m "not slow" \
+	  $$(grep -rlE --include='test_*.py' '^ *$(USES_JAX)' $(ON_JAX))
 
 # The slow tests of EasyDeL's states, then every class of its registry, saved by one process
 # and restored by its class in another, on another mesh: half an hour. CI takes a class of

@@ -9,8 +9,6 @@ aborts a process that lost another one (SIGABRT), so no part runs in the test pr
 import importlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 from typing import Any
+
+from tests.support.forked import Forked, fork
 
 SECONDS = 120
 """Longest duration of a job."""
@@ -38,7 +38,7 @@ class JaxJob:
     """Devices of each process."""
     arguments: dict[str, Any]
     directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()))
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Forked] = field(default_factory=list)
 
     def start(self) -> None:
         """Starts all of them."""
@@ -51,27 +51,17 @@ class JaxJob:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "OMP_NUM_THREADS": "1",
-            # each process compiles its own, as on machines of their own
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
         }
-        self.processes = []
-        for index in range(self.count):
-            command = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "tests.support.jax_job",
-                    self.part,
-                    coordinator,
-                ),
-                *(str(self.count), str(index), str(self.directory)),
-                json.dumps(self.arguments),
-            ]
-            with (self.directory / f"{index}.log").open("ab") as log:
-                self.processes.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-                )
+        rest = [str(self.directory), json.dumps(self.arguments)]
+        self.processes = [
+            fork(
+                "tests.support.jax_job",
+                [self.part, coordinator, str(self.count), str(index), *rest],
+                environment,
+                self.directory / f"{index}.log",
+            )
+            for index in range(self.count)
+        ]
 
     def wait(self) -> list[int]:
         """Waits for their ends, and returns their exit codes."""
@@ -81,7 +71,7 @@ class JaxJob:
                 process.wait(max(0.0, end - time.monotonic()))
         finally:
             self.kill()
-        return [process.returncode for process in self.processes]
+        return [process.wait(0) for process in self.processes]
 
     def await_outcomes(self, *indices: int) -> None:
         """Waits until some processes have returned, and kills the others."""
@@ -100,7 +90,7 @@ class JaxJob:
         """Kills the processes that still run."""
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.wait(SECONDS)
 
     def outcome(self, index: int) -> Any:
         """Returns the result of a process."""
@@ -130,11 +120,14 @@ def run_job(part: str, count: int, *, devices: int, **arguments: Any) -> list[An
     return [job.outcome(index) for index in range(count)]
 
 
-def _main(
+def main(
     part: str, coordinator: str, count: str, index: str, directory: str, text: str
 ) -> None:
+    """Runs a part in one process of a job."""
     import jax
 
+    # each process compiles its own, as on machines of their own
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(
         coordinator,
         int(count),
@@ -150,7 +143,3 @@ def _main(
     written.rename(written.with_suffix(".json"))
     with suppress(RuntimeError):
         jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -32,12 +32,12 @@ demo: $(INSTALLED)
 demo-multihost: $(INSTALLED)
 	$(BIN)/python -m tests.demo.multihost
 
-# All but what is marked as slow, with a fifth of Hypothesis's examples; `make wheel-test`
-# runs the rest of both. Four at a time, since much of it waits.
+# All but what is marked as slow, with a fifth of Hypothesis's examples, newly drawn each
+# time; `make soak` tries all. Four at a time, since much of it waits.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=4 -m "not slow"
 
-# Each test runs once, but for those that draw examples; the README's command is the last.
+# Each test runs once, but for those of `make soak`; the README's command is the last.
 check: lint types contract breaking docs wheel-test deploy-test test
 
 # --- Setting up ---------------------------------------------------------------
@@ -92,11 +92,10 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the slow tests, without the sweeps of `make soak`, and those that draw examples
-# with all of these, against the wheel that users install: in an environment that borrows
-# the dependencies of .venv but not its editable install, and from a folder without the
-# sources, so that no path leads back to the checkout. The wheel must have the same files
-# as the checkout, which `make test` tests.
+# Runs the slow tests, without those of `make soak`, against the wheel that users install:
+# in an environment that borrows the dependencies of .venv but not its editable install,
+# and from a folder without the sources, so that no path leads back to the checkout. The
+# wheel must have the same files as the checkout, which `make test` tests.
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
 	@rm -rf build/wheel && mkdir -p build/wheel/run
@@ -114,7 +113,7 @@ wheel-test: $(INSTALLED)
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
 	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=4 \
-	  -m "(slow or hypothesis) and not soak"
+	  -m "slow and not soak"
 
 # Checks deploy/ without a cluster and without an image registry: its files, their
 # rendering by kubectl, and the install lines of the image, for which pip needs its
@@ -136,10 +135,11 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.speed
 
 # Faults of a machine at every point of a store's work: an hour, as root for the parts
-# that mount a disk. SOAK names parts; by default, all run, and all cases of the tests of
-# which `make check` runs some.
+# that mount a disk. SOAK names parts; by default, all run, after the cases and examples
+# of tests of which `make check` runs some.
 soak: $(INSTALLED)
-	$(if $(SOAK),,$(BIN)/python -m pytest --numprocesses=3 -m soak)
+	$(if $(SOAK),,STORESVC_SUITE=full $(BIN)/python -m pytest --numprocesses=3 \
+	  -m "soak or hypothesis")
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # With the real easydel and the jax and flax that it pins: first the quick tests of its

@@ -14,6 +14,7 @@ from storesvc_client.console.pages import run as run_page
 from tests.console.seeded import LAYERS, state
 from tests.console.served import ServedConsole
 from tests.support.contract import Writer
+from tests.support.examples import soaked
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -418,7 +419,7 @@ def test_the_rest_of_a_long_run_follows_its_newest_part(
     expect(page.locator(".plot canvas")).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", soaked(["light", "dark"], every=2))
 @pytest.mark.parametrize(
     "path",
     [
@@ -450,7 +451,7 @@ def test_a_page_is_accessible(tab: Watched, path: str, scheme: str) -> None:
     assert [] == [(v["id"], v["nodes"][0]["html"][:200]) for v in serious]
 
 
-@pytest.mark.parametrize("width", [400, 800, 1280])
+@pytest.mark.parametrize("width", soaked([400, 800, 1280], every=3))
 @pytest.mark.parametrize(
     "path",
     [

@@ -21,6 +21,7 @@ from flax import nnx
 import storesvc_client as store
 from tests.support import checkpoint_lines
 from tests.support.checkpoint_lines import EXAMPLES, PLAIN
+from tests.support.examples import soaked
 
 README = EXAMPLES.parents[1] / "README.md"
 ENDLESS = 10**6
@@ -227,8 +228,7 @@ def test_an_example_that_receives_sigterm_saves_the_step_and_ends(
     check_resumed(LINEN, target, last + 3, start=last + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", soaked([signal.SIGKILL, signal.SIGTERM], every=2))
 def test_the_script_with_orbax_does_the_same_job(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from storesvc_client._job.decisions import Decision, Decisions
 from storesvc_client._job.departures import Departures
 from storesvc_client._job.job import Job, JointSave
 from tests.support import loop_parts
+from tests.support.examples import soaked
 from tests.support.jax_job import JaxJob, run_job
 from tests.support.thread_job import ThreadJob
 
@@ -214,14 +215,16 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "text"),
-    [
-        (damage_data, "leaf 'w' chunk"),
-        (damage_manifest, "manifest"),
-        (damage_record, "the record of tests/loop@30"),
-    ],
+    soaked(
+        [
+            (damage_data, "leaf 'w' chunk"),
+            (damage_manifest, "manifest"),
+            (damage_record, "the record of tests/loop@30"),
+        ],
+        every=3,
+    ),
 )
 def test_all_processes_step_back_from_damage_that_one_of_them_finds(
     tmp_path: Path, damage: Callable[[Path, int], None], text: str

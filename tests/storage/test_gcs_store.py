@@ -25,7 +25,7 @@ from storesvc_client._rpc import retry
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status, Truncate
 from tests.support.command_line import document, refusal
-from tests.support.examples import sampled
+from tests.support.examples import sampled, soaked
 from tests.support.server_process import EndedError, ServerProcess
 
 MIB = 1 << 20
@@ -183,10 +183,9 @@ def test_a_flipped_bit_in_an_object_is_reported(
         run.restore(1)
 
 
-@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    "action", sampled([Status(429), Status(503), Reset(), Lost()], every=4)
+    "action", soaked([Status(503), Status(429), Lost(), Reset()], every=2)
 )
 def test_a_save_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any
@@ -248,9 +247,8 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     assert "tests/gcs@1: no response about its hold" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.emulated
-@pytest.mark.parametrize("after", [0, 3, 6])
+@pytest.mark.parametrize("after", soaked([3, 0, 6], every=3))
 def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
     client: store.Client, gcs: FakeGcs, after: int
 ) -> None:

@@ -21,6 +21,7 @@ from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support.contract import Writer, frame
+from tests.support.examples import soaked
 from tests.support.hanging_disk import HangingDisk
 from tests.support.saved_checkpoint import CHUNKS, Saved
 from tests.support.server_process import ServerProcess
@@ -202,8 +203,9 @@ print("closed", flush=True)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("route", ["streamed", "direct", "direct with a deadline"])
+@pytest.mark.parametrize(
+    "route", soaked(["direct", "streamed", "direct with a deadline"], every=3)
+)
 def test_a_process_with_an_embedded_store_ends_while_a_data_file_hangs(
     server: ServerProcess, disk: HangingDisk, route: str
 ) -> None:

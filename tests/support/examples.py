@@ -7,7 +7,8 @@ from typing import Any, Final
 import pytest
 
 FULL: Final = os.environ.get("STORESVC_SUITE") == "full"
-"""True if all examples are drawn, as ``make check`` and CI do."""
+"""True if all examples are drawn, as ``make soak`` does, and ``make check`` for slow
+tests."""
 
 _PART: Final = 5
 

@@ -37,7 +37,7 @@ demo-multihost: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=4 -m "not slow"
 
-# Each test runs once, but for those of `make soak`; the README's command is the last.
+# Each test runs once, unless only `make soak` runs it; the README's command is the last.
 check: lint types contract breaking docs wheel-test deploy-test test
 
 # --- Setting up ---------------------------------------------------------------
@@ -92,7 +92,7 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the slow tests, without those of `make soak`, against the wheel that users install:
+# Runs the slow tests, but not the sweeps of `make soak`, against the wheel that users install:
 # in an environment that borrows the dependencies of .venv but not its editable install,
 # and from a folder without the sources, so that no path leads back to the checkout. The
 # wheel must have the same files as the checkout, which `make test` tests.
@@ -143,7 +143,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # With the real easydel and the jax and flax that it pins: first the quick tests of its
-# states and helpers, then those of the other code that works on jax's objects. Importing
+# states and helpers, then the tests of other code that works on jax's objects. Importing
 # easydel changes a process (flags of jax, the recursion limit), so each half runs in its
 # own process.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3

@@ -139,9 +139,9 @@ def _noisy() -> optax.GradientTransformation:
 
 
 SCENARIOS: Final[Mapping[str, Scenario]] = {
+    "bfloat16": Scenario(param_dtype=jnp.bfloat16),
     # as text, layer 10 sorts before layer 2
     "twelve-layers": Scenario(sizes={"num_hidden_layers": 12}),
-    "bfloat16": Scenario(param_dtype=jnp.bfloat16),
     "tied-embeddings": Scenario(
         sizes={"tie_word_embeddings": True}, tx=lambda: optax.lion(1e-3)
     ),

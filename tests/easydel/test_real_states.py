@@ -15,8 +15,9 @@ from storesvc_client.easydel import restore_state
 from tests.easydel.digests import digest, digests
 from tests.easydel.saving import Original, run_of
 from tests.easydel.scenarios import SCENARIOS, Scenario, stepper
+from tests.support.examples import sampled
 
-each_scenario = pytest.mark.parametrize("name", SCENARIOS)
+each_scenario = pytest.mark.parametrize("name", sampled(SCENARIOS, every=3))
 one_scenario = pytest.mark.parametrize("name", ["bfloat16"])
 
 

@@ -37,7 +37,7 @@ demo-multihost: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=4 -m "not slow"
 
-# Each test runs once, unless only `make soak` runs it; the README's command is the last.
+# Each test runs once, if not in `make soak` only; the README's command is the last.
 check: lint types contract breaking docs wheel-test deploy-test test
 
 # --- Setting up ---------------------------------------------------------------
@@ -92,10 +92,10 @@ breaking: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Runs the slow tests, but not the sweeps of `make soak`, against the wheel that users install:
-# in an environment that borrows the dependencies of .venv but not its editable install,
-# and from a folder without the sources, so that no path leads back to the checkout. The
-# wheel must have the same files as the checkout, which `make test` tests.
+# Runs the slow tests, but not the sweeps of `make soak`, against the wheel that users
+# install: in an environment that borrows the dependencies of .venv but not its editable
+# install, and from a folder without the sources, so that no path leads back to the
+# checkout. The wheel must have the same files as the checkout, which `make test` tests.
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
 	@rm -rf build/wheel && mkdir -p build/wheel/run

@@ -66,16 +66,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _use_memory_for_files() -> None:
-    """Lets temporary directories be in memory, unless TMPDIR names a place: stores sync
-    each file, which takes a fifth of the suite's time on a disk."""
+def _use_memory_for_files(config: pytest.Config) -> None:
+    """Keeps temporary files in memory until the tests end, unless TMPDIR names a place:
+    stores sync each file, which takes a fifth of the suite's time on a disk."""
     memory = Path("/dev/shm")
     if "TMPDIR" in os.environ or not memory.is_dir():
         return
     # tests run scripts that they write
     is_executable = not os.statvfs(memory).f_flag & os.ST_NOEXEC
     if is_executable and shutil.disk_usage(memory).free > _MEMORY_BYTES:
-        os.environ["TMPDIR"] = str(memory)
+        directory = tempfile.mkdtemp(prefix="store-", dir=memory)
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+        os.environ["TMPDIR"] = directory  # of the workers too
         tempfile.tempdir = None  # it may have been asked for before
 
 
@@ -83,8 +85,8 @@ def _use_memory_for_files() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Draws the seed of all that Hypothesis draws, unless it is given; hears SIGINT and
     SIGHUP where a shell lets jobs in the background, or nohup, ignore them, and so
-    would their children; keeps temporary files in memory."""
-    _use_memory_for_files()
+    would their children; chooses the place of temporary files."""
+    _use_memory_for_files(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -27,7 +27,7 @@ PRELOADED: Final = (
     *("grpc.aio", "tensorstore", "storesvc.server.embedded"),
     *("tests.support.job_parts", "tests.support.loop_parts"),
 )
-"""Imported before the forks; none of them starts a thread by that."""
+"""Imported before the forks."""
 
 
 class Forked:
@@ -146,6 +146,8 @@ def _redirect(log: str) -> None:
 def _main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    threads = [*Path("/proc/self/task").iterdir()]
+    assert len(threads) == 1, "other threads do not outlast a fork"
     gc.freeze()
     task = _serve()
     if task is not None:

@@ -242,7 +242,7 @@ def test_a_web_server_is_listed_and_one_without_ranges_is_rejected(
     (tmp_path / "sub").mkdir()
     serve = partial(_QuietHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         location = open_location(f"http://127.0.0.1:{server.server_port}")
         assert ["a.json", "sub/"] == list(location.names())
         assert b"{}" == location.read("a.json", limit=2)

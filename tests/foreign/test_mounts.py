@@ -212,7 +212,7 @@ def test_a_web_server_with_ranges_is_read(written: Callable[[str], Path]) -> Non
     folder = written("v1-save")
     handler = partial(RangeHandler, directory=str(folder.parent))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
         assert_same(
             state, store.open_foreign(url, trust_uncommitted=True).restore(like=state)
@@ -266,7 +266,7 @@ def test_a_web_server_that_redirects_is_named_and_no_damage(
     folder = written("v1-save")
     handler = partial(RedirectHandler, directory=str(folder.parent))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
         with pytest.raises(store.PreconditionError, match="got a redirect to another"):
             store.open_foreign(url, trust_uncommitted=True).restore()

@@ -94,6 +94,6 @@ class _Pages(BaseHTTPRequestHandler):
 def device_issuing() -> Iterator[DeviceIssuer]:
     """Runs an issuer."""
     with DeviceIssuer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()

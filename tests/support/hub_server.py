@@ -114,7 +114,9 @@ class Hub:
         """Serves until the block ends."""
         servers = (self._api, self._storage)
         for each in servers:
-            threading.Thread(target=each.serve_forever, daemon=True).start()
+            threading.Thread(
+                target=each.serve_forever, args=(0.01,), daemon=True
+            ).start()
         try:
             yield
         finally:

@@ -59,7 +59,7 @@ class Collector(ThreadingHTTPServer):
 def collecting_spans() -> Iterator[Collector]:
     """Runs a collector while the context lasts."""
     with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
+        thread = threading.Thread(target=collector.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield collector

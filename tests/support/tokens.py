@@ -122,7 +122,7 @@ class _Pages(BaseHTTPRequestHandler):
 def issuing() -> Iterator[Issuer]:
     """Runs an issuer."""
     with Issuer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 

@@ -157,7 +157,7 @@ def check_same(source: str, target: str) -> None:
         assert (before.labels, before.purge_delay) == (after.labels, after.purge_delay)
 
 
-@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=6))
+@pytest.mark.parametrize(("kind", "other"), sampled(PAIRS, every=11))
 def test_a_copy_has_everything_and_stores_a_tenth_of_its_second_step(
     kind: str, other: str, sources: Callable[[str], str], new_store: NewStore
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 import storesvc_client as store
 from tests.support.command_line import storectl
+from tests.support.saved_checkpoint import flip
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +22,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
         client.run("prod/other").configure(labels={"a": "b"})
     for step in (0, 4):
         (record,) = (place / "data/prod/llama/checkpoints").glob(f"*{step}.binpb")
-        damage(record)
-    damage(place / "runs/prod/other.binpb")
+        flip(record, -1)
+    flip(place / "runs/prod/other.binpb", -1)
     return place.as_uri()
-
-
-def damage(record: Path) -> None:
-    record.write_bytes(record.read_bytes()[:-1] + b"?")
 
 
 @pytest.mark.parametrize(

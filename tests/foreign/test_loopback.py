@@ -66,7 +66,7 @@ def opened(
     return store.open_foreign(url, storage_options=options)
 
 
-@pytest.mark.parametrize("name", sampled(TENSORSTORE, every=9, checked_every=3))
+@pytest.mark.parametrize("name", sampled(TENSORSTORE, every=18, checked_every=3))
 def test_each_format_is_read_as_on_a_disk(hub: Hub, tmp_path: Path, name: str) -> None:
     kind, folder = FORMATS[name].kind, tmp_path / "written"
     FORMATS[name].write(folder)

@@ -173,7 +173,7 @@ def imported(
 
 
 @pytest.mark.parametrize(
-    "name", [*sampled(ORBAX, every=8, checked_every=2), *sampled(OTHERS, every=2)]
+    "name", [*sampled(ORBAX, every=16, checked_every=2), *sampled(OTHERS, every=4)]
 )
 def test_every_leaf_is_the_same_when_mounted_and_imported(
     name: str, written: Callable[[str], Written], run: store.Run
@@ -192,8 +192,8 @@ def test_every_leaf_is_the_same_when_mounted_and_imported(
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *sampled(product(ORBAX, EXITS), every=25, checked_every=5),
-        *sampled(product(OTHERS, EXITS), every=5),
+        *sampled(product(ORBAX, EXITS), every=51, checked_every=5),
+        *sampled(product(OTHERS, EXITS), every=11),
     ],
 )
 def test_every_leaf_is_the_same_when_exported_and_back(

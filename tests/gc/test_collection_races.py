@@ -81,6 +81,7 @@ def test_a_second_collector_beside_the_first_does_no_harm() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_saves_and_restores_go_on_beside_collectors() -> None:
     async def main() -> None:
         process = await started()

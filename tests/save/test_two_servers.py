@@ -297,7 +297,7 @@ async def _save_at_fault(at: int, fault: Fault, first: int) -> bool:
             for fault in (Fault.LOST, Fault.RETRIED, Fault.UNAVAILABLE)
             for offset in range(4)
         ],
-        every=4,
+        every=5,
     ),
 )
 def test_no_reply_of_the_bucket_that_is_lost_loses_anything(

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -114,9 +115,8 @@ class Hub:
         """Serves until the block ends."""
         servers = (self._api, self._storage)
         for each in servers:
-            threading.Thread(
-                target=each.serve_forever, args=(0.01,), daemon=True
-            ).start()
+            serve = partial(each.serve_forever, poll_interval=0.01)
+            threading.Thread(target=serve, daemon=True).start()
         try:
             yield
         finally:

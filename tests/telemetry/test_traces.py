@@ -167,6 +167,7 @@ def test_a_restore_belongs_to_the_span_of_its_caller(
     )
 
 
+@pytest.mark.slow
 def test_a_meter_of_the_process_gets_the_values_of_the_reports(reports: Any) -> None:
     measured = reports["measured"]
 
@@ -249,6 +250,7 @@ def test_a_failed_call_has_its_reason(
     assert failed[0].attributes["rpc.response.status_code"] == "NOT_FOUND"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("reports")
 def test_a_pass_of_the_collection_has_a_span_for_each_run(collector: Collector) -> None:
     spans = collector.until(

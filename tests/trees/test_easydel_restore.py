@@ -111,6 +111,7 @@ def test_a_state_is_rebuilt_bit_by_bit_and_goes_on_alike(
     assert len(back.model.layers) == 12
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_restored_as_any_other_tree_is(
     run: store.Run, state: EasyDeLState
 ) -> None:

@@ -263,6 +263,7 @@ def damaged(
         yield server, client, token
 
 
+@pytest.mark.slow
 def test_a_watch_that_meets_damage_says_how_to_go_on_after_it(
     damaged: tuple[ServerProcess, store.Client, str],
 ) -> None:

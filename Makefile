@@ -33,9 +33,9 @@ demo-multihost: $(INSTALLED)
 	$(BIN)/python -m tests.demo.multihost
 
 # All but what is marked as slow, with a fifth of Hypothesis's examples, newly drawn each
-# time; `make soak` tries all. Four at a time, since much of it waits.
+# time; `make soak` tries all. Three at a time, since much of it waits.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses=4 -m "not slow"
+	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
 # Each test runs once, if not in `make soak` only; the README's command is the last.
 check: lint types contract breaking docs wheel-test deploy-test test

@@ -54,7 +54,7 @@ settings.register_profile("full", deadline=None)
 settings.load_profile("full" if FULL else "quick")
 
 _MEMORY_BYTES: Final = 8 << 30
-"""What the suite may need of it at a time, with a reserve."""
+"""Without as many free bytes, ``/dev/shm`` is not used."""
 
 # It has an environment of its own: make test-easydel.
 collect_ignore = [] if find_spec("easydel") else ["easydel"]

@@ -78,6 +78,7 @@ def test_changes_are_recorded_with_caller_and_object(
     assert verified(log.file).broken is None
 
 
+@pytest.mark.slow
 def test_denials_are_recorded_with_their_reason(
     audited: Callable[..., Audited], tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_flood_of_denials_is_counted_and_does_not_fill_the_log(
     assert verified(log.file).broken is None
 
 
+@pytest.mark.slow
 def test_reads_are_recorded_on_request(audited: Callable[..., Audited]) -> None:
     log = audited("--audit-reads")
     with store.connect(log.server.address) as client:
@@ -149,6 +151,7 @@ def test_reads_are_recorded_on_request(audited: Callable[..., Audited]) -> None:
     assert ("ended", "ListRuns") in log.calls()
 
 
+@pytest.mark.slow
 def test_a_log_that_is_rotated_continues_its_chain(
     audited: Callable[..., Audited],
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_log_that_is_rotated_continues_its_chain(
     assert verified(older, log.file).broken is not None
 
 
+@pytest.mark.slow
 def test_a_log_continues_after_a_restart_and_a_torn_line(
     audited: Callable[..., Audited],
 ) -> None:
@@ -304,6 +308,7 @@ def test_a_changed_removed_added_or_moved_line_is_found(
     assert verify(("log", line) for line in lines).broken is not None
 
 
+@pytest.mark.slow
 def test_the_log_of_the_server_has_the_id_of_each_call(
     audited: Callable[..., Audited],
 ) -> None:

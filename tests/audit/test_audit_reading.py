@@ -85,6 +85,7 @@ def entry_values(entry: store.AuditEntry) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_an_administrator_reads_all_entries_as_the_file_has_them(
     audited: Callable[..., Audited], tmp_path: Path
 ) -> None:
@@ -287,6 +288,7 @@ def test_a_server_without_a_log_says_so(tmp_path: Path) -> None:
     assert "AUDIT_LOG_DISABLED" == caught.value.reason
 
 
+@pytest.mark.slow
 def test_reading_the_log_is_recorded_like_any_read(
     audited: Callable[..., Audited],
 ) -> None:
@@ -519,6 +521,7 @@ def test_long_lines_are_read_and_too_long_ones_are_marked(
     )
 
 
+@pytest.mark.slow
 def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,6 +708,7 @@ def test_pages_that_are_cancelled_on_a_disk_that_hangs_occupy_one_thread(
     assert len(page.rows) == 6
 
 
+@pytest.mark.slow
 def test_a_log_that_was_closed_is_an_error(tmp_path: Path) -> None:
     log = Reading(tmp_path / "audit.log")
     asyncio.run(log.log.close())

@@ -75,6 +75,7 @@ def reported(
     return found, error
 
 
+@pytest.mark.slow
 def test_a_list_ends_at_a_damaged_checkpoint_or_continues_if_requested(
     root: Path, run: store.Run
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_list_ends_at_a_damaged_checkpoint_or_continues_if_requested(
         run.checkpoint(4)
 
 
+@pytest.mark.slow
 def test_a_damaged_latest_checkpoint_is_an_error_and_never_an_older_one(
     root: Path, client: store.Client, run: store.Run
 ) -> None:
@@ -165,6 +167,7 @@ def test_storectl_prints_the_sound_rows_and_fails(
     assert (0, 3) == (result.exit_code, len(result.stdout.splitlines()))
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_reported_after_all_others(
     root: Path, client: store.Client, run: store.Run
 ) -> None:
@@ -184,6 +187,7 @@ def test_a_damaged_run_is_reported_after_all_others(
     assert [4, 3, 2, 1, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
+@pytest.mark.slow
 def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     root: Path, run: store.Run
 ) -> None:
@@ -209,6 +213,7 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     assert ["best", "good"] == [tag.name for tag in run.tags.list()]
 
 
+@pytest.mark.slow
 def test_a_damaged_hold_can_be_ended(
     root: Path, server: InProcessServer, run: store.Run
 ) -> None:
@@ -258,6 +263,7 @@ def test_a_damaged_checkpoint_postpones_the_collection_of_its_run_alone(
     assert not passes[OTHER].postponed
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_abandoned_by_removing_its_damaged_record(
     root: Path, client: store.Client, run: store.Run
 ) -> None:

@@ -107,6 +107,7 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_no_record_counts_at_the_place_of_another(prepared: Path) -> None:
     places = sealed_places(prepared)
     assert set(KINDS) == {kind_of(place) for place in places}

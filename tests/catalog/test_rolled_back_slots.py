@@ -418,6 +418,7 @@ def client(server: ServerProcess) -> Iterator[store.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_client_gets_an_error_for_a_slot_that_was_rolled_back(
     server: ServerProcess, client: store.Client
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_enum_of_slot_states_has_all_that_the_contract_has() -> None:
     assert expected - {pb.CheckpointRecord.STATE_UNSPECIFIED} == known
 
 
+@pytest.mark.slow
 def test_a_step_in_an_unknown_state_is_neither_taken_over_nor_collected(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:

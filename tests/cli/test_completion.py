@@ -92,6 +92,7 @@ def completed(
 # --- bash -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bash_completes_a_tag_after_the_sign_where_readline_divides_words(
     address: str,
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_list_from_a_server_imports_no_numpy(
     assert set() == modules & (JAX | SERVER | SLOW)
 
 
+@pytest.mark.slow
 def test_a_list_of_leaves_needs_numpy_and_no_server(
     server_address: str, listed: store.Run
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_list_of_leaves_needs_numpy_and_no_server(
     assert set() == modules & (JAX | SERVER | {"rich"})
 
 
+@pytest.mark.slow
 def test_a_list_of_files_imports_no_jax_and_no_tables(
     server: ServerProcess, listed: store.Run
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_client_imports_no_numpy_before_it_saves_or_restores() -> None:
     assert set() == modules & (JAX | SERVER | SLOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [None, "3"])
 def test_commands_that_storectl_starts_do_not_inherit_library_settings(
     threads: str | None, server: ServerProcess, listed: store.Run

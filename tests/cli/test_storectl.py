@@ -304,6 +304,7 @@ def test_every_command_shows_examples() -> None:
         assert f"Examples:\n    storectl {name}" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(address: str) -> None:
     arguments = ["-s", address, "get", "prod/tiny@20:**", "--json"]
     process = subprocess.Popen(
@@ -342,6 +343,7 @@ def on_a_terminal(*arguments: str, columns: int) -> str:
     return written.decode()
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_shortens_keys_in_the_middle(address: str) -> None:
     text = on_a_terminal("-s", address, "ls", "prod/tiny@20:params/b*/**", columns=50)
 
@@ -352,6 +354,7 @@ def test_a_narrow_terminal_shortens_keys_in_the_middle(address: str) -> None:
     assert ["params…locks/0/bias", "float32"] == lines[1].split()[:2]
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_bold_headers_and_no_progress_of_quick_work(
     address: str,
 ) -> None:

@@ -40,6 +40,7 @@ def rows(log: Audited, *arguments: str) -> list[list[str]]:
     return [row[2:] for row in found]
 
 
+@pytest.mark.slow
 def test_audit_ls_lists_the_entries_newest_first(log: Audited) -> None:
     output = printed(log.server.address, "audit", "ls")
     header, *found = table(output)
@@ -166,6 +167,7 @@ def entry_keys(found: list[dict[str, Any]]) -> set[str]:
     return {key for entry in found for key in entry}
 
 
+@pytest.mark.slow
 def test_no_entry_has_a_token_or_a_label(log: Audited, tmp_path: Path) -> None:
     found = document(log.server.address, "audit", "ls")
 

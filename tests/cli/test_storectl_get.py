@@ -173,6 +173,7 @@ def test_a_file_that_cannot_be_written_is_reported(address: str) -> None:
     assert f"/nowhere/x.npy: {os.strerror(errno.ENOENT)}" == sentence
 
 
+@pytest.mark.slow
 def test_damaged_data_leave_the_file_unchanged(
     start_server: Callable[[], Any], tmp_path: Path
 ) -> None:

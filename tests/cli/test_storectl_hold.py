@@ -54,6 +54,7 @@ def start(server_address: str) -> Iterator[Callable[..., "subprocess.Popen[str]"
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_text_is_written_to_no_file_of_arrays(
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_get_prints_a_text_as_cat_does(address: str) -> None:
     def get(path: str) -> bytes:
         return storectl(address, "get", path).stdout_bytes

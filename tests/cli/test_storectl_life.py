@@ -334,6 +334,7 @@ def on_a_terminal(answer: bytes, *arguments: str) -> tuple[int, str]:
     return process.wait(), written.decode()
 
 
+@pytest.mark.slow
 def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> None:
     arguments = ["-s", server_address, "rm", "--purge", f"{saved.name}@20"]
 

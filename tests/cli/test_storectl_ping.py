@@ -25,6 +25,7 @@ def test_ping_prints_what_a_server_serves(server: ServerProcess) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_reported_in_a_sentence() -> None:
     assert "store 127.0.0.1:1 cannot be reached" in refusal("127.0.0.1:1", "ping")
 
@@ -41,6 +42,7 @@ def test_certificates_in_the_environment_are_for_servers(
     assert "got ca=; omit them" in refusal(root, "--ca", str(file), "ping")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_command_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

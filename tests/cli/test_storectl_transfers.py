@@ -81,6 +81,7 @@ def test_an_import_prints_each_step_and_is_repeated_without_effect(
         assert array.tobytes() == found[key.replace(".", "/")].tobytes()
 
 
+@pytest.mark.slow
 def test_an_import_and_a_copy_name_the_run_that_they_create_or_add_to(
     model: Path, prod: str
 ) -> None:

@@ -117,6 +117,7 @@ def test_chunks_that_the_target_has_are_not_read(
     assert done.checkpoint.stored_bytes - done.sent_bytes == done.reused_bytes
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_copy_is_known_where_it_came_from(
     prod: store.Run, lab: store.Run, client: store.Client
 ) -> None:

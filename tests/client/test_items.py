@@ -110,6 +110,7 @@ def test_items_and_values_of_a_tree_come_back_as_they_were(
     assert () == damages
 
 
+@pytest.mark.slow
 def test_what_did_not_change_is_stored_once(
     anywhere: Callable[[], store.Client],
 ) -> None:
@@ -511,6 +512,7 @@ def test_checkpoints_that_differ_in_items_alone_are_not_the_same(
     assert ((), 1, False) == (found.differences, len(found.items), found.is_same)
 
 
+@pytest.mark.slow
 def test_reading_items_needs_no_jax(server_address: str, run: store.Run) -> None:
     run.save(1, {"x": 1}, items={"config": {"a": 1}, "raw": b"x"}).result()
     program = (

@@ -225,6 +225,7 @@ def test_something_else_than_a_run_is_rejected() -> None:
         StoreCheckpoint("a/b")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_failed_save_fails_the_training_at_its_end(run: store.Run) -> None:
     run.save(5, {"x": 1}).result()  # the step is taken
 

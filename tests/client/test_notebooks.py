@@ -108,6 +108,7 @@ def test_leaves_show_as_a_table_and_are_a_mapping(run: store.Run) -> None:
     assert dict(leaves) == leaves
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_newest_checkpoints(run: store.Run) -> None:
     assert f"run {run.name}" in words(run)  # there is no such run yet
 

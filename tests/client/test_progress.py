@@ -256,6 +256,7 @@ def test_the_report_of_a_restore_has_the_timings(run: store.Run) -> None:
     assert 3.0 == state["large"][3][0]
 
 
+@pytest.mark.slow
 def test_the_server_logs_bytes_and_seconds_of_each_stream_and_commit(
     start_server: Callable[[], ServerProcess],
 ) -> None:

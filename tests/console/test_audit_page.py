@@ -27,6 +27,7 @@ NAVIGATED = '<a href="/audit"'
 """The page in the navigation."""
 
 
+@pytest.mark.slow
 def test_the_log_is_in_the_navigation_and_shows_the_newest_entry_first(
     console: ServedConsole,
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_server_without_a_log_has_no_page_of_it(tmp_path: Path) -> None:
     assert "AUDIT_LOG_DISABLED" == error["reason"]
 
 
+@pytest.mark.slow
 def test_only_users_who_may_read_the_log_have_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_only_users_who_may_read_the_log_have_its_page(
     assert "audit.read" in denied.text
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_yet_leads_to_older_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

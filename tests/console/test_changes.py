@@ -64,6 +64,7 @@ def links_to(html: str, action: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_tag_is_set(own: ServedConsole, run: store.Run) -> None:
     response = agreed(own, change("tag", run, step=2, tag="best"))
 
@@ -291,6 +292,7 @@ def test_a_tag_that_another_user_has_set_since_is_not_moved(
     assert [(tag.name, tag.step) for tag in run.tags.list()] == [("best", 3)]
 
 
+@pytest.mark.slow
 def test_a_policy_that_another_user_has_changed_since_is_not_applied(
     own: ServedConsole, run: store.Run
 ) -> None:

@@ -29,6 +29,7 @@ def rows_of(response: httpx.Response) -> Iterator[str]:
             yield json.loads(line.removeprefix("data: "))
 
 
+@pytest.mark.slow
 def test_a_stream_begins_with_the_newest_checkpoint_and_follows_changes(
     own: ServedConsole, run: store.Run
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_namespace_that_cannot_exist_is_an_error(own: ServedConsole) -> None:
     assert 400 == own.get("/events/stream?of=UPPER").status_code
 
 
+@pytest.mark.slow
 def test_rejected_watches_do_not_use_up_the_limit(
     own: ServedConsole, run: store.Run
 ) -> None:

@@ -7,6 +7,7 @@ import storesvc_client as store
 from tests.console.served import KEY, ServedConsole
 
 
+@pytest.mark.slow
 def test_the_printed_address_lets_a_browser_in(console: ServedConsole) -> None:
     with httpx.Client(base_url=console.address) as browser:
         first = browser.get(f"/?key={KEY}")
@@ -153,6 +154,7 @@ def test_a_question_changes_nothing(
     assert seeded.run("prod/llama-8b").checkpoint(300).pinned
 
 
+@pytest.mark.slow
 def test_no_page_shows_the_key(console: ServedConsole) -> None:
     for path in ("/", "/me", "/help", "/change/pin?run=prod/llama-8b&step=300"):
         assert KEY not in console.text(path)

@@ -191,6 +191,7 @@ def test_the_json_of_a_page_is_that_of_its_command(
     assert document(server_address, *command) == console.document(path)
 
 
+@pytest.mark.slow
 def test_the_command_under_the_title_prints_the_json_of_the_page(
     console: ServedConsole, server_address: str
 ) -> None:

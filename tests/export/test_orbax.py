@@ -319,6 +319,7 @@ with store.connect(target) as client:
 """
 
 
+@pytest.mark.slow
 def test_a_repeated_export_removes_the_links_of_one_that_was_killed(
     saved: Save, tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_flipped_bit_of_an_export_is_damage(tmp_path: Path, run: store.Run) ->
         store.open_foreign(f"orbax:{tmp_path / 'ours'}").open().restore(like=tree)
 
 
+@pytest.mark.slow
 def test_storectl_imports_a_step_of_a_manager(tmp_path: Path) -> None:
     tree = {"params": {"w": jax.numpy.arange(12.0)}, "step": 7}
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:

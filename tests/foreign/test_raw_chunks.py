@@ -108,6 +108,7 @@ def regions(shape: tuple[int, int]) -> Iterator[Region]:
     return product(*spans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_ocdbt", [False, True])
 @pytest.mark.parametrize("form", sampled(FORMS, every=3))
 def test_every_region_has_its_elements(

@@ -288,6 +288,7 @@ def test_places_of_any_size_are_kept(values: dict[str, tuple[str, int, int]]) ->
     assert most == statistics["num_indirect_value_bytes"]
 
 
+@pytest.mark.slow
 def test_a_deep_tree_is_searched_as_a_flat_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

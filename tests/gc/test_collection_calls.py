@@ -119,6 +119,7 @@ def test_a_server_does_all_that_by_itself(
     assert not (server.root / layout.COLLECTOR).exists()
 
 
+@pytest.mark.slow
 def test_an_interval_below_zero_is_rejected(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -41,6 +41,7 @@ def train(run: store.Run, data: Any, *, until: int, fails_at: int = -1) -> list[
     return seen
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_with_the_batch_after_the_restored_step(run: store.Run) -> None:
     expected = [batch.tolist() for batch in batches()]
 
@@ -56,6 +57,7 @@ def test_a_loop_goes_on_with_the_batch_after_the_restored_step(run: store.Run) -
     assert np.arange(100).sum() == sums
 
 
+@pytest.mark.slow
 def test_a_loop_takes_the_state_of_the_step_that_it_saves(run: store.Run) -> None:
     data = batches()
     expected = [batch.tolist() for batch in batches()]

@@ -405,6 +405,7 @@ def shape(tree: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(80),
     deadline=None,

@@ -269,6 +269,7 @@ def test_a_rate_slows_a_save_and_fails_none(
             stub.ListRuns(other)
 
 
+@pytest.mark.slow
 def test_watches_are_limited_and_given_back(
     limited: Callable[[str], ServerProcess],
 ) -> None:
@@ -309,6 +310,7 @@ def save_steps(run: store.Run, count: int) -> None:
         run.save(step, {"w": generator.random(200_000)}).result()
 
 
+@pytest.mark.slow
 def test_stored_bytes_refuse_a_save_before_its_data_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

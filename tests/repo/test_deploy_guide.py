@@ -55,6 +55,7 @@ def served(server: ServerProcess) -> ServerProcess:
     return server
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide_work_one_after_the_other(
     served: ServerProcess, tmp_path: Path
 ) -> None:

@@ -65,9 +65,9 @@ ALLOWED: Final[frozenset[tuple[str, str]]] = frozenset()
 another project. Each pair needs a comment with its reason."""
 
 
-def _alternatives(phrases: Iterable[str]) -> str:
+def _alternatives(phrases: Iterable[str], between: str = r"\s+") -> str:
     """Matches the phrases, also where a line break separates their words."""
-    return "|".join(phrase.replace(" ", r"\s+") for phrase in phrases)
+    return "|".join(between.join(phrase.split()) for phrase in phrases)
 
 
 PATTERN: Final = re.compile(
@@ -75,6 +75,16 @@ PATTERN: Final = re.compile(
     rf"|(?:{_alternatives(BANNED_AT_THE_END)})(?=\s*(?:[.,;:)]|\Z)))",
     re.IGNORECASE,
 )
+MAYBE: Final = re.compile(
+    r"(?:(?<![\w-])|(?<=\\[nrt]))(?:"
+    + _alternatives(
+        (*BANNED, *BANNED_AT_THE_END), between=r"\W+(?:[bfru]{1,2}(?=[\"'])\W+)?"
+    )
+    + r")(?![\w-])",
+    re.IGNORECASE,
+)
+"""Finds at least what ``PATTERN`` finds in the prose of a module, and takes a tenth of
+the time that dividing the module into prose and code takes."""
 NOT_PROSE: Final = re.compile(r"``[^`]+``|`[^`\n]+`|https?://\S+|(?<=\]\()[^)\n]+")
 """Inline code, URLs and the targets of links."""
 
@@ -226,7 +236,7 @@ def banned_words(path: Path) -> Iterator[str]:
     source = path.read_text()
     match path.suffix:
         case ".py":
-            prose = prose_of_python(source)
+            prose = prose_of_python(source) if MAYBE.search(source) else iter(())
         case ".proto":
             prose = prose_of_proto(source)
         case ".md":
@@ -297,6 +307,8 @@ def test_no_docstring_of_the_product_begins_with_a_question_word() -> None:
         ("x = f'a {told.tells} b'", []),
         ('"""Calls ``tell`` at https://host/tells, as it is written."""', []),
         ("# layers, besides, a make-or-lie\n", []),
+        ('x = "a line\\ntold in "\n', [(1, "told")]),
+        ('x = ("one in "\n    f"vain")\n', [(1, "in vain")]),
     ],
 )
 def test_the_check_finds_words_in_prose_only(
@@ -305,3 +317,4 @@ def test_the_check_finds_words_in_prose_only(
     found = [hit for prose in prose_of_python(source) for hit in prose.hits()]
 
     assert expected == found
+    assert not found or MAYBE.search(source)

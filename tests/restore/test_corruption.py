@@ -89,6 +89,7 @@ def test_a_flipped_bit_of_a_leaf_is_data_loss_naming_leaf_and_chunk(
     assert caught.value.reason == "CORRUPT_DATA"
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_is_either_reported_or_harmless(
     saved: Path, root: Path, restore: Callable[[Path], Any]
 ) -> None:

@@ -64,6 +64,7 @@ def data_files(root: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.slow
 def test_a_direct_restore_reads_files_and_not_the_server(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ RESHARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", sampled(RESHARDED.values(), every=3), ids=list(RESHARDED)
 )
@@ -269,6 +271,7 @@ def test_restores_release_memory_files_and_threads(
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 
+@pytest.mark.slow
 def test_a_failed_read_cancels_the_others_and_releases_all(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -286,6 +289,7 @@ def test_a_failed_read_cancels_the_others_and_releases_all(
         assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 
+@pytest.mark.slow
 def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
     direct: store.Client, run: store.Run
 ) -> None:

@@ -412,6 +412,7 @@ def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) ->
     assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(results)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

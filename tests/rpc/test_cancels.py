@@ -46,6 +46,7 @@ def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
     check_save(server.address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     sampled(

@@ -62,6 +62,7 @@ def test_every_method_rejects_malformed_bytes_with_a_reason(
     assert "bug" not in server.log
 
 
+@pytest.mark.slow
 def test_a_later_message_of_a_stream_is_rejected_alike(server: ServerProcess) -> None:
     writer = Writer(server.address, "tests/malformed", 1)
     writer.begin()

@@ -29,6 +29,7 @@ def test_each_repeated_field_of_each_request_has_a_limit() -> None:
     assert found == set(COUNTS)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_tree_of_millions_of_chunks_takes_no_memory_for_each_of_them(
     assert memory_bytes(server.pid, "VmHWM") - at_rest < 64 << 20
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_stream_announced_are_rejected_as_they_come(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -122,6 +122,7 @@ def _savers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(names)]
 
 
+@pytest.mark.slow
 def test_a_save_returns_before_it_is_committed(embedded: store.Run) -> None:
     with slow_commits(1):
         began = time.monotonic()
@@ -468,6 +469,7 @@ def test_a_save_that_is_rejected_does_not_wait_for_memory(either: store.Run) -> 
     either.save(2, tree).result()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk")
 def test_a_disk_that_is_full_for_direct_writes_says_so_and_the_next_save_works(
     tmp_path: Path,

@@ -351,6 +351,7 @@ class TestASaveThatWasCutOff:
         ((_, array),) = client.run(name).open(1).read(["x"])
         assert elements(0) + elements(1) + elements(2) == array.tobytes()
 
+    @pytest.mark.slow
     def test_goes_on_at_another_server(
         self, start_server: Callable[..., ServerProcess], name: str
     ) -> None:

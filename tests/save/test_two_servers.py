@@ -202,6 +202,7 @@ def _rows(some: Sums) -> list[tuple[int, int, bytes]]:
     return list(zip(some.ordinal.tolist(), some.crc32c.tolist(), digests, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_other", [False, True])
 def test_a_commit_during_which_a_receipt_is_replaced_has_the_one_or_the_other(
     *, by_other: bool

@@ -334,6 +334,7 @@ def test_a_development_version_starts_with_armed_failpoints(version: str) -> Non
         failpoints.arm({})
 
 
+@pytest.mark.slow
 def test_a_server_with_an_unknown_failpoint_exits_with_one_sentence(
     tmp_path: Path,
 ) -> None:

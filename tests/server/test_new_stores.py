@@ -25,6 +25,7 @@ def root(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_directory_with_foreign_files_is_neither_served_nor_opened(
     root: Path, start_server: Callable[..., ServerProcess]
 ) -> None:

@@ -110,6 +110,7 @@ def served(root: Path, directory: Path, *arguments: str) -> Generator[ServerProc
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_of_a_read_only_root_logs_it_at_its_start(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_server_of_a_read_only_root_logs_it_at_its_start(
     assert "--read-only" in warning
 
 
+@pytest.mark.slow
 def test_a_store_that_is_served_read_only_is_read_and_never_written(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_store_that_is_served_read_only_is_read_and_never_written(
     assert [] == [line for line in server.log.splitlines() if "WARNING" in line]
 
 
+@pytest.mark.slow
 def test_a_root_without_a_store_is_not_served_read_only(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "none", tmp_path, "--read-only")
     match = "expected a store, because it is served read-only"

@@ -321,6 +321,7 @@ def await_answers(client: store.Client, *servers: Serving) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_a_replica_that_reports_not_serving_gets_no_calls() -> None:
     with Serving() as one, Serving() as other:
         address = f"{one.address},{other.address}"
@@ -381,6 +382,7 @@ def test_a_list_may_be_written_in_several_ways() -> None:
             await_answers(client, one)
 
 
+@pytest.mark.slow
 def test_a_list_is_plaintext_only_if_all_addresses_are_loopback() -> None:
     with (
         Serving() as one,

@@ -51,12 +51,14 @@ def test_others_are_served_only_with_a_policy_or_a_role(
     assert serve(*others, *tls, "--anonymous", "reader").is_running
 
 
+@pytest.mark.slow
 def test_plaintext_to_others_is_served_if_it_is_asked_for(
     serve: Callable[..., ServerProcess],
 ) -> None:
     assert serve("--host", "0.0.0.0", "--insecure").is_running
 
 
+@pytest.mark.slow
 def test_a_policy_with_an_error_ends_the_start_with_its_place(
     serve: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_changed_policy_applies_to_the_next_calls(
         assert "reloaded the policy" in server.log
 
 
+@pytest.mark.slow
 def test_a_client_certificate_without_a_uri_name_is_no_identity(
     serve: Callable[..., ServerProcess], tls: list[str], tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host", sampled(["0.0.0.0", "::", "192.0.2.1", "example.com"], every=4)
 )
@@ -56,6 +57,7 @@ def test_loopback_addresses_are_recognised() -> None:
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.com", ""]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("root", "match"),
     [
@@ -72,6 +74,7 @@ def test_an_invalid_root_is_rejected_in_one_sentence(root: str, match: str) -> N
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_reported_in_one_sentence(
     server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_mutual_tls_serves_clients_with_trusted_certificates(setting: Setting) -
         assert {"x": 1} == run.restore()
 
 
+@pytest.mark.slow
 def test_a_server_may_accept_clients_without_certificates(
     setting: Setting, start_server: Callable[..., ServerProcess]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_server_is_rejected_until_its_certificate_is_right(
         assert client.info().store_uid
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
 def test_every_server_of_a_list_is_verified_by_the_first_name(
     setting: Setting,
@@ -170,6 +172,7 @@ def test_every_server_of_a_list_is_verified_by_the_first_name(
         setting.connect(f"{numbered},{named}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
 def test_a_tls_client_of_a_plaintext_server_fails_at_once(
     setting: Setting, server_address: str
@@ -226,6 +229,7 @@ def test_a_half_finished_rotation_changes_nothing(setting: Setting) -> None:
     assert pair.certificate.read_text().strip() == _presented(setting)
 
 
+@pytest.mark.slow
 def test_a_client_uses_its_rotated_files(setting: Setting, tmp_path: Path) -> None:
     ours = Pair(certificate=tmp_path / "our.pem", key=tmp_path / "our.key")
     trusted = Path(shutil.copy(setting.authority.certificate, tmp_path / "ca.pem"))
@@ -315,6 +319,7 @@ def test_unusable_files_are_rejected_before_any_request(
         setting.connect(**located)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("certificate", "key", "client_ca", "match"),
     [

@@ -117,6 +117,7 @@ def test_a_store_that_is_denied_cannot_be_opened(gcs: FakeGcs, root: str) -> Non
     assert "STORAGE_DENIED" == reported.value.reason
 
 
+@pytest.mark.slow
 def test_a_denied_direct_client_is_pointed_to_the_server(
     gcs: FakeGcs, root: str, server: ServerProcess
 ) -> None:

@@ -93,6 +93,7 @@ def read_bytes(gcs: FakeGcs) -> int:
     return sum(one.sent_bytes for one in of_data(gcs, "GET"))
 
 
+@pytest.mark.slow
 def test_direct_data_bypasses_the_server(
     direct: store.Client, served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
@@ -118,6 +119,7 @@ LAYOUTS: dict[str, Callable[[], NamedSharding]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", sampled(LAYOUTS.values(), every=3), ids=list(LAYOUTS)
 )

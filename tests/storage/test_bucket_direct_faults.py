@@ -98,6 +98,7 @@ def object_of(root: str, file: str) -> str:
     return f"{root.removeprefix(f'gs://{BUCKET}/')}/data/tests/faults/pool/{file}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
 def test_a_stalled_read_is_hedged_and_the_first_response_wins(
     limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
@@ -110,6 +111,7 @@ def test_a_stalled_read_is_hedged_and_the_first_response_wins(
     assert [] == caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
 def test_a_server_hedges_stalled_reads(
     limits: Limits, run: store.Run, gcs: FakeGcs
@@ -120,6 +122,7 @@ def test_a_server_hedges_stalled_reads(
     assert_equal(run.restore(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [
@@ -188,6 +191,7 @@ def test_a_restore_stops_waiting_for_a_stalled_read_at_its_deadline(
         run.restore(0, deadline=timedelta(seconds=2))
 
 
+@pytest.mark.slow
 def test_the_slowest_data_file_of_a_faulty_bucket_is_logged(
     run: store.Run, gcs: FakeGcs
 ) -> None:
@@ -278,6 +282,7 @@ def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
     assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "action", sampled([Lost(), Reset(), Status(503), Late(0.5)], every=4)
 )
@@ -311,6 +316,7 @@ def test_an_object_with_other_bytes_is_never_taken_for_the_one_that_was_sent(
     assert other == found
 
 
+@pytest.mark.slow
 def test_data_files_are_written_without_obstore(
     run: store.Run, gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

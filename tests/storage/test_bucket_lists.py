@@ -47,6 +47,7 @@ def lists(gcs: FakeGcs) -> int:
     return sum(one.target.split("?")[0].endswith("/o") for one in gcs.log)
 
 
+@pytest.mark.slow
 def test_records_are_read_in_batches_and_rarely_twice(
     run: store.Run, far: FakeGcs
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_stalled_change_is_hedged(hasty: None, within: Within, gcs: FakeGcs) -
     within(test)
 
 
+@pytest.mark.slow
 def test_a_late_duplicate_of_a_write_changes_nothing(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
@@ -273,6 +274,7 @@ def test_a_bucket_that_denies_access_cannot_be_opened(gcs: FakeGcs, root: str) -
         gcs.allow(BUCKET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=4))
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_list_with_a_failed_page_is_an_error(

@@ -47,6 +47,7 @@ def at_most(seconds: float) -> int:
     return 1 + int(seconds / PAUSE_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answers(
     root: str, gcs: FakeGcs, server: ServerProcess
 ) -> None:

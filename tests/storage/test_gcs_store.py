@@ -116,6 +116,7 @@ def test_unchanged_chunks_are_not_written_again(
     assert_equal({**tree, "step": 8}, run.restore(2, like=tree))
 
 
+@pytest.mark.slow
 def test_a_client_in_the_process_and_a_server_share_a_store(
     root: str, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_save_outlasts_transient_errors(
     assert run.verify(1).ok
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.parametrize(
     "action", sampled([Status(503), Reset(), Truncate(100)], every=3)
@@ -333,6 +335,7 @@ def test_missing_packages_of_a_bucket_are_an_error_that_names_the_extra(
         store.connect(root)
 
 
+@pytest.mark.slow
 def test_an_invalid_root_of_a_bucket_is_rejected_in_one_sentence(
     root: str, tmp_path: Path
 ) -> None:

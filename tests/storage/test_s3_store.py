@@ -131,6 +131,7 @@ def test_a_direct_save_creates_a_data_file_once_though_its_response_is_lost(
         assert np.array_equal(tree["x"], run.restore(1)["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "action", sampled([Status(503), Status(409), Reset(), Lost()], every=4)
 )
@@ -340,6 +341,7 @@ def test_an_invalid_root_of_a_bucket_is_rejected_in_one_sentence(
         store.connect(root)
 
 
+@pytest.mark.slow
 def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def tree(seed: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_bytes_of_saves_equal_those_of_their_reports(
     served: ServerProcess, added: Callable[..., float]
 ) -> None:
@@ -201,6 +202,7 @@ def test_only_listed_runs_are_labels(served: ServerProcess) -> None:
     assert abs(newest - time.time()) < 3600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", sampled([20, 1000], every=2, checked_every=2))
 def test_many_runs_add_no_series(served: ServerProcess, count: int) -> None:
     few = {"grpc_method", "operation", "purpose"}
@@ -219,6 +221,7 @@ def test_many_runs_add_no_series(served: ServerProcess, count: int) -> None:
     assert not [one for one in after if any("run-" in value for _, value in one[1])]
 
 
+@pytest.mark.slow
 def test_a_collection_measures_the_store(tmp_path: Path) -> None:
     server = ServerProcess(
         *(tmp_path / "store", tmp_path, *SERVED, "--gc-interval", "0.1s")
@@ -268,6 +271,7 @@ def test_the_port_of_metrics_serves_http_only_there(served: ServerProcess) -> No
     assert isinstance(scrape(served), Samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

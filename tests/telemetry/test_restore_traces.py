@@ -144,6 +144,7 @@ def named(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
 CALLS = {"ReadManifest", "CreateHold", "DeleteHold"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "extra"), sampled([(4, set()), (0, {"ReadChunks"})], every=2)
 )

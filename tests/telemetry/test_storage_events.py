@@ -80,6 +80,7 @@ def test_a_slow_read_is_an_event(
     assert all(0 <= one.start <= time.time() for one in slow)
 
 
+@pytest.mark.slow
 def test_a_late_list_is_a_stall(
     emulator: FakeGcs, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:

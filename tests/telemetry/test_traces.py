@@ -116,6 +116,7 @@ def children_of(span: ReceivedSpan, spans: list[ReceivedSpan]) -> list[ReceivedS
     return [one for one in spans if one.parent == span.id and one.trace == span.trace]
 
 
+@pytest.mark.slow
 def test_client_and_server_share_one_trace_for_a_save(
     collector: Collector, reports: Any
 ) -> None:
@@ -303,6 +304,7 @@ def test_a_collector_that_does_not_answer_delays_nothing(tmp_path: Path) -> None
         slow.delay_seconds = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "endpoint", sampled(["localhost:4318", "ftp://x", "http://"], every=3)
 )

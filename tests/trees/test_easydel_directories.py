@@ -47,6 +47,7 @@ def test_a_directory_holds_the_steps_of_a_state(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kernel(second), kernel(back))
 
 
+@pytest.mark.slow
 def test_a_run_of_a_client_is_named_with_or_without_a_step(run: store.Run) -> None:
     client = store.connect(run._session.connection.address)
     state().save_state(run.name, client=client)

@@ -136,6 +136,7 @@ def test_each_leaf_is_placed_as_the_one_it_replaces(run: store.Run) -> None:
     assert values(model, optimizer) == values(other, its_optimizer)
 
 
+@pytest.mark.slow
 def test_a_module_alone_is_restored_from_either(run: store.Run) -> None:
     model, optimizer = trained()
     losses(model, optimizer)

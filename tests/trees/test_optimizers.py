@@ -77,6 +77,7 @@ def bits_of(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     sampled(product(OPTIMIZERS, PAIRS), every=200, checked_every=4),

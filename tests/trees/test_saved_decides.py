@@ -121,6 +121,7 @@ def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, (2, 4)])
 def test_raw_keys_are_restored_raw_and_typed_ones_typed(
     run: store.Run, mesh: tuple[int, ...] | None

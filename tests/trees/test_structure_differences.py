@@ -183,6 +183,7 @@ def test_cached_properties_are_no_difference() -> None:
     assert 1 == len(differences(documents[0], documents[2]))
 
 
+@pytest.mark.slow
 def test_a_mesh_is_no_difference() -> None:
     def on(mesh: Mesh) -> Any:
         with jax.set_mesh(mesh):

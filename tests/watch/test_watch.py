@@ -321,6 +321,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
         return process.stdout.read(), process.stderr.read()
 
 
+@pytest.mark.slow
 def test_storectl_prints_a_line_an_event_as_they_come(
     run: store.Run, server_address: str
 ) -> None:
@@ -344,6 +345,7 @@ def test_storectl_prints_a_line_an_event_as_they_come(
     assert (0, "") == (process.returncode, err)
 
 
+@pytest.mark.slow
 def test_storectl_prints_tokens_that_it_goes_on_from(
     run: store.Run, server_address: str
 ) -> None:

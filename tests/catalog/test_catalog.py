@@ -70,6 +70,7 @@ def stub(address: str) -> CheckpointServiceStub:
     return CheckpointServiceStub(grpc.insecure_channel(address))
 
 
+@pytest.mark.slow
 def test_runs_are_listed_by_name(client: store.Client) -> None:
     assert ["eval/one", "eval/two", "prod/llama-8b"] == [r.name for r in client.runs()]
     assert ["eval/one", "eval/two"] == [r.name for r in client.runs("eval")]

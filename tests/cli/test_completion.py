@@ -309,6 +309,7 @@ def test_the_script_of_a_shell_names_its_instruction(shell: str) -> None:
     assert f"_STORECTL_COMPLETE={shell}_complete" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_completion_of_a_server_imports_no_jax_and_no_server(address: str) -> None:
     program = (
         "import os, sys\n"

@@ -236,6 +236,7 @@ def test_verbose_shows_where_an_error_arose(address: str) -> None:
     assert isinstance(result.exception, store.StoreError)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
     result = CliRunner().invoke(main, ["-s", "127.0.0.1:1", "--timeout", "2", "ls"])
 

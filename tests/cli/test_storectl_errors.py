@@ -101,6 +101,7 @@ def test_each_error_of_several_is_a_line_of_json(root: Path) -> None:
     assert ["CHECKPOINT_NOT_FOUND"] * 2 == [each["reason"] for each in messages]
 
 
+@pytest.mark.slow
 def test_an_error_is_a_sentence_where_a_held_command_is_asked_for_json() -> None:
     result = run("-s", "127.0.0.1:1", "--timeout", "1", "hold", "a/b@1", "--", "--json")
 

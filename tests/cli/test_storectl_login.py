@@ -79,6 +79,7 @@ def test_a_person_logs_in_and_out(login: Login) -> None:
     assert "local" in login.run("whoami").output
 
 
+@pytest.mark.slow
 def test_a_login_is_renewed_before_its_token_expires(login: Login) -> None:
     login.issuer.seconds = 30
     assert login.run("login").exit_code == 0

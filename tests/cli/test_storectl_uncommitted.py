@@ -40,6 +40,7 @@ def restored(root: str, step: int) -> list[float]:
         return found
 
 
+@pytest.mark.slow
 def test_a_step_without_its_commit_file_is_imported_only_if_it_is_trusted(
     folder: Path, gcs: FakeGcs, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_copy_has_all_that_its_source_has(prod: store.Run, lab: store.Run) -> 
     assert prod.info().purge_delay == lab.info().purge_delay
 
 
+@pytest.mark.slow
 def test_a_second_copy_moves_nothing(prod: store.Run, lab: store.Run) -> None:
     prod.copy_to(lab)
 
@@ -105,6 +106,7 @@ def test_a_second_copy_moves_nothing(prod: store.Run, lab: store.Run) -> None:
     assert [(False, 0)] * 2 == [(done.is_new, done.sent_bytes) for done in again]
 
 
+@pytest.mark.slow
 def test_chunks_that_the_target_has_are_not_read(
     prod: store.Run, lab: store.Run, server: Any
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_copy_of_a_copy_is_known_where_it_came_from(
     assert [False, False] == [done.is_new for done in prod.copy_to(third)]
 
 
+@pytest.mark.slow
 def test_a_step_with_another_origin_is_not_replaced(
     prod: store.Run, lab: store.Run
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_tag_of_the_target_moves_only_on_request(
     assert 100 == lab.checkpoint("best").step
 
 
+@pytest.mark.slow
 def test_the_retention_policy_is_copied_on_request(
     prod: store.Run, lab: store.Run
 ) -> None:
@@ -176,6 +180,7 @@ def test_a_damaged_chunk_is_not_copied(
     assert [] == lab.steps()
 
 
+@pytest.mark.slow
 def test_an_interrupted_copy_is_resumed(prod: store.Run, lab: store.Run) -> None:
     next(run_copy(prod, lab).checkpoints(None))
 

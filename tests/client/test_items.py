@@ -344,6 +344,7 @@ def test_a_cast_leaves_texts_as_they_are(run: store.Run) -> None:
     assert ("bfloat16", "text") == (back["x"].dtype.name, back["name"])
 
 
+@pytest.mark.slow
 def test_values_change_in_kind_and_size_between_saves(run: store.Run) -> None:
     trees = [
         {"v": value, "x": np.ones(5)}
@@ -446,6 +447,7 @@ def test_items_are_arrays_for_any_client_of_zarr(tmp_path: Path) -> None:
     assert b"" == read("%item/no-text")
 
 
+@pytest.mark.slow
 def test_a_collection_keeps_the_chunks_of_items_that_a_later_checkpoint_shares(
     tmp_path: Path,
 ) -> None:

@@ -118,6 +118,7 @@ def test_statistics_of_a_leaf_are_those_of_its_values(run: store.Run) -> None:
     parsed(found.heatmap().svg)
 
 
+@pytest.mark.slow
 def test_statistics_read_no_more_than_their_budget(run: store.Run) -> None:
     run.save(1, {"w": LARGE}).result()
     opened = run.open()
@@ -173,6 +174,7 @@ def test_a_checkpoint_of_another_project_has_pictures_but_no_digests(
         opened.pictures.chunks("b", base=opened)
 
 
+@pytest.mark.slow
 def test_a_timeline_has_the_states_of_the_checkpoints_of_a_run(run: store.Run) -> None:
     for step in range(5):
         run.save(step, {"w": np.ones(1)}, metrics={"loss": 1.0 / (step + 1)}).result()

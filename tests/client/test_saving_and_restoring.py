@@ -434,6 +434,7 @@ def test_a_missing_leaf_is_named(run: store.Run) -> None:
         list(run.open(0).read(["x", "y"]))
 
 
+@pytest.mark.slow
 def test_a_missing_server_is_reported_in_one_sentence_with_the_address() -> None:
     began = time.monotonic()
 

@@ -69,6 +69,7 @@ def test_a_rejected_call_has_one_traceback_of_the_client(name: str) -> None:
     check(text)
 
 
+@pytest.mark.slow
 def test_a_missing_server_has_one_traceback_of_the_client() -> None:
     with pytest.raises(store.UnavailableError) as caught:
         store.connect("127.0.0.1:1", timeout=1)

@@ -119,6 +119,7 @@ def test_a_button_of_an_old_page_is_rejected(
     assert 1 in run.steps()
 
 
+@pytest.mark.slow
 def test_a_hold_is_ended_by_the_button_of_its_checkpoint(
     own: ServedConsole, run: store.Run
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_label_is_set_and_removed_and_the_others_stay(
     assert {"stage": "final & done"} == run.checkpoint(1).labels
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_deleted_and_undeleted(
     own: ServedConsole, run: store.Run
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_pinned_checkpoint_is_not_deleted(own: ServedConsole, run: store.Run) 
     assert 2 in run.steps()
 
 
+@pytest.mark.slow
 def test_a_policy_is_set_applied_and_removed(
     own: ServedConsole, run: store.Run
 ) -> None:
@@ -180,6 +183,7 @@ def test_a_policy_is_set_applied_and_removed(
     assert run.retention.get() is None
 
 
+@pytest.mark.slow
 def test_a_policy_is_not_set_over_that_of_another_user(
     own: ServedConsole, run: store.Run
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_policy_is_not_set_over_that_of_another_user(
     assert store.KeepLatest(2) == run.retention.get()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "values", "seen"),
     [
@@ -239,6 +244,7 @@ def test_an_absent_tag_is_the_error_of_the_store(
     assert 404 == agreed(own, change("untag", run, tag="absent")).status_code
 
 
+@pytest.mark.slow
 def test_the_server_decides_what_a_user_sees_and_changes(tmp_path: Path) -> None:
     policies = Policies()
 

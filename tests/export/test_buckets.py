@@ -165,6 +165,7 @@ def test_an_option_of_the_file_system_takes_precedence(
     assert ["x.npz"] == list(open_location(root).names())
 
 
+@pytest.mark.slow
 def test_the_bucket_of_the_store_copies_the_data_files_itself(
     bucket: Bucket, saved: Save, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_copies_are_complete_before_the_step_is(bucket: Bucket, saved: Save) -> 
     assert max(copied) < min(written)
 
 
+@pytest.mark.slow
 def test_what_the_bucket_cannot_copy_is_read_and_written(
     bucket: Bucket, saved: Save, tmp_path: Path
 ) -> None:
@@ -231,6 +233,7 @@ def test_what_the_bucket_cannot_copy_is_read_and_written(
     assert ([0, 0, 0], 0) == (copied, bucket.emulator.copied_bytes)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_denies_copies_is_read_and_written(
     bucket: Bucket, saved: Save, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +248,7 @@ def test_a_bucket_that_denies_copies_is_read_and_written(
     np.testing.assert_array_equal(LARGE["w"], restored(target, tmp_path)["w"])
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_leaves_no_finished_step(
     bucket: Bucket, saved: Save, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def names_of_hugging_face(layers: int) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_the_table_of_llama_names_the_tensors_as_hugging_face_does(
     saved: Save, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_every_step_of_each_writer_is_read() -> None:
     check_steps(eformer.open_root(LocalLocation(GOLDEN)))
 
 
+@pytest.mark.slow
 def test_every_bit_of_each_writer_is_imported(run: store.Run) -> None:
     run.import_from(store.open_foreign(f"eformer:{GOLDEN}"))
     assert [10, 20, 30] == list(run.steps())

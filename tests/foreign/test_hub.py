@@ -137,6 +137,7 @@ def test_storectl_lists_and_imports_the_shards_of_a_repository(
         assert run.verify(0).ok
 
 
+@pytest.mark.slow
 def test_a_revision_follows_the_name_of_the_repository(hub: Hub) -> None:
     sha = hub.commit("org/model", sharded(10), branch="tuned")
     for revision in ("tuned", sha):

@@ -153,6 +153,7 @@ def test_a_step_is_imported_whole_if_the_one_before_it_is_gone(
     assert run.verify(200).ok
 
 
+@pytest.mark.slow
 def test_each_foreign_chunk_is_read_once(tmp_path: Path, run: store.Run) -> None:
     root = ZarrRoot(tmp_path / "foreign")
     tall = np.arange(10_000_000, dtype=np.float32).reshape(5000, 2000)
@@ -272,6 +273,7 @@ class StoppingRoot(ZarrRoot):
         return replace(found, arrays=[*found.arrays[:-1], Stopping(last, 1)])
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_is_resumed_with_what_was_stored(
     tmp_path: Path, client: store.Client, run: store.Run
 ) -> None:

@@ -66,6 +66,7 @@ def opened(
     return store.open_foreign(url, storage_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TENSORSTORE, every=18, checked_every=3))
 def test_each_format_is_read_as_on_a_disk(hub: Hub, tmp_path: Path, name: str) -> None:
     kind, folder = FORMATS[name].kind, tmp_path / "written"
@@ -226,6 +227,7 @@ class Kept:
     """An object whose life is watched."""
 
 
+@pytest.mark.slow
 def test_an_error_of_a_location_keeps_no_frames(repository: Hub) -> None:
     run = opened(repository).open()
     fault = Fault(pattern="file=3.*b%2F0", status=410)

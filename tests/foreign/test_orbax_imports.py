@@ -128,6 +128,7 @@ def test_custom_metadata_too_long_for_a_label_becomes_an_item(
     assert "orbax.custom_metadata" not in run.checkpoint(1).labels
 
 
+@pytest.mark.slow
 def test_an_export_of_an_import_is_imported_again_and_again(
     tmp_path: Path, client: store.Client
 ) -> None:
@@ -187,6 +188,7 @@ def test_storectl_imports_a_step_of_a_manager(tmp_path: Path) -> None:
         assert_same(tree, run.restore(like=tree))
 
 
+@pytest.mark.slow
 def test_storectl_says_of_how_much_a_source_has_checksums(tmp_path: Path) -> None:
     root, state = str(tmp_path / "store"), {"w": np.ones(2), "b": np.ones(3)}
     with store.connect(f"file://{root}") as client:

@@ -166,6 +166,7 @@ def test_checkpoints_of_two_formats_are_named_with_their_own(
         assert text.endswith(f"use orbax:{tmp_path}/a or {other}:{tmp_path}/b")
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_folder_of_checkpoints_in_a_bucket_is_rejected_too(
     written: Callable[[str], Path], tmp_path: Path, gcs: FakeGcs

@@ -38,6 +38,7 @@ def assert_whole(run: store.Run, *steps: int) -> None:
             assert array.tobytes() == np.asarray(found[key]).tobytes()
 
 
+@pytest.mark.slow
 def test_a_client_frees_what_nothing_shares(
     client: store.Client, run: store.Run, server: ServerProcess
 ) -> None:

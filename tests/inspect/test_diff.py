@@ -240,6 +240,7 @@ def test_a_damaged_manifest_is_data_loss(server: ServerProcess, run: store.Run) 
         run.diff(1)
 
 
+@pytest.mark.slow
 def test_more_differences_than_a_message_holds_are_all_reported(run: store.Run) -> None:
     leaves = 1203
     diff = saved(

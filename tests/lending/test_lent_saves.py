@@ -36,6 +36,7 @@ def drawn(mib: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).random((mib, MIB // 4), np.float32)
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_restored_bit_by_bit(cloud: Cloud) -> None:
     tree = {"x": drawn(20), "small": drawn(1)[0, :3]}
     with cloud.client() as client:
@@ -108,6 +109,7 @@ def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(
     assert OWN not in {who for who, _ in cloud.uses("/pool/")}
 
 
+@pytest.mark.slow
 def test_a_copy_to_another_run_lends_for_both(cloud: Cloud) -> None:
     x = drawn(2)
     with cloud.client() as client:

@@ -152,6 +152,7 @@ def test_a_write_credential_neither_replaces_nor_deletes_a_committed_file(
     assert before == get(saved.objects(own=True), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["create", "overwrite"])
 def test_after_the_commit_a_write_credential_changes_no_file_of_its_upload(
     saved: Cloud, mode: Any
@@ -260,6 +261,7 @@ def test_nothing_is_lent_for_an_upload_that_has_ended(
     assert grpc.StatusCode.NOT_FOUND == refused(saved, upload=ref).code()
 
 
+@pytest.mark.slow
 def test_nothing_is_lent_for_a_committed_upload(saved: Cloud) -> None:
     writer = Writer(saved.address, "prod/d", 1)
     writer.save(range(3))

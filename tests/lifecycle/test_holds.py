@@ -145,6 +145,7 @@ def test_a_hold_is_renewed_although_a_purge_was_interrupted(
         assert TREE == run.restore(1)
 
 
+@pytest.mark.slow
 def test_a_hold_that_was_ended_behind_its_back_says_so(
     run: store.Run, stub: CheckpointServiceStub
 ) -> None:

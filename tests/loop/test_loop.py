@@ -308,6 +308,7 @@ def test_an_init_keeps_types_that_jax_does_not_have(run: store.Run) -> None:
     assert 0 == state["i"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_rewound_saves_next_to_its_deleted_steps(
     run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:

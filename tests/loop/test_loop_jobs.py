@@ -335,6 +335,7 @@ def test_a_process_at_another_step_or_without_process_0_raises() -> None:
     assert ["", "raised"] == ThreadJob(2).run(part)
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_process_0_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

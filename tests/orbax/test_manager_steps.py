@@ -79,6 +79,7 @@ def test_the_options_decide_when_to_save(
     assert list(manager.all_steps()) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     sampled(
@@ -115,6 +116,7 @@ def test_the_options_decide_what_stays(
     assert list(manager.all_steps()) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
 def test_the_best_step_has_the_best_metric(
     new_manager: NewManager, mode: str, best: int

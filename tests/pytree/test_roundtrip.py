@@ -384,6 +384,7 @@ PLAIN: st.SearchStrategy[Any] = TREES | st.recursive(
 _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(40),
     deadline=None,
@@ -461,6 +462,7 @@ def test_a_document_of_the_caller_is_stored_unchanged(run: store.Run) -> None:
     assert {"a": [1]} == run.restore(0)
 
 
+@pytest.mark.slow
 def test_a_malformed_document_of_containers_is_rejected(run: store.Run) -> None:
     for rows in (
         [["{}", "a", "k"]],

@@ -107,6 +107,7 @@ def test_initialised_leaves_read_no_bytes(wire: CountingWire, wired: store.Run) 
     assert back["lora"] is like["lora"]
 
 
+@pytest.mark.slow
 def test_a_sharded_state_is_read_once_for_one_device(
     wire: CountingWire, wired: store.Run
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_sharded_state_is_read_once_for_one_device(
     assert {one} == {x.sharding for x in jax.tree.leaves(back)}
 
 
+@pytest.mark.slow
 def test_a_replicated_state_is_read_once_for_all_devices(
     wire: CountingWire, wired: store.Run
 ) -> None:

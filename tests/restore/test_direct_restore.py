@@ -158,6 +158,7 @@ def test_a_selective_restore_reads_only_what_it_returns(
     assert 3 * MIB < read < 3.2 * MIB
 
 
+@pytest.mark.slow
 def test_half_of_many_small_leaves_take_few_reads(
     direct: store.Client, run: store.Run
 ) -> None:
@@ -181,6 +182,7 @@ def test_half_of_many_small_leaves_take_few_reads(
             assert np.array_equal(leaf, arrays[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_mib", [1, 9, 24])
 def test_buffers_that_are_not_handed_over_fit_the_budget(
     direct: store.Client, run: store.Run, limit_mib: int

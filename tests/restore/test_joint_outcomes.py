@@ -142,6 +142,7 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
             assert f"process {index}: leaf 'w' is damaged" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first_late", [False, True])
 def test_one_error_lists_the_missing_files_of_each_process(
     monkeypatch: pytest.MonkeyPatch, is_first_late: bool

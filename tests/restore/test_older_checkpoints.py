@@ -192,6 +192,7 @@ def test_without_a_whole_checkpoint_the_error_lists_the_damage(
         run.restore("latest", on_damage="older")
 
 
+@pytest.mark.slow
 def test_an_error_of_much_damage_describes_three_checkpoints(
     root: Path, run: store.Run
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_run_without_checkpoints_is_an_error(run: store.Run, root: Path) -> No
             absent.restore("latest", on_damage="older")
 
 
+@pytest.mark.slow
 def test_a_loop_does_not_save_over_a_damaged_checkpoint(
     root: Path, run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,6 +286,7 @@ class Batches:
         self.at = state["at"]
 
 
+@pytest.mark.slow
 def test_a_damaged_data_iterator_leads_to_an_older_checkpoint(
     run: store.Run, root: Path
 ) -> None:

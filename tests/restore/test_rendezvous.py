@@ -137,6 +137,7 @@ def test_calls_of_some_processes_do_not_desynchronise_later_joint_calls(
             assert ["y of 0"] * 3 == job.call(*ALL, what="y")
 
 
+@pytest.mark.slow
 def test_late_processes_get_the_not_found_error_of_process_0() -> None:
     job = Job()
 

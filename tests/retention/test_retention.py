@@ -121,6 +121,7 @@ def test_a_preview_tells_why_each_stays_and_deletes_nothing(
     assert None is saved.retention.get()
 
 
+@pytest.mark.slow
 def test_what_is_deleted_is_what_was_predicted(saved: store.Run) -> None:
     policy = store.KeepLatest(1) | store.KeepSteps(10, 99)
     predicted = [d.step for d in saved.retention.preview(policy) if d.kept]
@@ -212,6 +213,7 @@ def storectl(address: str, *arguments: str) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_storectl_sets_and_shows_a_policy(
     server_address: str, saved: store.Run
 ) -> None:
@@ -332,6 +334,7 @@ async def _delete(process: Process, step: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_changes_between_the_decision_and_the_deletion_is_left() -> None:
     world = retained(world_of(0, steps=PAGE + 5), store.KeepLatest(PAGE))
     process, other = Process(world), Process(world)
@@ -485,6 +488,7 @@ def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None
         assert COMMITTED == slot_of(world, 1).state
 
 
+@pytest.mark.slow
 def test_a_preview_of_a_long_run_comes_in_pages() -> None:
     world = retained(world_of(0, steps=2 * PAGE + 500), None)
 

@@ -164,6 +164,7 @@ def test_each_role_permits_its_calls_in_its_own_namespace_only(
     assert {cell: expected(rpc, *cell) for cell in cells} == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rpc", sorted(WHOLE_STORE))
 def test_a_call_about_the_whole_store_needs_its_role_on_all_runs(
     server: Restricted, rpc: str

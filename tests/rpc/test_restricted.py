@@ -61,6 +61,7 @@ def _id() -> str:
     return str(uuid.uuid4())
 
 
+@pytest.mark.slow
 def test_pages_have_only_runs_that_the_caller_may_list(server: Restricted) -> None:
     server.policies.bind(("reader", "aaa/*", "user:a"), ("reader", "bbb/ma*", "user:a"))
     stub = CheckpointServiceStub(server.channel("user:a"))

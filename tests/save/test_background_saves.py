@@ -134,6 +134,7 @@ def test_a_save_returns_before_it_is_committed(embedded: store.Run) -> None:
     assert returned < 1
 
 
+@pytest.mark.slow
 def test_a_save_without_a_copy_has_ended_when_it_returns(embedded: store.Run) -> None:
     with slow_commits(0.5):
         began = time.monotonic()
@@ -255,6 +256,7 @@ def test_a_save_waits_for_the_one_before_unless_it_is_queued(
     assert [4, 3, 2, 1] == [found.step for found in embedded.checkpoints()]
 
 
+@pytest.mark.slow
 def test_a_save_is_refused_while_another_is_under_way_where_that_is_asked(
     embedded: store.Run,
 ) -> None:

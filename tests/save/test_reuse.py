@@ -58,6 +58,7 @@ def assert_equal(expected: Any, actual: Any) -> None:
     assert expected["step"] == actual["step"]
 
 
+@pytest.mark.slow
 def test_a_save_of_the_same_tree_sends_and_stores_nothing(
     run: store.Run, server: ServerProcess
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_save_of_the_same_tree_sends_and_stores_nothing(
     assert_equal(TREE, run.restore(2))
 
 
+@pytest.mark.slow
 def test_a_save_sends_only_the_chunks_that_changed(run: store.Run) -> None:
     run.save(1, TREE)
     changed = {**TREE, "params": {**TREE["params"], "bias": np.arange(100.0) + 1}}
@@ -406,6 +408,7 @@ class TestASaveThatWasCutOff:
 
         second.commit()
 
+    @pytest.mark.slow
     def test_resumes_by_the_client_alone(
         self, run: store.Run, server_address: str
     ) -> None:

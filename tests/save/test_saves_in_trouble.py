@@ -201,6 +201,7 @@ def resident() -> int:
     return pages * mmap.PAGESIZE
 
 
+@pytest.mark.slow
 def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
     staging = StagingPool(256 * MIB)
 

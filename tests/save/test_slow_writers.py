@@ -163,6 +163,7 @@ def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
         assert [1] == [answer.durable_count for answer in answers]
 
 
+@pytest.mark.slow
 def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

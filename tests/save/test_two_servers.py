@@ -290,6 +290,7 @@ async def _save_at_fault(at: int, fault: Fault, first: int) -> bool:
         return next(count) > at + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "offset"),
     sampled(

@@ -103,6 +103,7 @@ def test_a_server_may_accept_clients_without_certificates(
         assert client.info().store_uid
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
 def test_a_plaintext_client_of_a_tls_server_fails_at_once(setting: Setting) -> None:
     address = setting.server.address

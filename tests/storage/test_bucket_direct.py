@@ -173,6 +173,7 @@ def test_many_small_leaves_take_few_requests(
     assert len(of_data(gcs, "GET")) < 20
 
 
+@pytest.mark.slow
 def test_a_save_writes_objects_of_about_equal_size(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_server_does_not_read_the_staging_tables_that_it_wrote(
     assert [] == reads
 
 
+@pytest.mark.slow
 def test_a_resumed_save_does_not_rewrite_stored_chunks(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +304,7 @@ def test_the_objects_of_a_save_in_flight_are_bounded(
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
+@pytest.mark.slow
 def test_a_restore_reads_while_its_hold_is_created(
     direct: store.Client, gcs: FakeGcs
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_denied_read_is_reported(run: store.Run, gcs: FakeGcs) -> None:
         run.restore(0)
 
 
+@pytest.mark.slow
 def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
     gcs.fault("PUT .*pool", Status(403), times=ALWAYS)
 

@@ -234,6 +234,7 @@ def test_one_of_many_creates_wins(gcs: FakeGcs) -> None:
     assert 10 * [{200: 1, 412: 15}] == [Counter(race) for race in races]
 
 
+@pytest.mark.slow
 def test_no_conditional_increment_is_lost(gcs: FakeGcs, name: str) -> None:
     def increment(times: int) -> None:
         with GcsCalls(gcs.url) as calls:

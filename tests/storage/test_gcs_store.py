@@ -266,6 +266,7 @@ def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
     gcs.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_an_outage_is_an_error_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ class Renewed:
             raise self.errors.pop(0)
 
 
+@pytest.mark.slow
 def test_a_renewal_that_fails_for_a_moment_is_retried() -> None:
     passing = TransportError("reset", retryable=True)
     credentials: Any = Renewed(passing, passing)

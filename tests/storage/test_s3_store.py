@@ -149,6 +149,7 @@ def test_a_save_and_a_restore_outlast_transient_errors(
         assert np.array_equal(tree["x"], run.restore(1)["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=4))
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_list_with_a_failed_page_is_an_error(

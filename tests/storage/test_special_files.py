@@ -250,6 +250,7 @@ def test_a_special_file_in_place_of_a_chunk_table_is_corrupt(
         check_alive(other, run)
 
 
+@pytest.mark.slow
 def test_many_fifos_do_not_block_other_calls(
     server: ServerProcess, run: store.Run
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_store_is_not_opened_if_a_condition_is_ignored(what: str) -> None:
 # --- lists ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", ["startOffset", "prefix"])
 def test_a_list_that_ignores_its_start_is_harmless(parameter: str) -> None:
     with (

@@ -250,6 +250,7 @@ def test_contents_are_unknown_before_the_first_collection(
     assert math.isnan(scrape(served)("storesvc_checkpoints"))
 
 
+@pytest.mark.slow
 def test_requests_to_the_storage_have_an_operation_and_a_result(
     served: ServerProcess, added: Callable[..., float]
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_step_that_was_a_python_number_is_restored_as_one(run: store.Run) -> N
     assert 7 == back.step
 
 
+@pytest.mark.slow
 def test_another_model_is_rejected_by_what_differs(
     run: store.Run, state: EasyDeLState
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_missing_optimizer_is_asked_for(run: store.Run, state: EasyDeLState) -
         restore_state(run, model=make_model)
 
 
+@pytest.mark.slow
 def test_a_stateless_optimizer_is_restored(run: store.Run) -> None:
     made = EasyDeLState.create(
         model=make_model(), tx=optax.sgd(0.1), init_opt_state=True
@@ -304,6 +306,7 @@ def test_a_difference_may_be_reported_instead(
     assert "norm/epsilon: expected 1e-05 as saved, got 0.001" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_may_be_a_class_a_factory_a_module_or_a_state(
     run: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:
@@ -574,6 +577,7 @@ def test_a_hook_of_a_variable_changes_nothing_that_is_kept(run: store.Run) -> No
     assert [1.0, 1.0] == back.model.doubled.get_raw_value().tolist()
 
 
+@pytest.mark.slow
 def test_scalars_of_an_optimizer_keep_their_dtype_in_a_cast(run: store.Run) -> None:
     tx = optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999)
     made = EasyDeLState.create(model=make_model(), tx=tx, init_opt_state=True)
@@ -587,6 +591,7 @@ def test_scalars_of_an_optimizer_keep_their_dtype_in_a_cast(run: store.Run) -> N
     assert jnp.bfloat16 == moment.dtype
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_initialised_if_none_was_saved(run: store.Run) -> None:
     made = EasyDeLState.create(step=1, model=make_model())
     save_state(run, made).result()

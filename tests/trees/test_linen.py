@@ -87,6 +87,7 @@ def described(box: Any) -> dict[str, Any]:
     return {"type": type(box), **vars(box)} | {"value": raw(box.value)}
 
 
+@pytest.mark.slow
 def test_linen_variables_are_restored_with_their_boxes(run: store.Run) -> None:
     variables = block_variables()
     run.save(0, variables).result()

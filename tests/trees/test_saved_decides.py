@@ -85,6 +85,7 @@ def test_an_optimizer_that_moved_to_another_dtype_is_restored_in_it(
     assert save.rehearsal.result(60).ok
 
 
+@pytest.mark.slow
 def test_where_nothing_moved_nothing_is_logged(
     run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:

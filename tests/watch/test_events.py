@@ -514,6 +514,7 @@ class WatchMachine(RuleBasedStateMachine):
                 assert name not in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [2, MAX_PENDING])
 def test_no_commit_is_missed_or_repeated(
     most: int, monkeypatch: pytest.MonkeyPatch

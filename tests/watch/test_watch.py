@@ -365,6 +365,7 @@ def test_storectl_prints_tokens_that_it_goes_on_from(
     assert 2 == json.loads(out)["checkpoint"]["step"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_storectl_watch_without_a_traceback(
     run: store.Run, server_address: str
 ) -> None:

@@ -109,7 +109,6 @@ class Run:
         )
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(5000))
 @given(st.integers(0, 2**64))
 def test_what_is_needed_later_is_needed_by_reads_that_agree(seed: int) -> None:

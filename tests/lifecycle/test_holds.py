@@ -444,7 +444,6 @@ async def _collect_often(process: Process) -> None:
             await process.collect()
 
 
-@pytest.mark.slow
 @given(
     st.integers(0, 2**63),
     st.lists(
@@ -579,7 +578,6 @@ def test_a_renewal_after_another_process_purged_is_rejected_whatever_its_clock()
         asyncio.run(behind.holds.renew(name))
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**63))
 @settings(max_examples=examples(150), deadline=None)
 def test_no_renewal_fails_because_of_a_purge(seed: int) -> None:

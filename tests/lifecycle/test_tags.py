@@ -282,7 +282,6 @@ async def _tag(
         promised[tag] = record.upload
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**63), st.booleans())
 @settings(max_examples=examples(150), deadline=None)
 def test_what_a_tag_names_is_never_purged_whatever_the_order(

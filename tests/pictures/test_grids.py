@@ -31,7 +31,6 @@ def sharding(
     )
 
 
-@pytest.mark.slow
 @given(COUNTS, st.integers(1, 200), st.data())
 def test_each_cell_of_a_grid_is_in_one_cell_of_the_picture(
     counts: list[int], most: int, data: st.DataObject

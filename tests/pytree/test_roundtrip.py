@@ -384,7 +384,6 @@ PLAIN: st.SearchStrategy[Any] = TREES | st.recursive(
 _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
-@pytest.mark.slow
 @settings(
     max_examples=examples(40),
     deadline=None,
@@ -406,7 +405,6 @@ def shape(tree: Any) -> Any:
     )
 
 
-@pytest.mark.slow
 @settings(
     max_examples=examples(80),
     deadline=None,

@@ -164,7 +164,6 @@ def test_what_stays_is_what_each_rule_says_and_what_is_protected(
     assert expected == kept(policy, run)
 
 
-@pytest.mark.slow
 @given(CHOICES, PLAIN_RUNS)
 @settings(max_examples=examples(1000))
 def test_what_is_chosen_is_what_the_rule_says(

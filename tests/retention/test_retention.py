@@ -379,7 +379,6 @@ def test_what_another_pass_deletes_first_counts_as_deleted() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**63))
 @settings(max_examples=examples(150), deadline=None)
 def test_passes_at_the_same_time_report_what_they_leave(seed: int) -> None:
@@ -466,7 +465,6 @@ def test_what_is_tagged_or_pinned_stays_whatever_the_order(seed: int) -> None:
     assert DELETED == slot_of(world, 2).state
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**63))
 @settings(max_examples=examples(400), deadline=None)
 def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None:

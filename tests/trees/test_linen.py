@@ -519,7 +519,6 @@ def collected(modules: Mapping[str, Any]) -> dict[str, Any]:
 _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
-@pytest.mark.slow
 @settings(
     max_examples=examples(20),
     deadline=None,

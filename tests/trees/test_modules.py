@@ -170,7 +170,6 @@ def test_objects_that_are_not_modules_are_rejected(run: store.Run) -> None:
 _steps = iter(range(10**6))
 
 
-@pytest.mark.slow
 @given(module=modules())
 @settings(
     max_examples=examples(30),

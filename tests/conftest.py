@@ -76,7 +76,7 @@ def _use_memory_for_files(config: pytest.Config) -> None:
     is_executable = not os.statvfs(memory).f_flag & os.ST_NOEXEC
     if is_executable and shutil.disk_usage(memory).free > _MEMORY_BYTES:
         directory = tempfile.mkdtemp(prefix="store-", dir=memory)
-        Path(directory).chmod(0o711)  # servers of other users run from it
+        Path(directory).chmod(0o711)  # tests run programs below it as other users
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
         os.environ["TMPDIR"] = directory  # of the workers too
         tempfile.tempdir = None  # it may have been asked for before

@@ -75,7 +75,7 @@ PATTERN: Final = re.compile(
     rf"|(?:{_alternatives(BANNED_AT_THE_END)})(?=\s*(?:[.,;:)]|\Z)))",
     re.IGNORECASE,
 )
-MAYBE: Final = re.compile(
+MAY_HAVE_BANNED: Final = re.compile(
     r"(?:(?<![\w-])|(?<=\\[nrt]))(?:"
     + _alternatives(
         (*BANNED, *BANNED_AT_THE_END), between=r"\W+(?:[bfru]{1,2}(?=[\"'])\W+)?"
@@ -236,7 +236,9 @@ def banned_words(path: Path) -> Iterator[str]:
     source = path.read_text()
     match path.suffix:
         case ".py":
-            prose = prose_of_python(source) if MAYBE.search(source) else iter(())
+            prose = (
+                prose_of_python(source) if MAY_HAVE_BANNED.search(source) else iter(())
+            )
         case ".proto":
             prose = prose_of_proto(source)
         case ".md":
@@ -317,4 +319,4 @@ def test_the_check_finds_words_in_prose_only(
     found = [hit for prose in prose_of_python(source) for hit in prose.hits()]
 
     assert expected == found
-    assert not found or MAYBE.search(source)
+    assert not found or MAY_HAVE_BANNED.search(source)

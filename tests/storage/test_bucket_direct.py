@@ -1,27 +1,31 @@
 """A direct client reads and writes data files itself, with few extra bytes."""
 
 import gc
+import queue
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
-from storesvc.storage.hedging import Limits
+from storesvc.storage.hedging import Hedging, Limits
 from storesvc_client._chunks import host_memory
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._save import data_files
-from storesvc_client._storage.bucket import HedgedCall
+from storesvc_client._storage.bucket import HedgedCall, Responses
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.support.examples import sampled
@@ -338,6 +342,43 @@ def test_buffers_are_freed_at_once(direct: store.Client) -> None:
             time.sleep(0.01)
     finally:
         gc.enable()
+
+
+def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() -> None:
+    requests: list[ts.Promise[bytes]] = []
+
+    def send() -> "ts.Future[bytes]":
+        new: tuple[ts.Promise[bytes], ts.Future[bytes]] = ts.Promise.new()
+        requests.append(new[0])
+        return new[1]
+
+    began = time.monotonic() - 3  # slow enough to be hedged, not to be late
+    schedule = Hedging(hedging.READS).begin(0, now=began)
+    answers: Responses = queue.SimpleQueue()
+    call = HedgedCall(send, schedule, log_nothing, answers, nullcontext)
+    call.step()
+    for request in requests:
+        request.set_result(b"read")
+    deadline = time.monotonic() + 30
+    while answers.qsize() < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gc.disable()
+    try:
+        call.await_answer()
+        result = call.result()
+        call.end()
+        freed = weakref.ref(call)
+        del call, answers
+
+        assert result == b"read"
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def log_nothing(seconds: float, *, now: float) -> None:
+    """For calls that are not late."""
 
 
 @pytest.mark.parametrize(("snapshot", "most"), [("none", 0), ("host", 8)])

@@ -233,7 +233,10 @@ class HedgedCall(Generic[T]):
         self._send = send
         self._hedge = hedge
         self._log_late = log_late
-        self._answers = answers
+        self._answers: Responses | None = answers
+        """None once the call has ended: a response that was not taken stays in the
+        queue and refers to this call, which must not refer to the queue then: its
+        buffers would wait for the garbage collector."""
         self._translating = translating
         self._in_flight: dict[Any, Callable[[Any], None]] = {}
         """Requests in flight, each with the callback of its response."""
@@ -254,6 +257,7 @@ class HedgedCall(Generic[T]):
         Args:
             at_most: Maximum wait in seconds.
         """
+        assert self._answers is not None, "the call has ended"
         try:
             wait_seconds = min(at_most, self.wait_seconds)
             self.take(self._answers.get(timeout=wait_seconds)[1])
@@ -301,6 +305,7 @@ class HedgedCall(Generic[T]):
     def end(self) -> None:
         """Drops the requests in flight and reports the latency to the hedging."""
         self._drop()
+        self._answers = None
         if self._settled is not None:
             self._hedge.answered(now=time.monotonic())
         else:
@@ -312,7 +317,9 @@ class HedgedCall(Generic[T]):
         one.add_done_callback(answer)
 
     def _answer(self, one: Any) -> None:
-        self._answers.put((self, one))
+        answers = self._answers  # end() may be running
+        if answers is not None:
+            answers.put((self, one))
 
     def _drop(self) -> None:
         # Not cancel(), which can deadlock: see storesvc.storage.futures. TensorStore

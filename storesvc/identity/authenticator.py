@@ -6,7 +6,6 @@ that is not valid rejects the call; nothing weaker is tried instead.
 """
 
 import hashlib
-import ipaddress
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,6 +24,7 @@ from storesvc.identity import certificates, tokens
 from storesvc.identity.issuer_config import Issuer
 from storesvc.identity.issuers import IssuerKeys, verify
 from storesvc.identity.policy_document import PolicyDocument
+from storesvc.storage.location import is_this_machine
 
 KNOWN_TOKENS: Final = 10_000
 """Maximum verified tokens that are remembered."""
@@ -154,11 +154,7 @@ def is_local(peer: str) -> bool:
     kind, _, address = unquote(peer).partition(":")
     if kind == "unix":
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return kind in ("ipv4", "ipv6") and ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return kind in ("ipv4", "ipv6") and is_this_machine(address.rpartition(":")[0])
 
 
 def _text(value: object) -> str:

@@ -16,10 +16,10 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import URLError
-from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidTokenError, IssuerUnreachableError
 from storesvc.identity.issuer_config import Issuer
+from storesvc.storage.location import shows_plaintext
 from storesvc.storage.log_throttle import LogThrottle
 
 if TYPE_CHECKING:
@@ -194,9 +194,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def _get(url: str, issuer: Issuer) -> bytes:
     """Returns the response of a URL of an issuer."""
-    parts = urlsplit(url)
-    is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-    if parts.scheme != "https" and not (parts.scheme == "http" and is_local):
+    if shows_plaintext(url):
         raise ValueError(f"expected an https URL, got {url}")
     context = ssl.create_default_context(cafile=issuer.ca_file or None)
     opener = urllib.request.build_opener(

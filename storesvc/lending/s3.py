@@ -7,7 +7,6 @@ has what both the role and the policy permit.
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from storesvc.errors import (
     InvalidFieldError,
@@ -18,7 +17,7 @@ from storesvc.errors import (
 from storesvc.lending.boundary import Boundary, s3_policy
 from storesvc.lending.config import Lending
 from storesvc.lending.credentials import S3Keys
-from storesvc.storage.location import Storage, is_this_machine
+from storesvc.storage.location import Storage, shows_plaintext
 
 LEAST_LIFE: Final = timedelta(minutes=15)
 MOST_LIFE: Final = timedelta(hours=12)
@@ -55,8 +54,7 @@ class S3Issuer:
                 f"lending: lifetime: expected at least 15m for a bucket on S3, got "
                 f"{lending.lifetime.total_seconds():g}s; correct the policy file"
             )
-        endpoint = urlsplit(lending.s3_sts_endpoint)
-        if endpoint.scheme == "http" and not is_this_machine(endpoint.hostname or ""):
+        if lending.s3_sts_endpoint and shows_plaintext(lending.s3_sts_endpoint):
             raise LendingUnsupportedError(
                 f"lending: s3_sts_endpoint: expected https://..., got "
                 f"{lending.s3_sts_endpoint!r}, which sends keys over plaintext; use "

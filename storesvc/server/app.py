@@ -6,7 +6,6 @@ The limits follow gRPC's hardening guides. The maximum message size is gRPC's de
 
 import asyncio
 import ctypes
-import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -160,16 +159,6 @@ async def running(
         await server.stop(DRAIN_SECONDS)
         # 4. Calls share the writes of leases, which outlive the calls of step 3.
         await store.uploads.leases.end()
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether a host is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def keep_freed_memory() -> None:

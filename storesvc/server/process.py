@@ -17,7 +17,6 @@ from storesvc.errors import InvalidFieldError
 from storesvc.server.app import (
     DRAIN_SECONDS,
     NOTICE_SECONDS,
-    is_loopback,
     keep_freed_memory,
     open_store,
     running,
@@ -27,7 +26,7 @@ from storesvc.server.metrics import MetricsPort, measured
 from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
 from storesvc.server.traces import traced
-from storesvc.storage.location import is_writable, storage_at
+from storesvc.storage.location import is_this_machine, is_writable, storage_at
 
 DISCARD_SECONDS: Final = 2.0
 """Maximum time for deletions in the background after the drain; what is left then is
@@ -91,7 +90,7 @@ class Serving:
             )
         if self.metrics is not None:
             self.metrics.check()
-        if insecure or is_loopback(self.host):
+        if insecure or is_this_machine(self.host):
             return
         if not self.tls:
             raise InvalidFieldError(

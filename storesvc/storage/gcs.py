@@ -18,7 +18,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
 from storesvc.storage import deadlines
@@ -30,7 +29,13 @@ from storesvc.storage.errors import (
     unauthenticated,
 )
 from storesvc.storage.futures import run_in_daemon_thread
-from storesvc.storage.location import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
+from storesvc.storage.location import (
+    GCS_DRIVERS,
+    GRPC_DRIVER,
+    JSON_DRIVER,
+    Storage,
+    shows_plaintext,
+)
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -57,7 +62,6 @@ TIMEOUT_SECONDS: Final = (10.0, 20.0)
 MAX_EMPTY_PAGES: Final = 1000
 """Consecutive pages without a name after which a list counts as endless."""
 
-_LOOPBACK: Final = ("localhost", "::1")
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
 _REPEATED: Final = "a page of its list repeats names of the previous page"
@@ -272,11 +276,9 @@ def endpoint_in_environment(storage: Storage) -> Generator[None]:
 
 def _check_plaintext(storage: Storage, endpoint: str | None, token: str | None) -> None:
     """Rejects an endpoint to which credentials would be sent over plaintext."""
-    if endpoint is None or token is not None:
+    if not endpoint or token is not None:
         return
-    url = urlsplit(endpoint)
-    host = url.hostname or ""
-    if url.scheme == "http" and host not in _LOOPBACK and not host.startswith("127."):
+    if shows_plaintext(endpoint):
         raise InvalidFieldError(
             f"root {storage.name}: expected endpoint=https://..., or http:// on this "
             f"machine, got {endpoint}: credentials would go over plaintext; use https, "

@@ -9,7 +9,7 @@ This module decides only.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -125,11 +125,26 @@ def storage_at(root: str) -> Storage:
 
 
 def is_this_machine(host: str) -> bool:
-    """Returns whether a host of a URL is a loopback address."""
+    """Returns whether a host of a URL or an address is this machine and no other.
+
+    Only ``localhost`` and loopback addresses are: any other name, also one that begins
+    like an address or ends in a dot, is what a resolver says, so a stranger may own it.
+    """
+    host = host.removeprefix("[").removesuffix("]")
     try:
-        return host == "localhost" or ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:
-        return False
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def shows_plaintext(url: str) -> bool:
+    """Returns whether others can read what is sent to a URL: all but https, and http on
+    this machine."""
+    parts = urlsplit(url)
+    is_private = parts.scheme == "http" and is_this_machine(parts.hostname or "")
+    return parts.scheme != "https" and not is_private
 
 
 def is_writable(storage: Storage) -> bool:

@@ -146,9 +146,26 @@ def test_an_expired_token_is_rejected_before_any_call(served: Served) -> None:
         store.connect(served.address, token=token)
 
 
-def test_a_token_goes_with_tls_or_to_this_machine_only() -> None:
-    with pytest.raises(store.InvalidRequestError, match="expected TLS with a token"):
-        store.connect("192.0.2.1:7070", token="x.y.z", insecure=True)
+@pytest.mark.parametrize(
+    "host",
+    [
+        "192.0.2.1",
+        "127.attacker.example",
+        "127.0.0.1.attacker.example",
+        "localhost.attacker.example",
+        "127.0.0.1.",
+        "127.1",
+        "localhost.",
+        "[::ffff:192.0.2.1]",
+    ],
+)
+def test_a_token_goes_with_tls_or_to_this_machine_only(host: str) -> None:
+    for target in (f"{host}:7070", f"dns:///{host}:7070", f"127.0.0.1:1,{host}:2"):
+        with pytest.raises(store.InvalidRequestError, match="expected TLS with a tok"):
+            store.connect(target, token="x.y.z", insecure=True)
+
+
+def test_a_token_that_cannot_be_sent_is_rejected() -> None:
     with pytest.raises(store.InvalidRequestError, match="no token with a root"):
         store.connect("memory://", token="x.y.z")
     with pytest.raises(store.InvalidRequestError, match="expected a text, a path"):

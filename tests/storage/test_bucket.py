@@ -27,7 +27,12 @@ from storesvc.errors import (
 from storesvc.format.frames import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.local_files import TICK_SECONDS
-from storesvc.storage.location import CONCURRENCY, storage_at
+from storesvc.storage.location import (
+    CONCURRENCY,
+    is_this_machine,
+    shows_plaintext,
+    storage_at,
+)
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
@@ -589,6 +594,24 @@ class TestMemoryBucket(CountedBucketTests):
 )
 def test_roots_are_uris_of_storages(root: str, spec: dict[str, Any]) -> None:
     assert spec == storage_at(root).spec
+
+
+def test_this_machine_is_localhost_and_loopback_addresses() -> None:
+    own = ["localhost", "LOCALHOST", "127.0.0.1", "127.9.9.9", "::1", "[::1]"]
+    assert all(map(is_this_machine, [*own, "::ffff:127.0.0.1", "[::ffff:127.0.0.1]"]))
+    names = ["127.evil.example", "localhost.evil.example", "localhost.", "127.0.0.1."]
+    addresses = ["0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "127.1", "127.0.0.1:1"]
+    assert not any(map(is_this_machine, [*names, *addresses, "example.com", ""]))
+
+
+def test_plaintext_is_all_but_https_and_http_on_this_machine() -> None:
+    assert not any(map(shows_plaintext, ["https://a.example", "http://[::1]:9000/x"]))
+    others = [
+        "http://127.evil.example",
+        "http://localhost@a.example",
+        "ftp://localhost",
+    ]
+    assert all(map(shows_plaintext, [*others, "localhost:9000", ""]))
 
 
 @pytest.mark.parametrize(

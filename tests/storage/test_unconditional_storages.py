@@ -164,10 +164,11 @@ def test_an_invalid_endpoint_is_rejected(options: str, match: str) -> None:
         store.connect(f"gs://{BUCKET}/store?{options}")
 
 
+@pytest.mark.parametrize("host", ["minio.example", "127.attacker.example", "[::2]"])
 def test_credentials_are_not_sent_to_other_machines_in_plaintext(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
 
     with pytest.raises(store.InvalidRequestError, match="would go over plaintext"):
-        store.connect(f"gs://{BUCKET}/store?endpoint=http://minio.example:9000")
+        store.connect(f"gs://{BUCKET}/store?endpoint=http://{host}:9000")

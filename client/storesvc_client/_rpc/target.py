@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+from storesvc.storage.location import is_this_machine
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 
 _SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
@@ -51,10 +52,7 @@ class Target:
     @property
     def is_loopback(self) -> bool:
         """True if the servers are on this machine."""
-        return all(
-            host in ("localhost", "::1") or host.startswith("127.")
-            for host, _ in self.hosts
-        )
+        return all(is_this_machine(host) for host, _ in self.hosts)
 
     @property
     def is_list(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import UTC
 from importlib.util import find_spec
 from typing import Final, Self
-from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import RunPaths
@@ -16,7 +15,7 @@ from storesvc.storage.gcs import endpoint_of
 from storesvc.storage.location import (
     GRPC_DRIVER,
     Storage,
-    is_this_machine,
+    shows_plaintext,
     storage_at,
 )
 from storesvc_client._rpc.connection import Connection
@@ -153,9 +152,9 @@ def _check(storage: Storage, direct: str) -> None:
             f"direct: expected no driver= with lend_credentials=, got {GRPC_DRIVER}; "
             "lent credentials are used over HTTP, leave driver= out"
         )
-    endpoint = urlsplit(endpoint_of(storage) or "")
-    if endpoint.scheme == "http" and not is_this_machine(endpoint.hostname or ""):
+    endpoint = endpoint_of(storage)
+    if endpoint and shows_plaintext(endpoint):
         raise InvalidRequestError(
             f"direct: expected endpoint=https://..., or http:// on this machine, got "
-            f"{endpoint_of(storage)}: lent credentials would go over plaintext"
+            f"{endpoint}: lent credentials would go over plaintext"
         )

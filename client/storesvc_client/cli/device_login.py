@@ -15,6 +15,7 @@ from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
+from storesvc.storage.location import shows_plaintext
 from storesvc_client.cli.errors import Refusal
 
 TIMEOUT_SECONDS: Final = 10.0
@@ -194,9 +195,7 @@ def _posted(url: str, form: Mapping[str, str]) -> dict[str, Any]:
 
 def _answer(url: str, form: bytes | None) -> dict[str, Any]:
     """Returns the JSON that an issuer responds with, also with an error of OAuth."""
-    parts = urlsplit(url)
-    is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-    if parts.scheme != "https" and not (parts.scheme == "http" and is_local):
+    if shows_plaintext(url):
         raise Refusal(f"{url}: expected an https URL")
     opener = urllib.request.build_opener(
         urllib.request.HTTPSHandler(context=ssl.create_default_context())

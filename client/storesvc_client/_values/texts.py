@@ -79,11 +79,11 @@ def printable(text: str) -> str:
 
 
 def unicode_text(text: str) -> str:
-    """Returns the text with lone surrogates escaped, which stand for the bytes of a
+    r"""Returns the text with lone surrogates escaped, which stand for the bytes of a
     name of a file that is no UTF-8.
 
     >>> unicode_text("caf\xe9-\udce9")
-    'café-\\\\udce9'
+    'café-\\udce9'
     """
     return text.encode(errors="backslashreplace").decode()
 

@@ -33,6 +33,12 @@ DTYPES: Final = MappingProxyType(
 )
 """Every element type of the format, by name."""
 
+_SHORT: Final = MappingProxyType(
+    {f"{short}{bits}": f"float{bits}" for short in ("f", "fp") for bits in (16, 32, 64)}
+    | {"bf16": "bfloat16"}
+)
+"""Short names of dtypes that users write."""
+
 _RAW: Final = frozenset(
     {
         *("int1", "int2", "int4", "uint1", "uint2", "uint4"),
@@ -41,6 +47,30 @@ _RAW: Final = frozenset(
     }
 )
 """Names that zarr3 of TensorStore 0.1.86, or of older releases, lacks."""
+
+
+def is_floating(name: str) -> bool:
+    """Returns whether a dtype is one of real floating-point numbers."""
+    return "float" in name
+
+
+def floating_name(dtype: object) -> str | None:
+    """Returns the name of a floating-point dtype; None if it is something else.
+
+    >>> floating_name("bf16"), floating_name(np.float32), floating_name("int8")
+    ('bfloat16', 'float32', None)
+
+    Args:
+        dtype: A name, also a short one, or a dtype of NumPy or jax.
+    """
+    if isinstance(dtype, str):
+        name = _SHORT.get(dtype, dtype)
+    else:
+        try:
+            name = np.dtype(dtype).name  # type: ignore[call-overload] # it is checked
+        except (TypeError, ValueError):
+            return None
+    return name if name in DTYPES and is_floating(name) else None
 
 
 def zarr_data_type(name: str) -> str:

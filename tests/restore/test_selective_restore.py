@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -121,19 +120,6 @@ def test_floating_leaves_are_cast_and_others_are_not(run: store.Run) -> None:
     assert (
         jax.random.key_data(jax.random.key(3)) == jax.random.key_data(back["rng"])
     ).all()
-
-
-def test_a_target_may_mix_cast_leaves_with_others(run: store.Run) -> None:
-    run.save(0, {"a": jnp.ones(3), "b": np.ones(3, np.float64)}).result()
-    like = {"a": jax.ShapeDtypeStruct((3,), jnp.float16), "b": np.zeros(3)}
-
-    back = run.restore(0, like=like, cast=np.float16)
-
-    assert (np.float16, np.float64) == (back["a"].dtype, back["b"].dtype)
-    with pytest.raises(store.MismatchError, match=r"leaf 'a': expected \(3,\) float16"):
-        run.restore(0, like=like)
-    with pytest.raises(store.MismatchError, match=r"leaf 'a': expected \(3,\) float16"):
-        run.restore(0, like=like, cast=ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(

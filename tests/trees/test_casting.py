@@ -23,11 +23,10 @@ from tests.support.stable_ids import stable_id
         bool,
         int,
         jnp.complex64,
-        "bf16",
+        "bf17",
         "",
         object(),
         object,
-        None,
         np.dtype("S4"),
         jax.random.key(0).dtype,
     ],
@@ -42,8 +41,14 @@ def test_other_than_floating_point_dtypes_are_rejected(dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16), jnp.ones(1, "bfloat16")],
-    ids=["name", "type", "dtype", "array"],
+    [
+        "bfloat16",
+        "bf16",
+        jnp.bfloat16,
+        np.dtype(ml_dtypes.bfloat16),
+        jnp.ones(1, "bfloat16"),
+    ],
+    ids=["name", "short", "type", "dtype", "array"],
 )
 def test_floating_point_arrays_are_cast_and_keep_their_types(dtype: Any) -> None:
     dtype = getattr(dtype, "dtype", dtype) if isinstance(dtype, jax.Array) else dtype

@@ -278,8 +278,10 @@ class Run(RunTransfers, RunCheckpoints):
             select: Globs of leaf keys, such as "params/**", or compiled regular
                 expressions, which may match anywhere in a key, or both. Other leaves
                 are not read, and must not be in ``like``. None: all leaves.
-            cast: A floating-point dtype. Floating-point leaves are returned in it: with
-                ``like`` those that have this dtype there, without ``like`` all.
+            cast: A floating-point dtype, such as "bfloat16" or "bf16", which all
+                floating-point arrays are returned in, also those that ``like`` has in
+                another one; Python numbers, integers and PRNG keys stay. Or "like":
+                each in the dtype that ``like`` has.
             missing: What to do with leaves of ``like`` that the checkpoint lacks:
                 "error", or "keep" the value in ``like``, which must be a real array, on
                 the given mesh or where it is. Their number is logged. All other leaves

@@ -15,8 +15,12 @@ from storesvc_client._export.renames import RenameTable, read_rules
 from storesvc_client._export.report import ExportReport, Written
 from storesvc_client._export.source import ExportCall, Source
 from storesvc_client._export.target import open_target
-from storesvc_client._export.tensors import cast_name
-from storesvc_client._values.arguments import checked_choice, checked_flag, shown
+from storesvc_client._values.arguments import (
+    checked_cast,
+    checked_choice,
+    checked_flag,
+    shown,
+)
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
@@ -72,7 +76,7 @@ def export_checkpoint(
     call = ExportCall(
         source=source,
         where=where,
-        cast=cast_name(options.cast, f"export of {source.name}"),
+        cast=checked_cast(f"export of {source.name}: cast=", options.cast),
         rules=read_rules(options.rename),
         opened=partial(open_target, storage_options=options.storage_options),
         meter=meter,

@@ -9,11 +9,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from storesvc.format.dtypes import DTYPES
+from storesvc.format.dtypes import DTYPES, is_floating
 from storesvc.format.grids import Region
 from storesvc.format.keys import split_key
 from storesvc.format.trees import Leaf
@@ -60,33 +58,6 @@ class Tensor:
         for at, axis in enumerate(self.axes):
             found[axis] = region[at]
         return tuple(found)
-
-
-def cast_name(cast: object, place: str) -> str | None:
-    """Returns the name of the dtype that floating-point leaves are cast to.
-
-    Raises:
-        InvalidRequestError: It is not a floating-point dtype of the format.
-    """
-    if cast is None:
-        return None
-    name: Any = cast
-    if not isinstance(cast, str):
-        try:
-            name = np.dtype(cast).name  # type: ignore[call-overload] # it is checked
-        except TypeError:
-            name = ""
-    if name not in DTYPES or not is_floating(name):
-        raise InvalidRequestError(
-            f"{place}: cast=: expected a floating-point dtype such as 'bfloat16', got "
-            f"{cast!r}"
-        )
-    return str(name)
-
-
-def is_floating(dtype: str) -> bool:
-    """Returns whether a dtype is one of real floating-point numbers."""
-    return "float" in dtype
 
 
 def exported_dtype(leaf: Leaf, cast: str | None) -> str:

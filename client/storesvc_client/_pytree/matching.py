@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from storesvc.format.dtypes import DTYPES
+from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._pytree.encoded_leaves import family, is_encoded
@@ -31,7 +29,6 @@ from storesvc_client._pytree.paths import path_text
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.containers import Container
 from storesvc_client._values.values import path_of
-from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -42,7 +39,10 @@ _MISSING: Final = (
     "missing='keep' keeps the values of like= for leaves that the checkpoint lacks, "
     "easydel's missing='init' initialises them"
 )
-_CAST: Final = "cast='{}' casts leaves to the dtype of like="
+_CAST: Final = "cast='like' casts floating-point leaves to the dtypes of like="
+
+LIKE: Final = "like"
+"""Stands for a cast of each floating-point leaf to its dtype in ``like``."""
 
 _ARRAY_KINDS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
@@ -114,8 +114,8 @@ def match_like(
         tree: The checkpoint's leaves.
         like: A pytree with the structure to return.
         rows: Rows of the checkpoint's selected leaves.
-        cast: dtype that floating-point leaves may be cast to if ``like`` has it; None:
-            no cast.
+        cast: dtype of the returned floating-point arrays; ``LIKE``: as in ``like``;
+            None: no cast.
         keeping: True if leaves that the checkpoint lacks keep their values.
         has_text_keys: True if the writer of the checkpoint stored keys that are
             numbers as texts, so that only ``like`` shows which they were.
@@ -128,7 +128,7 @@ def match_like(
     selected = {tree.leaves[row].key: row for row in rows}
     missing = [leaf for leaf in named if leaf.key not in selected]
     kept, problems = (
-        _kept(tree, missing) if keeping else ([], list(map(_absence, missing)))
+        _kept(tree, missing, cast) if keeping else ([], list(map(_absence, missing)))
     )
     hints = dict[str, None]()
     if not keeping and any(leaf.key not in tree.by_key for leaf in missing):
@@ -142,8 +142,8 @@ def match_like(
             hints[_SELECT] = None
             continue
         found = signature(leaf.value)
-        if found is not None and _differs_in_float(saved, found, cast):
-            hints[_CAST.format(found.dtype)] = None
+        if found is not None and _needs_cast(saved, found, cast):
+            hints[_CAST] = None
         if isinstance(leaf.value, jax.core.Tracer):
             tracer = tracer_text(leaf.value)
             problems.append(
@@ -164,7 +164,7 @@ def match_like(
             either = is_encoded(saved.kind) or is_encoded(found.kind)
             form: Leaf | Signature = saved if either else found
             wanted.append(
-                Wanted(row=row, kind=form.kind, dtype=form.dtype, value=leaf.value)
+                Wanted(row, form.kind, _cast_dtype(form, cast), value=leaf.value)
             )
 
     places = selected | {leaf.key: own.row for leaf, own in kept}
@@ -191,32 +191,12 @@ def problems_of(state: Any, like: Any) -> Sequence[str]:
     return match_like(tree, like, rows, cast=None, keeping=False).problems
 
 
-def cast_name(cast: Any) -> str | None:
-    """Returns the name of the dtype to cast to.
-
-    Raises:
-        InvalidRequestError: It is not a floating-point dtype of the format.
-    """
-    if cast is None:
-        return None
-    try:
-        dtype = np.dtype(cast) if not isinstance(cast, str) else DTYPES.get(cast)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype.name not in DTYPES or not _is_floating(dtype.name):
-        raise InvalidRequestError(
-            "dtype of the cast: expected a floating-point dtype such as "
-            f"'bfloat16', got {cast!r}"
-        )
-    return str(dtype.name)
-
-
 def _absence(leaf: NamedLeaf) -> str:
     return f"leaf {leaf.key!r}: expected {_describe(leaf)}, got none"
 
 
 def _kept(
-    tree: Tree, missing: Sequence[NamedLeaf]
+    tree: Tree, missing: Sequence[NamedLeaf], cast: str | None
 ) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
     """Returns the leaves that keep their values, and the problems of the others."""
     kept, problems = [], []
@@ -226,9 +206,7 @@ def _kept(
         if found is None or problem:
             problems.append("; ".join(filter(None, (_absence(leaf), problem))))
             continue
-        wanted = Wanted(
-            row=-number, kind=found.kind, dtype=found.dtype, value=leaf.value
-        )
+        wanted = Wanted(-number, found.kind, _cast_dtype(found, cast), leaf.value)
         kept.append((_as_saved(leaf, found), wanted))
     return kept, problems
 
@@ -257,10 +235,9 @@ def _no_value(tree: Tree, leaf: NamedLeaf) -> str | None:
     return None
 
 
-def _cast_dtype(leaf: Leaf, cast: str | None) -> str:
-    if cast is not None and leaf.kind in _ARRAY_KINDS and _is_floating(leaf.dtype):
-        return cast
-    return leaf.dtype
+def _cast_dtype(leaf: Leaf | Signature, cast: str | None) -> str:
+    is_cast = leaf.kind in _ARRAY_KINDS and is_floating(leaf.dtype)
+    return leaf.dtype if not is_cast or cast in (None, LIKE) else cast
 
 
 def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
@@ -278,22 +255,17 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
         and (
             saved.dtype == found.dtype
             or (
-                cast == found.dtype
-                and found.kind in _ARRAY_KINDS
-                and _is_floating(saved.dtype)
+                cast is not None
+                and {saved.kind, found.kind} <= _ARRAY_KINDS
+                and is_floating(saved.dtype)
+                and is_floating(found.dtype)
             )
         )
     )
 
 
-def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
-    """Returns whether a cast would make a saved leaf fit."""
-    return (
-        found.dtype != saved.dtype
-        and _is_floating(found.dtype)
-        and not _fits(saved, found, cast)
-        and _fits(saved, found, found.dtype)
-    )
+def _needs_cast(saved: Leaf, found: Signature, cast: str | None) -> bool:
+    return not _fits(saved, found, cast) and _fits(saved, found, LIKE)
 
 
 def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:
@@ -304,10 +276,6 @@ def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:
         or (has_text_keys and a not in INTEGER_KINDS)
         for a, b in zip(saved.path_kinds, leaf.path_kinds, strict=True)
     )
-
-
-def _is_floating(dtype: str) -> bool:
-    return bool(jnp.issubdtype(DTYPES[dtype], jnp.floating))
 
 
 def _saved(saved: Leaf) -> Signature:

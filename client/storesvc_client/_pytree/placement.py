@@ -18,6 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from storesvc.format.dtypes import DTYPES
 from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_client._pytree.matching import Wanted
 from storesvc_client._pytree.partition_rules import RECORDED, Partitioner, Rules
@@ -93,12 +94,15 @@ class Placer:
         Raises:
             ValueError: The leaf cannot be placed; the message says why.
         """
-        if self._partitioner is None:
-            return wanted.value
+        value = wanted.value
+        if self._partitioner is None and wanted.dtype == leaf.dtype:
+            return value
         placement = self.placement(leaf, wanted)
-        if placement is None:
-            return wanted.value
-        return _put(wanted.value, placement)
+        if wanted.dtype != leaf.dtype:
+            value = value.astype(DTYPES[wanted.dtype])
+        if self._partitioner is None or placement is None:
+            return value
+        return _put(value, placement)
 
     def report(self) -> None:
         """Logs the axes that the rules dropped."""

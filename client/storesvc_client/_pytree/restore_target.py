@@ -26,15 +26,16 @@ from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.encoded_leaves import is_encoded
 from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._pytree.matching import (
+    LIKE,
     Build,
     Wanted,
-    cast_name,
     match_all,
     match_like,
 )
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.placement import Placement, Placer, allows_wide
 from storesvc_client._pytree.save_plan import region_of
+from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.containers import Container
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.item_values import decoded
@@ -133,7 +134,8 @@ class Target:
             like: A pytree with the structure to return; None: nested containers.
             mesh: The mesh for device arrays.
             rules: Partition rules, or "recorded".
-            cast: A floating-point dtype for floating-point leaves.
+            cast: A floating-point dtype for floating-point arrays; "like": the dtypes
+                of ``like``.
             missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
                 "keep" keeps their values from ``like``.
             has_text_keys: As for ``match_like``.
@@ -146,7 +148,9 @@ class Target:
         """
         # 1. Check the arguments.
         _check_missing(missing, like)
-        placer, dtype = Placer(mesh, rules), cast_name(cast)
+        placer = Placer(mesh, rules)
+        follows = like is not None and isinstance(cast, str) and cast == LIKE
+        dtype = LIKE if follows else checked_cast(f"restore of {name}: cast=", cast)
         # 2. Match the leaves by key; without problems, decide their placements. All
         #    problems of one kind go into one error.
         if like is None:

@@ -62,6 +62,26 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
     return found
 
 
+def checked_cast(place: str, cast: object) -> str | None:
+    """Returns the name of the dtype that floating-point leaves are cast to, or None.
+
+    Args:
+        place: Argument, for the message: "export of prod/llama-8b@500: cast=".
+        cast: The argument.
+
+    Raises:
+        InvalidRequestError: It is not a floating-point dtype of the format.
+    """
+    from storesvc.format.dtypes import floating_name  # imports NumPy
+
+    name = None if cast is None else floating_name(cast)
+    if name is None and cast is not None:
+        raise InvalidRequestError(
+            f"{place}: expected a floating-point dtype such as 'bfloat16', got {cast!r}"
+        )
+    return name
+
+
 def checked_texts(place: str, texts: object) -> list[str]:
     """Returns one or several texts as a list.
 

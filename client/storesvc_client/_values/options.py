@@ -140,6 +140,17 @@ class SaveKeywords(OneSaveKeywords, total=False):
     if_busy: IfBusy | None
 
 
+def check_keywords(function: str, given: Mapping[str, Any], allowed: Any) -> None:
+    """Rejects keyword arguments that a ``TypedDict`` does not list, before a function
+    below is named that the caller did not call.
+
+    Raises:
+        TypeError: As Python's own, of the public function.
+    """
+    for name in given.keys() - allowed.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
 class TargetOptions(TypedDict):
     """Arguments of ``Run.restore`` that say what to build from the leaves."""
 

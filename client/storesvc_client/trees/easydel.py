@@ -369,7 +369,7 @@ class EasyDeLState(struct.PyTreeNode):
         state = self if save_optimizer else self.replace(opt_state=None)
         if float_dtype is not None:
             state = state.replace(
-                graphstate=cast_floating(state.graphstate, float_dtype)
+                graphstate=cast_floating(state.graphstate, float_dtype, "float_dtype=")
             )
         with opened_run(save_directory, client=client, creating=True) as (run, _):
             return save_state(

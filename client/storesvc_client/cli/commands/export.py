@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,17}) ?([KMGT]?)(i?)B?")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-_DTYPES: Final = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "f64": "float64",
-}
-"""Short names of dtypes; others are given in full."""
-
 
 def _size(text: str) -> int:
     """Returns a size in bytes: "5GB" is 5 * 1000**3 bytes, "5GiB" 5 * 1024**3."""
@@ -111,7 +101,7 @@ def export(
             path.which,
             target,
             select=select or None,
-            cast=_DTYPES.get(dtype, dtype) if dtype else None,
+            cast=dtype,
             rename=rename,
             layout=layout,
             item=item,

@@ -18,9 +18,9 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._pytree.matching import cast_name
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.plain_containers import nest
+from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -299,7 +299,7 @@ def _maker(
         config.set_model_mesh(mesh)  # EasyDeL models compute on their config's mesh
     arguments = {} if recipe is None else recipe.decoded_arguments()
     if dtype is not None:
-        arguments["param_dtype"] = DTYPES[str(cast_name(dtype))]
+        arguments["param_dtype"] = DTYPES[str(checked_cast("cast=", dtype))]
     taken = {name: arguments[name] for name in arguments if name in accepted}
     return lambda: model(config=config, **taken, **rngs())
 

@@ -16,9 +16,10 @@ from storesvc_client._api.run import Run
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
-    ModelRestoreKeywords,
+    Distributed,
     OnMismatch,
     SaveKeywords,
+    check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.graphs import GraphState
@@ -33,7 +34,13 @@ from storesvc_client.trees.nnx.restore_model import (
 )
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike
+
     from storesvc_client._save.handle import Save
+    from storesvc_client._values.durations import DurationLike
+    from storesvc_client._values.options import Rules
+    from storesvc_client._values.progress import ProgressCallback
     from storesvc_client._values.values import Checkpoint
 
 __all__ = ["restore_into", "save"]
@@ -73,6 +80,7 @@ def save(
             it.
         StoreError: See for ``Run.save``.
     """
+    check_keywords("save", options, SaveKeywords)
     _check(run, "save to")
     parts = _parts_of(run, model, optimizer)
     tree = {"graphstate": parts.graphstate, "graphother": parts.graphother}
@@ -90,13 +98,19 @@ def restore_into(
     optimizer: "nnx.Optimizer[Any] | None" = None,
     which: Which = "latest",
     *,
+    mesh: "Mesh | None" = None,
+    rules: "Rules | None" = None,
+    cast: "DTypeLike | None" = None,
     on_mismatch: OnMismatch = "raise",
-    **options: Unpack[ModelRestoreKeywords],
+    distributed: Distributed = ALL_PROCESSES,
+    deadline: "DurationLike" = DEFAULT_DEADLINE,
+    progress: "ProgressCallback | None" = None,
 ) -> "Checkpoint":
     """Restores a checkpoint into a module and its optimizer, and returns it.
 
-    Each leaf is placed as the one that it replaces; until then, both are in memory,
-    unless the module is abstract. Nothing is changed unless everything is restored.
+    Each leaf is placed as the one that it replaces, unless there are ``rules``; until
+    then, both are in memory, unless the module is abstract. Nothing is changed unless
+    everything is restored.
 
     >>> start = restore_into(run, model, optimizer).step + 1
 
@@ -105,11 +119,16 @@ def restore_into(
         model: The module; also an abstract one, of ``nnx.eval_shape``.
         optimizer: Its optimizer; None restores the module alone.
         which: A step, "latest", or a tag.
+        mesh: As for ``Run.restore``.
+        rules: As for ``Run.restore``.
+        cast: A floating-point dtype for the parameters, and for the moments that the
+            optimizer keeps of them; the module's arrays get it. None: the saved dtypes.
         on_mismatch: What to do if the structure or the optimizer differs from the saved
             one: "raise" a ``MismatchError``, or "log" a warning. The leaves must fit in
             any case.
-        **options: ``distributed``, ``deadline`` and ``progress``, as for
-            ``Run.restore``.
+        distributed: As for ``Run.restore``.
+        deadline: As for ``Run.restore``.
+        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -119,16 +138,19 @@ def restore_into(
     """
     _check(run, "restore of")
     parts = _parts_of(run, model, optimizer)
-    reading: Any = dict(options)
-    distributed = reading.pop("distributed", ALL_PROCESSES)
-    deadline = reading.get("deadline", DEFAULT_DEADLINE)
     opened = run.open(which, distributed=distributed, deadline=deadline)
+    wanted = Options(
+        mesh=mesh,
+        rules=rules,
+        cast=cast,
+        on_mismatch=on_mismatch,
+        opt_state="skip" if optimizer is None else "restore",
+        reading={"deadline": deadline, "progress": progress},
+    )
     if optimizer is None:
-        wanted = Options(opt_state="skip", on_mismatch=on_mismatch, reading=reading)
         request = Request(model=parts, options=wanted)
         nnx.update(model, nnx.state(rebuild_module(opened, request)))
         return opened.info
-    wanted = Options(on_mismatch=on_mismatch, reading=reading)
     request = Request(model=parts, tx=optimizer.tx, options=wanted)
     state = rebuild_state(opened, request, _Parts)
     nnx.update(model, state.graphstate, state.graphother)

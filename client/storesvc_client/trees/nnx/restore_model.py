@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
@@ -130,7 +131,7 @@ class Plan:
             "like": self.like,
             "mesh": self.options.mesh,
             "rules": self.options.rules,
-            "cast": self.options.cast,
+            "cast": None if self.options.cast is None else LIKE,
             "missing": "error",
         }
 

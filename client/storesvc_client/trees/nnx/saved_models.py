@@ -32,6 +32,7 @@ from storesvc_client._values.options import (
     ReadKeywords,
     Rehearse,
     SaveKeywords,
+    check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx.model_parts import split_module
@@ -96,6 +97,7 @@ def save_state(
         MismatchError: With ``rehearse="strict"``: the state could not be restored.
         StoreError: See for ``Run.save``.
     """
+    check_keywords("save_state", options, SaveKeywords)
     _check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
     lacking = [part for part in parts if not hasattr(state, part)]
@@ -139,6 +141,7 @@ def save_model(
         MismatchError: See for ``save_state``.
         StoreError: See for ``Run.save``.
     """
+    check_keywords("save_model", options, SaveKeywords)
     _check_run(run)
     try:
         graphdef, graphstate, graphother = split_module(model)
@@ -202,6 +205,7 @@ def restore_state(
 
     ``state_class.create`` builds the state; it is None if ``model`` is None.
     """
+    check_keywords("restore_state", options, ModelRestoreKeywords)
     _check_run(run)
     if model is None and state_class is not None:
         raise InvalidRequestError(
@@ -270,6 +274,7 @@ def restore_model(
             allowed, or contains values that are no data, such as closures; give
             ``model``.
     """
+    check_keywords("restore_model", options, ModelRestoreKeywords)
     _check_run(run)
     if model is not None and allow:
         raise InvalidRequestError(

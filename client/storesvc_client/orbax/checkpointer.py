@@ -12,8 +12,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc_client._save.handle import Save
-from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.checkpointables import (
     checkpointable_content,
     restored_checkpointable,
@@ -30,7 +29,7 @@ from storesvc_client.orbax.metadata import (
 from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
 from storesvc_client.orbax.sequence import StepSequence
-from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
+from storesvc_client.orbax.step_errors import ItemMissingError
 from storesvc_client.orbax.step_items import find_part, read_record, step_contents
 from storesvc_client.orbax.step_path import StepPath
 from storesvc_client.orbax.tree_restore import tree_structs
@@ -169,7 +168,8 @@ class Checkpointer:
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The committed checkpoints, the lowest step first."""
+        """The committed checkpoints and the one that is being saved, the lowest step
+        first."""
         return [
             CheckpointMetadata(
                 step=info.step,
@@ -429,13 +429,7 @@ class Checkpointer:
     def _open(
         self, step: "int | CheckpointMetadata | None"
     ) -> "tuple[OpenCheckpoint, StepRecord]":
-        wanted = self._steps.latest() if step is None else _number(step)
-        if wanted is None:
-            raise StepMissingError(f"{self._steps.run.name} has no steps")
-        try:
-            opened = self._steps.run.open(wanted, distributed=ALL_PROCESSES)
-        except NotFoundError as e:
-            raise self._steps.missing(wanted) from e
+        opened = self._steps.open(None if step is None else _number(step))
         return opened, read_record(opened)
 
     def _part(

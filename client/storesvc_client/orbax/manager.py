@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orbax.checkpoint as ocp
 
-from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.arguments import content_of, restored_part
 from storesvc_client.orbax.deprecated_items import arguments_of_items
 from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_handler
@@ -213,7 +212,7 @@ class CheckpointManager:
         directory: None = None,
         args: Any = None,
     ) -> Any:
-        """Returns the items of a step.
+        """Returns the items of a step; waits for its commit if it is being saved.
 
         Args:
             step: The step; None: the newest.
@@ -258,11 +257,12 @@ class CheckpointManager:
         return ocp.args.Composite(**restored)
 
     def latest_step(self) -> int | None:
-        """Returns the newest committed step; None if there is none."""
+        """Returns the highest step, which may be the one that is being saved; None if
+        there is none."""
         return self._steps.latest()
 
     def all_steps(self, read: bool = False) -> list[int]:  # noqa: FBT001, FBT002 - Orbax's
-        """Returns the committed steps, ascending.
+        """Returns the committed steps and the one that is being saved, ascending.
 
         Args:
             read: Whether to read them from the server.
@@ -375,13 +375,7 @@ class CheckpointManager:
         self._steps.close()
 
     def _open(self, step: int | None) -> "tuple[OpenCheckpoint, StepRecord]":
-        wanted = self.latest_step() if step is None else step
-        if wanted is None:
-            raise StepMissingError(f"{self._steps.run.name} has no steps")
-        try:
-            opened = self._steps.run.open(wanted, distributed=ALL_PROCESSES)
-        except NotFoundError as e:
-            raise self._steps.missing(wanted) from e
+        opened = self._steps.open(step)
         return opened, read_record(opened)
 
     def _arguments(

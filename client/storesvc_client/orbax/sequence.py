@@ -1,17 +1,19 @@
 """The steps of a run as a manager of Orbax sees them: decides, saves, keeps the list.
 
-One save is in the background at a time. The list of steps is read from the server when
-the manager is created, after each save, and by ``reload``; the calls between, such as
+One save is in the background at a time, and its step is listed, as in Orbax; what reads
+that step waits for its commit. The list of steps is read from the server when the
+manager is created, after each save, and by ``reload``; the calls between, such as
 ``should_save`` in every step of a loop, ask no server. An error of a save in the
 background is raised once, by the next call that waits for it or saves.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
@@ -21,6 +23,7 @@ from storesvc_client._api.run import Run
 from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._save.handle import Save
+from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client._values.policies import RetentionPolicy, rule_of
 from storesvc_client._values.policy_text import format_policy
 from storesvc_client._values.telemetry import StepLogger
@@ -35,6 +38,9 @@ from storesvc_client.orbax.metadata import set_root_metadata
 from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
 
+if TYPE_CHECKING:
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +50,7 @@ class StepInfo:
 
     step: int
     time: datetime
-    """Time of its commit."""
+    """Time of its commit; of its start while it is being saved."""
     metrics: Mapping[str, float] | None
     """Its metrics; None if it has none."""
 
@@ -96,6 +102,7 @@ class StepSequence:
         self._after_commit = after_commit
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
+        self._ending: int | None = None
         self._last: Save | None = None
         self._is_kept = self._keep is None
         self._committed: list[StepInfo] | None = None
@@ -153,31 +160,54 @@ class StepSequence:
         self._deleted = set(self._deleted_steps())
 
     def infos(self) -> list[StepInfo]:
-        """Returns the committed steps, ascending."""
+        """Returns the committed steps and the one that is being saved, ascending."""
         self._note_commit()
         if self._committed is None:
             try:
                 found = [StepInfo.of(each) for each in self.run.checkpoints()]
             except NotFoundError:
                 found = []
-            self._committed = sorted(found, key=lambda info: info.step)
-        return self._committed
+            self._committed = found
+        steps = {info.step: info for info in self._committed}
+        if self._pending is not None:
+            info, future = self._pending
+            if not future.done() or future.exception() is None:
+                steps.setdefault(info.step, info)
+        return [steps[step] for step in sorted(steps)]
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending."""
+        """Returns the committed steps and the one that is being saved, ascending."""
         return [info.step for info in self.infos()]
 
     def latest(self) -> int | None:
-        """Returns the newest committed step; None if there is none."""
+        """Returns the highest of ``steps``; None if there is none."""
         return max(self.steps(), default=None)
+
+    def open(self, step: int | None) -> "OpenCheckpoint":
+        """Opens a step; waits for its commit if it is being saved.
+
+        Args:
+            step: The step; None: the newest.
+
+        Raises:
+            StepMissingError: There is no such step.
+            StoreError: Its save failed, and its error was not raised yet.
+        """
+        if self._pending is not None and step in (None, self._pending[0].step):
+            self.wait()
+        wanted = self.latest() if step is None else step
+        if wanted is None:
+            raise StepMissingError(f"{self.run.name} has no steps")
+        try:
+            return self.run.open(wanted, distributed=ALL_PROCESSES)
+        except NotFoundError as e:
+            raise self.missing(wanted) from e
 
     def should_save(self, step: int) -> bool:
         """Returns whether Orbax's policy saves a step; never one that is not newer."""
         if self._is_read_only:
             return False
-        before = [*self.infos()]
-        if self._pending is not None:  # counts, as in Orbax
-            before.append(self._pending[0])
+        before = self.infos()
         if before and max(info.step for info in before) >= step:
             return False
         context = managers.DecisionContext(
@@ -217,7 +247,8 @@ class StepSequence:
         """
         self.wait()
         save = self.run.save(step, tree, **options)
-        info = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=None)
+        metrics = options.get("metrics") or None
+        info = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=metrics)
         job = job_of_process()
         key = ""
         if job is not None and self._keep is not None:
@@ -237,7 +268,7 @@ class StepSequence:
         Raises:
             StoreError: It failed, and its error was not raised yet.
         """
-        if self._pending is not None:
+        if self._pending is not None and threading.get_ident() != self._ending:
             future = self._pending[1]
             future.exception()  # waits; Ctrl-C leaves the save pending
             self._pending, self._committed = None, None
@@ -265,9 +296,12 @@ class StepSequence:
             return
         if step not in self.steps():
             raise self.missing(step)
+        if self._pending is not None and self._pending[0].step == step:
+            self.wait()
+        self.infos()  # reads the list, if it is not known, before the step is deleted
         if self.is_leader:
             self.run.delete(step)
-        self._committed = [info for info in self.infos() if info.step != step]
+        self._committed = [each for each in self._committed or () if each.step != step]
         self._deleted.add(step)
 
     def missing(self, step: int) -> StepMissingError:
@@ -292,6 +326,7 @@ class StepSequence:
 
     def _end(self, save: Save, key: str) -> None:
         """Ends a save in the background."""
+        self._ending = threading.get_ident()  # a callback does not wait for itself
         self._finish(save, key)
         if self._after_commit is not None:
             self._after_commit()

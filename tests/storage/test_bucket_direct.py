@@ -29,6 +29,7 @@ from storesvc_client._storage.bucket import HedgedCall, Responses
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.support.examples import sampled
+from tests.support.freed_calls import assert_calls_freed
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
 
@@ -329,19 +330,9 @@ def test_a_restore_reads_while_its_hold_is_created(
 def test_buffers_are_freed_at_once(direct: store.Client) -> None:
     """They must not wait for Python's garbage collector, which restores pause."""
     run = direct.run("tests/freed")
-    gc.collect()
-    gc.disable()
-    try:
+    with assert_calls_freed():
         run.save(0, {"x": drawn(3 * MIB), "y": drawn(3)}).result()
         run.restore(0)
-
-        # a thread that made a call may not have returned yet; a cycle stays for ever
-        deadline = time.monotonic() + 30
-        while any(isinstance(one, HedgedCall) for one in gc.get_objects()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        gc.enable()
 
 
 def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() -> None:

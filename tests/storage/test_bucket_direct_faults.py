@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.fake_gcs import (
     Status,
 )
 from tests.support.examples import sampled
+from tests.support.freed_calls import assert_calls_freed
 from tests.support.gcs_calls import BUCKET, GcsCalls
 from tests.support.sessions import send_through_server
 
@@ -269,6 +271,29 @@ def test_a_denied_read_is_reported(run: store.Run, gcs: FakeGcs) -> None:
         store.PreconditionError, match=r"denies this to our credentials"
     ):
         run.restore(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("GET .*pool", Status(403)),
+        ("GET .*pool", Status(404)),
+        ("PUT .*pool", Status(403)),
+    ],
+    ids=["denied read", "missing object", "denied write"],
+)
+def test_a_failed_call_frees_its_buffers_with_its_error(
+    target: str, fault: Status, run: store.Run, gcs: FakeGcs
+) -> None:
+    gcs.clear()
+    gcs.fault(target, fault, times=ALWAYS, after=3)
+    # not pytest.raises, which would keep the error
+    with assert_calls_freed(), suppress(store.StoreError):
+        if target.startswith("GET"):
+            run.restore(0)
+        else:
+            run.save(1, TREE, base=None).result()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from storesvc.format.chunks import (
     pack_placed,
 )
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
+from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.data_files import (
     BucketPool,
     FilePool,
@@ -113,6 +114,8 @@ class DirectWriter:
     def _end(self, workers: "Sequence[Future[None]]") -> None:
         """Waits for the worker threads, then ends the queue of tables."""
         errors = [e for worker in workers if (e := worker.exception()) is not None]
+        for error in errors[1:]:  # raised nowhere
+            clear_variables(error)
         self._placed.end(errors[0] if errors else None)
 
     def _work(self) -> None:

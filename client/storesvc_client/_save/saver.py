@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, asse
 from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.handle import PendingSave
 from storesvc_client._save.save_threads import SaveThreads
 from storesvc_client._session import Session
@@ -376,6 +377,7 @@ class RunSaver:
                 self._last_saved = plan, saved
         except BaseException as e:
             telemetry.save_failed(e, measured())
+            clear_variables(e)
             raise
         telemetry.saved(saved.report, saved.checkpoint, process=measured().process)
         return saved

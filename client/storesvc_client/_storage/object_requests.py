@@ -83,8 +83,10 @@ class ObjectCall:
         self._future.cancel()
 
     def _ended(self) -> None:
-        while self._callbacks:
-            self._callbacks.pop()(self)
+        # another thread may remove them at this moment
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
 
     def exception(self) -> BaseException | None:
         """Returns the error of a request that has ended."""

@@ -102,7 +102,7 @@ def restored_part(
             )
         given = _default_arguments(handler) if args is None else args
         used = _handler_of(place, given, handler)
-        return restore_files(opened, part, _reader(used, given))
+        return restore_files(opened, name, part, _reader(used, given))
     check_not_called(place, args, handler)
     match args:
         case None:

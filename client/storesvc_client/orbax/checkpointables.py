@@ -62,7 +62,7 @@ def restored_checkpointable(
         _run(target.load(epath.Path(folder)))
         return target
 
-    return restore_files(opened, part, read)
+    return restore_files(opened, name, part, read)
 
 
 class _CreatedPath:

@@ -284,6 +284,7 @@ class Checkpointer:
         place = f"save of {self._steps.run.name}@{step}"
         contents = step_contents(
             place,
+            step,
             {
                 name: checkpointable_content(value)
                 for name, value in checkpointables.items()

@@ -59,43 +59,29 @@ def pack_files(place: str, folder: Path) -> bytes:
     return packed.getvalue()
 
 
-def list_files(place: str, data: bytes) -> list[str]:
-    """Returns the names in an archive.
-
-    Raises:
-        DataLossError: It is no archive of ``pack_files``.
-    """
-    with _opened(place, data) as archive:
-        return [entry.filename for entry in _checked(place, archive)]
-
-
-def unpack_files(place: str, archives: Sequence[bytes], folder: Path) -> None:
-    """Writes the files of archives into an empty folder.
+def read_files(place: str, archives: Sequence[bytes]) -> dict[str, bytes]:
+    """Returns the contents of the files in archives, by name.
 
     Args:
         place: Name of the item, for messages.
         archives: The archive of each process that saved one.
-        folder: The folder.
 
     Raises:
-        DataLossError: One is no archive of ``pack_files``; nothing of it is written.
+        DataLossError: One is no archive of ``pack_files``.
         MismatchError: Two processes saved different files of one name.
     """
+    files: dict[str, bytes] = {}
     for data in archives:
         with _opened(place, data) as archive:
             for entry in _checked(place, archive):
-                target = folder / entry.filename
-                contents = _contents(place, archive, entry)
-                if target.exists():
-                    if target.read_bytes() != contents:
-                        raise MismatchError(
-                            f"{place}: expected each process to save other files, or "
-                            f"equal ones, got two at {entry.filename!r}; restore with "
-                            "as many processes as saved it"
-                        )
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(contents)
+                name, contents = entry.filename, _contents(place, archive, entry)
+                if files.setdefault(name, contents) != contents:
+                    raise MismatchError(
+                        f"{place}: expected each process to save other files, or "
+                        f"equal ones, got two at {name!r}; restore with as many "
+                        "processes as saved it"
+                    )
+    return files
 
 
 def _opened(place: str, data: bytes) -> zipfile.ZipFile:

@@ -185,6 +185,7 @@ class CheckpointManager:
         numbers = numbers_of(place, metrics, self._best)
         contents = step_contents(
             place,
+            step,
             {
                 name: content_of(
                     f"{place} item {name!r}", given, self._handler(name), self._ignored

@@ -18,7 +18,8 @@ class StepExistsError(AlreadyExistsError, FileExistsError, ValueError):
 
 
 class StepMissingError(NotFoundError, FileNotFoundError):
-    """There is no such step; Orbax raises a ``FileNotFoundError``."""
+    """There is no such step, or nothing at a path of it; Orbax raises a
+    ``FileNotFoundError``."""
 
 
 class ItemMissingError(NotFoundError, KeyError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from storesvc_client._values.item_values import PerProcess
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.orbax.handler_files import pack_files, unpack_files
+from storesvc_client.orbax.handler_files import pack_files, read_files
 from storesvc_client.orbax.step_record import (
     RECORD,
     Kind,
@@ -60,6 +60,7 @@ class StepContents:
 
 def step_contents(
     place: str,
+    step: int,
     contents: Mapping[str, Content],
     *,
     default: str,
@@ -71,6 +72,7 @@ def step_contents(
 
     Args:
         place: Name of the step, for messages.
+        step: Its number.
         contents: The items by the name that Orbax's callers use.
         default: Name of an item whose tree is stored at the root ...
         is_default: ... if it is the only one.
@@ -97,7 +99,7 @@ def step_contents(
             case JsonContent(value=value):
                 items[part.place] = value
             case FilesContent(write=write):
-                with _folder() as folder:
+                with _folder(step, name, part) as folder:
                     write(folder)
                     packed = pack_files(f"{place} item {name!r}", folder)
                 items[part.place] = PerProcess(packed)
@@ -129,7 +131,7 @@ def find_part(opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part |
 
 
 def restore_files(
-    opened: "OpenCheckpoint", part: Part, read: Callable[[Path], Any]
+    opened: "OpenCheckpoint", name: str, part: Part, read: Callable[[Path], Any]
 ) -> Any:
     """Returns what a function reads from a folder with the files of an item.
 
@@ -139,10 +141,13 @@ def restore_files(
     Raises:
         DataLossError: The stored files are damaged.
     """
-    place = f"{opened.name} item {part.place!r}"
-    archives = opened.items.per_process(part.place)
-    with _folder() as folder:
-        unpack_files(place, archives, folder)
+    place = f"{opened.name} item {name!r}"
+    files = read_files(place, opened.items.per_process(part.place))
+    with _folder(opened.info.step, name, part) as folder:
+        for file, contents in files.items():
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(contents)
         return read(folder)
 
 
@@ -165,6 +170,9 @@ def _check_filled(place: str, tree: Any) -> None:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="storesvc-orbax-") as name:
-        yield Path(name)
+def _folder(step: int, name: str, part: Part) -> Iterator[Path]:
+    """Creates a folder whose parent is named as the step: handlers read the name."""
+    with tempfile.TemporaryDirectory(prefix="storesvc-orbax-") as root:
+        folder = Path(root, str(step), name if name.isidentifier() else part.place)
+        folder.mkdir(parents=True)
+        yield folder

@@ -1,4 +1,4 @@
-"""Paths below ``manager.directory`` read as those of Orbax's managers."""
+"""Paths below ``manager.directory`` read as the paths of Orbax do."""
 
 import json
 from pathlib import Path

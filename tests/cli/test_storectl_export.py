@@ -53,11 +53,12 @@ def test_rules_come_from_a_file(address: str, tmp_path: Path) -> None:
     rules = [[r"params\.(.*)", r"\1", {"transpose": [1, 0]}]]
     (tmp_path / "rules.json").write_text(json.dumps(rules))
 
-    printed(
+    text = printed(
         *(address, "export", "prod/exported@7", f"npz:{tmp_path}/x.npz"),
         *("--rename", str(tmp_path / "rules.json"), "--drop-items"),
     )
 
+    assert ": 2 leaves, 1 renamed, 152 B" in text
     with np.load(tmp_path / "x.npz") as found:
         assert {"kernel": (4, 8), "n": (3,)} == {k: found[k].shape for k in found.files}
 

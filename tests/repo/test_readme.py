@@ -44,7 +44,7 @@ import pytest
 import storesvc_client as store
 from storesvc.access.permissions import ROLES, Permission
 from storesvc.identity.policy_document import parse as parse_policy_file
-from storesvc_client._export.renames import parse_rules
+from storesvc_client._export.renames import parse_table
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.bench.__main__ import OTHERS
@@ -270,7 +270,7 @@ def test_a_program_for_another_environment_uses_what_exists(block: Block) -> Non
 
 @each_block("json")
 def test_a_table_of_renames_of_a_document_is_valid(block: Block) -> None:
-    assert parse_rules(json.loads(block.text), str(block))
+    assert parse_table(json.loads(block.text), str(block)).rules
 
 
 @pytest.mark.slow

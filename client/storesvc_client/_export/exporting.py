@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from storesvc.format.items import item_of
-from storesvc_client._export.renames import RenameTable, read_rules
+from storesvc_client._export.renames import RenameTable, read_table
 from storesvc_client._export.report import ExportReport, Written
 from storesvc_client._export.source import ExportCall, Source
 from storesvc_client._export.target import open_target
@@ -77,7 +77,7 @@ def export_checkpoint(
         source=source,
         where=where,
         cast=checked_cast(f"export of {source.name}: cast=", options.cast),
-        rules=read_rules(options.rename),
+        table=read_table(options.rename),
         opened=partial(open_target, storage_options=options.storage_options),
         meter=meter,
     )
@@ -87,6 +87,7 @@ def export_checkpoint(
         target=f"{kind}:{where}",
         files=written.files,
         leaf_count=len(source.rows),
+        renamed_count=written.renamed_count,
         size_bytes=written.size_bytes,
         linked_bytes=written.linked_bytes,
         copied_bytes=written.copied_bytes,

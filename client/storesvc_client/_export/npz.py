@@ -47,7 +47,7 @@ def write_npz(call: ExportCall) -> Written:
     tensors = plan_tensors(
         source,
         cast=call.cast,
-        rules=call.rules,
+        table=call.table,
         separator="/",
         dtypes=HELD,
         target="npz",
@@ -62,7 +62,8 @@ def write_npz(call: ExportCall) -> Written:
     meter.total_bytes = sum(tensor.size_bytes for tensor in tensors)
     with target.create(name) as file:
         _write(source, file, tensors, meter)
-    return Written(files=(name,), size_bytes=meter.total_bytes)
+    renamed = sum(tensor.is_renamed for tensor in tensors)
+    return Written(files=(name,), size_bytes=meter.total_bytes, renamed_count=renamed)
 
 
 def _check_member(source: Source, tensor: Tensor) -> None:

@@ -11,6 +11,8 @@ class Written:
     """Paths relative to the target."""
     size_bytes: int
     """Bytes of the elements, as exported."""
+    renamed_count: int = 0
+    """Number of leaves that a rule of ``rename=`` named."""
     linked_bytes: int = 0
     """Bytes of the data files that are hard links."""
     copied_bytes: int = 0
@@ -29,6 +31,8 @@ class ExportReport:
     """Files written, relative to the target."""
     leaf_count: int
     """Number of exported leaves."""
+    renamed_count: int
+    """Number of leaves that a rule of ``rename=`` named."""
     size_bytes: int
     """Bytes of their elements, as exported."""
     linked_bytes: int

@@ -77,7 +77,7 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
     tensors = plan_tensors(
         source,
         cast=call.cast,
-        rules=call.rules,
+        table=call.table,
         separator=".",
         dtypes=DTYPE_NAMES,
         target="safetensors",
@@ -100,7 +100,8 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
         _write_all(source, target, shards, meter)
     files = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
     size = sum(tensor.size_bytes for tensor in tensors)
-    return Written(files=tuple(files), size_bytes=size)
+    renamed = sum(tensor.is_renamed for tensor in tensors)
+    return Written(files=tuple(files), size_bytes=size, renamed_count=renamed)
 
 
 def _target(url: str, opened: OpenTarget) -> tuple[Target, str]:

@@ -1,9 +1,9 @@
 """An export as values: the checkpoint, the place, and what is done to the leaves."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from storesvc.format.items import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
 from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._export.renames import Rule
+from storesvc_client._export.renames import Renames
 from storesvc_client._export.target import OpenTarget
 from storesvc_client._values.containers import Container
 from storesvc_client._values.progress import Meter
@@ -55,6 +55,7 @@ class Source:
     """Rows of the selected leaves, ascending."""
     is_whole: bool
     """True if all leaves are selected; items are exported with them."""
+    items: Mapping[str, Any]
     containers: Sequence[Container]
     """The selected containers that no leaf shows."""
     read: ReadRegions
@@ -113,8 +114,7 @@ class ExportCall:
     """URL or path of the target, without the name of the format."""
     cast: str | None
     """Name of the dtype that floating-point arrays are cast to; None for no cast."""
-    rules: Sequence[Rule]
-    """Renames."""
+    table: Renames
     opened: OpenTarget
     """Opens the target."""
     meter: Meter

@@ -313,7 +313,8 @@ class OpenCheckpoint(OpenTree):
                 are exported with all leaves only.
             progress: Called with the progress.
             **options: ``cast``, a floating-point dtype for floating-point arrays;
-                ``rename``, rules or a JSON file of rules, for safetensors and npz;
+                ``rename``, rules, a JSON file of rules or the name of a table, for
+                safetensors and npz;
                 ``max_shard_bytes``, maximum bytes of a safetensors file, 5 GB by
                 default; ``layout``, "v0" or "v1", and ``item``, name of the item of the
                 tree, for Orbax; ``drop_items``, leaves out items that the format cannot
@@ -321,9 +322,9 @@ class OpenCheckpoint(OpenTree):
 
         Raises:
             InvalidRequestError: An argument is of another type, or belongs to another
-                format; or a cast exceeds the range of its dtype.
+                format; a rule fits no leaf; or a cast exceeds the range of its dtype.
             PreconditionError: The format would lose a leaf or an item, two leaves have
-                one name, or the target exists.
+                one name, a table of a model does not name all, or the target exists.
             NotFoundError: No leaf matches ``select``.
             DataLossError: Stored bytes are damaged.
             LimitError: The target is full.
@@ -350,6 +351,7 @@ class OpenCheckpoint(OpenTree):
             tree=self._manifest.tree,
             rows=self._rows(select),
             is_whole=select is None,
+            items=self.items,
             containers=self._containers(select),
             read=self._read,
             places=self._manifest.places,

@@ -120,6 +120,8 @@ def _text(report: "ExportReport") -> str:
         f"{report.target}: {count_text(report.leaf_count, 'leaf')}",
         size_text(report.size_bytes),
     ]
+    if report.renamed_count:
+        parts.insert(1, f"{report.renamed_count} renamed")
     if report.linked_bytes:
         parts.append(f"{size_text(report.linked_bytes)} of data files linked")
     if report.copied_bytes:

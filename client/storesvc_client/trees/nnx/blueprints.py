@@ -44,6 +44,8 @@ from storesvc_client.trees.nnx.graphs import (
     refine_graphs,
 )
 from storesvc_client.trees.nnx.model_parts import (
+    Parts,
+    drop_caches,
     is_module,
     mesh_of,
     partition_rules_of,
@@ -59,8 +61,6 @@ __all__ = [
     "stand_in",
     "stored_blueprint",
 ]
-
-Parts: TypeAlias = tuple["nnx.GraphDef[Any]", GraphState, GraphState]
 
 PARTS: Final = ("graphstate", "graphother")
 """Parts of a state that hold Variables."""
@@ -180,7 +180,7 @@ def _first_line(error: Exception) -> str:
 
 def _parts(module: Any) -> Parts:
     try:
-        return split_module(module)
+        return drop_caches(split_module(module))
     except TypeError as e:
         raise InvalidRequestError(
             f"expected model= a module class, a factory, a module or a state: {e}"

@@ -23,7 +23,7 @@ from storesvc_client._values.options import (
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.graphs import GraphState
-from storesvc_client.trees.nnx.model_parts import split_module
+from storesvc_client.trees.nnx.model_parts import drop_caches, split_module
 from storesvc_client.trees.nnx.optimizers import abstract_opt_state
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
@@ -168,7 +168,7 @@ def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
     """
     if optimizer is None:
         try:
-            graphdef, graphstate, graphother = split_module(model)
+            graphdef, graphstate, graphother = drop_caches(split_module(model))
         except TypeError as e:
             raise InvalidRequestError(f"{run.name}: {e}") from e
         return _Parts(
@@ -187,7 +187,7 @@ def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
             f"{run.name}: expected an nnx.Module, got {type(model).__name__}"
         )
     graphdef, *states = nnx.split(model, optimizer.wrt, ...)
-    graphstate, graphother = states
+    graphdef, graphstate, graphother = drop_caches((graphdef, states[0], states[1]))
     return _Parts(
         step=jax.tree.leaves(optimizer.step)[0],
         graphdef=graphdef,

@@ -8,25 +8,43 @@ handles both. Nothing here imports EasyDeL.
 ['bias', 'kernel']
 """
 
+import dataclasses
 import inspect
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from functools import lru_cache
+from typing import Any, Final, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from storesvc_client._pytree.partition_rules import Rules
-from storesvc_client.trees.nnx.graphs import GraphState
+from storesvc_client._pytree.paths import GraphPath, nest_leaves
+from storesvc_client.trees.nnx.graphs import (
+    GraphState,
+    Identity,
+    graph_leaves,
+    graph_paths,
+)
+from storesvc_client.trees.structure.contents import is_cached
+from storesvc_client.trees.structure.skeleton import NODES, skeleton_of
 
 __all__ = [
     "HasGraph",
+    "Parts",
+    "drop_caches",
     "has_setting",
     "is_module",
     "may_have_placement",
     "mesh_of",
     "partition_rules_of",
+    "replace_fields",
     "setting_of",
     "split_module",
 ]
+
+
+Parts: TypeAlias = tuple["nnx.GraphDef[Any]", GraphState, GraphState]
+"""Structure of a module, its parameters, and its other Variables."""
 
 
 @runtime_checkable
@@ -80,6 +98,59 @@ def split_module(
     else:
         raise _no_module(model)
     return parts
+
+
+def drop_caches(parts: Parts) -> Parts:
+    """Returns the parts of a model without the caches that its classes compute again.
+
+    A cache is an array or an ``nnx.Cache`` that a ``functools.cached_property`` set at
+    its first use, such as the rotary table that an EasyDeL model keeps of a call
+    outside of jit. A value that was assigned, a parameter, or a layer is none.
+    """
+    graphdef, graphstate, graphother = parts
+    bare, caches = _without_caches(Identity(graphdef))
+    others = graph_leaves(graphother) if caches else {}
+    if not caches or not caches <= others.keys():  # or an optimizer updates it
+        return parts
+    kept = {path: leaf for path, leaf in others.items() if path not in caches}
+    return bare, graphstate, nnx.State(nest_leaves(kept))
+
+
+@lru_cache(maxsize=8)
+def _without_caches(
+    key: Identity,
+) -> tuple["nnx.GraphDef[Any]", frozenset[GraphPath]]:
+    """Returns a structure without its caches, and their paths."""
+    graphdef = key.graphdef
+    names = {name for name, _ in graphdef.attributes}
+    classes = {getattr(node, "type", object) for node in graphdef.nodes}
+    if all(names.isdisjoint(_cached_names(cls)) for cls in classes):
+        return graphdef, frozenset()
+    module, _ = skeleton_of(graphdef)
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+    for node in nodes:
+        own = vars(node)
+        # flax lists an attribute that is assigned; a property sets its own past flax
+        for name in _cached_names(type(node)) - own.get(NODES, {}).keys():
+            if isinstance(own.get(name), nnx.Cache | np.ndarray):
+                del own[name]
+    bare = nnx.graphdef(module)
+    return bare, graph_paths(graphdef) - graph_paths(bare)
+
+
+def replace_fields(state: Any, **fields: Any) -> Any:
+    """Returns a copy of a state, of any class, with other values in some fields."""
+    for name in ("replace", "_replace"):  # of flax and EasyDeL; of a NamedTuple
+        if callable(change := getattr(state, name, None)):
+            return change(**fields)
+    return dataclasses.replace(state, **fields)
+
+
+@lru_cache(maxsize=256)
+def _cached_names(cls: type[Any]) -> frozenset[str]:
+    """Returns the names of a class's cached properties."""
+    names = {name for base in cls.__mro__ for name in vars(base)}
+    return frozenset(name for name in names if is_cached(cls, name))
 
 
 def _is_graph(model: Any) -> bool:

@@ -35,7 +35,11 @@ from storesvc_client._values.options import (
     check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
-from storesvc_client.trees.nnx.model_parts import split_module
+from storesvc_client.trees.nnx.model_parts import (
+    drop_caches,
+    replace_fields,
+    split_module,
+)
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.rehearsal import Rehearser
 from storesvc_client.trees.nnx.restore_model import (
@@ -107,9 +111,10 @@ def save_state(
             f"{type(state).__name__} without {', '.join(lacking) or 'values'}; save "
             "a module with save_model, any other tree with run.save"
         )
-    recipe = Recipe.of(
-        state.graphdef, state.graphstate, state.graphother, state.opt_state
-    )
+    model = drop_caches((state.graphdef, state.graphstate, state.graphother))
+    if model[0] is not state.graphdef:
+        state = replace_fields(state, graphdef=model[0], graphother=model[2])
+    recipe = Recipe.of(*model, state.opt_state)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
     step = _step_of(run, state.step)
     return _begun(run, step, state, recipe, rehearser, options)
@@ -144,7 +149,7 @@ def save_model(
     check_keywords("save_model", options, SaveKeywords)
     _check_run(run)
     try:
-        graphdef, graphstate, graphother = split_module(model)
+        graphdef, graphstate, graphother = drop_caches(split_module(model))
     except TypeError as e:
         raise InvalidRequestError(f"save to {run.name}: {e}") from e
     parts = SimpleNamespace(

@@ -29,8 +29,27 @@ MAX_CHUNK_BYTES: Final = 16 << 20
 MAX_RANK: Final = 32
 """Maximum dimensions of a leaf; TensorStore's limit."""
 
+MAX_ELEMENTS: Final = 2**58
+"""Maximum elements of a leaf, with each size of 0 counted as 1. Of any dtype they are
+at most 2^62 bytes, so no sum overflows an int64, and neither do the sizes that
+libraries of arrays multiply, also of an array without elements."""
+
+_MAX_TRIES: Final = 1 << 16
+
 Region: TypeAlias = tuple[tuple[int, int], ...]
 """``(start, stop)`` for each dimension."""
+
+
+def shape_problem(shape: Sequence[int]) -> str | None:
+    """Returns why no leaf may have a shape; None if one may."""
+    if len(shape) > MAX_RANK:
+        return f"expected at most {MAX_RANK} dimensions, got {len(shape)}"
+    if math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
+        return (
+            f"expected at most {MAX_ELEMENTS} elements, each size of 0 counted as 1, "
+            f"got the shape {tuple(shape)}"
+        )
+    return None
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -163,8 +182,9 @@ def least_bytes(shape: Sequence[int], chunk: Sequence[int], dim: int) -> int:
 
 def _parts(n: int, wanted: int) -> int:
     """The number of parts, from `wanted` to n, into which to divide n: one that divides
-    n evenly, if it is at most twice `wanted`."""
+    n evenly, if one is at most twice `wanted` and is found soon."""
     if wanted >= n:
         return n
-    even = (k for k in range(wanted, min(2 * wanted, n) + 1) if n % k == 0)
+    most = min(2 * wanted, n, wanted + _MAX_TRIES)
+    even = (k for k in range(wanted, most + 1) if n % k == 0)
     return next(even, wanted)

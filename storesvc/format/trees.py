@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from storesvc.format import zarr
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import MAX_RANK, Grid
+from storesvc.format.grids import Grid, shape_problem
 from storesvc.format.items import (
     ENCODED_KINDS,
     MAX_ENCODED_BYTES,
@@ -42,9 +42,6 @@ MAX_CHUNK_BYTES: Final = 64 << 20
 
 MAX_STRUCTURE_BYTES: Final = 16 << 20
 """Maximum bytes of the client's document about a tree."""
-
-MAX_LEAF_BYTES: Final = 2**62
-"""Maximum bytes of a leaf; keeps all sums in int64."""
 
 PRNG_IMPLS: Final = MappingProxyType({"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4})
 """PRNG implementations of jax, and the words (uint32) of their keys."""
@@ -395,12 +392,10 @@ def _fits_key(leaf: Leaf) -> bool:
 def _form_problem(leaf: Leaf) -> str | None:
     if leaf.kind not in pb.LeafKind.values() or not leaf.kind:
         return f"expected a known kind, got {leaf.kind}"
-    if len(leaf.shape) > MAX_RANK:
-        return f"expected at most {MAX_RANK} dimensions, got {len(leaf.shape)}"
+    if problem := shape_problem(leaf.shape):
+        return problem
     if any(n < 0 for n in leaf.shape) or any(n < 1 for n in leaf.chunk_shape):
         return f"shape {leaf.shape} or chunk shape {leaf.chunk_shape} is negative or 0"
-    if leaf.grid.leaf_bytes > MAX_LEAF_BYTES:
-        return f"shape {leaf.shape} exceeds 2^62 bytes"
     if leaf.grid.chunk_bytes > MAX_CHUNK_BYTES:
         return (
             f"expected chunks of at most {MAX_CHUNK_BYTES} bytes, "

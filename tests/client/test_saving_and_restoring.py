@@ -342,6 +342,23 @@ def test_an_error_is_raised_once(run: store.Run) -> None:
     assert 2 == run.save(2, {"x": 1}).result().step
 
 
+def test_arrays_without_elements_have_sizes_of_any_magnitude(
+    run: store.Run, tmp_path: Path
+) -> None:
+    shapes = [(2**57 - 1, 0), (2**29, 0, 2**29), (0, 2**58)]
+    tree = {str(shape): np.zeros(shape, np.int8) for shape in shapes}
+    run.save(1, tree).result()
+
+    for back in (run.restore(1), run.restore(1, cast="float32")):
+        assert shapes == [back[key].shape for key in tree]
+    opened = run.open(1)
+    assert 0 == sum(opened.statistics(key).count for key in tree)
+    assert opened.pictures.chunks(str(shapes[1])).svg
+    assert not run.verify(1).damages
+    for form in ("safetensors", "npz", "orbax"):
+        assert 3 == run.export(1, f"{form}:{tmp_path}/{form}.npz").leaf_count
+
+
 @pytest.mark.parametrize(
     ("leaf", "match"),
     [
@@ -353,6 +370,9 @@ def test_an_error_is_raised_once(run: store.Run) -> None:
         (object(), "got object"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "ShapeDtypeStruct"),
         (np.zeros((1,) * 33), "32 dimensions, got 33"),
+        (np.zeros((2**61, 0, 1), np.int8), "each size of 0 counted as 1, got the sh"),
+        (np.zeros((2**63 - 1, 0), np.int8), "each size of 0 counted as 1, got the s"),
+        (np.zeros((2**31, 0, 2**31), np.int8), "each size of 0 counted as 1, got th"),
         (np.ma.masked_array([1, 2], [True, False]), "array of int64"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

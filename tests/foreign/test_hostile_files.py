@@ -88,6 +88,9 @@ SAFETENSORS: dict[str, Writer] = {
     "past the end": header({"a": tensor(shape=[4], data_offsets=[0, 16])}),
     "bytes after the last": header({"a": tensor()}, bytes(9)),
     "shape of 2^62": header({"a": tensor(shape=[2**62, 2**62])}),
+    "shape of 2^61 by 0": header(
+        {"a": tensor(shape=[2**61, 0, 1], data_offsets=[0, 0])}, b""
+    ),
     "negative shape": header({"a": tensor(shape=[-2])}),
     "shape of floats": header({"a": tensor(shape=[2.0])}),
     "shape of booleans": header({"a": tensor(shape=[True, 2])}),
@@ -230,6 +233,7 @@ EFORMER: dict[str, Writer] = {
     "other shape": lambda folder: write_eformer(folder, [entry(shape=[3])]),
     "other dtype": lambda folder: write_eformer(folder, [entry(dtype="int32")]),
     "shape of 2^61": array(shape=[2**61], chunks=[2**40]),
+    "shape of 2^61 by 0": array(shape=[2**61, 0], chunks=[2**9, 1]),
     "chunk of 64 GiB": array(shape=[2**40], chunks=[2**34]),
     "chunk larger than its file": array(shape=[2**30], chunks=[2**20]),
     "negative shape": array(shape=[-1]),

@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from storesvc.format.trees import SavedSharding
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Partitioner, shardings_by_rules
+from storesvc_client._pytree.placement import saved_placement
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.resharding import (
     follow_parameters,
@@ -74,6 +76,13 @@ def test_recorded_shardings_apply_on_a_mesh_of_another_shape(
     assert (other, P("b")) == (back["x"].sharding.mesh, back["x"].sharding.spec)
     assert P() == back["y"].sharding.spec
     assert "x: the mesh has no axis ['a']" in caplog.text
+
+
+def test_a_saved_mesh_whose_size_overflows_an_integer_is_another_mesh() -> None:
+    sizes = (jax.device_count(), 2**61 + 1)  # 2^64 + 8 devices
+    saved = SavedSharding(axis_names=("a", "b"), axis_sizes=sizes, spec=())
+
+    assert saved_placement(saved, "float32") is None
 
 
 def test_a_leaf_that_no_rule_matches_is_named(run: store.Run, mesh: Mesh) -> None:

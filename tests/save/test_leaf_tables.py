@@ -111,6 +111,16 @@ def set_to(column: str, row: int, value: object) -> Callable[[pb.LeafTable], Non
     return change
 
 
+def in_order(
+    *changes: Callable[[pb.LeafTable], None],
+) -> Callable[[pb.LeafTable], None]:
+    def change(changed: pb.LeafTable) -> None:
+        for each in changes:
+            each(changed)
+
+    return change
+
+
 def longer(column: str, value: object) -> Callable[[pb.LeafTable], None]:
     return lambda changed: getattr(changed, column).append(value)
 
@@ -130,7 +140,11 @@ BROKEN = {
     "shapes are short": (set_to("rank", 0, 3), "expected 4 entries each"),
     "a size is negative": (set_to("shape", 0, -1), "negative or 0"),
     "a chunk is empty": (set_to("chunk_shape", 0, 0), "negative or 0"),
-    "a leaf is too large": (set_to("shape", 0, 2**62), r"2\^62 bytes"),
+    "a leaf is too large": (set_to("shape", 0, 2**62), "at most 2882303761517117"),
+    "a leaf without elements is": (
+        in_order(set_to("shape", 0, 2**61), set_to("shape", 1, 0)),
+        "each size of 0 counted as 1",
+    ),
     "a chunk is too large": (set_to("chunk_shape", 0, 2**40), "chunks of at most"),
     "no such sharding": (set_to("sharding", 0, 1), "column sharding: index 1"),
     "a PRNG without keys": (set_to("prng_impl", 0, 1), "and for nothing else"),

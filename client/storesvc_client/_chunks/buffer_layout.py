@@ -174,11 +174,13 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
 
 def _covering(grid: Grid, region: Region) -> I64:
     """Returns the chunks that overlap a region, ascending."""
+    if any(start >= stop for start, stop in region):
+        return np.empty(0, np.int64)  # however many chunks the other dimensions have
     chunks = np.zeros(1, np.int64)
     for (start, stop), c, count in zip(
         region, grid.chunk_shape, grid.counts, strict=True
     ):
-        along = np.arange(start // c, -(-stop // c) if start < stop else start // c)
+        along = np.arange(start // c, -(-stop // c))
         chunks = np.add.outer(chunks * count, along).reshape(-1)
     return chunks
 

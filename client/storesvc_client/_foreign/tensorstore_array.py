@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import MAX_RANK, Region
-from storesvc.format.trees import MAX_LEAF_BYTES
+from storesvc.format.grids import Region, shape_problem
 from storesvc.storage.location import CONCURRENCY, RETRIES
 from storesvc_client._foreign.blosc_chunks import BloscChunks, is_blosc
 from storesvc_client._foreign.foreign_step import Reading
@@ -107,18 +106,15 @@ class TensorStoreArray:
                 f"{row}: expected the dtype of an array of numbers, got {self.dtype}; "
                 "leave it out with select="
             )
-        if len(self.shape) > MAX_RANK:
-            raise PreconditionError(
-                f"{row}: expected at most {MAX_RANK} dimensions, got {len(self.shape)}"
-            )
+        if problem := shape_problem(self.shape):
+            raise PreconditionError(f"{row}: {problem}; leave it out with select=")
         itemsize = DTYPES[self.dtype].itemsize
-        leaf_bytes = math.prod(self.shape) * itemsize
         self._chunk_bytes = math.prod(chunk) * itemsize
-        if leaf_bytes > MAX_LEAF_BYTES or self._chunk_bytes > MAX_CHUNK_BYTES:
+        if self._chunk_bytes > MAX_CHUNK_BYTES:
             raise PreconditionError(
-                f"{row}: expected at most {MAX_LEAF_BYTES} bytes in chunks of at most "
-                f"{MAX_CHUNK_BYTES}, got {self.shape} {self.dtype} in chunks of "
-                f"{chunk}; write it again in smaller chunks"
+                f"{row}: expected chunks of at most {MAX_CHUNK_BYTES} bytes, got "
+                f"{self.shape} {self.dtype} in chunks of {chunk}; write it again in "
+                "smaller chunks"
             )
         codec = store.codec
         self._blosc: BloscChunks | None = None

@@ -16,7 +16,13 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.grids import MAX_CHUNK_BYTES, Grid, Region, least_bytes
+from storesvc.format.grids import (
+    MAX_CHUNK_BYTES,
+    Grid,
+    Region,
+    choose_chunk_shape,
+    least_bytes,
+)
 
 Holders: TypeAlias = frozenset[int]
 """Processes that hold or need something."""
@@ -60,6 +66,8 @@ def shared_chunk_shape(
     Like ``choose_chunk_shape``, but every chunk consists of shards that one process
     holds; if these are small, so are the chunks.
     """
+    if 0 in shape:  # no chunk will be stored, and the sizes may be of any magnitude
+        return choose_chunk_shape(shape, itemsize, held.shard_shape)
     chunk = [max(1, n) for n in held.shard_shape]
     size = math.prod(chunk) * itemsize
     # 1. Too large: cut, leading dimension first. Shards are cut evenly, because a chunk
@@ -108,6 +116,8 @@ def _blocks(
 @lru_cache(maxsize=1024)
 def holders_of_chunks(grid: Grid, held: Held) -> tuple[Holders, ...]:
     """Returns the processes that hold each chunk of a leaf."""
+    if grid.count == 0:
+        return ()
     along = product(*_blocks(held, grid.chunk_shape, grid.shape))
     return tuple(held.of(block) for block in along)
 

@@ -24,7 +24,7 @@ from jax.tree_util import (
 )
 
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import MAX_RANK
+from storesvc.format.grids import shape_problem
 from storesvc.format.items import ENCODED_KINDS
 from storesvc.format.keys import (
     InvalidKeyError,
@@ -206,8 +206,9 @@ def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
 
 def _problem(value: Any, found: Signature | None) -> str | None:
     """Returns why a checkpoint cannot hold a leaf, or None if it can."""
-    if found is not None and found.kind in _HOST_KINDS and len(found.shape) <= MAX_RANK:
-        return None
+    too_large = None if found is None else shape_problem(found.shape)
+    if found is not None and found.kind in _HOST_KINDS:
+        return too_large
     if isinstance(value, jax.core.Tracer):
         return f"expected values, got {tracer_text(value)}: call save outside jit"
     if found is None:
@@ -219,8 +220,8 @@ def _problem(value: Any, found: Signature | None) -> str | None:
             "expected an array of a numeric dtype, a PRNG key, a Python number, text "
             f"or bytes, got {what}; store it elsewhere, or convert it"
         )
-    if len(found.shape) > MAX_RANK:
-        return f"expected at most {MAX_RANK} dimensions, got {len(found.shape)}"
+    if too_large is not None:
+        return too_large
     if isinstance(value, jax.ShapeDtypeStruct):
         return "expected values, got a ShapeDtypeStruct; save arrays"
     return _value_problem(value)

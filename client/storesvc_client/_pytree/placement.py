@@ -4,6 +4,7 @@ The placement follows partition rules on a mesh, the sharding of the leaf in ``l
 or the sharding that the checkpoint recorded. It never changes values.
 """
 
+import math
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
@@ -165,7 +166,7 @@ def saved_placement(saved: SavedSharding | None, dtype: str) -> Placement:
     if saved is None:
         return default_device()
     devices = jax.devices()
-    if int(np.prod(saved.axis_sizes)) != len(devices):
+    if math.prod(saved.axis_sizes) != len(devices):
         return None
     grid = np.array(devices).reshape(saved.axis_sizes)
     mesh = Mesh(grid, saved.axis_names)

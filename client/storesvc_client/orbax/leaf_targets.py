@@ -5,6 +5,7 @@ was saved; a restore of this library returns what was saved. So a leaf has two p
 here: what to ask the checkpoint for, and what to do with the value. Reads nothing.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -148,7 +149,7 @@ def _placement(saved: LeafInfo, sharding: Any) -> Any:
     found: Sharding | None = saved_placement(saved.sharding, saved.dtype)
     if found is None:
         assert saved.sharding is not None
-        count = int(np.prod(saved.sharding.axis_sizes))
+        count = math.prod(saved.sharding.axis_sizes)
         raise MismatchError(
             f"leaf {saved.key!r}: expected the {count} devices of its saved sharding, "
             f"got {jax.device_count()}; give a sharding in the target"

@@ -231,7 +231,9 @@ class LeafTable(google.protobuf.message.Message):
 
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The shapes of all leaves, concatenated. Not one entry per row."""
+        """The shapes of all leaves, concatenated; of each, the product of the sizes, 0 counted
+        as 1, is at most 2^58. Not one entry per row.
+        """
 
     @property
     def chunk_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from storesvc.format.dtypes import DTYPES as STORED_DTYPES
-from storesvc.format.grids import MAX_RANK
-from storesvc.format.trees import MAX_LEAF_BYTES
+from storesvc.format.grids import shape_problem
 from storesvc_client._foreign.bounded_json import integers, parse_object
 from storesvc_client.errors import DataLossError, PreconditionError
 
@@ -146,11 +145,8 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
         raise PreconditionError(
             f"{place}: the installed ml_dtypes has no {dtype}; install a newer one"
         )
-    if len(shape) > MAX_RANK or math.prod(shape) * bits > MAX_LEAF_BYTES * 8:
-        raise DataLossError(
-            f"{place}: expected at most {MAX_RANK} dimensions and 2^62 bytes, got "
-            f"{len(shape)} dimensions"
-        )
+    if problem := shape_problem(shape):
+        raise DataLossError(f"{place}: {problem}")
     # Elements smaller than a byte fill whole bytes together.
     if len(offsets) != 2 or math.prod(shape) * bits != (offsets[1] - offsets[0]) * 8:
         raise DataLossError(

@@ -47,16 +47,24 @@ $(EASYDEL_VENV)/.locked: requirements/easydel.lock
 
 # Recreated when the lock changes, so that no package stays that it no longer names.
 # pip runs from outside, because Debian's Python creates environments without it.
+$(VENV)/.locked $(EASYDEL_VENV)/.locked: SHELL := /bin/bash
+$(VENV)/.locked $(EASYDEL_VENV)/.locked: .SHELLFLAGS := -o pipefail -c
 $(VENV)/.locked $(EASYDEL_VENV)/.locked:
 	@test -n "$(PYTHON)" || { echo "storesvc needs Python 3.11 or newer: no" \
 	  "python3.11 and no such python3 is on the PATH." >&2; exit 1; }
-	@echo "Installing the pinned dependencies into $(@D): once, a few minutes."
+	@echo "Installing the pinned dependencies into $(@D): once, about 700 MB, two to" \
+	  "five minutes."
 	@$(PYTHON) -m venv --clear --without-pip $(@D)
-	@$(call pip,$(@D)) install --quiet --no-deps --require-hashes -r $<
+	@$(call pip,$(@D)) install --no-deps --require-hashes -r $< | awk \
+	  -v total="$$(grep -c == $<)" -v name="$(@D)" '{ line = "" } \
+	  /^(Collecting|Processing)/ && ++count % 20 == 0 { line = count " of " total " packages found" } \
+	  /^Installing/ { line = "all downloaded; installing them takes a minute" } \
+	  line { print "  " name ": " line; fflush() }'
 	@touch $@
 
 $(INSTALLED) $(EASYDEL_VENV)/.installed: %/.installed: %/.locked pyproject.toml
 	@$(call pip,$*) install --quiet --no-deps --no-build-isolation --editable .
+	@echo "  $*: installed"
 	@touch $@
 
 # --- Checking -----------------------------------------------------------------

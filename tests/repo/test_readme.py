@@ -70,6 +70,7 @@ REPORT = "/tmp/restore.json"
 """Report of a restore, which an example writes and a command reads."""
 TUTORIAL = DOCS / "tutorial.md"
 NEEDS = {
+    r"^(git clone|cd) ": "the address of the repository, and its checkout",
     r"^pip install": "a package index",
     r"^make ": "minutes: CI runs the targets that it needs",
     r"^storectl serve": "a server that runs until it is stopped; the tutorial has one",
@@ -354,13 +355,15 @@ def check_shell_line(line: str) -> None:
         case ["pip", "install", requirement]:
             extras = set(re.findall(r"\w+", requirement.partition("[")[2]))
             assert extras <= set(_extras()), requirement
+        case ["git", "clone", "REPOSITORY", folder] | ["cd", folder]:
+            assert "storesvc" == folder
         case ["make", *words]:
             targets = [word for word in words if "=" not in word]
             assert set(targets) <= set(_targets()), line
         case ["storectl", *words]:
             check_line(words)
         case words:
-            raise AssertionError(f"expected pip, make or storectl, got {words}")
+            raise AssertionError(f"expected git, cd, pip, make or storectl, got {words}")
 
 
 def _extras() -> list[str]:

@@ -34,7 +34,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class StoreError(Exception):

@@ -165,24 +165,47 @@ def test_a_run_that_does_not_exist_is_an_error_that_names_similar_ones(
 
 
 def test_a_run_without_a_checkpoint_begins_with_the_initial_state(
-    run: store.Run, caplog: pytest.LogCaptureFixture
+    run: store.Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.configure(labels={"team": "a"})
 
     run_steps(run, 5, create=False)
 
     assert [0, 4] == run.steps()
-    assert f"{run.name} has no checkpoint; training starts" in caplog.text
+    assert (
+        f"{run.name}: no checkpoint yet; starts from the initial state at step 0"
+        in (capsys.readouterr().err)
+    )
 
 
-def test_a_restore_is_logged(run: store.Run, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_program_that_resumes_says_so_though_it_sets_no_log_level(
+    run: store.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_steps(run, 5)
+    capsys.readouterr()
+
+    run_steps(run, 7)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{run.name}: resumed step 4 (")
+    assert line.endswith(" s); continues at step 5")
+
+
+@pytest.mark.parametrize("name", ["", "storesvc_client"], ids=["root", "own logger"])
+def test_a_program_that_sets_a_log_level_gets_records_only(
+    name: str,
+    run: store.Run,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.INFO, logger=name)
     run_steps(run, 5)
 
     run_steps(run, 7)
 
-    assert f"restored {run.name}@4; training continues at step 5" in caplog.text
+    assert f"{run.name}: resumed step 4 (" in caplog.text
     assert f"saved {run.name}@6" in caplog.text
+    assert "" == capsys.readouterr().err
 
 
 def sharded() -> NamedSharding:

@@ -149,3 +149,13 @@ def test_the_clients_public_names_are_those_it_shows() -> None:
 def test_private_names_are_no_attributes_of_the_client() -> None:
     with pytest.raises(AttributeError, match="no attribute 'grpc'"):
         _ = storesvc_client.grpc
+
+
+def test_loggers_have_no_private_name() -> None:
+    (client,) = map(Path, storesvc_client.__path__)
+    modules = [path.relative_to(client) for path in client.rglob("*.py")]
+    private = [path for path in modules if any(p.startswith("_") for p in path.parts)]
+
+    assert len(private) > 100
+    for path in private:
+        assert "getLogger(__name__)" not in (client / path).read_text(), path

@@ -363,7 +363,9 @@ def check_shell_line(line: str) -> None:
         case ["storectl", *words]:
             check_line(words)
         case words:
-            raise AssertionError(f"expected git, cd, pip, make or storectl, got {words}")
+            raise AssertionError(
+                f"expected git, cd, pip, make or storectl, got {words}"
+            )
 
 
 def _extras() -> list[str]:

@@ -15,7 +15,7 @@ from storesvc_client._job.decisions import Decision, Decisions
 from storesvc_client._values.options import IfBusy
 from storesvc_client._values.save_schedule import Schedule
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class DueSteps:

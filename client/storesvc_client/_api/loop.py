@@ -21,6 +21,7 @@ skipped, which is logged and counted; training is not delayed.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import (
@@ -49,6 +50,7 @@ from storesvc_client._values.options import (
 )
 from storesvc_client._values.policies import RetentionPolicy, rule_of
 from storesvc_client._values.stateful import has_state
+from storesvc_client._values.texts import size_text
 from storesvc_client._values.triggers import (
     OnFailure,
     checked_on_failure,
@@ -73,7 +75,7 @@ _DATA: Final = "data"
 _SHOWN: Final = 200
 """Maximum characters of an error in the outcome."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class Loop:
@@ -244,7 +246,6 @@ class Loop:
             without_values,
         )
 
-        name = self._run.name
         if init is None:
             raise self._no_state("None")
         try:
@@ -260,11 +261,7 @@ class Loop:
                     reason=e.reason,
                     metadata=e.metadata,
                 ) from None
-            _log.warning(
-                "%s has no checkpoint; training starts from the initial state at step "
-                "0",
-                name,
-            )
+            self._announce("no checkpoint yet; starts from the initial state at step 0")
             self._due.note_save()
             self._taken.note(0, self._decisions)
             state = init() if is_function(init) else init
@@ -287,7 +284,12 @@ class Loop:
         report = self.restored.report
         damaged = () if report is None else report.damaged
         self._taken.note(step + 1, self._decisions, damaged)
-        _log.info("restored %s@%d; training continues at step %d", name, step, step + 1)
+        read = (
+            ""
+            if report is None
+            else (f" ({size_text(report.returned_bytes)} in {report.seconds:.1f} s)")
+        )
+        self._announce(f"resumed step {step}{read}; continues at step {step + 1}")
         self._due.note_save()
         return state, step + 1
 
@@ -504,6 +506,14 @@ class Loop:
                 "loop of %s: received SIGTERM; saving and ending at step %d",
                 *(self._run.name, step),
             )
+
+    def _announce(self, event: str) -> None:
+        """Logs an event that a user waits to see at INFO; prints it once for the job if
+        the program has set no level, with which logging would drop it."""
+        _log.info("%s: %s", self._run.name, event)
+        levels = _log.level, logging.getLogger().level
+        if self._is_leader and levels == (logging.NOTSET, logging.WARNING):
+            print(f"{self._run.name}: {event}", file=sys.stderr)
 
     def _checked(self, step: SupportsIndex) -> int:
         place = f"loop of {self._run.name}: after"

@@ -18,7 +18,7 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class LoopPolicy:

@@ -19,7 +19,7 @@ POLL_SECONDS: Final = 0.1
 _NOT_OF_ARGUMENTS: Final = frozenset({"INVALID_CHUNK", "REQUEST_ID_REUSED"})
 """Reasons of invalid requests that a later save of the same tree need not have."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class LoopSaves:

@@ -28,7 +28,7 @@ DAMAGE_LABEL: Final = "damage"
 _SHOWN: Final = 3
 """Damaged checkpoints that an error describes."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class Termination(Protocol):

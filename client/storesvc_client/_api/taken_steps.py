@@ -13,7 +13,7 @@ from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client.errors import NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class TakenSteps:

@@ -26,7 +26,7 @@ from storesvc_client._values.progress import Meter
 AT_ONCE: Final = 64
 """Files that are copied at the same time; between them, the progress advances."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 def copy_within_bucket(

@@ -20,7 +20,7 @@ from storesvc_client.errors import InvalidRequestError, PeerFailedError, StoreEr
 _TURN_SECONDS: Final = 1.0
 """Seconds of one wait; a long wait is logged between two of them."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

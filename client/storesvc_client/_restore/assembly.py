@@ -51,7 +51,7 @@ _FEW_CHUNKS: Final = 16
 _SHOWN: Final = 4
 """Maximum data files listed in a message."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(slots=True, eq=False)

@@ -81,7 +81,7 @@ _UNWRITABLE: Final = frozenset(
 )
 """Error reasons of a storage that accepts no hold but can still be read."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class OpenCheckpoint(OpenTree):

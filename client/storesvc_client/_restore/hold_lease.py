@@ -30,7 +30,7 @@ _CALL_SECONDS: Final = 10.0
 _ENDING_REASONS: Final = frozenset({"HOLD_EXPIRED", "HOLD_NOT_FOUND"})
 """Error reasons after which no renewal can succeed."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class Lease:

@@ -63,7 +63,7 @@ for many processes at a time."""
 _SECOND_HAND: Final = "second hand"
 """Reason of a failure that only repeats another process's failure."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ MAX_MANIFEST_BYTES: Final = 2 << 30
 """Maximum size of a manifest: ten times that of 4 million chunks, the server's
 limit."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 def open_checkpoint(

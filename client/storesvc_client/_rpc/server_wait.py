@@ -24,7 +24,7 @@ POLL_SECONDS: Final = 0.25
 _IDLE_CHECKS: Final = 40
 """Checks without any call after which the thread ends; the next call starts another."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class Wait:

@@ -192,7 +192,7 @@ def _cause(e: Exception) -> str:
     return (isinstance(e, ssl.SSLError) and e.reason) or str(e)
 
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class RenewedChannel(grpc.Channel):

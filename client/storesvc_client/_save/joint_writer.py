@@ -57,7 +57,7 @@ jax does not expose the value in use."""
 
 _SHOWN: Final = 4
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class JointWriter(Writer):

@@ -53,7 +53,7 @@ _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
 that one is unavailable."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class RunSaver:

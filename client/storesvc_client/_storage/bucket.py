@@ -50,7 +50,7 @@ T = TypeVar("T")
 POLL_SECONDS: Final = 0.2
 """Interval at which a write checks whether it is still needed."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 _REASONS: Final = {
     CorruptDataError: "CORRUPT_DATA",

@@ -25,7 +25,7 @@ LEAST_LIFE_SECONDS: Final = 1.0
 PAUSE_SECONDS: Final = 5.0
 """Pause after a renewal that failed while the credential is still valid."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from storesvc_client._values.reports import RestoreReport, SaveReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class StepLogger(Protocol):

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from storesvc_client.errors import InvalidRequestError
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 _PLAIN: Final = (
     ocp.StandardCheckpointHandler,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 class CheckpointManager:

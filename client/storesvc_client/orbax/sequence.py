@@ -41,7 +41,7 @@ from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,7 @@ class Store:
                 clock=clock,
             ),
             recent_commits=RecentCommits(),
-            usage=UsageReader(catalog, RunReader(bucket, catalog)),
+            usage=UsageReader(bucket, catalog, RunReader(bucket, catalog)),
             tags=Tags(bucket, catalog, journal, clock=clock),
             holds=Holds(bucket, catalog, clock=clock),
             verifier=Verifier(bucket, catalog, clock=clock),

@@ -36,7 +36,7 @@ _OWNED: Final = re.compile(
     r"(?:manifests|files|uploads|staging|trees|pool)/([0-9a-f]{32})(?=[-./])"
 )
 
-_POOLED: Final = re.compile(r"data/[^/]+/[^/]+/pool/")
+_POOLED: Final = re.compile(r"data/[^/]+/[^/]+/pool/(?:([0-9a-f]{32})/)?")
 
 
 def is_pooled(path: str) -> bool:
@@ -45,6 +45,12 @@ def is_pooled(path: str) -> bool:
     Direct writers may write there; each object is written once, unconditionally.
     """
     return bool(_POOLED.match(path))
+
+
+def upload_of_data_file(path: str) -> str:
+    """Returns the upload that has written a data file; empty for other objects."""
+    found = _POOLED.match(path)
+    return (found and found[1]) or ""
 
 
 def run_record(name: RunName) -> str:

@@ -8,16 +8,22 @@ if two checkpoints use different parts of a file whose own checkpoint was purged
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.errors import CorruptDataError
-from storesvc.format.layout import RunPaths
+from storesvc.format.layout import RunPaths, upload_of_data_file
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import RunReader
 from storesvc.storage.bounded_gather import each
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+LEAST_BYTES: Final = 4096
+"""Bytes that the smallest object counts as: it takes a block of a disk, and its number
+is limited so, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +46,23 @@ class Usage:
     """Number of data files in use."""
 
 
+@dataclass(slots=True)
+class StoredBytes:
+    """The bytes that a namespace stores."""
+
+    total: int = 0
+    """Bytes of its objects; each counts as ``LEAST_BYTES`` at least."""
+    uploads: Counter[str] = field(default_factory=Counter)
+    """Bytes of the data files of each upload, by its id."""
+
+
 class UsageReader:
     """Computes the usage of the runs of a bucket."""
 
-    def __init__(self, catalog: Catalog, reader: RunReader) -> None:
+    def __init__(
+        self, bucket: TensorStoreBucket, catalog: Catalog, reader: RunReader
+    ) -> None:
+        self._bucket = bucket
         self._catalog = catalog
         self._reader = reader
 
@@ -77,17 +96,15 @@ class UsageReader:
             files=len(largest),
         )
 
-    async def own_bytes(self, namespace: str) -> int:
-        """Returns the bytes that the saves of a namespace added: cheaper than ``of``,
-        as it reads no file table. It is too low where a checkpoint shares the bytes of
-        one that was purged."""
-        runs = await self._catalog.run_names(namespace)
-
-        async def added(run: RunName) -> int:
-            slots = (await self._reader.slots(run)).values()
-            return sum(slot.own_bytes for slot, _ in slots if slot.state in CHECKPOINTS)
-
-        return sum(await each(added, runs))
+    async def stored(self, namespace: str) -> StoredBytes:
+        """Returns the bytes of everything that a namespace stores, by a list of its
+        objects: also of what no checkpoint uses and no collection has deleted yet."""
+        found = StoredBytes()
+        for path, size in (await self._bucket.sizes(f"data/{namespace}/")).items():
+            found.total += max(size, LEAST_BYTES)
+            if upload := upload_of_data_file(path):
+                found.uploads[upload] += size
+        return found
 
     async def _files(self, run: RunName, record: pb.CheckpointRecord) -> dict[str, int]:
         """Returns the bytes of a checkpoint's chunks in each data file."""

@@ -2,12 +2,19 @@
 
 Each call counts for the namespace of its run and for its principal; a scope without a
 rule is not limited. Every server counts its own calls, so several replicas permit as
-many times as much, except for stored bytes, which are read from the store.
+many times as much.
 
 A call above a rate waits for its turn, for a moment: a flood of calls becomes slow, and
 takes no more of the server than its rate. Beyond that, and above a count, calls are
-rejected, and may be repeated after the time in their error, as clients do. Stored bytes
-are checked before an upload begins and before it is committed.
+rejected, and may be repeated after the time in their error, as clients do.
+
+Stored bytes are the sum of three things, so that an old list of the objects hides
+nothing that this server has admitted since:
+
+1. All objects of the namespace, as they were listed a minute ago at most.
+2. What each upload in progress may still store: it reserves the size of its tree before
+   it begins, and more before it sends more.
+3. What uploads that have ended sent since the list.
 """
 
 import asyncio
@@ -22,7 +29,8 @@ from typing import Final, Literal, TypeAlias
 from storesvc.access.call import Call, principal_name
 from storesvc.access.policy import Namespace
 from storesvc.errors import QuotaExceededError
-from storesvc.format.names import RunName
+from storesvc.format.names import RunName, UploadName
+from storesvc.gc.usage import StoredBytes
 from storesvc.quota.limits import Bucket, QuotaRule, rule_of
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES
@@ -37,6 +45,9 @@ begins another one when it is restarted."""
 
 USAGE_SECONDS: Final = 60.0
 """Age up to which the stored bytes of a namespace are used."""
+
+RECENT_SECONDS: Final = 5.0
+"""Age up to which they are used to reject an upload."""
 
 TURN_SECONDS: Final = 2.0
 """Maximum wait of a call for its turn."""
@@ -73,6 +84,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class _Usage:
+    """The objects of a namespace, as they were listed."""
+
+    stored: StoredBytes
+    at: float
+
+
+@dataclass(slots=True)
+class _Upload:
+    """An upload that was begun and has not ended."""
+
+    last: float
+    """The time of its last call."""
+    slot: str = ""
+    """Its run and step, if it began here."""
+    reserved: int = 0
+    """Bytes that it may store."""
+    sent: int = 0
+    """Bytes that it has sent here since the objects were listed."""
+
+
+@dataclass(slots=True)
 class _Counted:
     """The calls of a scope."""
 
@@ -80,21 +113,37 @@ class _Counted:
     waiting: int = 0
     """Calls that wait for their turn."""
     running: Counter[Kind] = field(default_factory=Counter)
-    uploads: dict[str, float] = field(default_factory=dict)
-    """The time of the last call of each upload."""
+    uploads: dict[str, _Upload] = field(default_factory=dict)
+    usage: _Usage | None = None
+    """For a namespace, once its objects were listed."""
+    ended_bytes: int = 0
+    """Bytes that uploads which have ended sent since then."""
+    is_warned: bool = False
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.running.total() or self.uploads)
+        is_busy = self.waiting or self.running.total() or self.reading.locked()
+        return not (is_busy or self.uploads or self.ended_bytes)
 
+    def end(self, upload: str) -> None:
+        """Forgets an upload that has ended."""
+        if (found := self.uploads.pop(upload, None)) is not None:
+            self.ended_bytes += found.sent
 
-@dataclass(slots=True)
-class _Usage:
-    """The stored bytes of a namespace."""
+    def stored_bytes(self, usage: _Usage) -> int:
+        """Returns the bytes that are stored, and those that may be: see the top."""
+        return (
+            usage.stored.total
+            + self.ended_bytes
+            + sum(self.unlisted(name, usage) for name in self.uploads)
+        )
 
-    stored_bytes: int
-    at: float
-    is_warned: bool = False
+    def unlisted(self, upload: str, usage: _Usage) -> int:
+        """Returns the bytes of an upload that the list did not show, stored or not."""
+        found = self.uploads[upload]
+        listed = usage.stored.uploads[upload.rpartition("/")[2]]
+        return max(found.reserved - listed, found.sent)
 
 
 class Quotas:
@@ -103,7 +152,7 @@ class Quotas:
     def __init__(
         self,
         rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]],
-        stored_bytes: Callable[[str], Awaitable[int]],
+        stored: Callable[[str], Awaitable[StoredBytes]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,19 +160,17 @@ class Quotas:
 
         Args:
             rules: Returns the rules of namespaces, and the rule of each principal.
-            stored_bytes: Returns the bytes that a namespace stores.
+            stored: Returns what a namespace stores.
             clock: Returns the time in seconds.
         """
         self._rules = rules
-        self._stored_bytes = stored_bytes
+        self._stored = stored
         self._clock = clock
         self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
         self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
         self._begun: dict[tuple[Scope, str], set[str]] = {}
         """Uploads that are counted, but whose begin has not ended well yet, with the
         request ids of the calls that begin them: of the first one, and of retries."""
-        self._usage: dict[str, _Usage] = {}
-        self._reading = asyncio.Lock()
 
     async def began(self, call: Call) -> None:
         """Waits for the turn of the principal, before the request is looked at.
@@ -151,13 +198,15 @@ class Quotas:
         upload = call.detail.get("name", "")
         if call.method in _OF_UPLOAD:
             for scope, _ in scopes:
-                if upload in (uploads := self._scope(scope).uploads):
-                    uploads[upload] = now
+                if (found := self._scope(scope).uploads.get(upload)) is not None:
+                    found.last = now
         for scope, rule in scopes:
             if call.method == "BeginUpload":
                 self._begin_upload(call, scope, rule, now)
-        if namespace and call.method in ("BeginUpload", "CommitUpload"):
-            await self._check_stored(namespace)
+        if call.method == "CommitUpload" and (room := self._storage_rule(namespace)):
+            counted = self._scope(("namespace", namespace))
+            if upload not in counted.uploads:  # another server has admitted it
+                await self._admit(namespace, counted, room, lambda _: 0)
 
     async def ended(self, call: Call, error: BaseException | None) -> None:
         """Counts the end of a call."""
@@ -167,8 +216,57 @@ class Quotas:
             self._end_begin(call, error)
         elif call.method in ("CommitUpload", "AbortUpload") and error is None:
             for counted in self._scopes.values():
-                counted.uploads.pop(call.detail.get("name", ""), None)
+                counted.end(call.detail.get("name", ""))
         self._forget()
+
+    async def reserve(self, upload: UploadName, size_bytes: int) -> None:
+        """Reserves the bytes that an upload may store, before it stores them.
+
+        Raises:
+            QuotaExceededError: The namespace would store too much.
+        """
+        rule, namespace = self._storage_rule(upload.run.namespace), upload.run.namespace
+        if rule is None:
+            return
+        name, counted = upload.resource, self._scope(("namespace", namespace))
+        found = counted.uploads.get(name) or _Upload(self._clock())
+        if size_bytes <= found.reserved:
+            return
+
+        def more(usage: _Usage) -> int:
+            before = counted.unlisted(name, usage) if name in counted.uploads else 0
+            listed = usage.stored.uploads[upload.upload]
+            return max(size_bytes - listed, found.sent) - before
+
+        await self._admit(namespace, counted, rule, more)
+        found.reserved = max(size_bytes, found.reserved)
+        counted.uploads[name] = found
+
+    async def send(self, upload: UploadName, size_bytes: int, tree_bytes: int) -> None:
+        """Counts bytes that an upload sends; see ``reserve``.
+
+        Args:
+            upload: The upload.
+            size_bytes: The bytes.
+            tree_bytes: What it reserves if it is not known here, as after a restart.
+
+        Raises:
+            QuotaExceededError: It sends more than it has reserved, and the namespace
+                would store too much.
+        """
+        namespace = upload.run.namespace
+        if self._storage_rule(namespace) is None:
+            return
+        await self.reserve(upload, tree_bytes)
+        counted = self._scope(("namespace", namespace))
+        found = counted.uploads.get(upload.resource)
+        if found is None or counted.usage is None:  # it has just ended
+            counted.ended_bytes += size_bytes
+            return
+        found.last = self._clock()
+        found.sent += size_bytes
+        listed = counted.usage.stored.uploads[upload.upload]
+        await self.reserve(upload, listed + found.sent)
 
     async def describe(self, namespace: str) -> list[access_api.Quota]:
         """Returns the quotas of a namespace and of the caller, with their usage."""
@@ -178,17 +276,15 @@ class Quotas:
             counted = self._scope(scope)
             name = f"namespaces/{scope[1]}" if scope[0] == "namespace" else scope[1]
             found += _rows(name, rule, counted, now)
-            if scope[0] == "namespace" and (
-                rule.stored_bytes or rule.stored_bytes_soft
-            ):
-                usage = await self._usage_of(namespace)
+            if scope[0] == "namespace" and self._storage_rule(namespace):
+                usage = await self._usage_of(namespace, counted, USAGE_SECONDS)
                 found.append(
                     access_api.Quota(
                         name="stored_bytes",
                         scope=name,
                         limit=rule.stored_bytes,
                         soft_limit=rule.stored_bytes_soft,
-                        used=usage.stored_bytes,
+                        used=counted.stored_bytes(usage),
                     )
                 )
         return found
@@ -253,19 +349,23 @@ class Quotas:
     def _begin_upload(
         self, call: Call, scope: Scope, rule: QuotaRule, now: float
     ) -> None:
-        uploads = self._scope(scope).uploads
-        for name, last in [*uploads.items()]:
-            if now - last > UPLOAD_SECONDS:
-                del uploads[name]
+        counted = self._scope(scope)
+        uploads = counted.uploads
+        for name, found in [*uploads.items()]:
+            if now - found.last > UPLOAD_SECONDS:
+                counted.end(name)
         upload = call.detail.get("name", "")
         # A retry of a call whose response was lost is the same upload.
         is_new = upload not in uploads
         if rule.uploads and is_new and len(uploads) >= rule.uploads:
             raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
-        uploads[upload] = now
         if is_new:
+            slot = f"{upload.rpartition('/')[0]}@{call.detail.get('step')}"
+            uploads[upload] = _Upload(now, slot)
             self._begun[scope, upload] = {call.request_id}
-        elif (begun := self._begun.get((scope, upload))) is not None:
+            return
+        uploads[upload].last = now
+        if (begun := self._begun.get((scope, upload))) is not None:
             begun.add(call.request_id)
 
     def _end_begin(self, call: Call, error: BaseException | None) -> None:
@@ -277,46 +377,77 @@ class Quotas:
             calls.remove(call.request_id)
             if error is None or not calls:
                 del self._begun[key]
+            scope, upload = key
+            uploads = self._scope(scope).uploads
             if error is not None and not calls:
-                scope, upload = key
-                self._scope(scope).uploads.pop(upload, None)
+                uploads.pop(upload, None)
+            elif error is None and upload in uploads:  # the others have lost their step
+                for name, other in uploads.items():
+                    if name != upload and other.slot == uploads[upload].slot:
+                        other.reserved = 0
 
-    async def _check_stored(self, namespace: str) -> None:
+    def _storage_rule(self, namespace: str) -> QuotaRule | None:
         rule = rule_of(self._rules()[0], namespace)
-        if rule is None or not (rule.stored_bytes or rule.stored_bytes_soft):
-            return
-        usage = await self._usage_of(namespace)
-        if rule.stored_bytes and usage.stored_bytes >= rule.stored_bytes:
+        is_given = rule is not None and (rule.stored_bytes or rule.stored_bytes_soft)
+        return rule if is_given else None
+
+    async def _admit(
+        self,
+        namespace: str,
+        counted: _Counted,
+        rule: QuotaRule,
+        more: Callable[[_Usage], int],
+    ) -> None:
+        """Rejects bytes that a namespace has no room for; nothing is awaited after.
+
+        Args:
+            namespace: The namespace.
+            counted: Its calls.
+            rule: Its rule.
+            more: Returns the additional bytes.
+
+        Raises:
+            QuotaExceededError: It would store too much.
+        """
+        for seconds in (USAGE_SECONDS, RECENT_SECONDS):  # space may have become free
+            usage = await self._usage_of(namespace, counted, seconds)
+            used, size = counted.stored_bytes(usage), more(usage)
+            if not rule.stored_bytes or used + size <= rule.stored_bytes:
+                break
+        else:
             raise QuotaExceededError(
                 f"namespace {namespace}: expected at most {rule.stored_bytes} stored "
-                f"bytes, got {usage.stored_bytes}; delete and purge checkpoints, or "
-                "ask an administrator of the store for a larger quota",
+                f"bytes, got {used}, with unfinished uploads and what is not collected "
+                f"yet, and {size} more; delete and purge checkpoints, abort uploads "
+                "and collect, or ask an administrator of the store for a larger quota",
                 quota="stored_bytes",
                 scope=f"namespaces/{namespace}",
             )
-        is_above = 0 < rule.stored_bytes_soft <= usage.stored_bytes
-        if is_above and not usage.is_warned:
+        is_above = 0 < rule.stored_bytes_soft < used + size
+        if is_above and not counted.is_warned:
             _log.warning(
                 "namespace %s stores %d bytes, above its soft quota of %d",
                 namespace,
-                usage.stored_bytes,
+                used + size,
                 rule.stored_bytes_soft,
             )
-        usage.is_warned = is_above
+        counted.is_warned = is_above
 
-    async def _usage_of(self, namespace: str) -> _Usage:
-        """Returns the stored bytes of a namespace, read a minute ago at most."""
-        async with self._reading:  # callers that wait take what the first one has read
-            found = self._usage.get(namespace)
+    async def _usage_of(
+        self, namespace: str, counted: _Counted, max_seconds: float
+    ) -> _Usage:
+        """Returns the objects of a namespace, as they were listed recently."""
+        async with counted.reading:  # callers that wait take what the first has read
             now = self._clock()
-            if found is not None and now - found.at <= USAGE_SECONDS:
-                return found
-            stored_bytes = await self._stored_bytes(namespace)
-            is_warned = found is not None and found.is_warned
-            if len(self._usage) >= MAX_SCOPES:
-                self._usage.clear()
-            found = self._usage[namespace] = _Usage(stored_bytes, now, is_warned)
-            return found
+            if counted.usage is not None and now - counted.usage.at <= max_seconds:
+                return counted.usage
+            sent = {name: found.sent for name, found in counted.uploads.items()}
+            ended_bytes = counted.ended_bytes
+            usage = counted.usage = _Usage(await self._stored(namespace), now)
+            counted.ended_bytes -= ended_bytes
+            for name, found in counted.uploads.items():
+                found.sent -= sent.get(name, 0)
+            return usage
 
 
 def namespace_of(call: Call) -> str:

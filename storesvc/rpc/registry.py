@@ -85,7 +85,9 @@ def handlers(
     """Returns the handlers of all services of a store."""
     return (
         handler_of(_CHECKPOINTS, CheckpointService(store)),
-        handler_of(_UPLOADS, UploadService(store), raw_requests={"WriteChunks"}),
+        handler_of(
+            _UPLOADS, UploadService(store, quotas), raw_requests={"WriteChunks"}
+        ),
         handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
         handler_of(_MAINTENANCE, MaintenanceService(store)),
         handler_of(_ACCESS, AccessService(store, security, quotas)),

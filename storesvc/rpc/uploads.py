@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Final, TypeVar
 
@@ -13,7 +14,9 @@ from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import RunName, UploadName
+from storesvc.format.wire import Frame
 from storesvc.offload import offload
+from storesvc.quota.quotas import Quotas
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import CALL_SECONDS, Context, share_key
 from storesvc.rpc.message_budget import MessageBudget
@@ -32,6 +35,7 @@ from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import OpenUpload
 from storesvc.storage.bounded_gather import beside
 from storesvc.store import Store
+from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 WORK_BYTES: Final = 384 << 20
@@ -52,8 +56,9 @@ _log = logging.getLogger(__name__)
 class UploadService:
     """Writes checkpoints. WriteChunks receives serialised requests."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, quotas: Quotas) -> None:
         self._store = store
+        self._quotas = quotas
         self._work = FairSemaphore(WORK_BYTES, purpose="checks tables")
         self._tables = MessageBudget(TABLES_BYTES, PEER_BYTES, purpose="tables")
 
@@ -68,7 +73,9 @@ class UploadService:
         parts, stream = LeafParts(name, opening.leaf_count), request_iterator
         async with self._leaf_table(parts, stream, context):
             table, digests = parts.joined(), parts.digests
-            record = await self._store.uploads.begin(name, new, table, digests)
+            record = await self._store.uploads.begin(
+                name, new, table, digests, reserve=partial(self._quotas.reserve, name)
+            )
         upload = messages.upload_message(name, record)
         return upload_api.BeginUploadResponse(upload=upload)
 
@@ -188,7 +195,7 @@ class UploadService:
         written = self._store.receiver.write(
             upload,
             opening.writer,
-            stored_parts(upload.name.run, parts),
+            self._counted(upload, stored_parts(upload.name.run, parts)),
             watch,
             # A client without free buffers sends nothing until it gets an
             # acknowledgement, so it is not late while the server stores a batch.
@@ -199,6 +206,16 @@ class UploadService:
             async for count in written:
                 yield upload_api.WriteChunksResponse(durable_count=count)
         _log.info("WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch)
+
+    async def _counted(
+        self, upload: OpenUpload, parts: AsyncIterator[Frame | tree_pb2.ChunkTable]
+    ) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
+        """Yields the parts of a stream once the quota admits their bytes."""
+        tree_bytes = int(upload.tree.lengths.sum())
+        async for part in parts:
+            size = len(part.data) if isinstance(part, Frame) else sum(part.length)
+            await self._quotas.send(upload.name, size, tree_bytes)
+            yield part
 
     async def FinishWriter(
         self,

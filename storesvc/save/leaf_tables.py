@@ -50,18 +50,6 @@ class LeafTables:
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
 
-    async def check(self, name: UploadName, table: bytes) -> bytes:
-        """Validates a serialised leaf table and returns its digest.
-
-        Raises:
-            InvalidTreeError: The table contradicts itself.
-        InvalidItemError: An item breaks a rule.
-            LimitExceededError: The table has too many leaves or chunks.
-        """
-        tree_digest = digest(table)
-        await self.parsed(name, tree_digest, table)
-        return tree_digest
-
     async def parsed(self, name: UploadName, tree_digest: bytes, table: bytes) -> Tree:
         """Returns the parsed form of a serialised leaf table.
 

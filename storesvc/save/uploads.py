@@ -7,7 +7,7 @@ the slot, asks ``slots``, and writes on the condition that the slot is unchanged
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -110,7 +110,13 @@ class Uploads:
         slot and can be written."""
 
     async def begin(
-        self, name: UploadName, new: NewUpload, table: bytes, digests: bytes = b""
+        self,
+        name: UploadName,
+        new: NewUpload,
+        table: bytes,
+        digests: bytes = b"",
+        *,
+        reserve: Callable[[int], Awaitable[None]] | None = None,
     ) -> pb.UploadRecord:
         """Reserves a step for an upload, and returns the record of the upload.
 
@@ -119,6 +125,7 @@ class Uploads:
             new: The request.
             table: Serialised leaf table.
             digests: Digests of the leaves that other writers hold too; empty: none.
+            reserve: Rejects the bytes of all stored chunks, before anything is stored.
 
         Raises:
             InvalidTreeError: The leaf table contradicts itself.
@@ -132,7 +139,10 @@ class Uploads:
                 began, and a new request id is needed.
             ConflictError: Another upload of the step began at the same time.
         """
-        tree_digest = await self._leaf_tables.check(name, table)
+        tree_digest = digest(table)
+        tree = await self._leaf_tables.parsed(name, tree_digest, table)
+        if reserve is not None:
+            await reserve(int(tree.lengths.sum()))
         values_digest = digest(digests) if digests else b""
         identity = digest(new.body + tree_digest + values_digest)
         described = self._described(new, tree_digest, values_digest, identity)
@@ -457,12 +467,16 @@ class Uploads:
                 f"{name}: it changed while it was aborted; abort it again",
                 upload=name.upload,
             ) from e
-        # 2. Delete the parts that the commit would need. Before step 1, they could be
-        #    missing to an upload that is still live. The record stays, so that a
-        #    repeated BeginUpload or a late writer gets the right error.
+        # 2. Delete the parts that the commit would need, and the data: only chunks of a
+        #    live upload are claimed. Before step 1, they could be missing to an upload
+        #    that is still live. The record stays, so that a repeated BeginUpload or a
+        #    late writer gets the right error.
         await reach(Failpoint.ABORT_BEFORE_DISCARD)
         await self._bucket.delete_below(places.staging_of(name.upload))
         await self._bucket.delete_below(places.upload_parts(name.upload))
+        await self._bucket.delete_below(
+            places.data_file(places.data_prefix(name.upload))
+        )
         await reach(Failpoint.ABORT_BEFORE_REPLY)
 
     async def record(self, name: UploadName) -> pb.UploadRecord:

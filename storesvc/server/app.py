@@ -117,7 +117,7 @@ async def running(
         InvalidFieldError: The address cannot be bound, or the certificates are
             unusable.
     """
-    quotas = Quotas(security.quota_rules, store.usage.own_bytes)
+    quotas = Quotas(security.quota_rules, store.usage.stored)
     # The quotas first: what they reject is no intent of the audit log.
     security = replace(security, observers=(quotas, *security.observers))
     interceptors: list[grpc.aio.ServerInterceptor] = [

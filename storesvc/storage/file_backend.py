@@ -122,6 +122,9 @@ class FileBackend:
         listing = kvstore.names(self._root, prefix, after)
         return await deadlines.answer(self._storage, listing)
 
+    async def sizes(self, folder: str) -> dict[str, int]:
+        return await self._files.sizes(folder)
+
     async def first_names(self, limit: int) -> list[str]:
         return await self._files.first_names(limit)
 

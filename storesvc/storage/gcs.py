@@ -91,7 +91,11 @@ class GcsLists:
         return cls(storage, bucket, storage.spec["path"])
 
     async def names(self, prefix: str, *, after: str = "") -> list[str]:
-        """Returns all paths that begin with a prefix, ascending.
+        """Returns all paths that begin with a prefix, ascending; see ``sizes``."""
+        return [*await self.sizes(prefix, after=after)]
+
+    async def sizes(self, prefix: str, *, after: str = "") -> dict[str, int]:
+        """Returns the bytes of all objects by path, ascending.
 
         Args:
             prefix: The common beginning of the paths.
@@ -101,14 +105,15 @@ class GcsLists:
             StorageDeniedError: The storage rejects the credentials or denies the list.
             StorageUnavailableError: A page cannot be read.
         """
-        found: list[str] = []
-        pages = self._pages(prefix, after)
+        found: dict[str, int] = {}
+        last, pages = "", self._pages(prefix, after)
         with translated(self._storage, prefix):
             # GCS orders names by their UTF-8, which is the order of Python's str.
             while page := await self._page(pages, prefix):
-                if found and page[0] <= found[-1]:
+                if found and next(iter(page)) <= last:
                     raise failed(self._storage, prefix, _REPEATED)
-                found += page
+                found |= page
+                last = next(reversed(page))
         return found
 
     async def first_names(self, limit: int) -> list[str]:
@@ -119,7 +124,7 @@ class GcsLists:
             StorageUnavailableError: The storage does not answer.
         """
         with translated(self._storage, ""):
-            return await self._page(self._pages("", "", at_most=limit), "")
+            return [*await self._page(self._pages("", "", at_most=limit), "")]
 
     async def check_bucket(self) -> None:
         """Rejects a bucket that does not exist: reads from it would find nothing.
@@ -138,8 +143,8 @@ class GcsLists:
                 raise
             raise no_bucket(self._storage) from e
 
-    async def _page(self, pages: Any, prefix: str) -> list[str]:
-        """The names of the next page; an empty list after the last one."""
+    async def _page(self, pages: Any, prefix: str) -> dict[str, int]:
+        """The names and sizes of the next page; empty after the last one."""
         asked = run_in_daemon_thread(self._next, pages, prefix)
         return await deadlines.answer(self._storage, asked)
 
@@ -151,12 +156,12 @@ class GcsLists:
             prefix=f"{self._path}{prefix}",
             start_offset=f"{self._path}{after}\0" if after else None,
             max_results=at_most,
-            fields="items(name),nextPageToken",
+            fields="items(name,size),nextPageToken",
             timeout=TIMEOUT_SECONDS,
             retry=DEFAULT_RETRY.with_timeout(RETRY_SECONDS),
         ).pages
 
-    def _next(self, pages: Any, prefix: str) -> list[str]:
+    def _next(self, pages: Any, prefix: str) -> dict[str, int]:
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
         from requests.exceptions import RequestException
@@ -164,13 +169,15 @@ class GcsLists:
         try:
             # An empty page need not be the last one.
             for number, page in enumerate(pages):
-                if names := [blob.name.removeprefix(self._path) for blob in page]:
-                    return names
+                if found := {
+                    blob.name.removeprefix(self._path): blob.size or 0 for blob in page
+                }:
+                    return found
                 if number >= MAX_EMPTY_PAGES:
                     raise failed(self._storage, prefix, _ENDLESS)
         except (GoogleAPIError, GoogleAuthError, RequestException) as e:
             raise _list_error(self._storage, prefix, e) from e
-        return []
+        return {}
 
 
 def bucket_of(storage: Storage) -> "Bucket":

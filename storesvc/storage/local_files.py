@@ -70,6 +70,12 @@ class LocalFiles:
         """Returns up to `limit` names of entries of the root itself."""
         return await self._run("", partial(self._directories.first_names, limit))
 
+    async def sizes(self, folder: str) -> dict[str, int]:
+        """See ``rooted_files.sizes_below``."""
+        # No deadline: there may be very many files.
+        look = partial(rooted_files.sizes_below, self._root, folder)
+        return await self._threads.run(folder, look, seconds=None)
+
     async def replace(
         self,
         path: str,

@@ -95,6 +95,12 @@ class MemoryBackend:
     async def list_paths(self, prefix: str, after: str) -> list[str]:
         return await kvstore.names(self._root, prefix, after)
 
+    async def sizes(self, folder: str) -> dict[str, int]:
+        paths = await self.list_paths(folder, "")
+        found = await each(self.read, paths)
+        held = zip(paths, found, strict=True)
+        return {path: len(one.data) for path, one in held if one is not None}
+
     async def first_names(self, limit: int) -> list[str]:
         del limit
         return []
@@ -171,9 +177,13 @@ class GcsBackend(RemoteBackend):
     async def _names(self, prefix: str, after: str) -> list[str]:
         return await self._lists.names(prefix, after=after)
 
+    async def sizes(self, folder: str) -> dict[str, int]:
+        return await self._lists.sizes(folder)
+
 
 class S3Backend(RemoteBackend):
-    """Objects in a bucket on S3; obstore signs their conditional deletions."""
+    """Objects in a bucket on S3; obstore signs their conditional
+    deletions, and reads their sizes."""
 
     def __init__(self, opened: OpenedStorage, deletes: S3Deletes) -> None:
         super().__init__(opened)
@@ -184,6 +194,9 @@ class S3Backend(RemoteBackend):
             await super().delete(path, None)
         else:
             await self._deletes.delete(path, generation)
+
+    async def sizes(self, folder: str) -> dict[str, int]:
+        return await self._deletes.sizes(folder)
 
 
 def _present(path: str, data: bytes | None) -> bytes:

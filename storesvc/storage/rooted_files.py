@@ -176,6 +176,23 @@ def remove_below(root: Path, prefix: str) -> list[str]:
     return gone
 
 
+def sizes_below(root: Path, folder: str) -> dict[str, int]:
+    """Returns the size of each file below a folder, by path; follows no link.
+
+    Raises:
+        IrregularFileError: The folder leads through a link.
+        OSError: A directory cannot be read.
+    """
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError), opened_directory(root, folder) as directory:
+        for path, _, names, at in os.fwalk(".", dir_fd=directory):
+            for name in names:
+                with suppress(FileNotFoundError):  # it was removed in the meantime
+                    size = os.stat(name, dir_fd=at, follow_symlinks=False).st_size
+                    found[os.path.normpath(f"{folder}{path}/{name}")] = size
+    return found
+
+
 @contextmanager
 def opened_directory(root: Path, path: str) -> Generator[int]:
     """Yields a descriptor of the directory of a path: all before its last "/".

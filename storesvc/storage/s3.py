@@ -1,4 +1,4 @@
-"""Deletes objects on S3 with a condition on their generation.
+"""Deletes objects on S3 with a condition on their generation; reads their sizes.
 
 TensorStore reads an object's version and then deletes the object without a condition: a
 slot that another process has taken in between would lose its checkpoint. S3 itself
@@ -97,6 +97,32 @@ class S3Deletes:
         asked = self._delete(path, generation)
         if not await deadlines.answer(self._storage, asked):
             raise PreconditionError(path)
+
+    async def sizes(self, folder: str) -> dict[str, int]:
+        """Returns the bytes of each object below a folder, by path.
+
+        Raises:
+            StorageUnavailableError: The storage failed, or does not answer.
+        """
+        asked = run_in_daemon_thread(self._sizes, folder)
+        return await deadlines.answer(self._storage, asked)
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        import obstore
+        from obstore.exceptions import BaseError, PermissionDeniedError
+
+        root = self._storage.spec["path"]
+        try:
+            return {
+                one["path"].removeprefix(root): one["size"]
+                for page in obstore.list(self._store, f"{root}{folder}")
+                for one in page
+            }
+        except BaseError as e:
+            is_denied = isinstance(e, PermissionDeniedError)
+            raise (denied if is_denied else failed)(
+                self._storage, folder, str(e).partition("\n")[0]
+            ) from e
 
     async def _delete(self, path: str, generation: Generation) -> bool:
         async with self._slots:

@@ -160,6 +160,15 @@ class TensorStoreBucket:
         with self._request(prefix, "list"):
             return await self._backend.list_paths(prefix, after)
 
+    async def sizes(self, folder: str) -> dict[str, int]:
+        """Returns the bytes of each object below a folder, by path.
+
+        Args:
+            folder: The common beginning of the paths; ends with a slash.
+        """
+        with self._request(folder, "list"):
+            return await self._backend.sizes(folder)
+
     def key_space(self, *, path: str, pool: str) -> KeySpace:
         """Returns the OCDBT key space at a path.
 

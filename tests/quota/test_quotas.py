@@ -19,14 +19,13 @@ from storesvc.access.permissions import Permission
 from storesvc.access.principals import Authentication, Principal
 from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
+from storesvc.gc.usage import StoredBytes
 from storesvc.quota import quotas
 from storesvc.quota.limits import BURST_SECONDS, Bucket, QuotaRule, rule_of
 from storesvc.quota.quotas import Quotas
-from storesvc.server.security import security_of
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_permissions import reason_of
-from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
 POLICY = """
@@ -88,6 +87,10 @@ def call_of(method: str, number: int, principal: str = "user:a") -> Call:
     )
 
 
+async def nothing_stored(_: str) -> StoredBytes:
+    return StoredBytes()
+
+
 METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetRun"]
 
 
@@ -99,11 +102,8 @@ def test_counts_return_to_zero_however_calls_end(
         namespaces=("*",), streams=3, watches=2, uploads=2, bytes_in_flight=100 << 20
     )
 
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> list[Any]:
-        found = Quotas(lambda: ((rule,), rule), stored)
+        found = Quotas(lambda: ((rule,), rule), nothing_stored)
         open_calls = []
         for number, (method, is_ended_early) in enumerate(made):
             call = call_of(method, number)
@@ -131,12 +131,9 @@ def test_counts_return_to_zero_however_calls_end(
 
 
 def test_a_retry_of_a_begin_is_the_same_upload() -> None:
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> None:
         rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), stored)
+        found = Quotas(lambda: ((rule,), None), nothing_stored)
         for _ in range(3):
             await found.permitted(call_of("BeginUpload", 1))
         with pytest.raises(QuotaExceededError, match="1 uploads"):
@@ -149,12 +146,9 @@ def test_a_retry_of_a_begin_is_the_same_upload() -> None:
 def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
     is_permitted: bool,
 ) -> None:
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> None:
         rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), stored)
+        found = Quotas(lambda: ((rule,), None), nothing_stored)
         begun, again = call_of("BeginUpload", 1), call_of("BeginUpload", 1, "user:b")
         await found.permitted(begun)
         await found.ended(begun, None)
@@ -173,12 +167,9 @@ def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
 def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
     first: str, second: str
 ) -> None:
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> bool:
         rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), stored)
+        found = Quotas(lambda: ((rule,), None), nothing_stored)
         begun, retry = call_of("BeginUpload", 1), call_of("BeginUpload", 1)
         retry.request_id = "its retry"
         await found.permitted(begun)
@@ -193,12 +184,9 @@ def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
 
 
 def test_a_begin_that_fails_is_no_longer_counted() -> None:
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> None:
         rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), rule), stored)
+        found = Quotas(lambda: ((rule,), rule), nothing_stored)
         failed = call_of("BeginUpload", 1)
         await found.permitted(failed)
         await found.ended(failed, asyncio.CancelledError())
@@ -210,11 +198,8 @@ def test_a_begin_that_fails_is_no_longer_counted() -> None:
 def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MAX_SCOPES", 10)
 
-    async def stored(_: str) -> int:
-        return 0
-
     async def run() -> int:
-        found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), stored)
+        found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), nothing_stored)
         for number in range(1000):
             call = call_of("GetRun", number, f"user:{number}")
             await found.permitted(call)
@@ -301,40 +286,6 @@ def test_watches_are_limited_and_given_back(
         assert used["watches"] == (1, 2)
         watch().cancel()
         second.cancel()
-
-
-def save_steps(run: store.Run, count: int) -> None:
-    """Saves steps of 1.6 MB each."""
-    generator = np.random.default_rng(0)
-    for step in range(1, 1 + count):
-        run.save(step, {"w": generator.random(200_000)}).result()
-
-
-@pytest.mark.slow
-def test_stored_bytes_refuse_a_save_before_its_data_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(quotas, "USAGE_SECONDS", 0.0)
-    policy = tmp_path / "policy.toml"
-    policy.write_text(f"{POLICY}stored_bytes = 4000000\nstored_bytes_soft = 1000000")
-    with (
-        serving(tmp_path / "store", security=security_of(policy)) as address,
-        store.connect(address) as client,
-    ):
-        run = client.run("limited/run")
-        with pytest.raises(store.LimitError, match="delete and purge") as caught:
-            save_steps(run, 9)
-        assert caught.value.metadata["quota"] == "stored_bytes"
-        assert run.steps() == [1, 2, 3]
-        assert "above its soft quota of 1000000" in caplog.text
-        (row,) = [q for q in client.quotas("limited") if q.name == "stored_bytes"]
-        assert row.used > row.limit == 4_000_000
-        assert [] == list(client.uploads("limited"))
-
-        save_steps(client.run("other/run"), 4)
-        run.delete(1, purge_delay=0)
-        run.purge(1)
-        run.save(10, {"w": 1}).result()
 
 
 def test_quotas_are_none_without_a_policy(tmp_path: Path) -> None:

@@ -211,6 +211,18 @@ class BucketTests:
 
         within(test)
 
+    def test_the_sizes_below_a_folder_are_those_of_its_objects(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
+            for place in ("a/2", "a/10/x/y", "ab/1", "a.b", "b/a/1"):
+                await bucket.write(place, place.encode())
+            assert {"a/2": 3, "a/10/x/y": 8} == await bucket.sizes("a/")
+            assert {"a/10/x/y": 8} == await bucket.sizes("a/10/")
+            assert {} == await bucket.sizes("c/")
+
+        within(test)
+
     def test_a_list_continues_after_a_path(self, within: Callable[..., None]) -> None:
         async def test(bucket: TensorStoreBucket) -> None:
             for place in ("a/1", "a/2", "a/2.x", "a/3", "b"):
@@ -232,6 +244,7 @@ class BucketTests:
                     *(bucket.write(p, b"") for p in places[some : some + 200])
                 )
             assert places == await bucket.list("n/")
+            assert dict.fromkeys(places, 0) == await bucket.sizes("n/")
             assert places[1500:] == await bucket.list("n/", after=places[1499])
             assert places[1000:2000] == await bucket.list("n/01")
             await bucket.delete_below("n/01")

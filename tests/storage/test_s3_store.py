@@ -158,7 +158,7 @@ def test_a_list_with_a_failed_page_is_an_error(
     async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n:04}" for n in range(PAGE + 100)]
         await asyncio.gather(*(bucket.write(name, b"") for name in names))
-        for call in (bucket.list, bucket.delete_below):
+        for call in (bucket.list, bucket.delete_below, bucket.sizes):
             s3.fault("list-type", Status(code), after=after)
             with pytest.raises(StoreError):
                 await call("a/")

@@ -129,6 +129,18 @@ def entry_twice(path: str) -> Change:
     return change
 
 
+def stored_bytes(place: str, key: str, data: bytes) -> Change:
+    """Replaces a value of an OCDBT database."""
+
+    def change(folder: Path) -> None:
+        base = {"driver": "file", "path": f"{folder / place}/"}
+        database = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        assert database.read(key).result().state == "value"
+        database.write(key, data).result()
+
+    return change
+
+
 def stored(place: str, key: str, edit: Callable[[dict[str, Any]], Any]) -> Change:
     """Changes the JSON of a key of an OCDBT database; `edit` may return bytes."""
 
@@ -140,6 +152,11 @@ def stored(place: str, key: str, edit: Callable[[dict[str, Any]], Any]) -> Chang
         found.write(key, data).result()
 
     return change
+
+
+def long_chunk(place: str, key: str) -> Change:
+    """Stores a chunk of some bytes as 120 MB."""
+    return stored_bytes(place, key, bytes(120_000_000))
 
 
 def _with_key(key: str, key_type: int = 2) -> Callable[[Any], Any]:
@@ -203,6 +220,9 @@ def _orbax(inside: str, chunk: str = "", array: str = ".zarray") -> dict[str, En
         "brackets for an array": replaced(f"w/{array}", BRACKETS)
         if chunk
         else of_array(lambda _: BRACKETS),
+        "long chunk": grown(chunk)
+        if chunk
+        else long_chunk(inside, "w/c/0" if array == "zarr.json" else "w/0"),
         "document is a link out": moved_out(metadata),
         "data is a link out": moved_out(chunk or f"{inside}d"),
     }
@@ -241,6 +261,7 @@ SAFETENSORS: Final[dict[str, Entry]] = {
     "deep JSON": _safetensors(lambda _: b'{"a":' + DEEP),
     "many values": _safetensors(lambda _: MANY),
     "brackets for an array": "an array has no metadata of its own",
+    "long chunk": grown("model.safetensors"),
     "document is a link out": moved_out("model.safetensors"),
     "data is a link out": "the document has the data",
 }
@@ -266,6 +287,7 @@ SHARDS: Final[dict[str, Entry]] = {
     "deep JSON": replaced(_INDEX, DEEP),
     "many values": replaced(_INDEX, MANY),
     "brackets for an array": "an array has no metadata of its own",
+    "long chunk": grown(_SHARDS[1]),
     "document is a link out": moved_out(_INDEX),
     "data is a link out": moved_out(_SHARDS[1]),
 }
@@ -311,6 +333,7 @@ EFORMER: Final[dict[str, Entry]] = {
     "deep JSON": replaced("tensorstore_index.json", DEEP),
     "many values": replaced("tensorstore_index.json", MANY),
     "brackets for an array": replaced("w/.zarray", BRACKETS),
+    "long chunk": grown("w/0"),
     "document is a link out": moved_out("tensorstore_index.json"),
     "data is a link out": moved_out("w/0"),
 }
@@ -333,6 +356,7 @@ LEVANTER: Final[dict[str, Entry]] = {
     "deep JSON": replaced("metadata.json", DEEP),
     "many values": replaced("metadata.json", MANY),
     "brackets for an array": stored("", "w/zarr.json", lambda _: BRACKETS),
+    "long chunk": long_chunk("", "w/c/0"),
     "document is a link out": moved_out("metadata.json"),
     "data is a link out": moved_out("d"),
 }
@@ -350,6 +374,7 @@ FOLDERS: Final[dict[str, Entry]] = {
     "deep JSON": replaced("w/.zarray", DEEP),
     "many values": replaced("w/.zarray", MANY),
     "brackets for an array": replaced("w/.zarray", BRACKETS),
+    "long chunk": grown("w/0"),
     "document is a link out": moved_out("w/.zarray"),
     "data is a link out": moved_out("w/0"),
 }
@@ -393,6 +418,7 @@ JAX: Final[dict[str, Entry]] = {
     "deep JSON": replaced(_DEF, DEEP),
     "many values": replaced(_DEF, MANY),
     "brackets for an array": stored("array_store", "0/zarr.json", lambda _: BRACKETS),
+    "long chunk": long_chunk("array_store", "0/c/0"),
     "document is a link out": moved_out(_DEF),
     "data is a link out": moved_out("array_store"),
 }

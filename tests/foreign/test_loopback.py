@@ -183,7 +183,7 @@ def test_large_metadata_is_rejected_unread(hub: Hub, repository: Hub) -> None:
     hub.commit("org/large", {**files, path: files[path] + b" " * 1_000_000})
     hub.requests.clear()
 
-    with pytest.raises(store.DataLossError, match="at most 262144 bytes of metadata"):
+    with pytest.raises(store.DataLossError, match="at most 262144 stored bytes"):
         opened(hub, "orbax:hf://org/large").open()
     assert max(each.body_bytes for each in hub.requests) < 100_000
 

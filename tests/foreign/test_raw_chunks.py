@@ -93,7 +93,6 @@ def opened_array(
         name="leaf 'w'",
         driver=driver,
         kvstore=kvstore,
-        folder=None,
         is_whole=is_whole,
     )
     (found,) = open_arrays(LocalLocation(folder), [place])

@@ -18,11 +18,12 @@ from storesvc_client._foreign.local_location import LocalLocation
 MAX_KEYS: Final = 50_000
 """Maximum keys of a database that is looked at: some tens of MB."""
 
-MAX_NODE_BYTES: Final = 4 << 20
-"""Maximum stored bytes of a node that is looked at."""
+MAX_DUMPED_BYTES: Final = 4 << 20
+"""Maximum stored bytes of a node whose keys are looked at."""
 
 _VALUE: Final = re.compile(r"value:([^:%]*):([^:%]+):(\d{1,18}):(\d{1,18})")
-_NODE: Final = re.compile(r"btreenode:[^:]*:[^:]+:\d{1,18}:(\d{1,18})")
+NODE: Final = re.compile(r"btreenode:[^:]*:[^:]+:\d{1,18}:(\d{1,18})")
+"""Place of a node in a dump, with its stored bytes."""
 
 
 class StoredRange(NamedTuple):
@@ -92,11 +93,11 @@ class OcdbtPlaces:
         left = [(root["location"], b"", newest["root_height"])]
         seen = 0
         while left:
-            place, prefix, height = left.pop()
-            node = _NODE.fullmatch(place)
-            if node is None or int(node[1]) > MAX_NODE_BYTES:
+            at, prefix, height = left.pop()
+            node = NODE.fullmatch(at)
+            if node is None or int(node[1]) > MAX_DUMPED_BYTES:
                 continue
-            found = ts.ocdbt.dump(base, place).result()
+            found = ts.ocdbt.dump(base, at).result()
             seen += len(found["entries"])
             if found["height"] != height or seen > 2 * MAX_KEYS:
                 return

@@ -4,7 +4,6 @@
 a store, and a cache for the nodes of OCDBT databases. Chunks are never cached.
 """
 
-import math
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, shape_problem
 from storesvc.storage.location import CONCURRENCY, RETRIES
-from storesvc_client._foreign.blosc_chunks import BloscChunks, is_blosc
+from storesvc_client._foreign.chunk_bounds import ChunkBounds
 from storesvc_client._foreign.foreign_step import Reading
 from storesvc_client._foreign.plain_array import reading_threads
 from storesvc_client._foreign.raw_chunks import (
@@ -95,12 +94,6 @@ class TensorStoreArray:
         self.dtype = str(store.dtype.name)
         """Name of the dtype in ``storesvc.format.dtypes``."""
         self.shape = tuple(store.shape)
-        read = store.chunk_layout.read_chunk.shape or self.shape
-        chunk = tuple(n or size for n, size in zip(read, self.shape, strict=True))
-        self.chunk_shape: tuple[int, ...] = tuple(
-            max(1, min(n, size)) for n, size in zip(chunk, self.shape, strict=True)
-        )
-        """Shape of the pieces that are read as a whole, clipped to the array."""
         if self.dtype not in DTYPES:
             raise PreconditionError(
                 f"{row}: expected the dtype of an array of numbers, got {self.dtype}; "
@@ -108,18 +101,19 @@ class TensorStoreArray:
             )
         if problem := shape_problem(self.shape):
             raise PreconditionError(f"{row}: {problem}; leave it out with select=")
-        itemsize = DTYPES[self.dtype].itemsize
-        self._chunk_bytes = math.prod(chunk) * itemsize
+        self._bounds = ChunkBounds(store, row=row)
+        chunk = self._bounds.shape
+        self.chunk_shape = tuple(
+            max(1, min(n, size)) for n, size in zip(chunk, self.shape, strict=True)
+        )
+        """Shape of the pieces that are read as a whole, clipped to the array."""
+        self._chunk_bytes = self._bounds.chunk_bytes
         if self._chunk_bytes > MAX_CHUNK_BYTES:
             raise PreconditionError(
                 f"{row}: expected chunks of at most {MAX_CHUNK_BYTES} bytes, got "
                 f"{self.shape} {self.dtype} in chunks of {chunk}; write it again in "
                 "smaller chunks"
             )
-        codec = store.codec
-        self._blosc: BloscChunks | None = None
-        if codec is not None and is_blosc(codec.to_json(), row=row):
-            self._blosc = BloscChunks(store, chunk=chunk, chunk_bytes=self._chunk_bytes)
 
     @property
     def has_checksums(self) -> bool:
@@ -170,8 +164,7 @@ class TensorStoreArray:
             _check_memory(self._chunk_bytes, self._row)
         index: tuple[Any, ...] = tuple(slice(start, stop) for start, stop in region)
         with translated(self._row):
-            if self._blosc is not None:
-                self._blosc.check(region)
+            self._bounds.check(region)
             source = self._store[(*index, ...)]
             if region:
                 source = source[ts.d[:].translate_to[0]]

@@ -2,16 +2,14 @@
 files.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
+from storesvc_client._foreign.chunk_bounds import check_stored
 from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.ocdbt_places import FolderPlaces, OcdbtPlaces
+from storesvc_client._foreign.ocdbt_places import NODE, FolderPlaces, OcdbtPlaces
 from storesvc_client._foreign.step_search import join
 from storesvc_client._foreign.tensorstore_array import (
     StoredIn,
@@ -24,14 +22,19 @@ from storesvc_client.errors import DataLossError
 MAX_METADATA_BYTES: Final = 256 << 10
 """Maximum bytes of the metadata of an array, which real ones are far below."""
 
+MANIFEST: Final = "manifest.ocdbt"
+MAX_MANIFEST_BYTES: Final = 64 << 20
+
+MAX_NODE_BYTES: Final = 256 << 20
+"""Maximum stored bytes of a node; Orbax writes up to 100 MB."""
+
+MAX_NODES: Final = 100_000
+
 _METADATA_KEYS: Final = {"zarr": ".zarray", "zarr3": "zarr.json"}
 """Name of the metadata of an array of each driver."""
 
 _OPENING_AT_ONCE: Final = 512
 """Arrays that are being opened at a time."""
-
-_ASKED_AT_ONCE: Final = 32
-"""Maximum requests in flight for sizes of metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +46,47 @@ class ArrayPlace:
     driver: str
     """"zarr" or "zarr3"."""
     kvstore: dict[str, Any]
-    folder: str | None
-    """Its folder in the location; None: it is in a database."""
     is_whole: bool
     """True if each chunk must be stored; else an absent one has the fill value."""
+
+
+def database_base(location: Location, folder: str) -> dict[str, Any]:
+    """Returns the spec of the folder of a database, ``Location.kvstore``, whose
+    manifest and nodes can be read in bounded memory; what is absent is left to the
+    read.
+
+    Raises:
+        DataLossError: One of them is too large, or damaged.
+        UnavailableError: The storage does not answer.
+    """
+    what, shared = join(location.url, folder), context()
+    import tensorstore as ts
+
+    spec = location.kvstore(folder)
+    files = location.stamps(folder)
+    for name, stamp in files.items():
+        if name.startswith("manifest.") and int(stamp.split()[0]) > MAX_MANIFEST_BYTES:
+            raise DataLossError(
+                f"{what}/{name}: expected at most {MAX_MANIFEST_BYTES} bytes, got "
+                f"{stamp.split()[0]}; use another checkpoint"
+            )
+    if MANIFEST not in files:
+        return spec
+    with location.opening(), translated(what):
+        base = ts.KvStore.open(spec, context=shared).result()
+        newest = ts.ocdbt.dump(base).result()["versions"][-1:]
+        left = [(each["root"].get("location"), each["root_height"]) for each in newest]
+        for count, (node, height) in enumerate(left):
+            found = NODE.fullmatch(node or "")
+            if count > MAX_NODES or (found and int(found[1]) > MAX_NODE_BYTES):
+                raise DataLossError(
+                    f"{what}: expected at most {MAX_NODES} nodes of at most "
+                    f"{MAX_NODE_BYTES} bytes, got more; use another checkpoint"
+                )
+            if found and height:
+                below = ts.ocdbt.dump(base, node).result()["entries"]
+                left += [(each.get("location"), height - 1) for each in below]
+    return spec
 
 
 def open_arrays(
@@ -64,10 +104,10 @@ def open_arrays(
     shared = context()
     import tensorstore as ts
 
-    stored, sizes = _Stored(location), _MetadataSizes(location)
+    stored = _Stored(location)
     left = iter(places)
     while batch := list(islice(left, _OPENING_AT_ONCE)):
-        sizes.check(batch)
+        _check_metadata(location, batch)
         waiting: list[tuple[Any, str, StoredIn | None]] = []
         for place in batch:
             with location.opening(), translated(place.name):
@@ -105,62 +145,26 @@ class _Stored:
         return StoredIn(database, kvstore["path"])
 
 
-class _MetadataSizes:
-    """Checks the size of the metadata of arrays: TensorStore takes 72 bytes of memory
-    for each byte of a hostile one.
+def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:
+    """Rejects metadata of an array that is too large, of which TensorStore takes 72
+    bytes of memory for each byte; what is absent is left to it.
 
-    What a database has is received whole before its size is known.
+    Raises:
+        DataLossError: That of an array is.
     """
+    shared = context()
+    import tensorstore as ts
 
-    def __init__(self, location: Location) -> None:
-        self._location = location
-        self._databases: dict[str, Any] = {}
-
-    def check(self, places: Sequence[ArrayPlace]) -> None:
-        """Rejects metadata that is too large; what is absent is left to TensorStore.
-
-        Raises:
-            DataLossError: That of an array is, or its database is damaged.
-        """
-        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-            sizes = [(place.name, self._size(place, pool)) for place in places]
-            for name, size_bytes in sizes:
-                with translated(name):
-                    found = size_bytes()
-                if found > MAX_METADATA_BYTES:
-                    raise DataLossError(
-                        f"{name}: expected at most {MAX_METADATA_BYTES} bytes of "
-                        f"metadata, got {found}; use another checkpoint"
-                    )
-
-    def _size(self, place: ArrayPlace, pool: Executor) -> Callable[[], int]:
-        """Begins to look at the metadata of an array; returns what waits for its size
-        in bytes."""
-        key = _METADATA_KEYS[place.driver]
-        if place.kvstore["driver"] == "file":
-            return partial(_file_size, f"{place.kvstore['path']}{key}")
-        if place.folder is not None:
-            asking = pool.submit(self._location.size, join(place.folder, key))
-            return lambda: asking.result() or 0
-        with self._location.opening(), translated(place.name):
-            reading = self._database(place).read(f"{place.kvstore['path']}{key}")
-        return lambda: len(reading.result().value)
-
-    def _database(self, place: ArrayPlace) -> Any:
-        """Returns the whole database that a place is in; places share it."""
-        base = str(place.kvstore["base"])
-        if base not in self._databases:
-            shared = context()
-            import tensorstore as ts
-
-            spec = {**place.kvstore, "path": ""}
-            self._databases[base] = ts.KvStore.open(spec, context=shared).result()
-        return self._databases[base]
-
-
-def _file_size(path: str) -> int:
-    """Returns the size of a file; 0 if there is none."""
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return 0
+    names = {
+        f"{place.kvstore['path']}{_METADATA_KEYS[place.driver]}": place.name
+        for place in places
+    }
+    spec = {**places[0].kvstore, "path": ""}  # all are in one bucket or database
+    with location.opening(), translated(places[0].name):
+        values = ts.KvStore.open(spec, context=shared).result()
+        check_stored(
+            values,
+            [*names],
+            MAX_METADATA_BYTES,
+            what=lambda key: f"{names[key]}, {key.rpartition('/')[2]}",
+        )

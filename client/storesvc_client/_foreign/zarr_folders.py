@@ -62,7 +62,6 @@ def open_folders(
             name=f"array {path!r}",
             driver="zarr",
             kvstore=location.kvstore(each),
-            folder=each,
             is_whole=True,
         )
         for path, each in zip(paths, below, strict=True)

@@ -23,7 +23,13 @@ from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, named_steps, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.tree_rows import Row, array_row, tree_of
-from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._foreign.zarr_arrays import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    ArrayPlace,
+    database_base,
+    open_arrays,
+)
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
@@ -125,13 +131,12 @@ def _tree_bytes(fields: dict[str, Any], what: str) -> bytes:
 def _open(
     location: Location, store: str, stored: Sequence[int], leaves: Sequence[Node]
 ) -> list[TensorStoreArray]:
-    base = location.kvstore(store)
+    base = database_base(location, store)
     places = [
         ArrayPlace(
             name=f"array {_name(leaves[n])!r}",
             driver="zarr3",
             kvstore=ocdbt(base, f"{n}/"),
-            folder=None,
             is_whole=False,  # chunks of zeros are not stored
         )
         for n in stored
@@ -183,7 +188,6 @@ def _digest(location: Location, folder: str, structure: bytes) -> str:
     """Returns the digest of the structure and of the root of the database, which
     changes with every write to it."""
     digest = xxhash.xxh3_128(structure)
-    digest.update(
-        location.read(join(folder, f"{_STORE}/manifest.ocdbt"), limit=1 << 24)
-    )
+    manifest = join(folder, f"{_STORE}/{MANIFEST}")
+    digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
     return digest.hexdigest()

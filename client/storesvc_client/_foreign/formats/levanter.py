@@ -29,13 +29,16 @@ from storesvc_client._foreign.tensorstore_array import (
     ocdbt,
 )
 from storesvc_client._foreign.tree_rows import Row, array_row, text_row, tree_of
-from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._foreign.zarr_arrays import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    ArrayPlace,
+    database_base,
+    open_arrays,
+)
 from storesvc_client._foreign.zarr_folders import find_arrays, open_folders
 from storesvc_client.errors import DataLossError, NotFoundError
 
-MAX_MANIFEST_BYTES: Final = 16 << 20
-
-_MANIFEST: Final = "manifest.ocdbt"
 _ZARR_JSON: Final = "zarr.json"
 
 
@@ -80,8 +83,8 @@ class LevanterRoot:
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     metadata = read_metadata(location, folder)
     digest = xxhash.xxh3_128(metadata.data)
-    if _MANIFEST in location.names(folder):
-        manifest = join(folder, _MANIFEST)
+    if MANIFEST in location.names(folder):
+        manifest = join(folder, MANIFEST)
         digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
         paths, arrays = _open_database(location, folder)
     else:
@@ -112,7 +115,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
 def _open_database(
     location: Location, folder: str
 ) -> tuple[list[str], list[TensorStoreArray]]:
-    base = location.kvstore(folder)
+    base = database_base(location, folder)
     with location.opening():
         keys = list_keys(ocdbt(base), what=place(location, folder))
     paths = [
@@ -125,7 +128,6 @@ def _open_database(
             name=f"array {path!r}",
             driver="zarr3",
             kvstore=ocdbt(base, f"{path}/" if path else ""),
-            folder=None,
             is_whole=False,  # chunks of zeros are not stored
         )
         for path in paths

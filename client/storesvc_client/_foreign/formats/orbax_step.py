@@ -25,7 +25,13 @@ from storesvc_client._foreign.location import Location, checked_path
 from storesvc_client._foreign.step_search import join, names_text, place
 from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
 from storesvc_client._foreign.tree_rows import Row, encoded_row, item_name, tree_of
-from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._foreign.zarr_arrays import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    ArrayPlace,
+    database_base,
+    open_arrays,
+)
 from storesvc_client._values.containers import Container, pack_document_of
 from storesvc_client._values.texts import unicode_text
 from storesvc_client.errors import (
@@ -42,7 +48,6 @@ TREE_METADATA: Final = "_METADATA"
 SHARDINGS: Final = "_sharding"
 STRINGS: Final = "_strings.json"
 KEY_IMPLS: Final = "array_metadatas"
-MANIFEST: Final = "manifest.ocdbt"
 INDICATOR: Final = "orbax.checkpoint"
 """Empty file of a checkpoint of version 1."""
 
@@ -65,7 +70,6 @@ _TREE_MARKS: Final = frozenset({TREE_METADATA, MANIFEST, "checkpoint"})
 """Files of items that are trees; the last one is that of the oldest versions."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_MANIFEST_BYTES: Final = 64 << 20
 _SEARCHED: Final = 16
 
 
@@ -338,7 +342,7 @@ class StepReader:
         """Adds what changes with the elements of arrays to the digest."""
         if is_ocdbt and arrays:  # the manifest names all data, directly or not
             manifest = join(folder, MANIFEST)
-            data = self.location.read(manifest, limit=_MANIFEST_BYTES)
+            data = self.location.read(manifest, limit=MAX_MANIFEST_BYTES)
             self._describes(manifest, data)
         elif arrays:
             stamp = stamp_of_folders(self.location, folder, arrays)
@@ -355,9 +359,12 @@ class StepReader:
         """Yields where arrays are stored."""
         if not entries:
             return
-        base = self.location.kvstore(folder)
+        base = (
+            database_base(self.location, folder)
+            if is_ocdbt
+            else self.location.kvstore(folder)
+        )
         for entry in entries:
-            inside: str | None = None
             if is_ocdbt:
                 kvstore = ocdbt(base, f"{entry.name}/")
             else:
@@ -367,7 +374,6 @@ class StepReader:
                 name=f"{self.url} leaf {entry.key!r}",
                 driver="zarr3" if found.is_zarr3 else "zarr",
                 kvstore=kvstore,
-                folder=None if inside is None else join(folder, inside),
                 is_whole=found.is_whole,
             )
 

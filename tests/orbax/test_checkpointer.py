@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import checkpoint_managers as managers
+from orbax.checkpoint.experimental.v1 import Context, training
 
 import storesvc_client as store
 from storesvc_client import orbax
@@ -62,8 +63,16 @@ def test_a_step_is_not_saved_twice(new_checkpointer: NewManager) -> None:
     checkpointer = new_checkpointer()
     checkpointer.save(1, STATE)
     for force in (False, True):
-        with pytest.raises(FileExistsError):
+        with pytest.raises(training.errors.StepAlreadyExistsError):
             checkpointer.save(1, STATE, force=force)
+
+
+def test_a_missing_step_is_the_error_of_orbax(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, STATE)
+    for read in (checkpointer.load, checkpointer.metadata, checkpointer.delete):
+        with pytest.raises(training.errors.StepNotFoundError):
+            read(7)
 
 
 def test_a_save_in_the_background_is_awaited(new_checkpointer: NewManager) -> None:
@@ -130,6 +139,45 @@ def test_metadata_has_shapes_metrics_and_custom_metadata(
     assert items["state"]["w"].dtype == jnp.float32
     assert checkpointer.root_metadata().custom_metadata == {"run": 1}
     assert dict(checkpointer.latest.metrics) == {"loss": 0.5}
+
+
+def test_metadata_is_of_the_classes_of_orbax(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.ones(1)})
+    listed = checkpointer.latest, checkpointer.metadata(1)
+    read = checkpointer.checkpointables_metadata(1)
+    for found in (*listed, read):
+        assert isinstance(found, training.CheckpointMetadata)
+        assert (found.step, found.path.name, found.metrics) == (1, "1", None)
+    assert [listed[0].metadata, read.custom_metadata] == [None, {}]
+    assert isinstance(checkpointer.root_metadata(), training.RootMetadata)
+    assert checkpointer.root_metadata().custom_metadata == {}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{"w": jnp.ones(4), "more": jnp.ones(1)}, {}, {"other": jnp.ones(4)}],
+    ids=["more", "fewer", "other"],
+)
+def test_a_target_with_other_leaves_is_a_key_error(
+    new_checkpointer: NewManager, target: Any
+) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.arange(4.0)})
+    with pytest.raises(KeyError):
+        checkpointer.load(1, target)
+
+
+def test_a_partial_load_keeps_what_the_step_lacks(new_checkpointer: NewManager) -> None:
+    context = Context()
+    context.pytree.loading.partial_load = True
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.ones(2), "b": jnp.ones(2)})
+    lora = {"a": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with context:
+        found = checkpointer.load(1, {"w": jnp.zeros(2), "lora": lora})
+    assert found["w"].tolist() == [1.0, 1.0]
+    assert found["lora"] == lora
 
 
 class Counter:

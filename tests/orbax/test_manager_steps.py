@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import args
+from orbax.checkpoint import args, checkpoint_manager
 from orbax.checkpoint import checkpoint_managers as managers
+from orbax.checkpoint.abstract_checkpoint_manager import AbstractCheckpointManager
 
 from tests.orbax.conftest import NewManager
 from tests.support.examples import sampled
@@ -51,7 +52,7 @@ def test_force_saves_a_step_that_is_not_newer(new_manager: NewManager) -> None:
 def test_force_does_not_overwrite_a_step(new_manager: NewManager) -> None:
     manager = new_manager()
     save(manager, 5)
-    with pytest.raises(ValueError, match="5"):
+    with pytest.raises(checkpoint_manager.StepAlreadyExistsError, match="5"):
         save(manager, 5, force=True)
 
 
@@ -226,7 +227,11 @@ def test_metadata_has_what_the_step_was_saved_with(new_manager: NewManager) -> N
     found = manager.metadata(1)
     assert found.custom_metadata == {"scan_layers": True}
     assert found.commit_timestamp_nsecs > before
-    assert manager.metadata().custom_metadata == {"lr": 1}
+    assert isinstance(found, checkpoint_manager.StepMetadata)
+    assert manager.metadata() == checkpoint_manager.RootMetadata(
+        custom_metadata={"lr": 1}
+    )
+    assert AbstractCheckpointManager in type(manager).__mro__
     with pytest.raises(FileNotFoundError):
         manager.metadata(9)
 

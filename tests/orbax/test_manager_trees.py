@@ -221,14 +221,107 @@ def test_a_part_of_a_tree_is_restored(new_manager: NewManager) -> None:
     assert described(found) == described({"params": tree["params"]})
 
 
-def test_a_part_that_is_missing_is_rejected(our_manager: NewManager) -> None:
-    manager = our_manager()  # Orbax leaves it out
-    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4)}))
+SAVED = {
+    "w": jnp.ones(4),
+    "opt": {"m": jnp.zeros(2), "v": np.ones(2)},
+    "list": [jnp.ones(1), jnp.ones(1)],
+}
+ABSTRACT = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.ones(3).sharding)
+
+
+def wide_args(tree: Any) -> Any:
+    return ocp.checkpoint_utils.construct_restore_args(tree)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize(
+    ("target", "restore_args", "expected"),
+    [
+        ({"w": 0, "aux": ABSTRACT}, None, {"w": SAVED["w"], "aux": ABSTRACT}),
+        ({"w": 0, "aux": {"n": 7}}, None, {"w": SAVED["w"], "aux": {"n": 7}}),
+        ({"aux": 1}, None, {"aux": 1}),
+        ({"list": [0, 0]}, None, {"list": SAVED["list"]}),
+        (
+            {"w": 0, "opt": {"m": 0}},
+            SAVED,
+            {"w": SAVED["w"], "opt": {"m": jnp.zeros(2)}},
+        ),
+    ],
+    ids=["struct", "number", "nothing", "list", "wide-args"],
+)
+def test_a_partial_restore_keeps_what_the_step_lacks(
+    new_manager: NewManager,
+    caplog: pytest.LogCaptureFixture,
+    target: Any,
+    restore_args: Any,
+    expected: Any,
+) -> None:
+    manager = pytree_manager(new_manager)
+    manager.save(1, args=args.PyTreeSave(SAVED))
     manager.wait_until_finished()
-    with pytest.raises(ValueError, match="z"):
-        manager.restore(
-            1, args=args.PyTreeRestore({"z": jnp.ones(1)}, partial_restore=True)
-        )
+    found = manager.restore(
+        1,
+        args=args.PyTreeRestore(
+            target,
+            restore_args=restore_args and wide_args(restore_args),
+            partial_restore=True,
+        ),
+    )
+    assert described(found) == described(expected)
+    if isinstance(manager, orbax.CheckpointManager):
+        assert ("returned unchanged: aux" in caplog.text) == ("aux" in target)
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ({"w": 0, "opt": 0}, "opt"),
+        ({"w": {"k": 0}}, "w"),
+        ({"list": [0, 0, 0]}, "list"),
+        ({"list": [0]}, "list"),
+    ],
+    ids=["leaf-for-dict", "dict-for-leaf", "longer", "shorter"],
+)
+def test_a_partial_restore_into_other_containers_is_rejected(
+    new_manager: NewManager, target: Any, named: str
+) -> None:
+    manager = pytree_manager(new_manager)
+    manager.save(1, args=args.PyTreeSave(SAVED))
+    manager.wait_until_finished()
+    wanted = args.PyTreeRestore(target, partial_restore=True)
+    with pytest.raises((ValueError, TypeError), match=named):
+        manager.restore(1, args=wanted)
+
+
+def test_a_target_with_other_leaves_is_rejected_with_advice_that_works(
+    our_manager: NewManager,
+) -> None:
+    manager = our_manager()
+    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4), "b": jnp.ones(2)}))
+    manager.wait_until_finished()
+    target = {"w": 0, "z": ABSTRACT}
+    with pytest.raises(orbax.TreeMismatchError) as caught:
+        manager.restore(1, args=args.PyTreeRestore(target))
+    assert str(caught.value).split(": ", 1)[1] == (
+        "leaf 'z': in the target (3,) float32, not saved; leaf 'b': saved as (2,) "
+        "float32, not in the target; PyTreeRestore(partial_restore=True), in version 1 "
+        "partial_load of a context, restores what both have"
+    )
+    found = manager.restore(1, args=args.PyTreeRestore(target, partial_restore=True))
+    assert (found["w"].tolist(), found["z"]) == ([1.0] * 4, ABSTRACT)
+
+
+def test_arguments_that_lack_a_leaf_are_rejected(new_manager: NewManager) -> None:
+    manager = pytree_manager(new_manager)
+    manager.save(1, args=args.PyTreeSave(SAVED))
+    manager.wait_until_finished()
+    wanted = args.PyTreeRestore(
+        {"w": 0, "opt": {"m": 0}},
+        restore_args={"w": ocp.RestoreArgs()},
+        partial_restore=True,
+    )
+    with pytest.raises(ValueError, match="opt"):
+        manager.restore(1, args=wanted)
 
 
 def test_restore_args_decide_dtype_sharding_and_type(new_manager: NewManager) -> None:

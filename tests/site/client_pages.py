@@ -85,7 +85,7 @@ MODELS: Final[Mapping[str, Sequence[str]]] = {
     "storesvc_client.keras": ("StoreCheckpoint", "restore_into"),
     "storesvc_client.orbax": (
         *("CheckpointManager", "Checkpointer", "StepPath", "ItemMissingError"),
-        *("StepExistsError", "StepMissingError"),
+        *("StepExistsError", "StepMissingError", "TreeMismatchError"),
     ),
     "storesvc_client.trees.easydel": ("EasyDeLState",),
     "storesvc_client.trees.linen": ("linen_to_nnx", "nnx_to_linen"),

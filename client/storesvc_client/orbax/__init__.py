@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ItemMissingError,
         StepExistsError,
         StepMissingError,
+        TreeMismatchError,
     )
     from storesvc_client.orbax.step_path import StepPath
 
@@ -34,6 +35,7 @@ __all__ = [
     "StepExistsError",
     "StepMissingError",
     "StepPath",
+    "TreeMismatchError",
 ]
 
 _HOMES: Final = {
@@ -43,6 +45,7 @@ _HOMES: Final = {
     "StepExistsError": "step_errors",
     "StepMissingError": "step_errors",
     "StepPath": "step_path",
+    "TreeMismatchError": "step_errors",
 }
 
 

@@ -29,7 +29,7 @@ from storesvc_client.orbax.step_items import (
 )
 from storesvc_client.orbax.step_record import Part
 from storesvc_client.orbax.tree_metadata import plain_tree
-from storesvc_client.orbax.tree_restore import restore_tree, with_structure
+from storesvc_client.orbax.tree_restore import restore_tree
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -109,8 +109,7 @@ def restored_part(
             pass
         case ocp.args.StandardRestore() | ocp.args.PyTreeRestore():
             _check_kind(place, part, "tree", args)
-            target, partial = _target_of(place, args)
-            return restore_tree(opened, part.place, target, partial=partial)
+            return _restore_target(opened, place, part, args)
         case ocp.args.JsonRestore():
             _check_kind(place, part, "json", args)
         case _:
@@ -120,8 +119,8 @@ def restored_part(
     return restore_tree(opened, part.place)
 
 
-def _target_of(place: str, args: Any) -> tuple[Any, bool]:
-    """Returns the target of a restore of a tree, and whether it is partial."""
+def _restore_target(opened: "OpenCheckpoint", place: str, part: Part, args: Any) -> Any:
+    """Returns a tree as ``StandardRestore`` or ``PyTreeRestore`` describes it."""
     allowed = {
         "item",
         "restore_args",
@@ -134,9 +133,20 @@ def _target_of(place: str, args: Any) -> tuple[Any, bool]:
                 f"{place}: expected {field.name}={field.default}, which is all that a "
                 f"store can follow, got {getattr(args, field.name)!r}"
             )
-    restore_args = plain_tree(getattr(args, "restore_args", None))
-    target = with_structure(plain_tree(args.item), restore_args)
-    return target, bool(getattr(args, "partial_restore", False))
+    target = plain_tree(args.item)
+    given = plain_tree(getattr(args, "restore_args", None))
+    if target is None:
+        target, given = given, None
+    elif given is None and isinstance(args, ocp.args.PyTreeRestore):
+        given = jax.tree.map(_any_if_number, target)
+    partial = bool(getattr(args, "partial_restore", False))
+    return restore_tree(opened, part.place, target, given, partial=partial)
+
+
+def _any_if_number(leaf: Any) -> Any:
+    """Returns what restores a leaf as it was saved for a number, which stands for any
+    leaf in the item of ``PyTreeRestore``."""
+    return ocp.RestoreArgs() if isinstance(leaf, int | float | complex) else leaf
 
 
 def _json(place: str, metadata: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
+from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata
 
 from storesvc_client._save.handle import Save
 from storesvc_client.errors import InvalidRequestError
@@ -19,13 +20,7 @@ from storesvc_client.orbax.checkpointables import (
 )
 from storesvc_client.orbax.context_options import context_settings
 from storesvc_client.orbax.ignored_options import IgnoredOptions
-from storesvc_client.orbax.metadata import (
-    CheckpointMetadata,
-    RootMetadata,
-    numbers_of,
-    root_metadata,
-    timestamps,
-)
+from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
 from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
 from storesvc_client.orbax.sequence import StepSequence
@@ -174,7 +169,7 @@ class Checkpointer:
             CheckpointMetadata(
                 step=info.step,
                 path=self.directory / info.step,
-                init_timestamp_nsecs=int(info.time.timestamp() * 1e9),
+                metadata=None,
                 commit_timestamp_nsecs=int(info.time.timestamp() * 1e9),
                 metrics=info.metrics,
             )
@@ -451,7 +446,7 @@ class Checkpointer:
             step=opened.info.step,
             path=self.directory / opened.info.step,
             metadata=structs,
-            custom_metadata=record.custom_metadata,
+            custom_metadata=record.custom_metadata or {},
             metrics=record.metrics,
             **timestamps(opened.info),
         )

@@ -10,18 +10,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import (
+    AbstractCheckpointManager,
+    RootMetadata,
+    StepMetadata,
+)
 
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.arguments import content_of, restored_part
 from storesvc_client.orbax.deprecated_items import arguments_of_items
 from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_handler
-from storesvc_client.orbax.metadata import (
-    RootMetadata,
-    StepMetadata,
-    numbers_of,
-    root_metadata,
-    timestamps,
-)
+from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
 from storesvc_client.orbax.retention_options import metric_of, retention_of_options
 from storesvc_client.orbax.save_options import (
     after_commit_of_options,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("storesvc_client")
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no annotations
     """Manages the checkpoints of a run as ``orbax.checkpoint.CheckpointManager`` does.
 
     >>> with CheckpointManager("file:///ckpts#prod/llama-8b") as manager:
@@ -325,10 +324,7 @@ class CheckpointManager:
             StepMissingError: There is no such step.
         """
         if step is None:
-            return RootMetadata(
-                directory=self.directory,
-                custom_metadata=root_metadata(self._steps.run),
-            )
+            return RootMetadata(custom_metadata=root_metadata(self._steps.run))
         opened, record = self._open(step)
         structs = {
             name: _tree_metadata(opened, part) if part.kind == "tree" else None

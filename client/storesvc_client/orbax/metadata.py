@@ -1,64 +1,17 @@
-"""Metadata of a step and of a run, in the fields that callers of Orbax read."""
+"""Metadata of a run, and what the metadata of its steps, of Orbax's classes, holds."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc_client._api.run import Run
 from storesvc_client.errors import InvalidRequestError, NotFoundError
-from storesvc_client.orbax.step_path import StepPath
 
 if TYPE_CHECKING:
     from storesvc_client._values.values import Checkpoint
 
 _LABEL: Final = "orbax/metadata"
 """Label of a run with the metadata that its first manager was created with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetadata:
-    """Metadata of one step, as version 0 has it."""
-
-    item_handlers: Mapping[str, str]
-    """Kind of each item: "tree", "json" or "files"."""
-    item_metadata: Any
-    """``TreeMetadata`` by item, or the one of the only item; None for items that are no
-    trees."""
-    metrics: Any
-    init_timestamp_nsecs: int
-    """Start of the save."""
-    commit_timestamp_nsecs: int
-    """Time of the commit."""
-    custom_metadata: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointMetadata:
-    """Metadata of one step, as version 1 has it."""
-
-    step: int
-    path: StepPath
-    metadata: Any = None
-    """Tree of ``ShapeDtypeStruct``, or one for each item; None in lists."""
-    init_timestamp_nsecs: int
-    commit_timestamp_nsecs: int
-    custom_metadata: Any = None
-    metrics: Any = None
-
-    @property
-    def time(self) -> datetime:
-        """Time of the commit."""
-        return datetime.fromtimestamp(self.commit_timestamp_nsecs / 1e9, tz=UTC)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootMetadata:
-    """Metadata of a run."""
-
-    directory: StepPath
-    custom_metadata: Any
 
 
 def timestamps(found: "Checkpoint") -> dict[str, int]:

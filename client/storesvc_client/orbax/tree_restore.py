@@ -2,23 +2,37 @@
 
 A target has the structure to return. None in it, or Orbax's placeholder ``...``, is
 returned unchanged, and what was saved there is not read. Everything else must be in the
-checkpoint, and, unless the restore is partial, the checkpoint must have nothing else.
+checkpoint, and the checkpoint must have nothing else. In a partial restore either may
+have leaves that the other lacks.
 """
 
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+from orbax.checkpoint import RestoreArgs
 
 from storesvc.format.keys import escape_part
 from storesvc_client._pytree.leaves import NamedLeaf, named_leaves
 from storesvc_client._pytree.plain_containers import nest
-from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client._values.values import LeafInfo
+from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.leaf_targets import leaf_target, saved_struct
+from storesvc_client.orbax.step_errors import TreeMismatchError
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_log = logging.getLogger(__name__)
+
+_MAX_NAMED: Final = 20
+"""Leaves that a message names."""
+
+_SEQUENCE_KINDS: Final = frozenset("if")
+"""Letters of ``LeafTable.path_kinds`` whose parts are places in a sequence."""
 
 
 class _Skipped:
@@ -29,7 +43,12 @@ _SKIPPED: Final = _Skipped()
 
 
 def restore_tree(
-    opened: "OpenCheckpoint", place: str, target: Any = None, *, partial: bool = False
+    opened: "OpenCheckpoint",
+    place: str,
+    target: Any = None,
+    restore_args: Any = None,
+    *,
+    partial: bool = False,
 ) -> Any:
     """Returns the tree of an item.
 
@@ -37,27 +56,47 @@ def restore_tree(
         opened: The checkpoint.
         place: First key of its leaves; "" for the whole tree.
         target: Pytree of what to return; None: as it was saved.
-        partial: Whether the checkpoint may have leaves that the target lacks.
+        restore_args: Orbax's arguments for the leaves of the target; None: the leaves
+            say how they are restored.
+        partial: Whether the checkpoint may have leaves that the target lacks, and the
+            target some that the checkpoint lacks, which are returned unchanged.
 
     Raises:
-        MismatchError: The checkpoint does not fit the target; lists every leaf.
+        TreeMismatchError: One of them has leaves that the other lacks; names them.
+        MismatchError: Leaves have other shapes or types; lists each.
+        InvalidRequestError: ``restore_args`` lacks a leaf.
         StoreError: As for ``OpenCheckpoint.restore``.
     """
     if target is None:
         select = [_below(place)] if place else None
         return _unwrapped(opened.restore(select=select), place)
-    marked = jax.tree.map(
-        lambda x: _SKIPPED if x is None else x, target, is_leaf=lambda x: x is None
+    leaves, treedef = _marked_leaves(target, place)
+    saved = {key: opened.leaves[key] for key in _keys(opened, place)}
+    skipped = {
+        leaf.key for leaf in leaves if leaf.value is _SKIPPED or leaf.value is ...
+    }
+    read = [leaf for leaf in leaves if leaf.key in saved and leaf.key not in skipped]
+    _check_structure(opened, saved, leaves, skipped, partial=partial)
+    targets = {
+        leaf.key: leaf_target(saved[leaf.key], given)
+        for leaf, given in _with_arguments(read, restore_args, place)
+    }
+    like = treedef.unflatten(
+        targets[leaf.key].like if leaf.key in targets else None for leaf in leaves
     )
-    leaves, treedef = named_leaves({place: marked} if place else marked)
-    skipped = [leaf.key for leaf in leaves if _is_skipped(leaf)]
-    read = [leaf for leaf in leaves if not _is_skipped(leaf)]
-    found = _converted(opened, place, treedef, leaves, partial=partial) if read else []
-    if not read and not partial:
-        _check_nothing_left(opened, place, skipped)
-    values = iter(found)
+    select = [_below(place)] if place else None
+    if len(read) < len(saved):
+        select = [re.compile(rf"\A(?:{'|'.join(map(re.escape, targets))})\Z")]
+    values = iter(
+        jax.tree.leaves(opened.restore(like=like, select=select)) if read else ()
+    )
     result = treedef.unflatten(
-        _marker(leaf.value) if _is_skipped(leaf) else next(values) for leaf in leaves
+        targets[leaf.key].convert(next(values))
+        if leaf.key in targets
+        else None
+        if leaf.value is _SKIPPED
+        else leaf.value
+        for leaf in leaves
     )
     return _unwrapped(result, place)
 
@@ -79,103 +118,114 @@ def has_tree(opened: "OpenCheckpoint", place: str) -> bool:
     return any(below.search(key) for key in opened.leaves)
 
 
-def with_structure(item: Any, restore_args: Any) -> Any:
-    """Returns the target of Orbax's ``PyTreeRestore``.
-
-    Args:
-        item: Structure to return; None: that of ``restore_args``.
-        restore_args: Arguments for each leaf; None: leaves of ``item`` have them.
-
-    Raises:
-        InvalidRequestError: The two have other structures.
-    """
-    if restore_args is None or item is None:
-        return item if restore_args is None else restore_args
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(item, is_leaf=lambda x: x is None)
-    try:
-        given = treedef.flatten_up_to(restore_args)
-    except (ValueError, TypeError) as e:
-        raise InvalidRequestError(
-            f"PyTreeRestore: restore_args=: expected the structure of item=, got "
-            f"another: {e}"
-        ) from e
-    return treedef.unflatten(
-        leaf if leaf is None or leaf is ... or args is None else args
-        for leaf, args in zip(leaves, given, strict=True)
+def _marked_leaves(tree: Any, place: str) -> tuple[list[NamedLeaf], Any]:
+    """Returns the leaves of a target below the place of its item; None is one, too."""
+    marked = jax.tree.map(
+        lambda x: _SKIPPED if x is None else x, tree, is_leaf=lambda x: x is None
     )
+    return named_leaves({place: marked} if place else marked)
 
 
-def _converted(
+def _with_arguments(
+    leaves: Sequence[NamedLeaf], restore_args: Any, place: str
+) -> Iterator[tuple[NamedLeaf, Any]]:
+    """Returns leaves, each with what says how it is restored."""
+    given: Sequence[NamedLeaf] = leaves
+    if restore_args is not None:
+        given, _ = _marked_leaves(restore_args, place)
+    values = {leaf.key: leaf.value for leaf in given}
+    for leaf in leaves:
+        if leaf.key not in values:
+            raise InvalidRequestError(
+                "PyTreeRestore: restore_args=: expected the structure of item=, got "
+                f"nothing for leaf {leaf.key!r}; give it RestoreArgs()"
+            )
+        found = values[leaf.key]
+        yield leaf, leaf.value if found is _SKIPPED else found
+
+
+def _check_structure(
     opened: "OpenCheckpoint",
-    place: str,
-    treedef: Any,
+    saved: Mapping[str, LeafInfo],
     leaves: Sequence[NamedLeaf],
+    skipped: Collection[str],
     *,
     partial: bool,
-) -> Iterator[Any]:
-    """Returns the values of the leaves that are read, in their order."""
-    read = [leaf for leaf in leaves if not _is_skipped(leaf)]
-    targets = {}
-    for leaf in read:
-        saved = opened.leaves.get(leaf.key)
-        if saved is not None:
-            targets[leaf.key] = leaf_target(saved, leaf.value)
-        elif leaf.value is None or not _is_array_like(leaf.value):
-            raise MismatchError(
-                f"{opened.name} does not fit the target: leaf {leaf.key!r}: expected "
-                f"{type(leaf.value).__name__}, got none"
-            )
-    like = treedef.unflatten(
-        None
-        if _is_skipped(leaf)
-        else targets[leaf.key].like
-        if leaf.key in targets
-        else leaf.value
-        for leaf in leaves
-    )
-    restored = opened.restore(
-        like=like, select=_selected(opened, place, leaves, partial=partial)
-    )
-    values = jax.tree.leaves(restored)
-    return (
-        targets[leaf.key].convert(value)
-        for leaf, value in zip(read, values, strict=True)
-    )
-
-
-def _selected(
-    opened: "OpenCheckpoint", place: str, leaves: Sequence[NamedLeaf], *, partial: bool
-) -> Any:
-    """Returns the patterns of the leaves to read; None: all."""
-    skipped = [leaf.key for leaf in leaves if _is_skipped(leaf)]
-    if partial:
-        wanted = {leaf.key for leaf in leaves} - set(skipped)
-        return _exactly([key for key in opened.leaves if key in wanted])
-    if skipped:
-        left = [key for key in _keys(opened, place) if not _is_below(key, skipped)]
-        return _exactly(left)
-    return [_below(place)] if place else None
-
-
-def _exactly(keys: Sequence[str]) -> Any:
-    """Returns patterns of exactly these keys; None if there are none, so that the
-    restore names what is missing."""
-    if not keys:
-        return None
-    return [re.compile(rf"\A(?:{'|'.join(map(re.escape, keys))})\Z")]
-
-
-def _check_nothing_left(
-    opened: "OpenCheckpoint", place: str, skipped: Sequence[str]
 ) -> None:
-    left = [key for key in _keys(opened, place) if not _is_below(key, skipped)]
-    if left:
-        raise MismatchError(
-            f"{opened.name} does not fit the target: expected no leaves, got "
-            f"{', '.join(left[:5])}; use PyTreeRestore(partial_restore=True) to leave "
-            "them out"
+    """Rejects a target with other leaves than the checkpoint.
+
+    In a partial restore either may have more, unless the other has something else at
+    their place, or a sequence of another length.
+    """
+    named = {leaf.key for leaf in leaves}
+    absent = [x for x in leaves if x.key not in saved and x.key not in skipped]
+    extra = [x for x in saved.values() if named.isdisjoint(_ancestors(x.key))]
+    left: list[str] = []
+    if partial:
+        extra = _find_clashes(extra, named)
+        wrong = _find_clashes(absent, saved)
+        wrong += [x for x in absent if isinstance(x.value, RestoreArgs)]
+        left = [*{x.key: x for x in absent}.keys() - {x.key for x in wrong}]
+        absent = wrong
+    problems = [
+        *(f"leaf {x.key!r}: in the target {_text(x.value)}, not saved" for x in absent),
+        *(f"leaf {x.key!r}: saved as {_text(x)}, not in the target" for x in extra),
+    ]
+    if problems:
+        advice = (
+            "its containers have to match"
+            if partial
+            else "PyTreeRestore(partial_restore=True), in version 1 partial_load of a "
+            "context, restores what both have"
         )
+        listed = _listed(problems, "; ")
+        raise TreeMismatchError(
+            f"{opened.name} does not fit the target: {listed}; {advice}"
+        )
+    if left:
+        _log.warning(
+            "%s lacks leaves of the target, which are returned unchanged: %s",
+            *(opened.name, _listed(left, ", ")),
+        )
+
+
+def _find_clashes(leaves: Sequence[Any], others: Collection[str]) -> list[Any]:
+    """Returns the leaves where others have something else, or a sequence of another
+    length."""
+    known = {each for key in others for each in _ancestors(key)}
+    found = []
+    for leaf in leaves:
+        keys = _ancestors(leaf.key)
+        depth = next((n for n, key in enumerate(keys) if key not in known), None)
+        if (
+            depth is None
+            or (depth > 0 and keys[depth - 1] in others)
+            or leaf.path_kinds[depth] in _SEQUENCE_KINDS
+        ):
+            found.append(leaf)
+    return found
+
+
+def _ancestors(key: str) -> list[str]:
+    """Returns the keys of the containers of a leaf, and its own."""
+    return [*accumulate(key.split("/"), lambda above, part: f"{above}/{part}")]
+
+
+def _listed(found: Sequence[str], mark: str) -> str:
+    more = len(found) - _MAX_NAMED
+    return mark.join(found[:_MAX_NAMED]) + (
+        f"{mark}and {more} more" if more > 0 else ""
+    )
+
+
+def _is_skipped(value: Any) -> bool:
+    return value is _SKIPPED or value is ...
+
+
+def _text(leaf: Any) -> str:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.shape} {leaf.dtype}"
+    return type(leaf).__name__
 
 
 def _keys(opened: "OpenCheckpoint", place: str) -> list[str]:
@@ -183,25 +233,9 @@ def _keys(opened: "OpenCheckpoint", place: str) -> list[str]:
     return [key for key in opened.leaves if not place or below.search(key)]
 
 
-def _is_below(key: str, above: Sequence[str]) -> bool:
-    return any(key == each or key.startswith(f"{each}/") for each in above)
-
-
 def _below(place: str) -> re.Pattern[str]:
     """Returns a pattern of the keys of an item."""
     return re.compile(rf"\A{re.escape(escape_part(place))}(?:/|\Z)")
-
-
-def _is_skipped(leaf: NamedLeaf) -> bool:
-    return leaf.value is _SKIPPED or leaf.value is ...
-
-
-def _marker(value: Any) -> Any:
-    return None if value is _SKIPPED else value
-
-
-def _is_array_like(value: Any) -> bool:
-    return hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
 
 
 def _unwrapped(tree: Any, place: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -26,6 +27,7 @@ from storesvc_client.trees.structure.settings import (
     plain_settings,
     rebuild_settings,
 )
+from tests.support.torch_dtypes import BFLOAT16, FLOAT32
 
 GOLDEN = Path(__file__).parent / "golden/configs/settings.json"
 
@@ -169,6 +171,36 @@ def test_a_config_is_stored_as_it_always_was() -> None:
 
     assert json.loads(GOLDEN.read_text()) == document
     assert same(full(), rebuild_settings(document, setting_classes(Config)))
+
+
+DTYPES: dict[str, tuple[Any, Any]] = {
+    "torch": (FLOAT32, "float32"),
+    "torch, bfloat16": (BFLOAT16, "bfloat16"),
+    "text": ("float32", "float32"),
+    "jax": (jnp.float32, jnp.float32),
+    "class of numpy": (np.float32, np.float32),
+    "numpy": (np.dtype("float16"), np.dtype("float16")),
+    "ml_dtypes": (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+    "numpy, of ml_dtypes": (np.dtype("float8_e4m3fn"), np.dtype("float8_e4m3fn")),
+}
+"""Dtypes of other libraries in a config, and what is restored."""
+
+
+@pytest.mark.parametrize("library", DTYPES)
+def test_a_dtype_of_any_library_in_a_config_is_restored_with_the_class_and_a_factory(
+    run: store.Run, library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dtype, expected = DTYPES[library]
+    config = Config(dtype=dtype, vision_config=Vision(level=dtype), more=[{"x": dtype}])
+    save_model(run, 1, Model(config, rngs=nnx.Rngs(0)), rehearse="strict").result()
+
+    back = restore_model(run, model=Model).config
+    restore_model(run, model=lambda: Model(config, rngs=nnx.Rngs(0)))
+    restore_model(run, model=lambda: Model(back, rngs=nnx.Rngs(0)))
+
+    assert "another model" not in caplog.text
+    assert [expected] * 3 == [back.dtype, back.vision_config.level, back.more[0]["x"]]
+    assert type(expected) is type(back.dtype)
 
 
 @pytest.mark.parametrize("model", [Model, Annotated])

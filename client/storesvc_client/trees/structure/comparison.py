@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from storesvc_client.trees.structure.descriptions import IGNORED
+from storesvc_client.trees.structure.descriptions import IGNORED, named_dtype
 from storesvc_client.trees.structure.difference_texts import ABSENT, Difference
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import pairs_of, tag_of
@@ -221,6 +221,7 @@ class _Rows:
 
     def _add_value(self, path: str, value: JSON) -> None:
         """Adds the row of a value, or the rows of its parts."""
+        value = named_dtype(value)
         text = self._texts.text_of(value, path)
         if text is not None:
             self._add(path, text)

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from storesvc.format.dtypes import DTYPES
 from storesvc_client.trees.structure.contents import digest_of, fields_of
 from storesvc_client.trees.structure.limits import JSON
 
@@ -133,6 +134,22 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
             "fields": [["of", inner(value.__wrapped__)]],
         }
     return {"class": name, "fields": _pairs(fields_of(value), inner)}
+
+
+def named_dtype(document: JSON) -> JSON:
+    """Returns the name of a dtype of another library that a document describes; other
+    documents as they are.
+
+    >>> torch = {"class": "torch:dtype", "fields": [["(value)", "torch.float32"]]}
+    >>> named_dtype({"opaque": torch})
+    'float32'
+    """
+    match document:
+        case {"opaque": {"class": str(cls), "fields": [["(value)", str(text)]]}}:
+            name = text.rpartition(".")[2]
+            if cls.rpartition(":")[2].lower() == "dtype" and name in DTYPES:
+                return name
+    return document
 
 
 def truncated_description(value: Any) -> dict[str, JSON]:

@@ -20,7 +20,7 @@ from the rebuilt object.
 ``encode_data`` keeps plain data only, for comparisons. An enumeration member becomes
 its value. A value that is not plain becomes ``{"opaque": description}``, which decodes
 to an ``Opaque``: code that rebuilds a configuration skips it, code that compares two
-uses the description.
+uses the description. A ``torch.dtype`` is read as its name, as in ``config.json``.
 
 >>> encode_data({"axes": (1, 2)})
 {'dict': [['axes', {'tuple': [1, 2]}]]}
@@ -42,6 +42,7 @@ from flax import nnx
 from storesvc.format.dtypes import DTYPES
 from storesvc_client.trees.structure.allowed_names import Table
 from storesvc_client.trees.structure.contents import is_cached, slots_of
+from storesvc_client.trees.structure.descriptions import named_dtype
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
@@ -137,6 +138,7 @@ def plain_settings(document: JSON) -> JSON:
 
 
 def _plain(document: JSON) -> JSON:
+    document = named_dtype(document)
     if isinstance(document, list):
         return [_plain(item) for item in document]
     if not isinstance(document, dict) or "opaque" in document:
@@ -239,6 +241,7 @@ class _SettingsDecoder(ValueDecoder):
 
     def decode(self, value: JSON, place: Place) -> Any:
         """Returns the value of a document; see ``ValueDecoder.decode``."""
+        value = named_dtype(value)
         if isinstance(value, dict) and "object" in value:
             return self._object(value, place)
         if isinstance(value, dict) and "ndarray" in value:
@@ -322,7 +325,7 @@ def _is_described(document: JSON) -> bool:
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            if "opaque" in value:
+            if "opaque" in value and named_dtype(value) is value:
                 return True
             left += value.values()
         elif isinstance(value, list):

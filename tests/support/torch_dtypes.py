@@ -6,7 +6,7 @@ _NAMES: Final[dict[int, str]] = {}
 
 
 class dtype:  # noqa: N801 - torch's own name
-    """A value without attributes, which its repr alone tells from others."""
+    """A value without attributes, that differs from others in its repr alone."""
 
     __slots__ = ()
 

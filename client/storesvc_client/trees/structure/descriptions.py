@@ -147,9 +147,10 @@ def named_dtype(document: JSON) -> JSON:
     match document:
         case {"opaque": {"class": str(cls), "fields": [["(value)", str(text)]]}}:
             name = text.rpartition(".")[2]
-            if cls.rpartition(":")[2].lower() == "dtype" and name in DTYPES:
-                return name
-    return document
+            is_dtype = cls.rpartition(":")[2].lower() == "dtype" and name in DTYPES
+            return name if is_dtype else document
+        case _:
+            return document
 
 
 def truncated_description(value: Any) -> dict[str, JSON]:

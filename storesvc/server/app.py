@@ -6,6 +6,7 @@ The limits follow gRPC's hardening guides. The maximum message size is gRPC's de
 
 import asyncio
 import ctypes
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -37,6 +38,13 @@ NOTICE_SECONDS: Final = 0.5
 """Time during which a stopping server still accepts calls, until clients that watch its
 health have received the change."""
 
+MAX_CONNECTIONS: Final = 1 << 15
+"""Maximum connections of a server."""
+
+RESERVED_DESCRIPTORS: Final = 4096
+"""File descriptors that connections leave to the files of the store and of the server;
+half of them, where there are fewer than twice as many."""
+
 _MAX_METADATA_BYTES: Final = 16 << 10
 """A token of the maximum size (8 KiB) and all else that a client sends with a call."""
 
@@ -51,7 +59,9 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
     ("grpc.http2.max_ping_strikes", 2),
-    ("grpc.max_connection_idle_ms", 15 * 60_000),
+    # The client library always watches the health of a server. Other clients connect
+    # again for the next call.
+    ("grpc.max_connection_idle_ms", 60_000),
     # Connections are rebalanced over the servers; clients continue on a new one.
     ("grpc.max_connection_age_ms", 30 * 60_000),
     ("grpc.max_connection_age_grace_ms", 10 * 60_000),
@@ -101,6 +111,7 @@ async def running(
     notice_seconds: float = 0,
     read_only: str = "",
     security: Security = OPEN,
+    max_connections: int = MAX_CONNECTIONS,
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
 
@@ -112,6 +123,7 @@ async def running(
             calls, so that clients and load balancers can switch to another server.
         read_only: The root if calls that change the store are rejected, else "".
         security: Authentication and authorization of the callers.
+        max_connections: Connections at a time; others are closed at once.
 
     Raises:
         InvalidFieldError: The address cannot be bound, or the certificates are
@@ -130,7 +142,11 @@ async def running(
     server = grpc.aio.server(
         interceptors=interceptors,
         # Off: a second server at the same address must fail, not take half the calls.
-        options=(*OPTIONS, ("grpc.so_reuseport", 0)),
+        options=(
+            *OPTIONS,
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+        ),
     )
     server.add_generic_rpc_handlers(registry.handlers(store, security, quotas))
     health = HealthCalls(registry.SERVICES)
@@ -159,6 +175,16 @@ async def running(
         await server.stop(DRAIN_SECONDS)
         # 4. Calls share the writes of leases, which outlive the calls of step 3.
         await store.uploads.leases.end()
+
+
+def take_descriptors() -> int:
+    """Raises the soft limit of file descriptors, and returns how many connections it
+    has room for, next to files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
+    limit = max(soft, most if hard == resource.RLIM_INFINITY else min(hard, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return min(MAX_CONNECTIONS, limit - min(RESERVED_DESCRIPTORS, limit // 2))
 
 
 def keep_freed_memory() -> None:

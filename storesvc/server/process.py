@@ -20,6 +20,7 @@ from storesvc.server.app import (
     keep_freed_memory,
     open_store,
     running,
+    take_descriptors,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.server.metrics import MetricsPort, measured
@@ -170,6 +171,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
             notice_seconds=NOTICE_SECONDS,
             read_only=serving.root if serving.is_read_only else "",
             security=security,
+            max_connections=take_descriptors(),
         ) as port,
     ):
         # 2. Report the address only now: calls are accepted.

@@ -7,12 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+import storesvc_client as store
 from storesvc_client._foreign.formats import safetensors
 from storesvc_client._foreign.formats.safetensors_header import DTYPES
 from storesvc_client._foreign.local_location import LocalLocation
-from storesvc_client.errors import NotFoundError, PreconditionError
+from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from tests.support.foreign_reading import (
     as_bytes,
     read_items,
@@ -197,3 +198,28 @@ def test_the_digest_changes_with_the_files_that_describe_a_step(tmp_path: Path) 
     assert first == opened(tmp_path).digest
     (tmp_path / "config.json").write_text("{}")
     assert first != opened(tmp_path).digest
+
+
+def test_the_index_of_shards_decides_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    second = "model-00002-of-00002.safetensors"
+    tensors = load_file(tmp_path / second)
+    wanted = as_bytes(read_tree(opened(tmp_path)))
+    save_file({**tensors, "extra.w": np.ones(2), "more": np.ones(2)}, tmp_path / second)
+
+    found = store.open_foreign(f"safetensors:{tmp_path}").open()
+    reason = "has tensors that the index lacks: extra.w, more"
+    assert {second: reason} == dict(found.info.unread)
+    assert {"model", "empty"} == set(found.restore())
+    assert wanted == as_bytes(read_tree(opened(tmp_path)))
+    with store.connect(f"file://{tmp_path}/store") as client:
+        (done,) = client.run("a/b").import_from(f"safetensors:{tmp_path}")
+        label = done.checkpoint.labels["safetensors.not_read"]
+        assert f"1: {second}" == label
+
+
+def test_a_shard_that_lacks_a_tensor_of_the_index_is_rejected(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    save_file({"other": np.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(DataLossError, match=r"in model-00002.*got none; copy the file"):
+        opened(tmp_path)

@@ -55,13 +55,15 @@ class ForeignArray(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadItem:
-    """An item of a step that cannot be read; the other items can."""
+    """A part of a step that is not read; the others are."""
 
     name: str
     is_tree: bool
     """True if it holds leaves."""
     reason: str
     """Message of the error."""
+    is_needed: bool = True
+    """False if the step is whole without it, such as tensors that its index lacks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -92,7 +94,7 @@ class ForeignStep:
     verified_count: int = 0
     """Number of rows of which the format stores checksums, which reading compares."""
     unread: Sequence[UnreadItem] = ()
-    """Items that the tree lacks because they cannot be read."""
+    """What the tree lacks: items that cannot be read, and what is no part of it."""
 
     @property
     def is_verified(self) -> bool:

@@ -106,9 +106,9 @@ def _whole(source: ForeignStep) -> ForeignStep:
     Raises:
         DataLossError: One cannot; the caller decides whether to leave it out.
     """
-    if source.unread:
-        names = [item.name for item in source.unread]
-        reasons = "; ".join(f"{each.name} ({each.reason})" for each in source.unread)
+    if unread := [item for item in source.unread if item.is_needed]:
+        names = [item.name for item in unread]
+        reasons = "; ".join(f"{each.name} ({each.reason})" for each in unread)
         raise DataLossError(
             f"import of {source.url}: expected a step of which every item can be read, "
             f"got some that cannot: {reasons}; leave them out by name: "

@@ -95,7 +95,8 @@ class ForeignInfo:
     verified_count: int
     """Number of leaves and items of which reading compares checksums."""
     unread: Mapping[str, str]
-    """Reason for each item of Orbax that cannot be read, by name; the others can."""
+    """Reason for what is not read, by name: an item of Orbax that cannot be, or a file
+    of safetensors with tensors that the index lacks."""
 
     def __repr__(self) -> str:
         size = f"{self.leaf_count} leaves, {size_text(self.size_bytes)}"
@@ -508,7 +509,7 @@ class ForeignCheckpoint(OpenTree):
         unread = {
             item_name(item.name): item.reason
             for item in self._step.unread
-            if not item.is_tree
+            if item.is_needed and not item.is_tree
         }
         return Items(self.name, self._tree, self._item_bytes, None, unread=unread)
 

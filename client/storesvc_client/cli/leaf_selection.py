@@ -91,9 +91,9 @@ def unread_of(opened: "OpenCheckpoint | ForeignCheckpoint") -> Mapping[str, str]
 
 
 def unread_notes(unread: Mapping[str, str]) -> Iterator[str]:
-    """Yields the note of each item that cannot be read."""
+    """Yields the note of each item or file that is not read."""
     for name, reason in unread.items():
-        yield f"not read: item {printable(name)}: {printable(reason)}"
+        yield f"not read: {printable(name)}: {printable(reason)}"
 
 
 def _pin(client: "Readable", path: CheckpointPath) -> CheckpointPath:

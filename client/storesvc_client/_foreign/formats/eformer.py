@@ -16,13 +16,13 @@ from typing import Final
 import xxhash
 
 from storesvc_client._foreign.file_stamps import stamp_of_folders
-from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
 from storesvc_client._foreign.formats.eformer_index import (
     IndexedArray,
     parse_index,
     parse_unread,
 )
-from storesvc_client._foreign.formats.safetensors import tensor_rows
+from storesvc_client._foreign.formats.safetensors import not_read_label, tensor_rows
 from storesvc_client._foreign.formats.safetensors_files import find_file
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import (
@@ -49,8 +49,6 @@ _DOCUMENTS: Final[Mapping[str, str]] = {
     "training-arguments": "easydel-training-arguments.json",
 }
 """File of each item."""
-
-_MAX_LABEL_BYTES: Final = 256
 
 
 def open_root(location: Location) -> "EformerRoot":
@@ -106,10 +104,12 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     digest = xxhash.xxh3_128()
     rows = list(_documents(location, folder, names, digest))
     time = read_metadata(location, folder).create_time if METADATA in names else None
+    left_out: list[UnreadItem] = []
     if _INDEX in names:
         rows += _indexed_rows(location, folder, digest)
     else:
-        rows += tensor_rows(location, folder, digest)
+        tensors, left_out = tensor_rows(location, folder, digest)
+        rows += tensors
     tree, ordered = tree_of(
         rows, place=place(location, folder), advice="save it again with other names"
     )
@@ -120,8 +120,9 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         tree=tree,
         arrays=ordered,
         create_time=time,
-        labels=_labels(location, folder, names),
+        labels=_labels(location, folder, names, left_out),
         digest=digest.hexdigest(),
+        unread=left_out,
     )
 
 
@@ -167,17 +168,14 @@ def _documents(
         yield text_row(item, data, name=place(location, path))
 
 
-def _labels(location: Location, folder: str, names: Sequence[str]) -> Mapping[str, str]:
-    """Returns a label that names the leaves that are not read."""
-    unread: list[str] = []
+def _labels(
+    location: Location, folder: str, names: Sequence[str], left_out: list[UnreadItem]
+) -> Mapping[str, str]:
+    """Returns a label that names the leaves and files that are not read."""
+    unread = [each.name for each in left_out]
     for name in names:
         if name.endswith(_STRUCTURE_SUFFIX):
             path = join(folder, name)
             data = location.read(path, limit=MAX_INDEX_BYTES)
             unread += parse_unread(data, what=place(location, path))
-    if not unread:
-        return {}
-    text = f"{len(unread)}: {', '.join(unread)}"
-    return {
-        "eformer.not_read": text.encode()[:_MAX_LABEL_BYTES].decode(errors="ignore")
-    }
+    return not_read_label("eformer", unread)

@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, choose_chunk_shape
-from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep, Reading
+from storesvc_client._foreign.foreign_step import (
+    ForeignArray,
+    ForeignStep,
+    Reading,
+    UnreadItem,
+)
 from storesvc_client._foreign.formats.safetensors_files import (
     INDEX_SUFFIX,
     cached_revision,
@@ -47,6 +52,7 @@ from storesvc_client.errors import DataLossError, NotFoundError, PreconditionErr
 MAX_INDEX_BYTES: Final = 64 << 20
 MAX_CONFIG_BYTES: Final = 16 << 20
 MAX_REF_BYTES: Final = 1024
+MAX_LABEL_BYTES: Final = 256
 
 _CONFIG: Final = "config.json"
 _MAIN_REF: Final = "refs/main"
@@ -147,6 +153,8 @@ class _File:
 
     path: str
     header: Header
+    tensors: set[str] | None = None
+    """Those that the index lists; None: there is no index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -178,7 +186,9 @@ def read_step(
         PreconditionError: A checkpoint cannot hold the tensors.
     """
     digest = xxhash.xxh3_128(b"keep_names" if keep_names else b"")  # other keys
-    rows = tensor_rows(location, folder, digest, file=file, keep_names=keep_names)
+    rows, unread = tensor_rows(
+        location, folder, digest, file=file, keep_names=keep_names
+    )
     rows += _configuration(location, folder, digest)
     tree, arrays = tree_of(
         rows,
@@ -191,8 +201,12 @@ def read_step(
         format="safetensors",
         tree=tree,
         arrays=arrays,
-        labels=_labels(place(location, folder)),
+        labels={
+            **_labels(place(location, folder)),
+            **not_read_label("safetensors", [each.name for each in unread]),
+        },
         digest=digest.hexdigest(),
+        unread=unread,
     )
 
 
@@ -203,9 +217,10 @@ def tensor_rows(
     *,
     file: str = "",
     keep_names: bool = False,
-) -> list[Row]:
+) -> tuple[list[Row], list[UnreadItem]]:
     """Returns the rows of the tensors in a folder, and of the metadata in the headers
-    as the item "header-metadata": of all files if it differs.
+    as the item "header-metadata": of all files if it differs; and the files that have
+    tensors in addition, which no reader of the index would find.
 
     Args:
         location: Location of the folder.
@@ -223,7 +238,18 @@ def tensor_rows(
     rows = [
         _row(location, each.path, tensor, keep_names=keep_names)
         for each in files
-        for tensor in each.header.tensors.values()
+        for name, tensor in each.header.tensors.items()
+        if each.tensors is None or name in each.tensors
+    ]
+    unread = [
+        UnreadItem(
+            name=each.path.rpartition("/")[2],
+            is_tree=False,
+            is_needed=False,
+            reason=f"has tensors that the index lacks: {', '.join(extra)}",
+        )
+        for each in files
+        if each.tensors and (extra := sorted(each.header.tensors.keys() - each.tensors))
     ]
     found = {
         each.path.rpartition("/")[2]: dict(each.header.metadata)
@@ -236,7 +262,13 @@ def tensor_rows(
         what = place(location, files[0].path)
         value = metadata[0] if is_same else found
         rows.append(item_row("header-metadata", value, name=what))
-    return rows
+    return rows, unread
+
+
+def not_read_label(kind: str, names: Sequence[str]) -> Mapping[str, str]:
+    """Returns the label that names what is not read; none if everything is."""
+    text = f"{len(names)}: {', '.join(names)}".encode()[:MAX_LABEL_BYTES]
+    return {f"{kind}.not_read": text.decode(errors="ignore")} if names else {}
 
 
 def _files(
@@ -263,8 +295,12 @@ def _files(
         digest.update(f"{name}\0{stamps[name]}\0".encode())
         path = join(folder, name)
         header = _header(location, path, digest)
-        _check_names(tensors, header, what=what, file=name)
-        yield _File(path=path, header=header)
+        if missing := sorted(tensors - header.tensors.keys()):
+            raise DataLossError(
+                f"{what}: expected the tensor {missing[0]!r} in {name}, got none; copy "
+                "the file there once more, or use another checkpoint"
+            )
+        yield _File(path=path, header=header, tensors=tensors)
 
 
 def _header(location: Location, path: str, digest: xxhash.xxh3_128) -> Header:
@@ -281,21 +317,6 @@ def _header(location: Location, path: str, digest: xxhash.xxh3_128) -> Header:
     header = location.read_range(path, LENGTH_BYTES, LENGTH_BYTES + count)
     digest.update(header)
     return parse_header(header, size=size, what=what)
-
-
-def _check_names(tensors: set[str], header: Header, *, what: str, file: str) -> None:
-    """Rejects an index that contradicts the header of a file."""
-    missing = sorted(tensors - header.tensors.keys())
-    if missing:
-        raise DataLossError(
-            f"{what}: expected the tensor {missing[0]!r} in {file}, got none"
-        )
-    extra = sorted(header.tensors.keys() - tensors)
-    if extra:
-        raise DataLossError(
-            f"{what}: expected all tensors of {file}, got none of the name "
-            f"{extra[0]!r}; give the URL of the file"
-        )
 
 
 def _row(location: Location, path: str, tensor: Tensor, *, keep_names: bool) -> Row:

@@ -167,7 +167,7 @@ class Store:
             holds=Holds(bucket, catalog, clock=clock),
             verifier=Verifier(bucket, catalog, clock=clock),
             comparisons=Comparisons(catalog),
-            watcher=Watcher(catalog, journal, store_uid=found[0].uid, clock=clock),
+            watcher=Watcher(catalog, journal, bucket=bucket, clock=clock),
         )
 
 

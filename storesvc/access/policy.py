@@ -35,6 +35,15 @@ class Namespace(NamedTuple):
         return f"{self.name}/*"
 
 
+class SomeRun(NamedTuple):
+    """Any run that a namespace may have."""
+
+    namespace: str
+
+    def __str__(self) -> str:
+        return f"a run of {self.namespace}"
+
+
 class AllRuns(NamedTuple):
     """All runs of all namespaces."""
 
@@ -42,7 +51,7 @@ class AllRuns(NamedTuple):
         return ALL_RUNS
 
 
-Resource: TypeAlias = RunName | Namespace | AllRuns
+Resource: TypeAlias = RunName | Namespace | SomeRun | AllRuns
 """The object of a permission."""
 
 
@@ -130,5 +139,7 @@ def _covers(pattern: str, resource: Resource) -> bool:
             )
         case Namespace(name):
             return run in ("*", "**") and fnmatchcase(name, namespace)
+        case SomeRun(name):
+            return fnmatchcase(name, namespace)
         case AllRuns():
             return namespace == "*" and run in ("*", "**")

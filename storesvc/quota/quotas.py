@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from storesvc.access.call import Call, principal_name
-from storesvc.access.policy import Namespace
+from storesvc.access.policy import Namespace, SomeRun
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.usage import StoredBytes
@@ -453,7 +453,7 @@ class Quotas:
 def namespace_of(call: Call) -> str:
     """Returns the namespace of a call; empty if it is of none, or of all."""
     for _, resource in call.granted:
-        if isinstance(resource, RunName):
+        if isinstance(resource, RunName | SomeRun):
             return resource.namespace
         if isinstance(resource, Namespace):
             return resource.name

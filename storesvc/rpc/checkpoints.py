@@ -4,8 +4,6 @@ from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
-from storesvc.access.call import may
-from storesvc.access.permissions import Permission
 from storesvc.catalog.transitions import Change
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format import trees
@@ -147,10 +145,6 @@ class CheckpointCalls:
         watch = self._store.watcher.watch(parent, request.resume_token)
         async with aclosing(watch):
             async for event in watch:
-                if event.change and not may(
-                    Permission.CHECKPOINTS_WATCH, event.change.run
-                ):
-                    continue
                 await write(context, messages.watch_message(event))
 
 

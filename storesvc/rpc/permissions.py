@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from storesvc.access import call as access
 from storesvc.access.permissions import Permission
-from storesvc.access.policy import AllRuns, Namespace, Resource
+from storesvc.access.policy import AllRuns, Namespace, Resource, SomeRun
 from storesvc.errors import InvalidFieldError, PermissionDeniedError
 from storesvc.format.names import (
     CheckpointName,
@@ -221,15 +221,20 @@ def _rows(request: Any) -> Iterator[Need]:
     return iter(())
 
 
-def _rows_or(permission: Permission) -> Filtered:
+def _list_uploads(request: Any) -> Iterator[Need]:
     """Requires a permission on a run; of a namespace, the rows are filtered."""
+    resource = resource_of(request.parent)
+    if isinstance(resource, RunName):
+        yield Permission.UPLOADS_GET, resource
 
-    def needs(request: Any) -> Iterator[Need]:
-        resource = resource_of(request.parent)
-        if isinstance(resource, RunName):
-            yield permission, resource
 
-    return Filtered(needs)
+def _watch(request: Any) -> Iterator[Need]:
+    """Requires a permission on a run, or on any run of a namespace: its events are
+    filtered, but the server polls it."""
+    resource = resource_of(request.parent)
+    if isinstance(resource, Namespace):
+        resource = SomeRun(resource.name)
+    yield Permission.CHECKPOINTS_WATCH, resource
 
 
 def _update_run(request: Any) -> Iterator[Need]:
@@ -315,7 +320,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "DeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_DELETE),
         "UndeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_UNDELETE),
         "PurgeCheckpoint": _checkpoint(Permission.CHECKPOINTS_PURGE),
-        "WatchCheckpoints": _rows_or(Permission.CHECKPOINTS_WATCH),
+        "WatchCheckpoints": Requires(_watch),
         "SetTag": Requires(_set_tag),
         "DeleteTag": Requires(_delete_tag),
         "ListTags": _run(Permission.TAGS_LIST, "parent"),
@@ -327,7 +332,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "BeginUpload": Requires(_begin_upload),
         "JoinUpload": Requires(_join_upload),
         "GetUpload": _upload(Permission.UPLOADS_GET),
-        "ListUploads": _rows_or(Permission.UPLOADS_GET),
+        "ListUploads": Filtered(_list_uploads),
         "KeepUploadAlive": _upload(Permission.UPLOADS_WRITE),
         "FindChunks": _writer(Permission.UPLOADS_WRITE),
         "WriteChunks": _writer(Permission.UPLOADS_WRITE),

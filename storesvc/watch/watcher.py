@@ -8,13 +8,16 @@ one reads again what is no longer cached.
 """
 
 import asyncio
+import hashlib
+import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from storesvc.access.call import may
+from storesvc.access.call import is_restricted, may, principal_name
 from storesvc.access.permissions import Permission
 from storesvc.access.policy import Namespace
 from storesvc.catalog.catalog import Catalog
@@ -25,10 +28,13 @@ from storesvc.errors import (
     LimitExceededError,
     StorageUnavailableError,
 )
+from storesvc.format import layout
 from storesvc.format.names import RunName
+from storesvc.storage.bucket import Bucket
 from storesvc.watch.change_cache import Change, ChangeCache
 from storesvc.watch.events import (
     MAX_PENDING,
+    NONCE_BYTES,
     Outcome,
     Position,
     advance,
@@ -45,7 +51,8 @@ TOKEN_SECONDS: Final = 20.0
 """Maximum interval between the resume tokens of a watch."""
 
 MAX_WATCHES: Final = 1000
-"""Maximum watches of a process."""
+"""Maximum watches of a process. With a policy, a caller may have as many as it leaves
+free for others."""
 
 BEFORE: Final = MAX_PENDING
 """Number of earlier announcements that a watch without a token considers: their changes
@@ -70,19 +77,20 @@ class Watcher:
         catalog: Catalog,
         journal: Journal,
         *,
-        store_uid: str,
+        bucket: Bucket,
         clock: Clock,
         poll_seconds: float = POLL_SECONDS,
         token_seconds: float = TOKEN_SECONDS,
     ) -> None:
         self._catalog = catalog
         self._journal = journal
-        self._store_uid = store_uid
+        self._bucket = bucket
+        self._key = b""
         self._clock = clock
         self._poll_seconds = poll_seconds
         self._token_seconds = token_seconds
         self._feeds: dict[str, _Feed] = {}
-        self._watches = 0
+        self._watches = Counter[str]()
         self._is_closed = False
 
     async def watch(self, of: RunName | str, token: str) -> AsyncGenerator[WatchEvent]:
@@ -103,8 +111,15 @@ class Watcher:
         """
         namespace, run, parent = _parsed(of)
         position = None
+        if not self._key:
+            # All servers of a store have this key, and clients cannot read it: the
+            # object has a random nonce.
+            stored = await self._bucket.read(layout.STORE)
+            if stored is None:
+                raise CorruptDataError(f"{layout.STORE} is missing")
+            self._key = hashlib.blake2b(stored.data, digest_size=32).digest()
         if token:
-            position = unpack_token(token, parent=parent, store=self._store_uid)
+            position = unpack_token(token, parent=parent, key=self._key)
         async with self._joined(namespace) as feed:
             if position is None:
                 position = feed.tip
@@ -119,7 +134,10 @@ class Watcher:
                     if isinstance(change, CorruptDataError):
                         yield WatchEvent(None, self._token(position, parent))
                         raise _for_caller(change, namespace, run)
-                    if change.outcome is Outcome.LANDED:
+                    # What the caller may not see must not delay the next token either.
+                    if change.outcome is Outcome.LANDED and may(
+                        Permission.CHECKPOINTS_WATCH, change.run
+                    ):
                         yield WatchEvent(change, self._token(position, parent))
                         beat = self._clock.elapsed() + self._token_seconds
                 left = beat - self._clock.elapsed()
@@ -137,15 +155,17 @@ class Watcher:
             feed.close()
 
     def _token(self, position: Position, parent: str) -> str:
-        return pack_token(position, parent=parent, store=self._store_uid)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return pack_token(position, parent=parent, key=self._key, nonce=nonce)
 
     @asynccontextmanager
     async def _joined(self, namespace: str) -> "AsyncIterator[_Feed]":
         """Yields the feed of a namespace, just polled, while the context lasts."""
-        if self._watches >= MAX_WATCHES:
+        caller, free = principal_name(), MAX_WATCHES - self._watches.total()
+        if not free or (is_restricted() and self._watches[caller] >= free):
             raise LimitExceededError(
-                f"expected at most {MAX_WATCHES} watches, got more; watch at another "
-                "server",
+                f"expected at most {MAX_WATCHES} watches, and as many of one caller as "
+                "are left for others, got more; watch at another server",
                 limit=str(MAX_WATCHES),
             )
         feed = self._feeds.get(namespace)
@@ -156,7 +176,7 @@ class Watcher:
             feed = _Feed(namespace, cache, self._journal, clock=self._clock)
             self._feeds[namespace] = feed
         feed.watches += 1
-        self._watches += 1
+        self._watches[caller] += 1
         try:
             await feed.poll()
             feed.poll_every(self._poll_seconds)
@@ -164,7 +184,8 @@ class Watcher:
             yield feed
         finally:
             feed.watches -= 1
-            self._watches -= 1
+            self._watches[caller] -= 1
+            self._watches += Counter()  # forgets callers without a watch
             if not feed.watches:
                 feed.close()
                 if self._feeds.get(namespace) is feed:

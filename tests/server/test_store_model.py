@@ -694,7 +694,7 @@ class StoreMachine(RuleBasedStateMachine):
         watcher = Watcher(
             self._store.catalog,
             self._store.journal,
-            store_uid=self._store.uid,
+            bucket=self._store.bucket,
             clock=self._clock,
             token_seconds=0,
         )

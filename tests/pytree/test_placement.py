@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc.format.trees import SavedSharding
 from storesvc_client._pytree.leaves import named_leaves
-from storesvc_client._pytree.partition_rules import Partitioner, shardings_by_rules
+from storesvc_client._pytree.partition_rules import shardings_by_rules
 from storesvc_client._pytree.placement import saved_placement
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.resharding import (
@@ -46,22 +46,39 @@ def test_rules_place_the_leaves_whose_keys_they_are_found_in(
     assert mesh == back["bias"].sharding.mesh
 
 
-def test_axes_that_do_not_divide_a_leaf_are_dropped_and_reported(
+def test_axes_that_do_not_divide_a_leaf_are_an_error_unless_it_is_replicated(
     run: store.Run, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     odd = jnp.arange(28.0).reshape(7, 4)
-    run.save(0, {"even": jnp.ones((8, 4)), "odd": odd, "row": jnp.ones(8)}).result()
+    saved = {
+        "even": jnp.ones((8, 4)),
+        "odd": odd,
+        "row": jnp.ones(8),
+        "n": jnp.ones(()),
+    }
+    run.save(0, saved).result()
+    rules = [("", P("a", "b"))]
 
+    with pytest.raises(store.MismatchError) as caught:
+        run.restore(0, mesh=mesh, rules=rules)
+    with pytest.raises(store.MismatchError, match="'odd': dimension 0 of 7 is not div"):
+        run.restore(0, mesh=mesh, rules=rules, like=saved, missing="keep")
     with caplog.at_level(logging.WARNING, "storesvc_client"):
-        back = run.restore(0, mesh=mesh, rules=[("", P("a", "b"))])
+        back = run.restore(0, mesh=mesh, rules=rules, indivisible="replicate")
+
+    assert (
+        f"{run.name}@0 does not fit the target: leaf 'odd': dimension 0 of 7 is not "
+        f"divisible by axis 'a' of 4; leaf 'row': {P('a', 'b')} splits "
+        "dimension 1 of the shape (8,) (indivisible='replicate' does not split the "
+        "dimensions that do not fit)"
+    ) == str(caught.value)
 
     assert P("a", "b") == back["even"].sharding.spec
     assert P(None, "b") == back["odd"].sharding.spec
     assert P("a") == back["row"].sharding.spec
     np.testing.assert_array_equal(np.asarray(odd), np.asarray(back["odd"]))
     (message,) = caplog.messages
-    assert "dropped for 2 leaves: odd: " in message
-    assert "does not fit (7, 4)" in message
+    assert "dropped for 2 leaves: leaf 'odd': dimension 0 of 7 is not" in message
 
 
 def test_recorded_shardings_apply_on_a_mesh_of_another_shape(
@@ -71,11 +88,15 @@ def test_recorded_shardings_apply_on_a_mesh_of_another_shape(
     run.save(0, {"x": saved, "y": jnp.ones(3)}).result()
     other = Mesh(np.array(jax.devices()).reshape(2, 4), ("b", "c"))
 
-    back = run.restore(0, mesh=other, rules="recorded")
+    with pytest.raises(store.MismatchError, match="leaf 'x': it was split by axis 'a'"):
+        run.restore(0, mesh=other, rules="recorded")
+    back = run.restore(0, mesh=other, rules="recorded", indivisible="replicate")
 
     assert (other, P("b")) == (back["x"].sharding.mesh, back["x"].sharding.spec)
     assert P() == back["y"].sharding.spec
-    assert "x: the mesh has no axis ['a']" in caplog.text
+    assert "'x': it was split by axis 'a', and the mesh has only 'b' and 'c'" in (
+        caplog.text
+    )
 
 
 def test_a_saved_mesh_whose_size_overflows_an_integer_is_another_mesh() -> None:
@@ -111,8 +132,26 @@ def test_invalid_rules_are_rejected(
         run.restore(0, mesh=mesh, rules=rules)
 
 
+def test_several_axes_of_one_dimension_divide_it_together(
+    run: store.Run, mesh: Mesh
+) -> None:
+    run.save(0, {"x": jnp.ones((4, 8)), "empty": jnp.ones((0, 3))}).result()
+
+    back = run.restore(0, mesh=mesh, rules=[("x", P(None, ("a", "b"))), ("", P("a"))])
+
+    assert P(None, ("a", "b")) == back["x"].sharding.spec
+    match = "leaf 'x': dimension 0 of 4 is not divisible by axes 'a' and 'b' of 8"
+    with pytest.raises(store.MismatchError, match=match):
+        run.restore(0, mesh=mesh, rules=[("", P(("a", "b")))])
+
+
 def test_a_mesh_without_rules_is_rejected(run: store.Run, mesh: Mesh) -> None:
     run.save(0, {"x": jnp.ones(3)}).result()
+    with pytest.raises(store.InvalidRequestError, match="indivisible= with mesh= and"):
+        run.restore(0, indivisible="replicate")
+    wrong: Any = "drop"
+    with pytest.raises(store.InvalidRequestError, match=r"indivisible=: expected"):
+        run.restore(0, mesh=mesh, rules=[("", P())], indivisible=wrong)
 
     with pytest.raises(store.InvalidRequestError, match="both mesh= and rules="):
         run.restore(0, mesh=mesh)
@@ -127,7 +166,7 @@ def test_rules_make_the_shardings_of_a_tree(mesh: Mesh) -> None:
         "kernel": NamedSharding(mesh, P("a")),
         "step": NamedSharding(mesh, P()),
     } == shardings
-    with pytest.raises(store.InvalidRequestError, match="leaf 'kernel': no rule"):
+    with pytest.raises(store.MismatchError, match="leaf 'kernel': no rule"):
         shardings_by_rules(tree, mesh, [])
 
 
@@ -180,16 +219,18 @@ def test_values_that_are_not_a_mesh_are_rejected(
             run.restore(0, mesh=other, rules="recorded")
 
 
-def test_a_leaf_that_no_rule_matches_is_named_once(mesh: Mesh) -> None:
-    partitioner = Partitioner(mesh, [("bias", P("a"))])
+def test_leaves_that_rules_do_not_fit_are_named_once(mesh: Mesh) -> None:
+    tree = {"bias": jnp.ones(8), "kernel": jnp.ones((8, 4)), "row": jnp.ones(3)}
+    rules = [("bias|row", P("a"))]
 
-    assert P("a") == partitioner.leaf_sharding("bias", (8,)).spec
-    with pytest.raises(store.InvalidRequestError) as caught:
-        partitioner.leaf_sharding("kernel", (8, 4))
+    with pytest.raises(store.MismatchError) as caught:
+        shardings_by_rules(tree, mesh, rules)
+
     assert (
-        "leaf 'kernel': no rule matches; end the rules with ('', PartitionSpec())"
-        == str(caught.value)
-    )
+        "the rules do not fit: leaf 'kernel': no rule matches; end the rules with ('', "
+        "PartitionSpec()); leaf 'row': dimension 0 of 3 is not divisible by axis 'a' "
+        "of 4; indivisible='replicate' does not split the dimensions that do not fit"
+    ) == str(caught.value)
 
 
 @pytest.mark.parametrize(

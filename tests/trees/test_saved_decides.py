@@ -161,8 +161,11 @@ def test_a_rule_longer_than_a_leaf_makes_a_spec_that_jax_takes(run: store.Run) -
     tree = {"row": jnp.ones((4, 32)), "kernel": jnp.ones((4, 32, 8)), "x": jnp.ones(4)}
     run.save(1, tree).result()
 
-    for rules in ([(".*", P("ep", "tp", None))], [(".*", P("ep", None, None, None))]):
-        back = run.restore(1, like=tree, mesh=mesh, rules=rules)
+    for spec in (P("ep", "tp", None), P("ep", None, None, None)):
+        indivisible: Any = "replicate" if "tp" in spec else "error"
+        back = run.restore(
+            1, like=tree, mesh=mesh, rules=[("", spec)], indivisible=indivisible
+        )
 
         for key, leaf in back.items():
             assert len(leaf.sharding.spec) <= leaf.ndim, key

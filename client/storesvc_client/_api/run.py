@@ -272,9 +272,8 @@ class Run(RunTransfers, RunCheckpoints):
             mesh: Mesh to place device arrays on, instead of the sharding of ``like`` or
                 the saved sharding.
             rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first whose
-                regular expression is found in the key of a leaf applies. Axes that do
-                not divide a leaf are dropped, which is logged. Or "recorded": the saved
-                sharding, as far as the mesh has its axes.
+                regular expression is found in the key of a leaf applies; scalars are
+                replicated. Or "recorded": the saved sharding.
             select: Globs of leaf keys, such as "params/**", or compiled regular
                 expressions, which may match anywhere in a key, or both. Other leaves
                 are not read, and must not be in ``like``. None: all leaves.
@@ -286,6 +285,9 @@ class Run(RunTransfers, RunCheckpoints):
                 "error", or "keep" the value in ``like``, which must be a real array, on
                 the given mesh or where it is. Their number is logged. All other leaves
                 must match in any case.
+            indivisible: What to do with a dimension that an axis of ``rules`` does not
+                divide, or that the leaf lacks, and with a recorded axis that the mesh
+                lacks: "error", or "replicate", which does not split it, and is logged.
             progress: Called with a ``Progress``; see ``ProgressCallback``.
 
         Raises:

@@ -35,7 +35,7 @@ from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
 from storesvc_client._values.durations import Deadline, DurationLike, checked_duration
 from storesvc_client._values.listing import listed
-from storesvc_client._values.options import DEFAULT_DEADLINE
+from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import RestoreReport
 from storesvc_client._values.texts import size_text
@@ -384,8 +384,8 @@ class ForeignRun:
 
         Args:
             which: A step, or "latest".
-            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``
-                and ``progress``, as for ``Run.restore``.
+            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``,
+                ``indivisible`` and ``progress``, as for ``Run.restore``.
 
         Raises:
             StoreError: As for ``open``, and as for ``Run.restore``.
@@ -433,6 +433,7 @@ class ForeignCheckpoint(OpenTree):
         select: "Patterns | None" = None,
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
         progress: ProgressCallback | None = None,
     ) -> Any:
         """Returns the state of this checkpoint; ``report`` then has the timings.
@@ -445,6 +446,7 @@ class ForeignCheckpoint(OpenTree):
             select: ...
             cast: ...
             missing: ...
+            indivisible: ...
             progress: ...
 
         Raises:
@@ -477,6 +479,7 @@ class ForeignCheckpoint(OpenTree):
                     rules=rules,
                     cast=cast,
                     missing=missing,
+                    indivisible=indivisible,
                     has_text_keys=True,  # Orbax, and dotted names of others
                 )
             assembly = self._assembly(target.regions(), target.place, meter, ends)

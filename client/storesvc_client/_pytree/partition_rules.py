@@ -2,9 +2,10 @@
 
 A rule is a regular expression and a ``PartitionSpec``. The first rule whose expression
 is found in a leaf's key applies, so the last rule is usually ``("", PartitionSpec())``.
-A spec affects speed and memory, never values: if an axis does not divide a dimension,
-or the leaf has fewer dimensions than the spec, the axis is dropped and that dimension
-is not split, as in EasyDeL. ``dropped`` collects these cases, and ``report`` logs them.
+A spec affects speed and memory, never values. An axis that does not divide a dimension,
+or splits one that the leaf lacks, is an error, because a replicated leaf may not fit
+into memory; with ``indivisible="replicate"`` it is dropped, as in EasyDeL. ``misfits``
+collects these cases, and ``report`` logs them. Scalars are replicated.
 
 >>> mesh = jax.make_mesh((1,), ("tp",))
 >>> rules = [("kernel", PartitionSpec(None, "tp")), ("", PartitionSpec())]
@@ -24,9 +25,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from storesvc.format.keys import join_key
 from storesvc.format.trees import SavedSharding
 from storesvc_client._pytree.leaf_names import tree_path_to_string
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._values.arguments import checked_choice
+from storesvc_client._values.options import Indivisible
+from storesvc_client.errors import InvalidRequestError, MismatchError
 
-__all__ = ["RECORDED", "Partitioner", "Rules", "check_mesh", "shardings_by_rules"]
+__all__ = [
+    "RECORDED",
+    "Partitioner",
+    "Rules",
+    "check_mesh",
+    "shardings_by_rules",
+]
 
 Rules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
@@ -38,19 +48,23 @@ _SHOWN = 5
 
 
 class Partitioner:
-    """Applies rules on a mesh, and collects the axes that they had to drop."""
+    """Applies rules on a mesh, and collects the leaves that they do not fit."""
 
-    def __init__(self, mesh: Mesh, rules: Rules) -> None:
+    def __init__(
+        self, mesh: Mesh, rules: Rules, indivisible: Indivisible = "error"
+    ) -> None:
         """Validates and compiles the rules.
 
         Raises:
             InvalidRequestError: The rules are not pairs, one has an invalid regular
                 expression or spec or names an axis that the mesh lacks, or ``mesh`` is
-                not a mesh.
+                not a mesh, or ``indivisible`` not one of its values.
         """
         check_mesh(mesh)
+        checked_choice("indivisible=", indivisible, Indivisible)
         self.mesh = mesh
-        self.dropped: list[str] = []
+        self.misfits: list[str] = []
+        self._replicates = indivisible == "replicate"
         self._rules = [_compiled(mesh, *pair) for pair in _pairs(rules)]
         self._fits: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
 
@@ -58,7 +72,7 @@ class Partitioner:
         """Returns the sharding of a leaf.
 
         Raises:
-            ValueError: No rule matches; the caller adds the leaf's key.
+            ValueError: No rule matches, or it does not fit; the caller adds the key.
         """
         if not shape:  # a scalar cannot be split, whatever the rule
             return NamedSharding(self.mesh, PartitionSpec())
@@ -67,66 +81,88 @@ class Partitioner:
                 return self._fitted(key, shape, spec)
         raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
 
-    def leaf_sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Returns the sharding of a leaf.
-
-        Raises:
-            InvalidRequestError: No rule matches; the message names the leaf.
-        """
-        try:
-            return self.sharding(key, shape)
-        except ValueError as e:
-            raise InvalidRequestError(f"leaf {key!r}: {e}") from e
+    @property
+    def hints(self) -> list[str]:
+        """Options that would accept the misfits that were errors."""
+        if self._replicates or not self.misfits:
+            return []
+        return ["indivisible='replicate' does not split the dimensions that do not fit"]
 
     def recorded(
         self, key: str, shape: tuple[int, ...], saved: SavedSharding | None
     ) -> NamedSharding:
-        """Returns the saved sharding of a leaf, with the axes that this mesh has.
+        """Returns the saved sharding of a leaf on this mesh.
 
         A leaf without a recorded sharding is replicated.
+
+        Raises:
+            ValueError: It does not fit; the caller adds the key.
         """
         if saved is None:
             return NamedSharding(self.mesh, PartitionSpec())
-        here = [
-            tuple(axis for axis in axes if axis in self.mesh.axis_names)
-            for axes in saved.spec
-        ]
-        absent = {axis for axes in saved.spec for axis in axes}.difference(*here)
+        named = [axis for axes in saved.spec for axis in axes]
+        absent = [axis for axis in named if axis not in self.mesh.shape]
         if absent:
-            self.dropped.append(f"{key}: the mesh has no axis {sorted(absent)}")
+            axes = _listed(self.mesh.axis_names)
+            self._note(
+                key, f"it was split by axis {absent[0]!r}, and the mesh has only {axes}"
+            )
+        here = [tuple(a for a in axes if a not in absent) for axes in saved.spec]
         return self._fitted(key, shape, _spec([axes or None for axes in here]))
 
     def report(self) -> None:
         """Logs the dropped axes, if any, as one warning."""
-        if self.dropped:
-            more = len(self.dropped) - _SHOWN
+        if self.misfits:
+            more = len(self.misfits) - _SHOWN
             _log.warning(
                 "partition axes were dropped for %d leaves: %s%s",
-                len(self.dropped),
-                "; ".join(self.dropped[:_SHOWN]),
+                len(self.misfits),
+                "; ".join(self.misfits[:_SHOWN]),
                 f"; and {more} more" if more > 0 else "",
             )
+
+    def _note(self, key: str, problem: str) -> None:
+        """Notes why a leaf is not split as asked.
+
+        Raises:
+            ValueError: That is an error.
+        """
+        self.misfits.append(f"leaf {key!r}: {problem}")
+        if not self._replicates:
+            raise ValueError(problem)
 
     def _fitted(
         self, key: str, shape: tuple[int, ...], spec: PartitionSpec
     ) -> NamedSharding:
         found = self._fits.get((spec, shape))
-        if found is None:
-            fitted = [
-                axes if _names(axes) and size % _parts(self.mesh, axes) == 0 else None
-                for axes, size in zip(spec, shape, strict=False)
-            ]
-            same = _spec(fitted) == _spec(list(spec))
-            # jax rejects a spec longer than the leaf's rank, even if the rest is None.
-            keeps = same and len(spec) <= len(shape)
-            found = NamedSharding(self.mesh, spec if keeps else _spec(fitted))
+        if found is not None:
+            return found
+        problems, fitted = [], list(spec)
+        for at, axes in enumerate(spec):
+            names, parts = _names(axes), _parts(self.mesh, axes)
+            size = shape[at] if at < len(shape) else None
+            if names and size is not None and size % parts == 0:
+                continue
+            fitted[at] = None
+            if names and size is None:
+                problems.append(f"{spec} splits dimension {at} of the shape {shape}")
+            elif names:
+                by = f"{'axis' if len(names) == 1 else 'axes'} {_listed(names)}"
+                problems.append(
+                    f"dimension {at} of {size} is not divisible by {by} of {parts}"
+                )
+        # jax rejects a spec longer than the leaf's rank, even if the rest is None.
+        found = NamedSharding(self.mesh, PartitionSpec(*fitted[: len(shape)]))
+        if problems:
+            self._note(key, ", ".join(problems))
+        else:
             self._fits[spec, shape] = found
-        if _spec(list(found.spec)) != _spec(list(spec)):
-            self.dropped.append(f"{key}: {spec} does not fit {shape}")
         return found
 
 
-def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+def shardings_by_rules(
+    tree: Any, mesh: Mesh, rules: Rules, indivisible: Indivisible = "error"
+) -> Any:
     """Returns a tree of the same structure with the sharding of each leaf by the rules.
 
     Args:
@@ -134,18 +170,27 @@ def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
             treated as scalars.
         mesh: The mesh.
         rules: The partition rules; see the module.
+        indivisible: What to do with leaves that they do not fit.
 
     Raises:
-        InvalidRequestError: The mesh or a rule is not usable, or no rule matches a
-            leaf.
+        InvalidRequestError: The mesh or a rule is not usable.
+        MismatchError: Leaves that no rule matches, or that it does not fit.
     """
-    partitioner = Partitioner(mesh, rules)
+    partitioner = Partitioner(mesh, rules, indivisible)
+    problems: list[str] = []
 
-    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
         key = join_key(tree_path_to_string(path))
-        return partitioner.leaf_sharding(key, tuple(getattr(leaf, "shape", ())))
+        try:
+            return partitioner.sharding(key, tuple(getattr(leaf, "shape", ())))
+        except ValueError as e:
+            problems.append(f"leaf {key!r}: {e}")
+            return None
 
     shardings = jax.tree_util.tree_map_with_path(sharding, tree)
+    if problems:
+        hints = "".join(f"; {hint}" for hint in partitioner.hints)
+        raise MismatchError(f"the rules do not fit: {list_problems(problems)}{hints}")
     partitioner.report()
     return shardings
 
@@ -216,6 +261,10 @@ def _spec(axes: list[Any]) -> PartitionSpec:
 def _parts(mesh: Mesh, axes: Any) -> int:
     """Returns the number of parts into which mesh axes split a dimension."""
     return prod(mesh.shape[axis] for axis in _names(axes))
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def _names(axes: Any) -> tuple[Any, ...]:

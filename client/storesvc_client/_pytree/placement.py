@@ -23,6 +23,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_client._pytree.matching import Wanted
 from storesvc_client._pytree.partition_rules import RECORDED, Partitioner, Rules
+from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -37,7 +38,12 @@ _WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
 class Placer:
     """Decides the placements of the leaves of one restore."""
 
-    def __init__(self, mesh: Mesh | None, rules: "Rules | Literal['recorded'] | None"):
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        rules: "Rules | Literal['recorded'] | None",
+        indivisible: Indivisible = "error",
+    ) -> None:
         """Prepares the rules on the mesh.
 
         Raises:
@@ -50,6 +56,11 @@ class Placer:
                 "PartitionSpec())] replicates every leaf, rules='recorded' uses the "
                 "saved shardings"
             )
+        if rules is None and indivisible != "error":
+            raise InvalidRequestError(
+                "restore: expected indivisible= with mesh= and rules=, got neither; "
+                "leave it out"
+            )
         self._recorded = rules == RECORDED
         self._partitioner: Partitioner | None = None
         if mesh is not None and rules is not None:
@@ -58,7 +69,7 @@ class Placer:
                 raise InvalidRequestError(
                     f"restore: expected rules= a list or 'recorded', got {rules!r}"
                 )
-            self._partitioner = Partitioner(mesh, ordered)
+            self._partitioner = Partitioner(mesh, ordered, indivisible)
 
     def placement(self, leaf: Leaf, wanted: Wanted) -> Placement:
         """Returns the placement of a leaf.
@@ -104,6 +115,11 @@ class Placer:
         if self._partitioner is None or placement is None:
             return value
         return _put(value, placement)
+
+    @property
+    def hints(self) -> list[str]:
+        """Options that would accept the leaves that the rules do not fit."""
+        return [] if self._partitioner is None else self._partitioner.hints
 
     def report(self) -> None:
         """Logs the axes that the rules dropped."""

@@ -39,6 +39,7 @@ from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.containers import Container
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.item_values import decoded
+from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -122,6 +123,7 @@ class Target:
         rules: "Rules | Literal['recorded'] | None",
         cast: Any,
         missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
         has_text_keys: bool = False,
     ) -> "Target":
         """Returns the target of a restore.
@@ -138,6 +140,8 @@ class Target:
                 of ``like``.
             missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
                 "keep" keeps their values from ``like``.
+            indivisible: "error" rejects leaves that the rules do not fit; "replicate"
+                does not split their dimensions.
             has_text_keys: As for ``match_like``.
 
         Raises:
@@ -148,7 +152,7 @@ class Target:
         """
         # 1. Check the arguments.
         _check_missing(missing, like)
-        placer = Placer(mesh, rules)
+        placer = Placer(mesh, rules, indivisible)
         follows = like is not None and isinstance(cast, str) and cast == LIKE
         dtype = LIKE if follows else checked_cast(f"restore of {name}: cast=", cast)
         # 2. Match the leaves by key; without problems, decide their placements. All
@@ -181,7 +185,8 @@ class Target:
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
-            hints = f" ({'; '.join(match.hints)})" if match.hints else ""
+            options = [*match.hints, *placer.hints]
+            hints = f" ({'; '.join(options)})" if options else ""
             raise MismatchError(
                 f"{name} does not fit the target: {list_problems(problems)}{hints}"
             )

@@ -41,7 +41,7 @@ from storesvc_client._values.durations import (
     checked_duration,
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
-from storesvc_client._values.options import DEFAULT_DEADLINE
+from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.report_spans import Unfinished
 from storesvc_client._values.reports import ProcessReading, RestoreReport
@@ -153,8 +153,8 @@ class OpenCheckpoint(OpenTree):
 
         Args:
             deadline: Maximum duration, a ``timedelta`` or seconds.
-            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``
-                and ``progress``, as for ``Run.restore``.
+            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``,
+                ``indivisible`` and ``progress``, as for ``Run.restore``.
 
         Raises:
             StoreError: As for ``Run.restore``.
@@ -208,6 +208,7 @@ class OpenCheckpoint(OpenTree):
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
         progress: ProgressCallback | None = None,  # noqa: ARG002 - the meter has it
     ) -> tuple[Any, RestoreReport]:
         """Restores the state, after all processes of ``joint`` have agreed on the
@@ -223,6 +224,7 @@ class OpenCheckpoint(OpenTree):
             select: ...
             cast: ...
             missing: ...
+            indivisible: ...
             progress: ...
         """
         from storesvc_client._pytree.restore_target import Target
@@ -245,6 +247,7 @@ class OpenCheckpoint(OpenTree):
                     rules=rules,
                     cast=cast,
                     missing=missing,
+                    indivisible=indivisible,
                     has_text_keys=IMPORTED in self.info.labels,
                 )
             with self._held():  # 2. until every chunk is read

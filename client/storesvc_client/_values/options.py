@@ -35,6 +35,7 @@ IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
 Rehearse: TypeAlias = Literal["warn", "strict", "off"]
 OnMismatch: TypeAlias = Literal["raise", "log"]
+Indivisible: TypeAlias = Literal["error", "replicate"]
 OnDamaged: TypeAlias = Literal["raise", "older"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
@@ -159,6 +160,7 @@ class TargetOptions(TypedDict):
     rules: "Rules | None"
     cast: "DTypeLike | None"
     missing: Literal["error", "keep"]
+    indivisible: Indivisible
 
 
 class RestoreKeywords(TypedDict, total=False):
@@ -170,6 +172,7 @@ class RestoreKeywords(TypedDict, total=False):
     select: Patterns | None
     cast: "DTypeLike | None"
     missing: Literal["error", "keep"]
+    indivisible: Indivisible
     progress: ProgressCallback | None
 
 

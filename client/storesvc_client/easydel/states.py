@@ -4,7 +4,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
-from storesvc_client._values.options import ModelRestoreKeywords, OnMismatch
+from storesvc_client._values.options import (
+    Indivisible,
+    ModelRestoreKeywords,
+    OnMismatch,
+)
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx import saved_models
 
@@ -26,6 +30,7 @@ def restore_state(
     tx: "optax.GradientTransformation | None" = None,
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
+    indivisible: Indivisible = "error",
     opt_state: Literal["restore", "skip"] = "restore",
     cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
@@ -52,9 +57,10 @@ def restore_state(
         mesh: Mesh of any shape. None: the mesh of the model, else the sharding of each
             leaf of ``model``, or the default device.
         rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first whose
-            regular expression is found in the key of a leaf applies. Axes that do not
-            divide a leaf are dropped, which is logged. Or "recorded": the saved
-            sharding. None: the rules of the model.
+            regular expression is found in the key of a leaf applies. Or "recorded": the
+            saved sharding. None: the rules of the model; of these, axes that do not
+            divide a leaf are dropped, as EasyDeL does, which is logged.
+        indivisible: As for ``Run.restore``.
         opt_state: "restore" the state of the optimizer, or "skip" it for inference.
         cast: A floating-point dtype for the parameters (``graphstate``) and for the
             moments that ``tx`` keeps of them; a model given as a class gets it as
@@ -87,6 +93,7 @@ def restore_state(
         tx=tx,
         mesh=mesh,
         rules=rules,
+        indivisible=indivisible,
         opt_state=opt_state,
         cast=cast,
         missing=missing,

@@ -27,7 +27,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
-from storesvc_client._values.options import ALL_PROCESSES, OnMismatch
+from storesvc_client._values.options import ALL_PROCESSES, Indivisible, OnMismatch
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.graphs import (
@@ -198,7 +198,11 @@ class EasyDeLState(struct.PyTreeNode):
         return mesh_of(self.model) or mesh_of_leaves(self)
 
     def init_tx(
-        self, tx: optax.GradientTransformation, partition_rules: Rules | None = None
+        self,
+        tx: optax.GradientTransformation,
+        partition_rules: Rules | None = None,
+        *,
+        indivisible: Indivisible = "error",
     ) -> Self:
         """Returns the state with an optimizer and its initial state.
 
@@ -207,17 +211,23 @@ class EasyDeLState(struct.PyTreeNode):
             partition_rules: Partition rules for its state. None: the model's rules; if
                 it has none, the placement that ``tx.init`` gives, which for moments is
                 their parameter's.
+            indivisible: See ``shard_model``.
 
         Raises:
-            InvalidRequestError: There are rules but no mesh, or no rule matches a leaf.
+            InvalidRequestError: There are rules but no mesh.
+            MismatchError: The rules do not fit a leaf.
         """
-        rules = partition_rules or partition_rules_of(self.model)
+        rules, indivisible = self._rules(partition_rules, indivisible)
         mesh = None if rules is None else self._mesh(None)
-        opt_state = init_opt_state(tx, self.graphstate, mesh=mesh, rules=rules)
+        opt_state = init_opt_state(tx, self.graphstate, mesh, rules, indivisible)
         return self.replace(tx=tx, opt_state=opt_state)
 
     def shard_model(
-        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+        self,
+        partition_rules: Rules | None = None,
+        mesh: Mesh | None = None,
+        *,
+        indivisible: Indivisible = "error",
     ) -> Self:
         """Returns the state with the model's leaves sharded over a mesh.
 
@@ -226,12 +236,15 @@ class EasyDeLState(struct.PyTreeNode):
                 and a ``PartitionSpec``; the first match applies. None: the model's
                 rules.
             mesh: The mesh. None: the model's, or else the mesh of its arrays.
+            indivisible: As for ``Run.restore``. The model's rules are always applied
+                with "replicate", as EasyDeL does.
 
         Raises:
-            InvalidRequestError: There are no rules or no mesh, or no rule matches a
-                leaf.
+            InvalidRequestError: There are no rules or no mesh.
+            MismatchError: The rules do not fit a leaf.
         """
-        sharded = self._sharded(self.replace(opt_state=None), partition_rules, mesh)
+        only = self.replace(opt_state=None)
+        sharded = self._sharded(only, partition_rules, mesh, indivisible)
         return self.replace(
             graphstate=sharded.graphstate, graphother=sharded.graphother
         )
@@ -242,6 +255,7 @@ class EasyDeLState(struct.PyTreeNode):
         partition_rules: Rules | None = None,
         *,
         mesh: Mesh | None = None,
+        indivisible: Indivisible = "error",
     ) -> Self:
         """Returns the state with an optimizer state sharded over a mesh.
 
@@ -249,22 +263,26 @@ class EasyDeLState(struct.PyTreeNode):
             opt_state: The optimizer state; None: this state's own.
             partition_rules: See ``shard_model``.
             mesh: See ``shard_model``.
+            indivisible: See ``shard_model``.
 
         Raises:
             ValueError: There is no optimizer state.
-            InvalidRequestError: See ``shard_model``.
+            StoreError: See ``shard_model``.
         """
         opt_state = self.opt_state if opt_state is None else opt_state
         if opt_state is None:
             raise ValueError("expected an opt_state to shard, got none; see init_tx")
         empty: GraphState = nnx.State({})
         only = self.replace(graphstate=empty, graphother=empty, opt_state=opt_state)
-        return self.replace(
-            opt_state=self._sharded(only, partition_rules, mesh).opt_state
-        )
+        sharded = self._sharded(only, partition_rules, mesh, indivisible)
+        return self.replace(opt_state=sharded.opt_state)
 
     def shard_state(
-        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+        self,
+        partition_rules: Rules | None = None,
+        mesh: Mesh | None = None,
+        *,
+        indivisible: Indivisible = "error",
     ) -> Self:
         """Returns the state with all leaves sharded over a mesh.
 
@@ -273,14 +291,16 @@ class EasyDeLState(struct.PyTreeNode):
         Args:
             partition_rules: See ``shard_model``.
             mesh: See ``shard_model``.
+            indivisible: See ``shard_model``.
 
         Raises:
-            InvalidRequestError: See ``shard_model``.
+            StoreError: See ``shard_model``.
         """
         step = self.step
         if not isinstance(step, jax.Array):
             step = jax.numpy.asarray(step, jax.numpy.int32)
-        return self._sharded(self.replace(step=step), partition_rules, mesh)
+        placed = self.replace(step=step)
+        return self._sharded(placed, partition_rules, mesh, indivisible)
 
     def shard_with_shape(self, shape: Any) -> Self:
         """Returns the state with its leaves placed like another tree's leaves.
@@ -386,6 +406,7 @@ class EasyDeLState(struct.PyTreeNode):
         client: "Client | None" = None,
         mesh: Mesh | None = None,
         partition_rules: "Rules | Literal['recorded'] | None" = None,
+        indivisible: Indivisible = "error",
         opt_state: Literal["restore", "skip"] = "restore",
         cast: Any = None,
         missing: Literal["error", "init"] = "error",
@@ -401,6 +422,7 @@ class EasyDeLState(struct.PyTreeNode):
             client: The store of the named run.
             mesh: The mesh.
             partition_rules: Partition rules for the leaves, or "recorded".
+            indivisible: See ``restore_state``.
             opt_state: See ``restore_state``.
             cast: See ``restore_state``.
             missing: See ``restore_state``.
@@ -418,6 +440,7 @@ class EasyDeLState(struct.PyTreeNode):
                 tx=tx,
                 mesh=mesh,
                 rules=partition_rules,
+                indivisible=indivisible,
                 opt_state=opt_state,
                 cast=cast,
                 missing=missing,
@@ -458,15 +481,28 @@ class EasyDeLState(struct.PyTreeNode):
             )
             return self.replace(opt_state=opt_state)
 
-    def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:
+    def _rules(
+        self, rules: Rules | None, indivisible: Indivisible
+    ) -> tuple[Rules | None, Indivisible]:
+        """Returns the given rules, or the model's, which fit as far as they do."""
+        own = None if rules else partition_rules_of(self.model)
+        return (rules, indivisible) if own is None else (own, "replicate")
+
+    def _sharded(
+        self,
+        state: Self,
+        rules: Rules | None,
+        mesh: Mesh | None,
+        indivisible: Indivisible,
+    ) -> Self:
         """Returns a state like this one, sharded by this state's model and mesh."""
-        rules = rules or partition_rules_of(self.model)
+        rules, indivisible = self._rules(rules, indivisible)
         if rules is None:
             raise InvalidRequestError(
                 "expected partition_rules=, because the model has none, got None; "
                 "pass partition_rules="
             )
-        shardings = shardings_by_rules(state, self._mesh(mesh), rules)
+        shardings = shardings_by_rules(state, self._mesh(mesh), rules, indivisible)
         sharded: Self = reshard(state, shardings_by_key(shardings))
         return sharded
 
@@ -514,4 +550,4 @@ def _initial_opt_state(
         raise ValueError("expected init_opt_state or opt_state, got both")
     if tx is None:
         raise ValueError("init_opt_state expected tx, got None")
-    return init_opt_state(tx, graphstate, mesh=None, rules=None)
+    return init_opt_state(tx, graphstate, None, None)

@@ -17,6 +17,7 @@ from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
     Distributed,
+    Indivisible,
     OnMismatch,
     SaveKeywords,
     check_keywords,
@@ -100,6 +101,7 @@ def restore_into(
     *,
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
+    indivisible: Indivisible = "error",
     cast: "DTypeLike | None" = None,
     on_mismatch: OnMismatch = "raise",
     distributed: Distributed = ALL_PROCESSES,
@@ -121,6 +123,7 @@ def restore_into(
         which: A step, "latest", or a tag.
         mesh: As for ``Run.restore``.
         rules: As for ``Run.restore``.
+        indivisible: As for ``Run.restore``.
         cast: A floating-point dtype for the parameters, and for the moments that the
             optimizer keeps of them; the module's arrays get it. None: the saved dtypes.
         on_mismatch: What to do if the structure or the optimizer differs from the saved
@@ -142,6 +145,7 @@ def restore_into(
     wanted = Options(
         mesh=mesh,
         rules=rules,
+        indivisible=indivisible,
         cast=cast,
         on_mismatch=on_mismatch,
         opt_state="skip" if optimizer is None else "restore",

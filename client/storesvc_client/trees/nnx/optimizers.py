@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
+from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.graphs import GraphState
 from storesvc_client.trees.nnx.resharding import (
@@ -72,9 +73,9 @@ def updated_opt_state(
 def init_opt_state(
     tx: optax.GradientTransformation,
     graphstate: GraphState,
-    *,
     mesh: Mesh | None,
     rules: Rules | None,
+    indivisible: Indivisible = "error",
 ) -> optax.OptState:
     """Returns the initial state of an optimizer, in its final placement.
 
@@ -84,15 +85,17 @@ def init_opt_state(
         mesh: The mesh, if there are rules.
         rules: Partition rules for the leaves. None: the placement that ``tx.init``
             gives them; moments then have their parameter's sharding.
+        indivisible: As for ``Run.restore``.
 
     Raises:
-        InvalidRequestError: ``tx`` is not an optimizer, or no rule matches a leaf.
+        InvalidRequestError: ``tx`` is not an optimizer.
+        MismatchError: The rules do not fit a leaf.
     """
     if mesh is None or rules is None:
         check_tx(tx)
         return tx.init(graphstate)
     abstract = abstract_opt_state(tx, graphstate)
-    shardings = shardings_by_rules({"opt_state": abstract}, mesh, rules)
+    shardings = shardings_by_rules({"opt_state": abstract}, mesh, rules, indivisible)
     # As lists, because two traces of one optimizer may have unequal tree structures.
     init = jax.jit(
         lambda parameters: jax.tree.leaves(tx.init(parameters)),

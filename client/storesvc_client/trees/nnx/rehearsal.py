@@ -245,6 +245,7 @@ def _failure_of_saved(
             rules=None,
             cast=None,
             missing="error",
+            indivisible="error",
         )
     except Exception as e:  # noqa: BLE001 - the optimizer is the caller's own code
         return e

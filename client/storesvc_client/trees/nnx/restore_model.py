@@ -24,7 +24,12 @@ from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.options import OnMismatch, ReadKeywords, TargetOptions
+from storesvc_client._values.options import (
+    Indivisible,
+    OnMismatch,
+    ReadKeywords,
+    TargetOptions,
+)
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
@@ -71,6 +76,7 @@ class Options:
 
     mesh: Mesh | None = None
     rules: "Rules | Literal['recorded'] | None" = None
+    indivisible: Indivisible = "error"
     cast: Any = None
     missing: Literal["error", "init"] = "error"
     on_mismatch: OnMismatch = "raise"
@@ -133,11 +139,19 @@ class Plan:
             "rules": self.options.rules,
             "cast": None if self.options.cast is None else LIKE,
             "missing": "error",
+            "indivisible": self.options.indivisible,
         }
 
     def restored(self, opened: OpenCheckpoint) -> Any:
         """Returns the leaves of a checkpoint."""
         return opened.restore(**self.target, select=self.select, **self.options.reading)
+
+    def merge(self, restored: Any) -> tuple[GraphState, GraphState]:
+        """Returns the complete parts of a state with restored leaves."""
+        options = self.options
+        return self.sources.merge(
+            restored, options.mesh, options.rules, options.indivisible
+        )
 
 
 def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
@@ -149,11 +163,13 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
     restored = plan.restored(opened)
     # 5. Merge the parts, and create the state.
     options, tx = plan.options, request.tx
-    graphstate, graphother = plan.sources.merge(restored, options.mesh, options.rules)
+    graphstate, graphother = plan.merge(restored)
     opt_state = restored["opt_state"]
     if plan.initialises_optimizer and tx is not None:
         rules = options.rules if not isinstance(options.rules, str) else None
-        opt_state = init_opt_state(tx, graphstate, mesh=options.mesh, rules=rules)
+        opt_state = init_opt_state(
+            tx, graphstate, options.mesh, rules, options.indivisible
+        )
     return state_class.create(
         step=restored.get("step", 0),
         graphdef=plan.blueprint.graphdef,
@@ -170,8 +186,7 @@ def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     # 4. Restore the leaves.
     restored = plan.restored(opened)
     # 5. Merge the parts.
-    parts = plan.sources.merge(restored, plan.options.mesh, plan.options.rules)
-    return merge_by_path(plan.blueprint.graphdef, *parts)
+    return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
 
 
 def plan_state(stored: Stored, request: Request) -> Plan:
@@ -261,6 +276,7 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
     return opened.restore(
         mesh=options.mesh,
         rules=options.rules,
+        indivisible=options.indivisible,
         select=select,
         cast=options.cast,
         **options.reading,
@@ -285,7 +301,7 @@ def restore_opt_state(
         known: A placed optimizer state. Without a mesh or rules, its shardings take
             precedence over the parameters'.
         mesh: The mesh, if there are rules.
-        rules: Partition rules for the leaves.
+        rules: The model's partition rules.
 
     Raises:
         MismatchError: The checkpoint has the state of another optimizer, of other
@@ -296,11 +312,12 @@ def restore_opt_state(
         options = Options()
         like = _placed_like_parameters(like, graphstate, known)
     else:
-        options = Options(mesh=mesh, rules=rules)
+        options = Options(mesh=mesh, rules=rules, indivisible="replicate")
     return opened.restore(
         like=_with_saved_dtypes(opened, like, options),
         mesh=options.mesh,
         rules=options.rules,
+        indivisible=options.indivisible,
         select=_selected(opened, like, options),
         **options.reading,
     )["opt_state"]
@@ -341,9 +358,13 @@ def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
     own_mesh, own_rules = blueprint.own_placement()
     rules = own_rules if options.rules is None else options.rules
     mesh = own_mesh if options.mesh is None and rules is not None else options.mesh
-    return replace(
-        options, mesh=mesh, rules=rules if mesh is not None else options.rules
-    )
+    if mesh is None:
+        return options
+    # EasyDeL writes its rules for meshes of any shape, and drops the axes that do not
+    # divide a leaf. Rules that the caller wrote are exact.
+    if options.rules is None:
+        options = replace(options, indivisible="replicate")
+    return replace(options, mesh=mesh, rules=rules)
 
 
 def _initialises_optimizer(

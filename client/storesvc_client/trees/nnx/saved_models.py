@@ -27,6 +27,7 @@ from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
     Distributed,
+    Indivisible,
     ModelRestoreKeywords,
     OnMismatch,
     ReadKeywords,
@@ -199,6 +200,7 @@ def restore_state(
     tx: "optax.GradientTransformation | None" = None,
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
+    indivisible: Indivisible = "error",
     opt_state: Literal["restore", "skip"] = "restore",
     cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
@@ -225,6 +227,7 @@ def restore_state(
     wanted = Options(
         mesh=mesh,
         rules=rules,
+        indivisible=indivisible,
         cast=cast,
         missing=missing,
         on_mismatch=on_mismatch,
@@ -246,6 +249,7 @@ def restore_model(
     allow: Any = (),
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
+    indivisible: Indivisible = "error",
     cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
     on_mismatch: OnMismatch = "raise",
@@ -265,6 +269,7 @@ def restore_model(
             name.
         mesh: As for ``restore_state``.
         rules: As for ``restore_state``.
+        indivisible: As for ``restore_state``.
         cast: As for ``restore_state``.
         missing: As for ``restore_state``.
         on_mismatch: As for ``restore_state``.
@@ -289,6 +294,7 @@ def restore_model(
     wanted = Options(
         mesh=mesh,
         rules=rules,
+        indivisible=indivisible,
         cast=cast,
         missing=missing,
         on_mismatch=on_mismatch,

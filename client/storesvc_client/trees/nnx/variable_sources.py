@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
 from storesvc_client._pytree.leaves import named_leaves
-from storesvc_client._pytree.partition_rules import Partitioner, Rules
+from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._pytree.placement import would_narrow
 from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.options import Indivisible
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import PARTS, Blueprint, stand_in
@@ -101,6 +102,7 @@ class Sources:
         restored: Mapping[str, Any],
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
+        indivisible: Indivisible,
     ) -> tuple[GraphState, GraphState]:
         """Returns the complete ``graphstate`` and ``graphother``.
 
@@ -108,6 +110,7 @@ class Sources:
             restored: The restored ``like``.
             mesh: The mesh for new values; None: the default device.
             rules: Partition rules for new values.
+            indivisible: As for ``Run.restore``.
 
         Raises:
             InvalidRequestError: A Variable must be initialised, but the model was given
@@ -119,7 +122,7 @@ class Sources:
             parts[part][path] = found[source][path]
         for (part, path), leaf in self._recreated(mesh).items():
             parts[part][path] = leaf
-        for (part, path), leaf in self._initialised(mesh, rules).items():
+        for (part, path), leaf in self._initialised(mesh, rules, indivisible).items():
             parts[part][path] = leaf
         graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
         return graphstate, graphother
@@ -132,7 +135,10 @@ class Sources:
         return {(part, tuple(path)): leaf for (part, *path), leaf in fresh.items()}
 
     def _initialised(
-        self, mesh: Mesh | None, rules: "Rules | Literal['recorded'] | None"
+        self,
+        mesh: Mesh | None,
+        rules: "Rules | Literal['recorded'] | None",
+        indivisible: Indivisible,
     ) -> dict[Place, Any]:
         if not self.initialised:
             return {}
@@ -150,7 +156,7 @@ class Sources:
             ]
 
         # One jitted program, so that XLA drops the initialisers of all other Variables.
-        shardings = _shardings([*self.initialised.items()], mesh, rules)
+        shardings = _shardings(self.initialised, mesh, rules, indivisible)
         made = jax.jit(values, out_shardings=shardings)()
         return dict(zip(places, made, strict=True))
 
@@ -292,22 +298,19 @@ def _like(made: Any, wanted: Any) -> Any:
 
 
 def _shardings(
-    variables: list[tuple[Place, Any]],
+    variables: Mapping[Place, Any],
     mesh: Mesh | None,
     rules: "Rules | Literal['recorded'] | None",
+    indivisible: Indivisible,
 ) -> Any:
     if mesh is None:
         return None
     # Leaves that the checkpoint lacks have no recorded sharding.
     ordered = [("", PartitionSpec())] if isinstance(rules, str) or not rules else rules
-    partitioner = Partitioner(mesh, ordered)
-
-    def sharding(place: Place, leaf: Any) -> Sharding:
-        part, path = place
-        key = join_key((part, *map(str, path), "value"))
-        return partitioner.leaf_sharding(key, tuple(leaf.shape))
-
-    return [
-        jax.tree.map(lambda leaf, place=place: sharding(place, leaf), variable)
-        for place, variable in variables
-    ]
+    parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
+    for (part, path), leaf in variables.items():
+        parts[part][path] = leaf
+    tree = {part: refine_graphs(leaves) for part, leaves in parts.items()}
+    found = shardings_by_rules(tree, mesh, ordered, indivisible)
+    placed = {part: graph_leaves(found[part]) for part in PARTS}
+    return [placed[part][path] for part, path in variables]

@@ -25,7 +25,7 @@ from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
 from storesvc_client._foreign.location import Location, open_location
-from storesvc_client._foreign.nearby import below, open_root, other_format
+from storesvc_client._foreign.nearby import explain, open_root, other_format
 from storesvc_client._foreign.source import ForeignSource
 from storesvc_client._foreign.tree_rows import item_name
 from storesvc_client._restore.assembly import Assembly
@@ -183,12 +183,15 @@ def open_foreign(
         )
     location = open_location(place, storage_options=storage_options)
     lookalike = partial(other_format, scheme, location)
-    inside = partial(below, scheme, location)
+
+    def explained(error: NotFoundError) -> NotFoundError:
+        return explain(error, scheme, place, location, storage_options)
+
     try:
         root = open_root(scheme, location, options)
     except NotFoundError as e:
-        raise _with_hint(e, lookalike, inside) from e
-    return ForeignRun(_LabelledRoot(root, location), lookalike, inside)
+        raise explained(e) from e
+    return ForeignRun(_LabelledRoot(root, location), lookalike, explained)
 
 
 class _LabelledRoot:
@@ -212,23 +215,6 @@ class _LabelledRoot:
         found = self._root.open(step)
         labels = self._location.labels()
         return replace(found, labels={**labels, **found.labels}) if labels else found
-
-
-def _with_hint(
-    error: NotFoundError,
-    lookalike: Callable[[], str | None],
-    inside: Callable[[], str | None],
-) -> NotFoundError:
-    """Returns an error that names the checkpoints of another format, or further down,
-    if there are."""
-    if other := lookalike():
-        return NotFoundError(f"{error}; there are some of another format: use {other}")
-    if found := inside():
-        return NotFoundError(
-            f"{error}; there are some in its folders, each of which is opened by its "
-            f"own URL: use {found}"
-        )
-    return error
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -280,14 +266,14 @@ class ForeignRun:
         self,
         root: ForeignRoot,
         lookalike: Callable[[], str | None] = lambda: None,
-        inside: Callable[[], str | None] = lambda: None,
+        explained: Callable[[NotFoundError], NotFoundError] = lambda error: error,
     ) -> None:
         self.root = root
         """Reads its steps."""
         self._lookalike = lookalike
         """Returns the URL of checkpoints of another format at the same place."""
-        self._inside = inside
-        """Returns the URLs of checkpoints in the folders there."""
+        self._explained = explained
+        """Adds what is there instead to an error."""
 
     def __repr__(self) -> str:
         return f"<ForeignRun {self.name}>"
@@ -307,7 +293,7 @@ class ForeignRun:
         try:
             found = self.root.steps()
         except NotFoundError as e:
-            raise _with_hint(e, self._lookalike, self._inside) from e
+            raise self._explained(e) from e
         if not found and (other := self._lookalike()):
             raise NotFoundError(
                 f"{self.name}: expected finished checkpoints of this format, got some "

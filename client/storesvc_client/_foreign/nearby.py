@@ -1,6 +1,7 @@
-"""Checkpoints that a wrong URL was meant for: of another format, or a folder further
-down. Errors name them."""
+"""Checkpoints that a wrong URL was meant for: of another format, a folder further down,
+or the one that a file is a part of. Errors name them."""
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,14 +11,17 @@ from typing import Any, Final
 
 from storesvc_client._foreign.foreign_step import ForeignRoot
 from storesvc_client._foreign.formats import FORMATS
-from storesvc_client._foreign.location import Location
-from storesvc_client.errors import StoreError
+from storesvc_client._foreign.location import Location, open_location
+from storesvc_client.errors import NotFoundError, StoreError
 
 SEARCHED: Final = 16
 """Folders that are looked into."""
 
 ORDER: Final = ("orbax", "jax", "safetensors", "eformer", "levanter")
 """The formats, those first whose files are no part of a checkpoint of another."""
+
+_MSGPACK: Final = re.compile(rb"[\x80-\x8f\xde\xdf]")
+"""Beginning of a mapping of msgpack."""
 
 SHOWN: Final = 5
 """Folders that an error names."""
@@ -30,6 +34,59 @@ def open_root(
     module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
     root: ForeignRoot = module.open_root(location, **options)
     return root
+
+
+def explain(
+    error: NotFoundError, scheme: str, url: str, location: Location, options: Any
+) -> NotFoundError:
+    """Returns the error of a location without checkpoints of a format, with what is
+    there instead.
+
+    Args:
+        error: The error.
+        scheme: The format.
+        url: URL of the location, as it was given.
+        location: The location.
+        options: Options of fsspec's file system.
+    """
+    if found := _file_advice(url, options):
+        return NotFoundError(
+            f"{scheme}:{location.url}: expected a folder, got a file; {found}"
+        )
+    if other := other_format(scheme, location):
+        return NotFoundError(f"{error}; there are some of another format: use {other}")
+    if inside := below(scheme, location):
+        return NotFoundError(
+            f"{error}; there are some in its folders, each of which is opened by its "
+            f"own URL: use {inside}"
+        )
+    return error
+
+
+def _file_advice(url: str, options: Any) -> str | None:
+    """Returns how a file is opened; None if there is no file at a URL."""
+    path, question, query = url.partition("?")
+    folder, slash, name = path.rstrip("/").rpartition("/")
+    with suppress(StoreError):
+        above = open_location(
+            (folder or slash or ".") + question + query, storage_options=options
+        )
+        if (size := above.size(name)) is None:
+            return None
+        if name.endswith(".safetensors"):
+            return f"use safetensors:{url}"
+        start = above.read_range(name, 0, min(size, 9))
+        if _MSGPACK.match(start):
+            return (
+                "it may be one of msgpack, as Flax writes it: read it with "
+                "flax.serialization.msgpack_restore, and save that with Run.save"
+            )
+        if start[8:] == b"{":
+            return f"if it is one of safetensors, name it {name}.safetensors"
+        if found := other_format("", above):
+            return f"if it is a part of a checkpoint, use {found}"
+        return "the only files that are read alone are those of safetensors"
+    return None
 
 
 def other_format(scheme: str, location: Location) -> str | None:

@@ -15,7 +15,7 @@ from storesvc.catalog.records import (
 )
 from storesvc.catalog.transitions import check_etag, is_repeated
 from storesvc.clock import Clock
-from storesvc.errors import ConflictError, EtagMismatchError
+from storesvc.errors import ConflictError, EtagMismatchError, InvalidFieldError
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
@@ -44,6 +44,7 @@ class Runs:
         found = await read_record(self._bucket, path, pb.RunRecord)
         if found is not None:
             return found[0]
+        await self._check_case(name)
         record = self._new_record()
         with suppress(PreconditionError):  # another process has created it
             await write_record(self._bucket, path, record, condition=IF_ABSENT)
@@ -117,6 +118,8 @@ class Runs:
         path = layout.run_record(name)
         for _ in range(_TRIES):
             found = await read_record(self._bucket, path, pb.RunRecord)
+            if found is None:
+                await self._check_case(name)
             record = changed(found[0] if found else None)
             if record is None:
                 assert found is not None, f"{name}: every change creates the record"
@@ -132,6 +135,21 @@ class Runs:
             "change it; change it again",
             run=str(name),
         )
+
+    async def _check_case(self, name: RunName) -> None:
+        """Rejects a new run if only case distinguishes it, or its namespace, from one
+        that exists: some file systems would keep both in one directory."""
+        names = await self._catalog.run_names(name.namespace)
+        if not names:  # the namespace is new
+            names = await self._catalog.run_names(None)
+        for other in names:
+            pairs = (other.namespace, name.namespace), (str(other), str(name))
+            for found, given in pairs:
+                if found != given and found.lower() == given.lower():
+                    raise InvalidFieldError(
+                        f"run {name}: {found} exists, and names that differ in case "
+                        f"only are rejected; use {found}, or another name"
+                    )
 
     def _new_record(self) -> pb.RunRecord:
         return pb.RunRecord(

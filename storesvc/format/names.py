@@ -17,14 +17,20 @@ LATEST: Final = "latest"
 MAX_STEP: Final = 2**63 - 1
 """Maximum step: steps are int64."""
 
-_ID: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ID: Final = re.compile(
+    r"[A-Za-z0-9]((?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9])){0,61}[A-Za-z0-9])?"
+)
+_ITEM: Final = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _HEX_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DATA_FILE: Final = re.compile(r"(?:d|[0-9a-f]{32})/[0-9a-f]{32}")
 _STEP: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 
 _ID_RULE: Final = (
-    "1 to 63 lower-case letters, digits and hyphens, "
-    "with a letter or a digit at both ends"
+    "1 to 63 letters, digits, '-', '_' and '.', with a letter or a digit at both ends "
+    "and after each '.'"
+)
+_ITEM_RULE: Final = (
+    "1 to 63 lower-case letters, digits and hyphens, a letter first and no hyphen last"
 )
 
 _SHOWN_CHARACTERS: Final = 80
@@ -210,10 +216,12 @@ def check_id(text: str, noun: str) -> None:
     """Rejects an invalid id.
 
     Raises:
-        InvalidNameError: Names the noun, the text and the rule.
+        InvalidNameError: Names the noun, the text and the rule, and a similar id.
     """
     if not _ID.fullmatch(text):
-        raise InvalidNameError(f"{noun} {text!r}: expected {_ID_RULE}")
+        words = re.findall(r"[A-Za-z0-9]+", text)
+        hint = f", such as {'-'.join(words)[:63].rstrip('-')!r}" if words else ""
+        raise InvalidNameError(f"{noun} {text!r}: expected {_ID_RULE}{hint}")
 
 
 def check_tag(text: str) -> None:
@@ -223,7 +231,7 @@ def check_tag(text: str) -> None:
         InvalidNameError: The name is invalid.
     """
     check_id(text, "tag")
-    if text == LATEST or not text[0].isalpha():
+    if text.lower() == LATEST or not text[0].isalpha():
         raise InvalidNameError(
             f"tag {text!r}: expected a letter first, and not {LATEST!r}"
         )
@@ -235,9 +243,8 @@ def check_item(text: str) -> None:
     Raises:
         InvalidNameError: The name is invalid.
     """
-    check_id(text, "item")
-    if not text[0].isalpha():
-        raise InvalidNameError(f"item {text!r}: expected a letter first")
+    if not _ITEM.fullmatch(text):
+        raise InvalidNameError(f"item {text!r}: expected {_ITEM_RULE}")
 
 
 def check_hold(text: str) -> None:

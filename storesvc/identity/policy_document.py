@@ -31,7 +31,7 @@ _SIZE: Final = re.compile(r"([1-9][0-9]*) ?(B|KiB|MiB|GiB|TiB|PiB)")
 _SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME: Final = re.compile(r"([1-9][0-9]*) ?([smhd])")
 _TIME_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_PART: Final = re.compile(r"[a-z0-9*?\[\]!-]+")
+_PART: Final = re.compile(r"[A-Za-z0-9._*?\[\]!-]+")
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9-]*:")
 _RESERVED: Final = ("local", "group:", "spiffe:")
 

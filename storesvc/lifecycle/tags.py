@@ -26,7 +26,7 @@ from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
 from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slots import COMMITTED, DELETED
 from storesvc.clock import Clock
-from storesvc.errors import CorruptDataError, TagProtectedError
+from storesvc.errors import CorruptDataError, InvalidFieldError, TagProtectedError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.lifecycle.record_update import update_record
@@ -95,6 +95,8 @@ class Tags:
                 return await self._checked(name, found[0], own, before=None)
             before = found[0] if found else None
             _check_change(name, before, etag)
+            if before is None:
+                await self._check_case(name)
             named = await self._catalog.checkpoint(checkpoint)
             record = self._changed(before, write_id)
             record.step, record.upload = named.step, named.upload
@@ -160,6 +162,17 @@ class Tags:
         return await update_record(
             attempt, record=f"tag {name}", run=str(name.run), tag=name.tag
         )
+
+    async def _check_case(self, name: TagName) -> None:
+        """Rejects a new tag that only case distinguishes from another: some file
+        systems would keep both in one file. Records of deleted tags stay, so they
+        count."""
+        for found in await self._catalog.tag_names(name.run):
+            if found != name.tag and found.lower() == name.tag.lower():
+                raise InvalidFieldError(
+                    f"tag {name}: the run has, or had, the tag {found}, and names that "
+                    f"differ in case only are rejected; use {found}, or another name"
+                )
 
     def _changed(self, before: pb.TagRecord | None, write_id: str) -> pb.TagRecord:
         """Returns the next record of a tag, without the checkpoint that it names."""

@@ -4,6 +4,7 @@ TensorStore raises builtin exceptions; their message begins with the status code
 """
 
 import errno
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
@@ -42,6 +43,16 @@ _UNAUTHENTICATED: Final = (
 distinguish them from missing permissions."""
 
 
+_NO_LOCKS: Final = tuple(map(os.strerror, (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)))
+"""Parts of messages about locks on a file system that has none."""
+
+_NO_DIRECTORY: Final = (
+    "Invalid file path",
+    *map(os.strerror, (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)),
+)
+"""Parts of messages about a path that no directory can have."""
+
+
 @contextmanager
 def translated(storage: Storage, path: str) -> Generator[None]:
     """Translates errors of TensorStore, of files and of deadlines that are raised
@@ -49,6 +60,7 @@ def translated(storage: Storage, path: str) -> Generator[None]:
 
     Raises:
         CorruptDataError: The stored object is damaged, or shorter than it was.
+        InvalidFieldError: No store can be at this root.
         StorageDeniedError: The storage rejects the credentials, denies the operation,
             or is read-only.
         StorageFullError: The storage is full.
@@ -96,12 +108,27 @@ def _error(storage: Storage, path: str, text: str) -> StoreError:
         return CorruptDataError(
             f"{where} is damaged or truncated ({reason}); use another checkpoint"
         )
+    if not storage.is_remote and " lock " in text and _has(text, _NO_LOCKS):
+        return InvalidFieldError(
+            f"root {storage.name}: expected a file system with locks ({reason}); mount "
+            "it with locks, or run 'storectl serve' on a machine where it is a local "
+            "disk and connect to that"
+        )
+    if not storage.is_remote and _has(text, _NO_DIRECTORY):
+        return InvalidFieldError(
+            f"root {storage.name}: expected a directory, or a path where one can be "
+            f"created ({reason}); correct the path"
+        )
     return failed(storage, path, reason)
+
+
+def _has(text: str, parts: tuple[str, ...]) -> bool:
+    return any(part in text for part in parts)
 
 
 def is_unauthenticated(text: str) -> bool:
     """Returns whether a denial is about the credentials, not about permissions."""
-    return any(sign in text for sign in _UNAUTHENTICATED)
+    return _has(text, _UNAUTHENTICATED)
 
 
 def failed(storage: Storage, path: str, reason: str) -> StorageUnavailableError:

@@ -7,6 +7,7 @@ This module decides only.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
@@ -43,6 +44,9 @@ LOCK_SUFFIX: Final = ".__lock"
 """Suffix of the lock files that TensorStore puts next to the files that it writes."""
 
 _LEAST_NAME: Final = 3
+
+_BROKEN_URI: Final = re.compile(r"(file|gs|s3|memory):/")
+"""Beginning of a URI that became a path, which has no empty part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,32 @@ class Storage:
             )
 
 
+def parse_root(place: "str | os.PathLike[str]") -> str:
+    """Returns a root as a URI if it is a path, and any other target unchanged.
+
+    >>> parse_root("/ckpts/../old"), parse_root(Path("/ckpts")), parse_root("host:7070")
+    ('file:///old', 'file:///ckpts', 'host:7070')
+
+    Raises:
+        InvalidFieldError: It is neither a text nor a path, or a path made of a URI.
+    """
+    if not isinstance(place, str | os.PathLike):
+        raise InvalidFieldError(
+            f"store: expected HOST:PORT, a path or the URI of a root, got {place!r}"
+        )
+    text = os.fspath(place)
+    if isinstance(place, str) or "://" in text:  # epath.Path has URIs too
+        is_path = text in (".", "..", "~")
+        if not is_path and not text.startswith(("/", "./", "../", "~/")):
+            return text
+    elif _BROKEN_URI.match(text):
+        raise InvalidFieldError(
+            f"store: expected a path, got {place!r}, of which one '/' is lost; give a "
+            "URI as text"
+        )
+    return Path(os.path.abspath(Path(text).expanduser())).as_uri()  # noqa: PTH100 - resolve() would follow links
+
+
 def storage_at(root: str) -> Storage:
     """Returns the storage at a root.
 
@@ -110,7 +140,7 @@ def storage_at(root: str) -> Storage:
         )
     match url.scheme:
         case "file" if not url.netloc and url.path and not url.query:
-            path = Path(unquote(url.path)).as_posix()
+            path = Path(os.path.normpath(unquote(url.path))).as_posix()
             return _local(root, {"driver": FILE_DRIVER, "path": path.rstrip("/") + "/"})
         case "memory" if not (url.netloc or url.path or url.query):
             return _local(root, {"driver": MEMORY_DRIVER})

@@ -361,7 +361,7 @@ EAST, WEST = (timezone(timedelta(hours=hours)) for hours in (5, -5))
         ({"method": ""}, "method="),
         ({"principal": 7}, "principal="),
         ({"stage": "begun"}, "expected one of started"),
-        ({"parent": "UPPER"}, "UPPER"),
+        ({"parent": "a b"}, "a b"),
         ({"since": datetime(2026, 1, 1)}, "with a time zone"),  # noqa: DTZ001 - wrong
         ({"until": 7}, "with a time zone"),
         ({"since": datetime.min.replace(tzinfo=EAST)}, "in the years 1 to 9999"),

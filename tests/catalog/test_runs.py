@@ -290,3 +290,38 @@ def test_a_floor_leaves_the_etag_alone() -> None:
         assert 1 == (await runs.create(other)).epoch_floor
 
     asyncio.run(main())
+
+
+def test_a_run_that_only_case_distinguishes_from_another_is_rejected() -> None:
+    with store.connect("memory://") as client:
+        client.run("prod/Llama-3.1").save(1, {"x": 1}).result()
+
+        for name in ("prod/llama-3.1", "prod/LLAMA-3.1"):
+            wrong = f"run {name}: prod/Llama-3.1 exists, and names that differ in case"
+            with pytest.raises(store.InvalidRequestError, match=wrong):
+                client.run(name).save(1, {"x": 1}).result()
+            with pytest.raises(store.InvalidRequestError, match=wrong):
+                client.run(name).configure(labels={"a": "b"})
+        with pytest.raises(store.InvalidRequestError, match="run Prod/x: prod exists"):
+            client.run("Prod/x").save(1, {"x": 1}).result()
+
+        client.run("prod/llama-3.2").save(1, {"x": 1}).result()
+        names = [found.name for found in client.runs()]
+        assert ["prod/Llama-3.1", "prod/llama-3.2"] == names
+
+
+def test_a_tag_that_only_case_distinguishes_from_another_is_rejected() -> None:
+    with store.connect("memory://") as client:
+        run = client.run("prod/llama")
+        run.save(1, {"x": 1}).result()
+        run.tags.set("Best_v1.0", 1)
+
+        wrong = "has, or had, the tag Best_v1.0, .*; use Best_v1.0, or another name"
+        with pytest.raises(store.InvalidRequestError, match=wrong):
+            run.tags.set("best_v1.0", 1)
+        run.tags.delete("Best_v1.0")
+        with pytest.raises(store.InvalidRequestError, match=wrong):
+            run.tags.set("best_v1.0", 1)
+        run.tags.set("Best_v1.0", 1)
+
+        assert run.restore("Best_v1.0") == {"x": 1}

@@ -248,7 +248,7 @@ def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
     "arguments",
     [
         ["-s", "memory://", "ls"],
-        ["ls", "Prod/llama"],
+        ["ls", "prod/llama 3"],
         ["tree", "prod/llama"],
         ["stat", "orbax:/prod"],
         ["get", "prod/llama@latest"],

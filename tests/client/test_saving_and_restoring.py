@@ -518,6 +518,53 @@ def test_an_invalid_target_is_rejected(target: str) -> None:
         store.connect(target)
 
 
+@pytest.mark.parametrize("url", ["http://localhost:7070/", "grpc://localhost:7070"])
+def test_the_url_of_a_server_gets_its_address_as_a_hint(url: str) -> None:
+    with pytest.raises(
+        store.InvalidRequestError, match=r"; did you mean localhost:7070\?$"
+    ):
+        store.connect(url)
+
+
+@pytest.mark.parametrize("place", [None, 7, Path("gs://bucket/a"), Path("file:///c")])
+def test_what_is_no_place_is_rejected(place: Any) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"^connect: store: expected"):
+        store.connect(place)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda folder: str(folder),
+        lambda folder: folder,
+        lambda folder: f"{folder}/x/../",
+        lambda folder: f"file://{folder}/x/../",
+        lambda folder: f"file://{folder.parent}/x/../{folder.name}",
+    ],
+    ids=["text", "Path", "text with ..", "URI with ..", "URI with .. inside"],
+)
+def test_a_directory_is_a_place_in_each_form_that_programs_have(
+    place: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    with store.connect(tmp_path) as client:
+        client.run("prod/Llama_3.1").save(1, {"x": np.ones(3)}).result()
+
+    with store.connect(place(tmp_path)) as client:
+        assert [1] == client.run("prod/Llama_3.1").steps()
+
+
+@pytest.mark.parametrize(
+    "below", ["file/ckpts", "a" * 300 + "/ckpts"], ids=["below a file", "long"]
+)
+def test_a_path_that_no_directory_can_have_is_an_invalid_request(
+    below: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(store.InvalidRequestError, match=r"; correct the path$"):
+        store.connect(tmp_path / below)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, True, "5", None])
 def test_an_invalid_timeout_is_rejected(server_address: str, timeout: Any) -> None:
     wrong = r"^connect: timeout=: expected a timedelta or seconds "
@@ -543,7 +590,7 @@ def test_tls_options_are_rejected_with_an_embedded_store(
         store.connect(target, **given)
 
 
-@pytest.mark.parametrize("name", ["", "run", "a/b/c", "A/b", "../b"])
+@pytest.mark.parametrize("name", ["", "run", "a/b/c", "a/b c", "../b"])
 def test_an_invalid_run_name_is_rejected(client: store.Client, name: str) -> None:
     with pytest.raises(store.InvalidRequestError):
         client.run(name)

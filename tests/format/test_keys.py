@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc.format import layout
 from storesvc.format.keys import (
     InvalidKeyError,
     check_keys,
@@ -18,7 +19,13 @@ from storesvc.format.keys import (
     split_key,
     unescape_part,
 )
-from storesvc.format.names import CheckpointName, InvalidNameError, RunName, UploadName
+from storesvc.format.names import (
+    CheckpointName,
+    InvalidNameError,
+    RunName,
+    TagName,
+    UploadName,
+)
 
 HOSTILE = [
     *("", ".", "..", "../x", "/abs", "a//b", "a/./b", "\\..\\", "%2e%2e%2f", "%25"),
@@ -168,13 +175,41 @@ def test_a_tree_that_contains_itself_is_rejected(run: store.Run) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "a", "a/b/c", "A/b", "a/B", "-a/b", "a/b-", "../x", "a/..", "a_b/c"),
-        *("a/" + "b" * 64, "a /b", "a/b\n", "é/b", "a%2f/b"),
+        *("", "a", "a/b/c", "-a/b", "a/b-", "../x", "a/..", "a/b..c", "a/.b", "a/b."),
+        *("a/_b", "a/b_", "a/b._c", "a/b.-c", "a/" + "b" * 64, "a /b", "a/b\n", "é/b"),
+        *("a%2f/b", "a/b.__lock"),
     ],
 )
 def test_names_that_break_the_rules_are_rejected(text: str) -> None:
     with pytest.raises(InvalidNameError):
         RunName.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*("a/b", "Prod/Llama_3.1", "0/1", "a_b/c", "a/b--c", "a/v1.2.3", "a/" + "B" * 63)],
+)
+def test_names_of_models_and_of_other_tools_are_names(text: str) -> None:
+    name = RunName.parse(text)
+
+    assert text == str(name)
+    assert name == RunName.from_resource(name.resource)
+    assert name == layout.run_of_record(layout.run_record(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "similar"), [("a/Llama 3.1 (8B)", "Llama-3-1-8B"), ("a/x..y", "x-y")]
+)
+def test_a_rejected_name_gets_one_that_is_valid(text: str, similar: str) -> None:
+    with pytest.raises(InvalidNameError, match=f", such as '{similar}'$"):
+        RunName.parse(text)
+    RunName.parse(f"a/{similar}")
+
+
+@pytest.mark.parametrize("tag", ["Latest", "LATEST", "1a", "a..b"])
+def test_tags_that_break_the_rules_are_rejected(tag: str) -> None:
+    with pytest.raises(InvalidNameError):
+        TagName(RunName("a", "b"), tag)
 
 
 @pytest.mark.parametrize(

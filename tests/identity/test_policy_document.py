@@ -110,7 +110,7 @@ def test_an_empty_policy_permits_nothing() -> None:
         (BINDING.replace('["**"]', '["a/**/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
         (BINDING.replace('["**"]', '["a**/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
         (BINDING.replace('["**"]', '["prod"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
-        (BINDING.replace('["**"]', '["A/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
+        (BINDING.replace('["**"]', '["a:/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
         (BINDING.replace('["**"]', "[]"), r"runs: expected a list of texts, got \[\]"),
         (BINDING.replace('["local"]', '"local"'), r"who: expected a list of texts"),
         (BINDING.replace('["local"]', '["group:"]'), r"who\[0\]: expected a principal"),

@@ -247,7 +247,7 @@ def test_a_tag_that_is_set_or_deleted_again_is_announced_once(
             assert first == getattr(stub, method)(request)
 
 
-@pytest.mark.parametrize("name", ["latest", "Best", "1st", "", "a/b", None, 1])
+@pytest.mark.parametrize("name", ["latest", "best tag", "1st", "", "a/b", None, 1])
 def test_what_is_no_tag_is_rejected_before_anything_is_asked(
     settled: store.Run, name: Any
 ) -> None:

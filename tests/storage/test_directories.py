@@ -2,7 +2,11 @@
 
 import asyncio
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -68,3 +72,56 @@ def test_settling_a_file_syncs_its_directory(
 
     asyncio.run(main())
     assert [tmp_path / "a"] == synced
+
+
+LOCKLESS: Final = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <unistd.h>
+#include <sys/syscall.h>
+int flock(int fd, int operation) { errno = ENOSYS; return -1; }
+int fcntl(int fd, int command, ...) {
+    va_list rest;
+    va_start(rest, command);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    switch (command) {
+    case F_SETLK: case F_SETLKW: case F_OFD_SETLK: case F_OFD_SETLKW:
+        errno = ENOSYS;
+        return -1;
+    }
+    return syscall(SYS_fcntl, fd, command, argument);
+}
+int fcntl64(int fd, int command, ...) __attribute__((alias("fcntl")));
+"""
+"""Has no locks, as some file systems of networks and of FUSE."""
+
+
+@pytest.mark.slow
+def test_a_file_system_without_locks_is_an_invalid_place(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("it takes a C compiler")
+    source, library = tmp_path / "lockless.c", tmp_path / "lockless.so"
+    source.write_text(LOCKLESS)
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+
+    created = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import sys, storesvc_client as store; store.connect(sys.argv[1])",
+            str(tmp_path / "x"),
+        ],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    last = created.stderr.splitlines()[-1]
+    assert "InvalidRequestError: root file:///" in last
+    assert "expected a file system with locks" in last
+    assert "run 'storectl serve' on a machine where it is a local disk" in last

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
+from storesvc.storage.location import parse_root
 from storesvc_client._api.audit import AuditEntries, audit_entries
 from storesvc_client._api.collection import Collected, collect
 from storesvc_client._api.run import Run
@@ -57,7 +59,7 @@ MAX_TIMEOUT: Final = timedelta(days=365)
 
 
 def connect(
-    target: str,
+    target: "str | PathLike[str]",
     *,
     ca: "str | PathLike[str] | None" = None,
     cert: "str | PathLike[str] | None" = None,
@@ -65,7 +67,7 @@ def connect(
     token: "str | PathLike[str] | Callable[[], str] | None" = None,
     insecure: bool = False,
     timeout: DurationLike = DEFAULT_TIMEOUT,
-    direct: str | None = None,
+    direct: "str | PathLike[str] | None" = None,
     lend_credentials: bool = False,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     restore_pool_bytes: int = DEFAULT_RESTORE_POOL_BYTES,
@@ -79,7 +81,7 @@ def connect(
 
     Args:
         target: ``HOST:PORT`` of a server, or the root of a store, which a server
-            in this process then serves: ``file:///PATH``, ``memory://``,
+            in this process then serves: a path, ``file:///PATH``, ``memory://``,
             ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. If several replicas serve
             one store, calls go round-robin to those that report healthy: to all
             addresses of the name, or of a list, ``HOST:PORT,HOST:PORT``.
@@ -127,6 +129,12 @@ def connect(
             of the other.
         PreconditionError: The bucket denies access to the store, or to this process.
     """
+    try:
+        target = parse_root(target)
+        if isinstance(direct, str | PathLike):
+            direct = parse_root(direct)
+    except InvalidFieldError as e:
+        raise InvalidRequestError(f"connect: {e}") from e
     staging, blocks = new_staging(staging_bytes), new_blocks(restore_pool_bytes)
     telemetry = Telemetry(
         str(direct or target), orbax_events=orbax_events, step_logger=step_logger

@@ -19,9 +19,14 @@ _SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
 """Prefixes of gRPC targets: a name, or a list of addresses."""
 
 
+_URLS: Final = ("http", "https", "grpc", "grpcs")
+"""Schemes that others give to the address of a server."""
+
+
 def is_root(target: str) -> bool:
     """Returns whether a target is the root of a store rather than its servers."""
-    return "://" in target and not target.startswith(_SCHEMES)
+    scheme, separator, _ = target.partition("://")
+    return bool(separator) and scheme not in _URLS and not target.startswith(_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,11 @@ class Target:
         scheme = next(filter(text.startswith, _SCHEMES), "")
         hosts = tuple(map(_split, text.removeprefix(scheme).split(",")))
         if None in hosts:
+            url = urlsplit(text)
+            hint = f"; did you mean {url.netloc}?" if url.scheme in _URLS else ""
             raise InvalidRequestError(
                 f"store {text!r}: expected HOST:PORT, several with commas between, "
-                "file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or memory://"
+                f"file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or memory://{hint}"
             )
         return cls(text, tuple(filter(None, hosts)))
 

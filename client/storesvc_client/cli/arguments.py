@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from storesvc.format.names import InvalidNameError
+from storesvc.storage.location import parse_root
 from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.paths import (
     CheckpointPath,
@@ -22,7 +23,6 @@ from storesvc_client.cli.paths import (
     is_foreign,
     parse_foreign_path,
     parse_path,
-    parse_root,
     parse_target,
 )
 

@@ -17,10 +17,8 @@ that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, and
 'params/**/kernel'
 """
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -31,6 +29,7 @@ from storesvc.format.names import (
     check_id,
     parse_which,
 )
+from storesvc.storage.location import parse_root
 from storesvc_client._foreign.formats import FORMATS
 
 
@@ -152,13 +151,6 @@ def parse_target(text: str) -> str:
         )
     root = parse_root(text)
     return root if "://" in root else ",".join(map(_with_port, root.split(",")))
-
-
-def parse_root(text: str) -> str:
-    """Returns the root of a store as a URI; a path becomes one."""
-    if not text.startswith(("/", "./", "../", "~/")) and text not in (".", "..", "~"):
-        return text
-    return Path(os.path.abspath(Path(text).expanduser())).as_uri()  # noqa: PTH100 - resolve() would follow links
 
 
 def _with_port(server: str) -> str:

@@ -3,12 +3,14 @@
 isort:skip_file
 Finding checkpoints and reading their contents.
 
-Names. A namespace and a run have a name of 1 to 63 characters: lower-case letters,
-digits and hyphens, with a letter or digit at both ends. A checkpoint is named by its
-step in decimal digits, by a tag, or by `latest`, the committed checkpoint with the
-highest step. The name of a tag follows the rules of a run's name, begins with a
-letter, and is not `latest`. No field of this contract is ever a path, a URI or a
-TensorStore spec.
+Names. A namespace and a run have a name of 1 to 63 characters: ASCII letters, digits,
+"-", "_" and ".", with a letter or digit at both ends and after each ".". A checkpoint
+is named by its step in decimal digits, by a tag, or by `latest`, the committed
+checkpoint with the highest step. The name of a tag follows the rules of a run's name,
+begins with a letter, and is not `latest` in any case. Case counts, but a server MUST
+reject the creation of a namespace, a run or a tag that only case distinguishes from
+one that exists, with `INVALID_ARGUMENT`. No field of this contract is ever a path, a
+URI or a TensorStore spec.
 
 Lists. A page has at most `page_size` rows, and fewer if they would exceed the size
 of a message; only an empty `next_page_token` marks the last page. A row whose record

@@ -288,7 +288,7 @@ def test_an_unknown_step_is_named_with_those_nearest(client: store.Client) -> No
     assert "1,5,10" == e.value.metadata["nearest"]
 
 
-@pytest.mark.parametrize("which", [-1, 2**63, True, "Newest", "1st", 1.5, None])
+@pytest.mark.parametrize("which", [-1, 2**63, True, "Latest", "1st", 1.5, None])
 def test_what_is_no_step_is_rejected_before_anything_is_asked(
     client: store.Client, which: object
 ) -> None:

@@ -535,7 +535,7 @@ def test_what_is_no_place_is_rejected(place: Any) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        lambda folder: str(folder),
+        str,
         lambda folder: folder,
         lambda folder: f"{folder}/x/../",
         lambda folder: f"file://{folder}/x/../",

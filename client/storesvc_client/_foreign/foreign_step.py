@@ -94,7 +94,7 @@ class ForeignStep:
     verified_count: int = 0
     """Number of rows of which the format stores checksums, which reading compares."""
     unread: Sequence[UnreadItem] = ()
-    """What the tree lacks: items that cannot be read, and what is no part of it."""
+    """Parts that the tree lacks: items that cannot be read, and files of no item."""
 
     @property
     def is_verified(self) -> bool:

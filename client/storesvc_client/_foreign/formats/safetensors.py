@@ -154,7 +154,7 @@ class _File:
     path: str
     header: Header
     tensors: set[str] | None = None
-    """Those that the index lists; None: there is no index."""
+    """Names that the index lists; None: there is no index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -90,9 +90,7 @@ def measure(leaves: int) -> dict[str, float]:
         )
 
     def compare() -> Any:
-        return Recipe.unpack(document).model_differences(
-            Recipe.of(*parts), casting=False
-        )
+        return Recipe.unpack(document).model_differences(Recipe.of(*parts))
 
     tasks: dict[str, Callable[[], Any]] = {
         "floor: tree_flatten_with_path": (

@@ -270,26 +270,21 @@ def test_parameters_are_restored_in_another_dtype(
     assert np.asarray(kept).tobytes() == np.asarray(kernel).tobytes()
 
 
-def test_another_dtype_without_a_cast_is_rejected(
+def test_another_dtype_without_a_cast_is_rejected_with_the_cast_that_works(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
 
     with pytest.raises(
         store.MismatchError,
-        match="fc1/param_dtype: expected float32 as saved, got bfloat16",
+        match=r"leaf 'graphstate/fc1/bias/value': expected \(8,\) bfloat16, got \(8.*"
+        "cast='like' casts",
     ):
         restore_state(run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX)
-    with pytest.raises(
-        store.MismatchError,
-        match=r"leaf 'graphstate/fc1/bias/value': expected \(8,\) bfloat16, got \(8",
-    ):
-        restore_state(
-            run,
-            model=lambda: make_model(dtype=jnp.bfloat16),
-            tx=TX,
-            on_mismatch="log",
-        )
+    back: Any = restore_state(
+        run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX, cast="like"
+    )
+    assert jnp.bfloat16 == back.graphstate["fc1"]["bias"].get_value().dtype
 
 
 def test_a_difference_may_be_reported_instead(
@@ -354,6 +349,34 @@ class Configured(nnx.Module):
     ) -> None:
         self.config, self.param_dtype = config, param_dtype
         self.linear = nnx.Linear(2, config.width, param_dtype=param_dtype, rngs=rngs)
+
+
+def configured(param_dtype: Any = jnp.float32) -> Configured:
+    return Configured(Config(), param_dtype, rngs=nnx.Rngs(0))
+
+
+CAST: dict[str, dict[str, Any]] = {
+    "class": {"model": Configured},
+    "factory of the dtype": {"model": lambda: configured(jnp.bfloat16)},
+    "factory, moments": {"model": configured, "cast": "like"},
+    "factory, float32": {"model": configured, "cast": "float32"},
+}
+
+
+@pytest.mark.parametrize("route", CAST)
+def test_parameters_that_a_save_cast_come_back_as_written_and_moments_keep_theirs(
+    route: str, run: store.Run
+) -> None:
+    state = EasyDeLState.create(model=configured(), tx=TX, init_opt_state=True)
+    state.save_state(run, jnp.bfloat16)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.graphstate)
+    if "cast" in CAST[route]:
+        cast = jax.tree.map(lambda x: x.astype(jnp.float32), cast)
+
+    back = EasyDeLState.load_state(run, tx=TX, **CAST[route])
+
+    assert leaves(state.replace(graphstate=cast)) == leaves(back)
+    assert leaves(state.opt_state) == leaves(back.opt_state)
 
 
 def test_a_class_is_built_of_the_config_and_dtypes_that_were_saved(

@@ -64,7 +64,8 @@ def restore_state(
         opt_state: "restore" the state of the optimizer, or "skip" it for inference.
         cast: A floating-point dtype for the parameters (``graphstate``) and for the
             moments that ``tx`` keeps of them; a model given as a class gets it as
-            ``param_dtype``. None: the saved dtypes.
+            ``param_dtype``. "like": the dtypes of the model. None: the saved dtypes,
+            which a factory must have.
         missing: What to do with Variables that the checkpoint lacks, such as LoRA
             weights: "error", or "init", which initialises them by the model. With
             "init" a parameter may also have become a frozen Variable of ``graphother``,

@@ -373,8 +373,9 @@ class EasyDeLState(struct.PyTreeNode):
             save_directory: Destination: a ``Run``; with ``client``, the name of a run
                 such as "prod/llama"; without it, a directory, which becomes a store of
                 its own and holds any number of steps.
-            float_dtype: dtype of floating-point parameters in the checkpoint; None:
-                unchanged.
+            float_dtype: dtype of floating-point parameters in the checkpoint, which a
+                class restores as they are; a factory must create it, or be given with
+                ``cast="like"``. None: unchanged.
             client: The store of the named run.
             save_optimizer: Save ``opt_state``, too.
             metrics: Numbers to store with the checkpoint.

@@ -75,7 +75,6 @@ def compare(
     target: Recipe,
     *,
     on_mismatch: OnMismatch,
-    casting: bool,
 ) -> None:
     """Rejects a model or an optimizer that differs from the saved one.
 
@@ -85,16 +84,15 @@ def compare(
         target: Recipe of the model to build.
         on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
             the config, which may not affect any computation, are logged.
-        casting: True if parameters are cast to another dtype.
 
     Raises:
         MismatchError: They differ.
     """
     if recipe is None:
         return
-    settings = recipe.config_differences(target, casting=casting)
+    settings = recipe.config_differences(target)
     places = recipe.optimizer_differences(target.opt_state)
-    places += recipe.model_differences(target, casting=casting)
+    places += recipe.model_differences(target)
     execution = [each for each in (*settings, *places) if is_execution(each)]
     if execution:
         _log.info(

@@ -69,8 +69,8 @@ _READ: Final = (FORMAT, "storesvc.recipe/1")
 _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
 """Arguments of EasyDeL models in addition to their config."""
 
-_CAST: Final = ("param_dtype",)
-"""Settings that a cast of the parameters changes."""
+_PARAM_DTYPE: Final = "param_dtype"
+"""Setting that initial values have. It is not compared: the dtypes of leaves are."""
 
 _RNGS: Final = "flax.nnx:Rngs"
 _RNG_STREAM: Final = "flax.nnx:RngStream"
@@ -217,14 +217,11 @@ class Recipe:
             found["precision"] = jax.lax.Precision.__members__.get(name)
         return {name: found[name] for name in _ARGUMENTS if name in found}
 
-    def config_differences(
-        self, target: "Recipe", *, casting: bool
-    ) -> list[Difference]:
+    def config_differences(self, target: "Recipe") -> list[Difference]:
         """Returns the differences of the target's config and dtypes.
 
         Args:
             target: Recipe of the model that a restore will build.
-            casting: True if dtypes may differ because of a cast.
 
         Raises:
             StructureError: The config is not plain data.
@@ -237,9 +234,8 @@ class Recipe:
             common=is_either_plain and self.config is not None,
         )
         own, other = self.decoded_arguments(), target.decoded_arguments()
-        for name in _CAST if casting else ():
-            own.pop(name, None)
-            other.pop(name, None)
+        own.pop(_PARAM_DTYPE, None)
+        other.pop(_PARAM_DTYPE, None)
         return found + _field_differences(own, other)
 
     def optimizer_differences(
@@ -261,12 +257,11 @@ class Recipe:
             if saved.get(key) != other.get(key)
         ]
 
-    def model_differences(self, target: "Recipe", *, casting: bool) -> list[Difference]:
+    def model_differences(self, target: "Recipe") -> list[Difference]:
         """Returns the differences of the target's Variables and structure.
 
         Args:
             target: Recipe of the model that a restore will build.
-            casting: See ``config_differences``.
         """
         found = [
             Difference(key, kind, target.variables[key])
@@ -280,8 +275,7 @@ class Recipe:
         # Releases of flax add and remove attributes of modules.
         same_release = self.versions.get("flax") == target.versions.get("flax")
         compare = differences if same_release else common_differences
-        ignore = _CAST if casting else ()
-        return found + compare(self.graphdef, target.graphdef, ignore=ignore)
+        return found + compare(self.graphdef, target.graphdef, ignore=[_PARAM_DTYPE])
 
 
 _TEXTS: Final = {"versions": False, "variables": False, "opt_state": True}

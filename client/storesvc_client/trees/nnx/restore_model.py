@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from storesvc.format.dtypes import is_floating
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules
@@ -44,6 +45,7 @@ from storesvc_client.trees.nnx.compatibility import (
     recipe_of,
     reject_differences,
 )
+from storesvc_client.trees.nnx.config_classes import takes_config
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
 from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
@@ -82,6 +84,11 @@ class Options:
     on_mismatch: OnMismatch = "raise"
     opt_state: Literal["restore", "skip"] = "restore"
     reading: ReadKeywords = field(default_factory=ReadKeywords)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the parameters are cast to; None: that of the model."""
+        return None if isinstance(self.cast, str) and self.cast == LIKE else self.cast
 
     @property
     def initialises(self) -> bool:
@@ -199,7 +206,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
         check_tx(request.tx)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
     recipe = recipe_of(stored, request.options.on_mismatch)
-    blueprint = _drawn(request.model, recipe, request.options)
+    blueprint = _drawn(stored, request.model, recipe, request.options)
     with collector_paused():
         return _planned_state(stored, request, recipe, blueprint)
 
@@ -214,7 +221,8 @@ def _planned_state(
     if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
         like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
     # 2. Compare the blueprint with the recipe.
-    _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
+    target = blueprint.recipe(like["opt_state"])
+    compare(stored, recipe, target, on_mismatch=options.on_mismatch)
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
@@ -243,9 +251,10 @@ def plan_module(stored: Stored, request: Request) -> Plan:
         # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
-        blueprint = _drawn(request.model, recipe, options)
+        blueprint = _drawn(stored, request.model, recipe, options)
         # 2. Compare the blueprint with the recipe.
-        _compare(stored, recipe, blueprint.recipe(None), options)
+        target = blueprint.recipe(None)
+        compare(stored, recipe, target, on_mismatch=options.on_mismatch)
         options = _with_own_placement(blueprint, options)
     # 3. Find the sources of the Variables.
     with collector_paused():
@@ -345,9 +354,20 @@ def plan_opt_state(
     return {"opt_state": abstract}
 
 
-def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
-    blueprint = draw_blueprint(model, recipe, options.mesh, options.cast)
-    return blueprint if options.cast is None else blueprint.cast(options.cast)
+def _drawn(
+    stored: Stored, model: ModelLike, recipe: Recipe | None, options: Options
+) -> Blueprint:
+    dtype = options.dtype
+    blueprint = draw_blueprint(model, recipe, options.mesh, dtype)
+    if options.cast is None and isinstance(model, type) and takes_config(model, recipe):
+        # A state may be saved with its parameters cast, past the dtypes of its model.
+        saved = {
+            leaf.dtype
+            for leaf in stored.leaves.values()
+            if leaf.path[:1] == ("graphstate",) and is_floating(leaf.dtype)
+        }
+        dtype = saved.pop() if len(saved) == 1 else None
+    return blueprint if dtype is None else blueprint.cast(dtype)
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
@@ -432,7 +452,7 @@ def _as_stored(
         )
     graphdef = decode_graphdef(recipe.graphdef, allow=allow)
     blueprint = stored_blueprint(graphdef, stored.leaves)
-    return blueprint if options.cast is None else blueprint.cast(options.cast)
+    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
 def _placed_like_parameters(
@@ -454,13 +474,6 @@ def _step_dtype(stored: Stored) -> Any:
     """Returns the dtype of the step: ``nnx.Optimizer`` counts in uint32."""
     saved = stored.leaves.get("step")
     return jnp.uint32 if saved is not None and saved.dtype == "uint32" else jnp.int32
-
-
-def _compare(
-    stored: Stored, recipe: Recipe | None, target: Recipe, options: Options
-) -> None:
-    casting = options.cast is not None
-    compare(stored, recipe, target, on_mismatch=options.on_mismatch, casting=casting)
 
 
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:

@@ -1,5 +1,6 @@
 """EasyDeL's trainer with its checkpoints in a store."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import easydel as ed
+import jax
 import numpy as np
 import optax
 import pytest
 from datasets import Dataset
+from easydel.infra.base_state import EasyDeLState
 from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import storesvc_client as store
-from storesvc_client.easydel import StoreCheckpoints
+from storesvc_client.easydel import StoreCheckpoints, restore_state
 from tests.easydel.digests import digests
 from tests.easydel.training import (
     SCENARIO,
@@ -107,6 +110,40 @@ def test_another_model_is_raised_at_the_resume(run: store.Run, tmp_path: Path) -
 
     with pytest.raises(store.MismatchError, match="num_hidden_layers: expected 2"):
         trainer(Trainer, tmp_path, given=model(num_hidden_layers=1), store_run=run)
+
+
+class Averaged(EasyDeLState):  # type: ignore[misc]  # mypy does not see easydel
+    """EasyDeL's state with an average of the parameters."""
+
+    ema: Any = None
+
+
+def test_a_state_of_a_class_with_another_field_comes_back_and_resumes(
+    run: store.Run, tmp_path: Path
+) -> None:
+    def averaged(share: float) -> Any:
+        base = model().to_state()
+        fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+        ema = jax.tree.map(lambda x: x * share, base.graphstate)
+        return Averaged(**fields, ema=ema)
+
+    first, changes = averaged(0.5), {"max_training_steps": 1}
+    saved = digests(first.ema)
+    trainer(Trainer, tmp_path, given=first, store_run=run, changes=changes).train()
+
+    given = averaged(0.25)
+    resumed = trainer(Trainer, tmp_path, given=given, store_run=run, changes=changes)
+
+    assert 1 == int(resumed.model_state.step)
+    assert saved == digests(resumed.model_state.ema)
+    by_class = restore_state(
+        run,
+        model=type(given.model),
+        tx=resumed.arguments.get_tx_template(),
+        mesh=given.model.mesh,
+        state_class=Averaged,
+    )
+    assert saved == digests(by_class.ema)
 
 
 def test_a_run_without_checkpoints_is_trained_from_the_model_which_is_logged(

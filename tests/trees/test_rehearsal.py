@@ -142,6 +142,72 @@ def test_a_restorable_state_is_saved_without_a_warning(
     assert [] == caplog.records
 
 
+class Placed(nnx.Module):
+    """A model with partition rules of its own, of which none matches its leaves."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+
+    @property
+    def mesh(self) -> Any:
+        """A mesh of all devices."""
+        return jax.make_mesh((jax.device_count(),), ("x",))
+
+    def _get_partition_rules(self, _: Any) -> Any:
+        return [("other", jax.sharding.PartitionSpec())]
+
+
+class Averaged(EasyDeLState):
+    """A state with a field of its own."""
+
+    ema: Any = None
+
+
+def other_after_update(state: EasyDeLState) -> EasyDeLState:
+    return state.replace(opt_state=(state.opt_state, jnp.ones(2)))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "class": (Plain, lambda: Plain(rngs=nnx.Rngs(0))),
+    "factory": (lambda: Sized(5, rngs=nnx.Rngs(0)), None),
+    "config": (Configured, lambda: Configured(Config(5), rngs=nnx.Rngs(0))),
+    "flax's own": (lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), None),
+    "own placement": (Placed, lambda: Placed(rngs=nnx.Rngs(0))),
+    "other than its class": (Plain, lambda: Plain(7, rngs=nnx.Rngs(0))),
+}
+STATES = {
+    "state": lambda state: state,
+    "average": lambda s: Averaged(**vars(s) | {"ema": s.graphstate}),
+    "named tuple": lambda s: Averaged(**vars(s) | {"ema": optax.EmaState(1, 2.0)}),
+    "other optimizer state": other_after_update,
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_strict_rehearsal_accepts_is_restored_and_nothing_else(
+    client: store.Client, name: str, kind: str
+) -> None:
+    model, make = MODELS[name]
+    state = STATES[kind](state_of((make or model)()))
+    run, other = client.run("tests/strict"), client.run("tests/off")
+    save_state(other, state, rehearse="off").result()
+
+    def restores() -> bool:
+        try:
+            restore_state(other, model=model, tx=state.tx, state_class=type(state))
+        except (store.MismatchError, store.InvalidRequestError):
+            return False
+        return True
+
+    try:
+        save_state(run, state, rehearse="strict").result()
+    except store.MismatchError:
+        assert not restores()
+    else:
+        assert restores()
+
+
 @pytest.mark.parametrize("cls", [Dropping, Drawing])
 def test_a_class_restores_the_streams_that_its_model_kept(
     client: store.Client, cls: Any

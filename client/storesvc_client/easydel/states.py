@@ -74,8 +74,12 @@ def restore_state(
         on_mismatch: What to do if the config, the structure or the optimizer differs
             from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
             leaves must fit in any case.
-        state_class: Class whose ``create`` builds the state; None: ``EasyDeLState`` of
-            this library.
+        state_class: Class whose ``create`` builds the state. Fields that it adds, such
+            as averages of the parameters, are restored with the structure that they
+            have in ``model``, if it is a state, or after ``create``, or that they had
+            when saved, if they were like a part of the state or of dicts and lists.
+            None: the class of the state in ``model``, else ``EasyDeLState`` of this
+            library.
         **options: ``distributed``, ``deadline`` and ``progress``, as for
             ``Run.restore``.
 
@@ -86,7 +90,8 @@ def restore_state(
         MismatchError: The checkpoint was saved from another model or optimizer.
     """
     if state_class is None and model is not None:
-        state_class = EasyDeLState
+        is_state = hasattr(model, "opt_state") and hasattr(type(model), "create")
+        state_class = type(model) if is_state else EasyDeLState
     return saved_models.restore_state(
         run,
         which,

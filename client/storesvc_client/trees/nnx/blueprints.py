@@ -92,10 +92,11 @@ class Blueprint:
         module = merge_by_path(self.graphdef, self.graphstate, self.graphother)
         return mesh_of(module), partition_rules_of(module)
 
-    def recipe(self, opt_state: Any) -> Recipe:
-        """Returns the recipe that a checkpoint of it, with an optimizer's state, would
-        have."""
-        return Recipe.of(self.graphdef, self.graphstate, self.graphother, opt_state)
+    def recipe(self, opt_state: Any, added: Mapping[str, Any]) -> Recipe:
+        """Returns the recipe that a checkpoint of it, with an optimizer's state and
+        added fields, would have."""
+        parts = self.graphdef, self.graphstate, self.graphother
+        return Recipe.of(*parts, opt_state, added)
 
     def cast(self, dtype: Any) -> "Blueprint":
         """Returns the blueprint with its floating-point parameters cast to a dtype."""

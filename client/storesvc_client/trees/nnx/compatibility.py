@@ -92,6 +92,7 @@ def compare(
         return
     settings = recipe.config_differences(target)
     places = recipe.optimizer_differences(target.opt_state)
+    places += recipe.field_differences(target)
     places += recipe.model_differences(target)
     execution = [each for each in (*settings, *places) if is_execution(each)]
     if execution:

@@ -155,8 +155,8 @@ def restore_into(
         request = Request(model=parts, options=wanted)
         nnx.update(model, nnx.state(rebuild_module(opened, request)))
         return opened.info
-    request = Request(model=parts, tx=optimizer.tx, options=wanted)
-    state = rebuild_state(opened, request, _Parts)
+    request = Request(model=parts, tx=optimizer.tx, state_class=_Parts, options=wanted)
+    state = rebuild_state(opened, request)
     nnx.update(model, state.graphstate, state.graphother)
     nnx.update(optimizer.opt_state, nnx.state(_as_in(optimizer, state.opt_state)))
     optimizer.step.set_value(state.step)

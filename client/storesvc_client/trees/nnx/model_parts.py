@@ -31,10 +31,10 @@ from storesvc_client.trees.structure.skeleton import NODES, skeleton_of
 __all__ = [
     "HasGraph",
     "Parts",
+    "added_fields",
     "drop_caches",
     "has_setting",
     "is_module",
-    "may_have_placement",
     "mesh_of",
     "partition_rules_of",
     "replace_fields",
@@ -136,6 +136,25 @@ def _without_caches(
                 del own[name]
     bare = nnx.graphdef(module)
     return bare, graph_paths(graphdef) - graph_paths(bare)
+
+
+def added_fields(state: Any, *, static: bool = False) -> list[str]:
+    """Returns the names of the fields that the class of a state adds.
+
+    Args:
+        state: A state, or its class.
+        static: Return the fields without leaves instead.
+    """
+    found = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
+    return [
+        field.name
+        for field in found
+        if field.name not in _FIELDS
+        if field.metadata.get("pytree_node", True) is not static
+    ]
+
+
+_FIELDS: Final = ("step", "graphdef", "graphstate", "graphother", "tx", "opt_state")
 
 
 def replace_fields(state: Any, **fields: Any) -> Any:
@@ -243,18 +262,6 @@ def mesh_of(model: Any) -> Mesh | None:
         if mesh is not None or hasattr(owner, "mesh"):
             return mesh if isinstance(mesh, Mesh) else None
     return None
-
-
-def may_have_placement(graphdef: "nnx.GraphDef[Any]") -> bool:
-    """Returns whether ``mesh_of`` or ``partition_rules_of`` may return something.
-
-    Inspects the structure only; the module is not built.
-    """
-    cls = getattr(graphdef.nodes[0], "type", None)
-    names = ("config", "mesh", "_get_partition_rules")
-    return any(has_setting(cls, name) for name in names) or any(
-        key in names for key, _ in graphdef.attributes
-    )
 
 
 def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:

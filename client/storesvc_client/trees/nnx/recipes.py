@@ -12,7 +12,8 @@ zlib-compressed JSON in ``LeafTable.structure``::
      "arguments": {...},              plain data: dtype, param_dtype, precision
      "graphdef": {...} or null,       the structure (``structure.encode_graphdef``)
      "variables": {"graphstate/fc1/kernel": "Param", ...},
-     "opt_state": {"opt_state/0": "ScaleByAdamState", ...} or null}
+     "opt_state": {"opt_state/0": "ScaleByAdamState", ...} or null,
+     "fields": {"scale": "DynamicScale"}}     if the class of the state adds fields
 
 In ``storesvc.recipe/1``, which can still be read, the config is the result of its
 ``to_dict``.
@@ -24,9 +25,10 @@ and gives no code is the structure decoded, with an exact allow-list.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -107,6 +109,8 @@ class Recipe:
     """Type name of each Variable, by key."""
     opt_state: Mapping[str, str] | None
     """See ``container_types``; None if there was no optimizer."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """``container_types`` of the fields that the class of the state adds."""
 
     @classmethod
     @collector_paused()
@@ -116,8 +120,17 @@ class Recipe:
         graphstate: GraphState,
         graphother: GraphState,
         opt_state: Any = None,
+        added: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Recipe":
-        """Returns the recipe of a state, concrete or abstract."""
+        """Returns the recipe of a state, concrete or abstract.
+
+        Args:
+            graphdef: The structure of the model.
+            graphstate: Its parameters.
+            graphother: Its other Variables.
+            opt_state: State of the optimizer, if there is one.
+            added: Fields that the class of the state adds, by name.
+        """
         facts = _facts_of(graphdef, graphstate, graphother)
         return cls(
             versions={name: version(name) for name in ("flax", "jax", "optax")},
@@ -136,6 +149,7 @@ class Recipe:
             opt_state=(
                 None if opt_state is None else container_types(opt_state, "opt_state")
             ),
+            fields=_types_of_fields(added),
         )
 
     @property
@@ -162,6 +176,8 @@ class Recipe:
     def pack(self) -> bytes:
         """Returns the recipe as the document of a checkpoint."""
         found = {"format": FORMAT, **{f: getattr(self, f) for f in self.__slots__}}
+        if not self.fields:  # earlier releases do not know it
+            del found["fields"]
         try:
             return pack_document(found)
         except StructureError as e:
@@ -178,7 +194,7 @@ class Recipe:
         Raises:
             StructureError: It is not a recipe.
         """
-        found = unpack_document(document)
+        found = {"fields": {}, **unpack_document(document)}
         if found.pop("format", None) not in _READ or set(found) != set(cls.__slots__):
             raise StructureError(
                 f"structure of the checkpoint: expected a {FORMAT}, got other fields; "
@@ -249,13 +265,16 @@ class Recipe:
             other: The ``opt_state`` of another recipe.
         """
         saved = self.opt_state
-        if saved is None or other is None:
-            return []
-        return [
-            Difference(key, saved.get(key, ABSENT), other.get(key, ABSENT))
-            for key in {**saved, **other}
-            if saved.get(key) != other.get(key)
-        ]
+        return [] if saved is None or other is None else _type_differences(saved, other)
+
+    def field_differences(self, other: "Recipe") -> list[Difference]:
+        """Returns the differences in the containers of the fields that both have."""
+        shared = {key.partition("/")[0] for key in self.fields} & {*other.fields}
+        saved, given = (
+            {k: v for k, v in types.items() if k.partition("/")[0] in shared}
+            for types in (self.fields, other.fields)
+        )
+        return _type_differences(saved, given)
 
     def model_differences(self, target: "Recipe") -> list[Difference]:
         """Returns the differences of the target's Variables and structure.
@@ -278,7 +297,12 @@ class Recipe:
         return found + compare(self.graphdef, target.graphdef, ignore=[_PARAM_DTYPE])
 
 
-_TEXTS: Final = {"versions": False, "variables": False, "opt_state": True}
+_TEXTS: Final = {
+    "versions": False,
+    "variables": False,
+    "opt_state": True,
+    "fields": False,
+}
 """Fields that hold texts by name; True if a field may be None."""
 
 
@@ -412,6 +436,24 @@ def _walk_containers(node: Any, key: str) -> Iterator[tuple[str, str]]:
     yield key, "None" if node is None else type(node).__name__
     for part, child in children:
         yield from _walk_containers(child, f"{key}/{escape_part(str(part))}")
+
+
+def _types_of_fields(added: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the containers of fields by key; of a leaf, that it is none."""
+    found: dict[str, str] = {}
+    for name, value in added.items():
+        found |= container_types(value, name) or {name: ABSENT}
+    return found
+
+
+def _type_differences(
+    saved: Mapping[str, str], given: Mapping[str, str]
+) -> list[Difference]:
+    return [
+        Difference(key, saved.get(key, ABSENT), given.get(key, ABSENT))
+        for key in {**saved, **given}
+        if saved.get(key) != given.get(key)
+    ]
 
 
 def _container_parts(node: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -13,12 +13,12 @@ import atexit
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, Final, Unpack
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import jax
@@ -30,7 +30,7 @@ from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.options import Rehearse, TargetOptions
+from storesvc_client._values.options import Rehearse
 from storesvc_client._values.reports import Rehearsal
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
@@ -40,16 +40,14 @@ from storesvc_client.trees.nnx.config_classes import (
     takes_config,
 )
 from storesvc_client.trees.nnx.graphs import class_of
-from storesvc_client.trees.nnx.model_parts import HasGraph, may_have_placement
+from storesvc_client.trees.nnx.model_parts import HasGraph, added_fields
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
     plan_module,
-    plan_opt_state,
     plan_state,
 )
-from storesvc_client.trees.nnx.variable_sources import with_saved_dtypes
 
 __all__ = ["Rehearser"]
 
@@ -84,7 +82,8 @@ class _ModelToSave:
     graphdef: Any
     tx: Any
     has_opt_state: bool
-    is_state: bool
+    state_class: Any
+    """Class of the state; None for a module."""
 
     @classmethod
     def of(cls, saved: HasGraph, *, is_state: bool) -> "_ModelToSave":
@@ -93,12 +92,13 @@ class _ModelToSave:
             graphdef=saved.graphdef,
             tx=getattr(saved, "tx", None) if is_state else None,
             has_opt_state=getattr(saved, "opt_state", None) is not None,
-            is_state=is_state,
+            state_class=type(saved) if is_state else None,
         )
 
     @collector_paused()
-    def model(self, plan: Plan) -> Any:
-        """Returns the saved model, abstract, from the plan of its save.
+    def model(self, plan: Plan, *, is_whole: bool) -> Any:
+        """Returns the saved model, abstract, from the plan of its save, as a factory
+        makes it; if it is whole, with the fields that the class of the state adds.
 
         Its leaves have no shardings, because a restoring process has other devices.
         """
@@ -108,11 +108,10 @@ class _ModelToSave:
         ]
         tree = jax.tree.unflatten(plan.treedef, leaves)
         part_of = tree.get if isinstance(tree, dict) else partial(getattr, tree)
-        return SimpleNamespace(
-            graphdef=self.graphdef,
-            graphstate=part_of("graphstate"),
-            graphother=part_of("graphother"),
-        )
+        added = added_fields(self.state_class) if is_whole else []
+        names = ("graphstate", "graphother", *added)
+        parts = {name: part_of(name) for name in names}
+        return SimpleNamespace(graphdef=self.graphdef, **parts)
 
 
 class Rehearser:
@@ -192,20 +191,29 @@ class Rehearser:
             by_class = _failure(stored, saved, cls)
             if by_class is None:
                 return Rehearsal(ok=True, message="")
-        with_saved = _failure_of_saved(stored, saved, plan)
-        if with_saved is None and takes_factory:
+        failure = _failure(stored, saved, saved.model(plan, is_whole=False))
+        if failure is None and takes_factory:
             return Rehearsal(ok=True, message="")
-        call = "restore_state" if saved.is_state else "restore_model"
-        if with_saved is None and cls is not None:
+        call = "restore_state" if saved.state_class else "restore_model"
+        if failure is None and cls is not None:
             message = (
                 f"the checkpoint cannot be restored by its class, {call}(run, "
                 f"model={cls.__name__}): {by_class}; restore it with {call}(run, "
                 f"model={factory_of(cls)}), with the arguments that it was created with"
             )
             return Rehearsal(ok=False, message=message)
+        if saved.state_class and added_fields(saved.state_class):
+            whole = saved.model(plan, is_whole=True)
+            if _failure(stored, saved, whole) is None:
+                message = (
+                    f"the checkpoint cannot be restored by {call}(run, model=...) with "
+                    f"a class or a factory: {failure}; restore it with {call}(run, "
+                    "model=state), with a state that was created as this one was"
+                )
+                return Rehearsal(ok=False, message=message)
         message = (
             f"the checkpoint cannot be restored by {call}(run, model=...): "
-            f"{with_saved}; restore it as dicts and lists, with {call}(run), or with "
+            f"{failure}; restore it as dicts and lists, with {call}(run), or with "
             "run.restore(like=) and a tree of the same structure"
         )
         return Rehearsal(ok=False, message=message)
@@ -221,61 +229,28 @@ def _needs_arguments(cls: type[Any], stored: _PlannedCheckpoint) -> bool:
     return not given.issuperset(needed_arguments(cls))
 
 
-def _failure_of_saved(
-    stored: _PlannedCheckpoint, saved: _ModelToSave, plan: Plan
-) -> Exception | None:
-    """Returns the error that a restore with the saved model would raise, or None.
-
-    Each Variable of that model matches its own leaf. Two things can fail: an optimizer
-    whose ``init`` gives another state than the saved one, and a model with its own
-    placement.
-    """
-    if may_have_placement(saved.graphdef):
-        return _failure(stored, saved, saved.model(plan))
-    if saved.tx is None or not saved.has_opt_state:
-        return None
-    try:
-        like = plan_opt_state(stored, saved.tx, saved.model(plan).graphstate)
-        like, _ = with_saved_dtypes(like, stored.leaves, casting=False)
-        _choose(
-            stored,
-            [key for key in stored.leaves if key.startswith("opt_state")],
-            like=like,
-            mesh=None,
-            rules=None,
-            cast=None,
-            missing="error",
-            indivisible="error",
-        )
-    except Exception as e:  # noqa: BLE001 - the optimizer is the caller's own code
-        return e
-    return None
-
-
 def _failure(
     stored: _PlannedCheckpoint, saved: _ModelToSave, model: Any
 ) -> Exception | None:
     """Returns the error that a restore with this model would raise, or None."""
     # without tx, the optimizer is unknown
-    skips = saved.is_state and saved.tx is None
+    skips = saved.state_class is not None and saved.tx is None
     options = Options(opt_state="skip") if skips else Options()
     request = Request(
-        model=model, tx=saved.tx if saved.has_opt_state else None, options=options
+        model=model,
+        tx=saved.tx if saved.has_opt_state else None,
+        state_class=saved.state_class,
+        options=options,
     )
     try:
-        plan = (plan_state if saved.is_state else plan_module)(stored, request)
-        _choose(stored, plan.select, **plan.target)
+        plan = (plan_module if saved.state_class is None else plan_state)(
+            stored, request
+        )
+        rows = [stored.tree.by_key[key] for key in plan.select]
+        Target.choose(stored.tree, stored.name, rows=rows, **plan.target)
     except Exception as e:  # noqa: BLE001 - the caller's own code runs, too
         return e
     return None
-
-
-def _choose(
-    stored: _PlannedCheckpoint, keys: Iterable[str], **target: Unpack[TargetOptions]
-) -> None:
-    """Matches leaves with the target of a restore, as the restore would."""
-    rows = [stored.tree.by_key[key] for key in keys]
-    Target.choose(stored.tree, stored.name, rows=rows, **target)
 
 
 class _RehearsalCache:

@@ -11,6 +11,7 @@
 5. *Merge* the parts by path, and create the state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -23,6 +24,7 @@ from storesvc.format.dtypes import is_floating
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import (
@@ -31,11 +33,14 @@ from storesvc_client._values.options import (
     ReadKeywords,
     TargetOptions,
 )
+from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.nnx.blueprints import (
+    PARTS,
     Blueprint,
     ModelLike,
     draw_blueprint,
+    stand_in,
     stored_blueprint,
 )
 from storesvc_client.trees.nnx.compatibility import (
@@ -47,6 +52,7 @@ from storesvc_client.trees.nnx.compatibility import (
 )
 from storesvc_client.trees.nnx.config_classes import takes_config
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
+from storesvc_client.trees.nnx.model_parts import added_fields, replace_fields
 from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
     check_tx,
@@ -57,7 +63,7 @@ from storesvc_client.trees.nnx.optimizers import (
 )
 from storesvc_client.trees.nnx.recipes import Recipe, container_types
 from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
-from storesvc_client.trees.structure import decode_graphdef
+from storesvc_client.trees.structure import ABSENT, decode_graphdef
 
 __all__ = [
     "Options",
@@ -117,6 +123,8 @@ class Request:
 
     model: ModelLike
     tx: optax.GradientTransformation | None = None
+    state_class: Any = None
+    """Class whose ``create`` builds the state."""
     allow: Any = ()
     options: Options = field(default_factory=Options)
 
@@ -136,6 +144,8 @@ class Plan:
     """Keys of ``like``, and unexpected keys, which the restore rejects."""
     initialises_optimizer: bool = False
     """True if the optimizer state is initialised instead of restored."""
+    added: Sequence[str] = ()
+    """Fields in ``like`` that the class of the state adds."""
 
     @property
     def target(self) -> TargetOptions:
@@ -161,7 +171,7 @@ class Plan:
         )
 
 
-def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
+def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
         return _restored_containers(opened, request)
@@ -177,7 +187,7 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
         opt_state = init_opt_state(
             tx, graphstate, options.mesh, rules, options.indivisible
         )
-    return state_class.create(
+    state = request.state_class.create(
         step=restored.get("step", 0),
         graphdef=plan.blueprint.graphdef,
         graphstate=graphstate,
@@ -185,6 +195,11 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
         tx=tx,
         opt_state=opt_state,
     )
+    fields = {name: restored[name] for name in plan.added}
+    if isinstance(request.model, type(state)):  # nothing in a checkpoint shows these
+        statics = added_fields(state, static=True)
+        fields |= {name: getattr(request.model, name) for name in statics}
+    return replace_fields(state, **fields) if fields else state
 
 
 def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
@@ -220,8 +235,9 @@ def _planned_state(
     like: dict[str, Any] = {"opt_state": None}
     if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
         like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
+    added = _added_fields(stored, recipe, request, blueprint, like["opt_state"])
     # 2. Compare the blueprint with the recipe.
-    target = blueprint.recipe(like["opt_state"])
+    target = blueprint.recipe(like["opt_state"], added)
     compare(stored, recipe, target, on_mismatch=options.on_mismatch)
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
@@ -230,7 +246,7 @@ def _planned_state(
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
         like = _placed_like_parameters(like, blueprint.graphstate, known)
-    like = {**sources.like(), **like}
+    like = {**sources.like(), **like, **added}
     return Plan(
         request=request,
         blueprint=blueprint,
@@ -239,6 +255,79 @@ def _planned_state(
         like=_with_saved_dtypes(stored, like, options),
         select=_selected(stored, like, options),
         initialises_optimizer=initialises_optimizer,
+        added=[*added],
+    )
+
+
+def _added_fields(
+    stored: Stored,
+    recipe: Recipe | None,
+    request: Request,
+    blueprint: Blueprint,
+    opt_state: Any,
+) -> dict[str, Any]:
+    """Returns the fields that the class of the state adds, abstract, but for those
+    without leaves in the checkpoint and in the given state."""
+    names = added_fields(request.state_class)
+    if not names:
+        return {}
+    parts = {part: getattr(blueprint, part) for part in PARTS}
+
+    def create(parts: Any) -> dict[str, Any]:
+        state = request.state_class.create(
+            step=0, graphdef=blueprint.graphdef, tx=request.tx, **parts
+        )
+        return {name: getattr(state, name) for name in names}
+
+    made = jax.eval_shape(create, parts | {"opt_state": opt_state})
+    found = {}
+    for name in names:
+        given = getattr(request.model, name, None) if blueprint.make is None else None
+        saved = [
+            leaf for key, leaf in stored.leaves.items() if key.split("/")[0] == name
+        ]
+        # 1. as in the state that is given; 2. as the class creates it; 3. as saved
+        if jax.tree.leaves(like := given) or jax.tree.leaves(like := made[name]):
+            found[name] = like
+        elif saved:
+            alike = [*parts.values(), opt_state]
+            found[name] = _like_saved(stored, recipe, name, saved, alike, request)
+    return found
+
+
+def _like_saved(
+    stored: Stored,
+    recipe: Recipe | None,
+    name: str,
+    saved: Sequence[LeafInfo],
+    alike: Sequence[Any],
+    request: Request,
+) -> Any:
+    """Returns a field of a state as it was saved, abstract: with the containers of a
+    part of the state that has the same leaves, such as an average of the parameters, or
+    with those that the leaves show.
+
+    Raises:
+        MismatchError: The field has other containers, which need a state.
+    """
+    leaves = {leaf.key: stand_in(leaf) for leaf in saved}
+    for part in alike:
+        named, treedef = named_leaves({name: part})
+        if [leaf.key for leaf in named] and {leaf.key for leaf in named} == {*leaves}:
+            return jax.tree.unflatten(treedef, [leaves[leaf.key] for leaf in named])[
+                name
+            ]
+    types = recipe.fields if recipe is not None else {}
+    below = {t for key, t in types.items() if key.split("/")[0] == name}
+    if below <= {"dict", "list", ABSENT} and (below or [*leaves] == [name]):
+        return nest(
+            (leaf.path[1:], leaf.path_kinds[1:], stand_in(leaf)) for leaf in saved
+        )
+    cls = request.state_class.__name__
+    raise MismatchError(
+        f"{stored.name}: field {name!r} of {cls}: expected a state that shows its "
+        f"containers ({', '.join(sorted(below)) or 'not recorded'}), got a class; give "
+        f"model= a state of {cls} with it, or create the field in {cls}.create"
     )
 
 
@@ -253,7 +342,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
     else:
         blueprint = _drawn(stored, request.model, recipe, options)
         # 2. Compare the blueprint with the recipe.
-        target = blueprint.recipe(None)
+        target = blueprint.recipe(None, {})
         compare(stored, recipe, target, on_mismatch=options.on_mismatch)
         options = _with_own_placement(blueprint, options)
     # 3. Find the sources of the Variables.

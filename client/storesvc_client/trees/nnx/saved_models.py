@@ -37,6 +37,7 @@ from storesvc_client._values.options import (
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx.model_parts import (
+    added_fields,
     drop_caches,
     replace_fields,
     split_module,
@@ -115,7 +116,8 @@ def save_state(
     model = drop_caches((state.graphdef, state.graphstate, state.graphother))
     if model[0] is not state.graphdef:
         state = replace_fields(state, graphdef=model[0], graphother=model[2])
-    recipe = Recipe.of(*model, state.opt_state)
+    added = {name: getattr(state, name) for name in added_fields(state)}
+    recipe = Recipe.of(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
     step = _step_of(run, state.step)
     return _begun(run, step, state, recipe, rehearser, options)
@@ -236,8 +238,7 @@ def restore_state(
     )
     return rebuild_state(
         _opened(run, which, distributed, reading),
-        Request(model=model, tx=tx, options=wanted),
-        state_class,
+        Request(model=model, tx=tx, state_class=state_class, options=wanted),
     )
 
 

@@ -15,7 +15,12 @@ from easydel.layers.quantization import QuantizationConfig, QuantizationType
 from flax import nnx
 
 import storesvc_client as store
-from storesvc_client.easydel import restore_model, restore_state, save_state
+from storesvc_client.easydel import (
+    restore_model,
+    restore_state,
+    save_model,
+    save_state,
+)
 from tests.easydel.digests import digests
 from tests.easydel.scenarios import Scenario
 
@@ -96,6 +101,26 @@ def test_a_changed_model_comes_back_from_its_factory_and_from_itself(
     found = save.rehearsal.result(120)
     assert not found.ok  # its class alone would make another model
     assert "model=lambda: LlamaForCausalLM(config=config" in found.message
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "qlora"])
+def test_a_quantized_model_is_saved_with_rng_values_for_those_that_it_lacks(
+    run: store.Run, kind: str
+) -> None:
+    model = CHANGED[kind]()
+    lacking = [x for x in jax.tree.leaves(model.graphother) if _is_abstract(x)]
+    assert lacking, "EasyDeL leaves abstract rngs in these layers: that is tested"
+
+    save_model(run, 1, model).result()
+
+    for given in (CHANGED[kind], model):
+        back = restore_model(run, model=given, mesh=model.mesh)
+        assert digests(model.graphstate) == digests(back.graphstate)
+        assert not any(map(_is_abstract, jax.tree.leaves(back.graphother)))
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def test_a_model_for_quantization_aware_training_comes_back_by_class(

@@ -1,6 +1,7 @@
 """An EasyDeLState in a store: saved on one mesh, rebuilt on another."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+import storesvc_client.nnx
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import (
     restore_model,
@@ -165,6 +167,32 @@ def test_only_rng_values_that_a_checkpoint_lacks_are_recreated(
     }
     assert {expected[k][0] for k in fresh} == {actual[k][0] for k in fresh}
     advance(back)
+
+
+SAVES: dict[str, Callable[[store.Run, Any], store.Save]] = {
+    "save_model": lambda run, model: save_model(run, 1, model),
+    "save_state": lambda run, model: save_state(run, EasyDeLState.create(model=model)),
+    "nnx.save": lambda run, model: storesvc_client.nnx.save(run, 1, model),
+}
+
+
+@pytest.mark.parametrize("route", SAVES)
+def test_rng_values_that_a_module_lacks_are_recreated_when_it_is_saved(
+    route: str, run: store.Run
+) -> None:
+    model = make_model()
+    stream = model.dropout.rngs
+    known = jax.random.key_data(stream.key.get_value())
+    for variable in (stream.count, stream.key):
+        value = variable.get_value()
+        variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype))
+
+    SAVES[route](run, model).result()
+
+    back = restore_model(run, model=make_model).dropout.rngs
+    assert 0 == back.count.get_value()
+    assert known.shape == jax.random.key_data(back.key.get_value()).shape
+    assert isinstance(stream.key.get_raw_value(), jax.ShapeDtypeStruct)
 
 
 def test_a_step_that_was_a_python_number_is_restored_as_one(run: store.Run) -> None:

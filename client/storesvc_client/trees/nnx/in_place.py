@@ -33,6 +33,7 @@ from storesvc_client.trees.nnx.restore_model import (
     rebuild_module,
     rebuild_state,
 )
+from storesvc_client.trees.nnx.rng_values import fill_rng_values
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -84,7 +85,8 @@ def save(
     check_keywords("save", options, SaveKeywords)
     _check(run, "save to")
     parts = _parts_of(run, model, optimizer)
-    tree = {"graphstate": parts.graphstate, "graphother": parts.graphother}
+    graphother = fill_rng_values(parts.graphother)
+    tree = {"graphstate": parts.graphstate, "graphother": graphother}
     if optimizer is not None:
         tree |= {"step": parts.step, "opt_state": parts.opt_state}
     recipe = Recipe.of(

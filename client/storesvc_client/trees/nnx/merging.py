@@ -36,7 +36,11 @@ from storesvc_client.trees.nnx.graphs import (
     graph_leaves,
     merge_by_path,
 )
-from storesvc_client.trees.nnx.rng_values import recreate_meta_values, stored_value
+from storesvc_client.trees.nnx.rng_values import (
+    is_abstract_rng,
+    recreate_meta_values,
+    stored_value,
+)
 
 __all__ = ["merge_model_and_tree", "merge_state_and_tree"]
 
@@ -106,7 +110,7 @@ def _merged(
     """
     leaves = graph_leaves(state)
     params = {path: v for path, v in leaves.items() if isinstance(v, nnx.Param)}
-    lacking = {path: v for path, v in leaves.items() if _is_abstract_rng(v)}
+    lacking = {path: v for path, v in leaves.items() if is_abstract_rng(v)}
     rest = {p: v for p, v in leaves.items() if p not in params and p not in lacking}
     given = _given(tree)
     found, misfits = _with_values(params, given)
@@ -254,9 +258,3 @@ def _kind(value: Any) -> str:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _is_abstract_rng(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.RngState) and isinstance(
-        stored_value(leaf), jax.ShapeDtypeStruct
-    )

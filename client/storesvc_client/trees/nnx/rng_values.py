@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from storesvc_client._pytree.paths import GraphPath, path_text
+from storesvc_client._pytree.paths import GraphPath, nest_leaves, path_text
+from storesvc_client.trees.nnx.graphs import GraphState, graph_leaves
 
 __all__ = [
     "MetaValueRecreator",
+    "fill_rng_values",
+    "is_abstract_rng",
     "recreate_meta_values",
     "recreated_leaf",
     "stored_value",
@@ -89,6 +92,25 @@ def recreate_meta_values(
         }
 
     return recreated(values, ())
+
+
+def fill_rng_values(state: GraphState) -> GraphState:
+    """Returns a State with new values for its abstract counts and keys.
+
+    EasyDeL's quantization leaves those of the layers that it makes abstract.
+    """
+    leaves = graph_leaves(state)
+    abstract = {path: leaf for path, leaf in leaves.items() if is_abstract_rng(leaf)}
+    if not abstract:
+        return state
+    return nnx.State(nest_leaves({**leaves, **recreate_meta_values(abstract)}))
+
+
+def is_abstract_rng(leaf: Any) -> bool:
+    """Returns whether a leaf is a count or a key without a value."""
+    return isinstance(leaf, nnx.RngState) and isinstance(
+        stored_value(leaf), jax.ShapeDtypeStruct
+    )
 
 
 def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:

@@ -50,6 +50,7 @@ from storesvc_client.trees.nnx.restore_model import (
     rebuild_module,
     rebuild_state,
 )
+from storesvc_client.trees.nnx.rng_values import fill_rng_values
 
 if TYPE_CHECKING:
     import optax
@@ -114,8 +115,9 @@ def save_state(
             "a module with save_model, any other tree with run.save"
         )
     model = drop_caches((state.graphdef, state.graphstate, state.graphother))
-    if model[0] is not state.graphdef:
-        state = replace_fields(state, graphdef=model[0], graphother=model[2])
+    other = fill_rng_values(model[2])
+    if other is not state.graphother:
+        state = replace_fields(state, graphdef=model[0], graphother=other)
     added = {name: getattr(state, name) for name in added_fields(state)}
     recipe = Recipe.of(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
@@ -153,6 +155,7 @@ def save_model(
     _check_run(run)
     try:
         graphdef, graphstate, graphother = drop_caches(split_module(model))
+        graphother = fill_rng_values(graphother)
     except TypeError as e:
         raise InvalidRequestError(f"save to {run.name}: {e}") from e
     parts = SimpleNamespace(

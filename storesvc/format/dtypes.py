@@ -49,6 +49,10 @@ _RAW: Final = frozenset(
 """Names that zarr3 of TensorStore 0.1.86, or of older releases, lacks."""
 
 
+NEWER: Final = frozenset({"int2", "int4", "float4_e2m1fn", "float8_e8m0fnu"})
+"""Those of them that TensorStore 0.1.86 has: what is written for others names them."""
+
+
 def is_floating(name: str) -> bool:
     """Returns whether a dtype is one of real floating-point numbers."""
     return "float" in name

@@ -32,6 +32,8 @@ class ZarrArray:
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     dtype: str
+    data_type: str = ""
+    """Its name in ``zarr.json``; "": that of the format."""
 
 
 def view_of_arrays(
@@ -61,7 +63,9 @@ def view_of_arrays(
     at = 0
     rows = []
     for array in arrays:
-        value = zarr.metadata_bytes(array.shape, array.chunk_shape, array.dtype)
+        value = zarr.metadata_bytes(
+            array.shape, array.chunk_shape, array.dtype, array.data_type
+        )
         if value not in values:
             values[value] = at
             at += len(value)

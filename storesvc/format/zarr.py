@@ -32,10 +32,10 @@ def _chunk_name(index: tuple[int, ...]) -> str:
 
 
 def metadata(
-    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
+    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str, data_type: str = ""
 ) -> dict[str, Any]:
-    """Returns a leaf's ``zarr.json``."""
-    stored = zarr_data_type(dtype)
+    """Returns a leaf's ``zarr.json``, with another ``data_type`` if it is given."""
+    stored = data_type or zarr_data_type(dtype)
     fill: Any = 0
     if stored == "bool":
         fill = False
@@ -65,10 +65,14 @@ def metadata(
 
 @lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
 def metadata_bytes(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
+    shape: tuple[int, ...],
+    chunk_shape: tuple[int, ...],
+    dtype: str,
+    data_type: str = "",
 ) -> bytes:
     """Returns a leaf's ``zarr.json``, serialised."""
-    return json.dumps(metadata(shape, chunk_shape, dtype), sort_keys=True).encode()
+    found = metadata(shape, chunk_shape, dtype, data_type)
+    return json.dumps(found, sort_keys=True).encode()
 
 
 def _below(leaf_key: str, name: str) -> str:

@@ -37,9 +37,14 @@ def state() -> dict[str, Any]:
             "sharded": jax.device_put(jnp.arange(60.0).reshape(6, 10)[:, :8], across),
             "half": jnp.arange(20, dtype=jnp.bfloat16).reshape(4, 5),
             "eight": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+            "four bits": jnp.arange(-3, 6).astype(jnp.int4).reshape(3, 3),
+            "two bits": jnp.arange(-2, 2).astype(jnp.int2),
+            "float of 4 bits": jnp.arange(-3, 4).astype(jnp.float4_e2m1fn),
+            "scales": jnp.arange(1, 4).astype(jnp.float8_e8m0fnu),
             "scalar": jnp.float32(2.5),
             "haiku/~/linear": jnp.ones(2),
         },
+        "": jnp.arange(7),
         "host": np.arange(6.0).reshape(2, 3),
         "flags": np.array([True, False]),
         "waves": np.array([1 + 2j]),
@@ -179,10 +184,12 @@ def test_leaves_are_selected_and_cast(saved: Save, tmp_path: Path) -> None:
 
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(tmp_path / "x" / "100" / "model")
-    assert (0, 6) == (report.linked_bytes, report.leaf_count)
+    assert (0, 10) == (report.linked_bytes, report.leaf_count)
     assert {"params", "step"} == found.keys()
     for name, leaf in state()["params"].items():
-        assert jnp.float32 == found["params"][name].dtype
+        is_integer = "int" in leaf.dtype.name
+        expected = leaf.dtype if is_integer else np.float32
+        assert expected == found["params"][name].dtype
         np.testing.assert_array_equal(np.float32(leaf), found["params"][name])
 
 
@@ -352,7 +359,7 @@ def test_a_repeated_export_removes_the_links_of_one_that_was_killed(
         ({"raw": b"bytes"}, {}, "leaf 'raw': .* got the kind bytes"),
         ({"large": 2**70}, {}, "leaf 'large': .* got the kind integer"),
         ({"z": 1 + 2j}, {}, "leaf 'z': .* complex number of Python"),
-        ({"q": jnp.ones(2, jnp.int4)}, {}, "leaf 'q': .* restore as uint8"),
+        ({"q": jnp.ones(2, jnp.uint4)}, {}, "leaf 'q': .* Orbax restores, got uint4"),
         (np.ones(2), {}, "leaf '': expected a path that Orbax can name"),
         (
             {"w": np.ones(2)},

@@ -198,6 +198,13 @@ def test_like_decides_what_orbax_does_not_record(tmp_path: Path) -> None:
     assert isinstance(run.restore()["by number"]["1"], list)
 
 
+@pytest.mark.parametrize("writer", ["v0-files", "v0-pytree", "v0-zarr3"])
+def test_an_empty_key_is_read(writer: str, tmp_path: Path) -> None:
+    state = {"": jnp.arange(3), "w": {"": jnp.ones(2), "x": jnp.zeros(2)}}
+    WRITERS[writer](tmp_path / "step", state)
+    assert_same(state, store.open_foreign(f"orbax:{tmp_path / 'step'}").restore())
+
+
 def test_the_state_of_a_list_of_modules_is_restored(tmp_path: Path) -> None:
     layers = [nnx.Linear(2, 2, rngs=nnx.Rngs(k)) for k in range(2)]
     state = nnx.state(nnx.List(layers))

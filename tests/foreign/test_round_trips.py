@@ -86,7 +86,7 @@ def _read_npz(folder: Path, step: int) -> Any:
 
 
 def _is_held_by_orbax(leaf: Any) -> bool:
-    return str(getattr(leaf, "dtype", "")) not in ("int4", "float8_e8m0fnu")
+    return str(getattr(leaf, "dtype", "")) != "uint4"
 
 
 def _is_array_of(dtypes: set[Any]) -> Callable[[Any], bool]:

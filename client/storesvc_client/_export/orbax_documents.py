@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from storesvc.format.dtypes import zarr_data_type
+from storesvc.format.dtypes import NEWER, zarr_data_type
 from storesvc.format.key_spaces import ZarrArray
 from storesvc.format.keys import split_key
 from storesvc.format.trees import SavedSharding
@@ -89,6 +89,7 @@ class OrbaxLeaf:
             shape=self.shape,
             chunk_shape=self.chunk_shape,
             dtype=self.dtype,
+            data_type=self.dtype,
         )
 
 
@@ -131,14 +132,11 @@ def _fault(source: Source, row: int, cast: str | None) -> str | None:
             f"Orbax does not restore; {remedy}"
         )
     dtype = exported_dtype(leaf, cast)
-    if zarr_data_type(dtype) != dtype:
-        return (
-            f"expected a dtype of Zarr, got {dtype}, which Orbax would restore as "
-            f"{zarr_data_type(dtype)}; {remedy}"
-        )
+    if zarr_data_type(dtype) != dtype and dtype not in NEWER:
+        return f"expected a dtype that Orbax restores, got {dtype}; {remedy}"
     keys = split_key(leaf.key)
     name = ".".join(keys)
-    if not name or (value_type == "string" and not {"/", "~"}.isdisjoint(name)):
+    if not keys or (value_type == "string" and not {"/", "~"}.isdisjoint(name)):
         return f"expected a path that Orbax can name, got {keys}; {remedy}"
     return None
 

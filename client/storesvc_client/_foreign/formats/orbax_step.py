@@ -368,8 +368,8 @@ class StepReader:
             if is_ocdbt:
                 kvstore = ocdbt(base, f"{entry.name}/")
             else:
-                inside = checked_path(self.url, entry.name)
-                kvstore = {**base, "path": f"{base['path']}{inside}/"}
+                below = entry.name and f"{checked_path(self.url, entry.name)}/"
+                kvstore = {**base, "path": f"{base['path']}{below}"}
             yield ArrayPlace(
                 name=f"{self.url} leaf {entry.key!r}",
                 driver="zarr3" if found.is_zarr3 else "zarr",

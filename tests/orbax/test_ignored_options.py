@@ -6,15 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import args, type_handlers
+from orbax.checkpoint import args, pathways, type_handlers, v1
 from orbax.checkpoint.experimental.v1 import Context
 
 import storesvc_client as store
 from storesvc_client import orbax
 from tests.orbax.conftest import NewManager
+from tests.support.stable_ids import stable_id
 
 TREE = {"w": jnp.ones(1)}
-LOGGER = "storesvc_client.orbax.ignored_options"
+LOGGER = "storesvc_client"
 
 
 def test_options_of_a_handler_are_logged(
@@ -199,7 +200,6 @@ def test_a_callback_is_called_after_each_commit(our_manager: NewManager) -> None
             r"active_processes: expected None.*got \{0, 1\}",
         ),
         ({"primary_host": 1}, "primary_host: expected 0.*got 1"),
-        ({"primary_host": None}, "primary_host: expected 0.*got None"),
     ],
 )
 def test_options_of_only_some_processes_are_rejected(
@@ -211,3 +211,122 @@ def test_options_of_only_some_processes_are_rejected(
 
     with pytest.raises(store.InvalidRequestError, match=message):
         our_manager(options=options)
+
+
+@pytest.mark.parametrize("given", [{"active_processes": {0}}, {"primary_host": None}])
+def test_options_that_name_the_only_process_have_no_effect(
+    our_manager: NewManager, given: dict[str, Any]
+) -> None:
+    options = ocp.CheckpointManagerOptions(
+        create=False,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(**given),
+    )
+    assert our_manager(options=options).save(1, args=args.StandardSave(TREE))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (
+            "pathways.checkpointing_impl",
+            pathways.CheckpointingImpl.from_options(
+                use_persistence_array_handler=False
+            ),
+        ),
+        (
+            "pathways.checkpointing_impl",
+            pathways.CheckpointingImpl.from_options(use_persistence_array_handler=True),
+        ),
+        ("array.loading.enable_padding_and_truncation", True),
+        ("array.loading.raise_array_data_missing_error", False),
+        ("checkpoint_layout", v1.options.CheckpointLayout.AUTO),
+        ("asynchronous.timeout_secs", 1200),
+        ("file.path_permission_mode", 0o750),
+    ],
+    ids=stable_id,
+)
+def test_an_option_without_effect_here_is_accepted(
+    new_checkpointer: NewManager, name: str, value: Any
+) -> None:
+    context = Context()
+    *groups, last = name.split(".")
+    group = context
+    for each in groups:
+        group = getattr(group, each)
+    setattr(group, last, value)
+    checkpointer = new_checkpointer(
+        context=context, step_name_format=v1.path.step.standard_name_format()
+    )
+    assert checkpointer.save(1, TREE)
+    assert checkpointer.load(1, TREE)["w"].tolist() == [1.0]
+    assert (checkpointer.directory / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_taken"),
+    [
+        ({"active_processes": {0}}, True),  # Orbax asks for a directory that exists
+        ({"primary_host": None}, True),  # Orbax asks for other handlers of arrays
+        ({"active_processes": {0, 1}}, False),
+        ({"primary_host": 1}, False),
+    ],
+    ids=stable_id,
+)
+def test_a_context_may_name_only_all_processes(
+    runs: Any, given: dict[str, Any], *, is_taken: bool
+) -> None:
+    context = Context()
+    for name, value in given.items():
+        setattr(context.multiprocessing, name, value)
+    if is_taken:
+        with orbax.Checkpointer(runs(), context=context) as checkpointer:
+            assert checkpointer.save(1, TREE)
+    else:
+        with pytest.raises(store.InvalidRequestError, match=next(iter(given))):
+            orbax.Checkpointer(runs(), context=context)
+
+
+def test_the_callback_of_a_context_is_called_after_each_commit(
+    new_checkpointer: NewManager,
+) -> None:
+    seen: list[int] = []
+    context = Context()
+    context.asynchronous.post_finalization_callback = lambda: seen.append(1)
+    checkpointer = new_checkpointer(context=context)
+    for number in (1, 2):
+        checkpointer.save(number, TREE)
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["default", "composite"])
+@pytest.mark.parametrize(
+    ("handler", "save"),
+    [
+        (ocp.PyTreeCheckpointHandler, args.StandardSave(TREE)),
+        (ocp.StandardCheckpointHandler, args.PyTreeSave(TREE)),
+        (ocp.JsonCheckpointHandler, args.StandardSave(TREE)),
+    ],
+    ids=["pytree", "standard", "json"],
+)
+def test_the_argument_of_another_handler_is_rejected(
+    our_manager: NewManager, handler: Any, save: Any, *, is_named: bool
+) -> None:
+    given = {"item": handler()} if is_named else handler()
+    manager = our_manager(item_handlers=given)  # Orbax does so, and leaves a thread
+    with pytest.raises(ValueError, match=handler.__name__):
+        manager.save(1, args=args.Composite(item=save) if is_named else save)
+
+
+def test_metadata_of_the_run_is_kept_if_the_options_say_so(
+    new_manager: NewManager,
+) -> None:
+    def found(**options: Any) -> Any:
+        given = ocp.CheckpointManagerOptions(**options)
+        manager = new_manager(again=True, options=given, metadata={"lr": 1})
+        return manager.metadata().custom_metadata
+
+    assert new_manager().metadata().custom_metadata == {}
+    assert found(save_root_metadata=False) == {}
+    assert found(read_only=True) == {"lr": 1}
+    assert new_manager(again=True).metadata().custom_metadata == {}
+    assert found() == {"lr": 1}

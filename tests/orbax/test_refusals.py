@@ -176,12 +176,21 @@ def test_a_metric_of_best_fn_that_is_missing_is_rejected(
     assert manager.all_steps() == []
 
 
-def test_arrays_are_never_cut_or_padded(our_manager: NewManager) -> None:
+@pytest.mark.parametrize("length", [1, 3])
+def test_arrays_are_never_cut_or_padded(our_manager: NewManager, length: int) -> None:
     manager = our_manager()
-    manager.save(1, args=args.StandardSave(TREE))
+    manager.save(1, args=args.StandardSave({"w": jnp.ones(2)}))
     manager.wait_until_finished()
-    with pytest.raises(store.InvalidRequestError, match="strict"):
-        manager.restore(1, args=args.StandardRestore(TREE, strict=False))
+    same = args.StandardRestore({"w": jnp.zeros(2)}, strict=False)
+    assert manager.restore(1, args=same)["w"].tolist() == [1.0, 1.0]
+    target = {"w": jnp.zeros(length)}
+    arguments = {"w": ocp.ArrayRestoreArgs(global_shape=(length,), strict=False)}
+    for wanted in (
+        args.StandardRestore(target, strict=False),
+        args.PyTreeRestore(target, restore_args=arguments),
+    ):
+        with pytest.raises(store.MismatchError, match=rf"\({length},\)"):
+            manager.restore(1, args=wanted)
 
 
 def test_the_error_of_a_save_in_the_background_is_raised_once(

@@ -17,7 +17,7 @@ from storesvc_client._values.item_values import encode_item
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.ignored_options import (
     IgnoredOptions,
-    check_not_called,
+    check_handler,
     options_of_save,
 )
 from storesvc_client.orbax.step_items import (
@@ -58,7 +58,7 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
     """
     match args:
         case _ if type(args) in _TREES_OF_SAVES:
-            check_not_called(place, args, handler)
+            check_handler(place, args, handler)
             names = options_of_save(place, args)
             ignored.log(names, of=type(args).__name__, why="it has a format of its own")
             if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
@@ -69,7 +69,7 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
                 custom_metadata=_json(place, args.custom_metadata),
             )
         case ocp.args.JsonSave():
-            check_not_called(place, args, handler)
+            check_handler(place, args, handler)
             return JsonContent(args.item)
         case _:
             used = _handler_of(place, args, handler)
@@ -103,7 +103,7 @@ def restored_part(
         given = _default_arguments(handler) if args is None else args
         used = _handler_of(place, given, handler)
         return restore_files(opened, name, part, _reader(used, given))
-    check_not_called(place, args, handler)
+    check_handler(place, args, handler)
     match args:
         case None:
             pass
@@ -126,6 +126,7 @@ def _restore_target(opened: "OpenCheckpoint", place: str, part: Part, args: Any)
         "restore_args",
         "partial_restore",
         "transforms_default_to_original",
+        "strict",  # no array is padded or cut: other shapes are a mismatch
     }
     for field in fields(args):
         if field.name not in allowed and getattr(args, field.name) != field.default:

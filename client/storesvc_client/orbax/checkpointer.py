@@ -77,7 +77,7 @@ class Checkpointer:
         context: Any = None,
         save_decision_policy: Any = None,
         preservation_policy: Any = None,
-        step_name_format: None = None,
+        step_name_format: Any = None,
         custom_metadata: Mapping[str, Any] | None = None,
         cleanup_tmp_directories: bool = False,
         lightweight_initialize: bool = False,
@@ -94,7 +94,7 @@ class Checkpointer:
                 that change what is saved or loaded are rejected.
             save_decision_policy: Orbax's policy; None saves as often as possible.
             preservation_policy: Orbax's policy; None leaves that of the run unchanged.
-            step_name_format: Rejected: steps are numbers in a store.
+            step_name_format: Logged, without effect: steps are numbers in a store.
             custom_metadata: Metadata of the run, kept unless it has some.
             cleanup_tmp_directories: Logged, without effect: the server collects what
                 unfinished saves left.
@@ -111,16 +111,12 @@ class Checkpointer:
         for option, is_set in (
             ("cleanup_tmp_directories", cleanup_tmp_directories),
             ("lightweight_initialize", lightweight_initialize),
+            ("step_name_format", step_name_format is not None),
         ):
             if is_set:
                 self._ignored.log([option], of="arguments", why=NEEDLESS[option])
         self._context = context
         context_settings(context, self._ignored)
-        if step_name_format is not None:
-            raise InvalidRequestError(
-                "Checkpointer: step_name_format=: expected none, as a store has no "
-                f"directories, got {type(step_name_format).__name__}; leave it out"
-            )
         keep = None
         if preservation_policy is not None:
             keep = retention_of_policy(preservation_policy)
@@ -271,7 +267,7 @@ class Checkpointer:
                 "as a step is written once, got True; run.delete and run.purge free a "
                 "step"
             )
-        context_settings(self._context, self._ignored)
+        settings = context_settings(self._context, self._ignored)
         self._steps.check_free(step)
         if not force and not self._steps.should_save(step):
             return None
@@ -294,6 +290,7 @@ class Checkpointer:
             contents.tree,
             items=contents.items,
             metrics=numbers_of(place, metrics, None),
+            after_commit=settings.after_commit,
         )
         return SaveResponse(self._steps, save)
 

@@ -1,28 +1,29 @@
 """Options of Orbax's ``Context``, version 1: followed, logged, or rejected by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
+from orbax.checkpoint import multihost
+
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.ignored_options import IgnoredOptions
+from storesvc_client.orbax.save_options import check_processes
 
 _GROUPS: Final = (
     *("array", "asynchronous", "atomicity", "checkpointables", "deletion", "file"),
     *("memory", "multiprocessing", "pathways", "pytree", "safetensors"),
 )
 
-_FOLLOWED: Final = frozenset({"pytree.loading.partial_load"})
+_FOLLOWED: Final = frozenset(
+    {"pytree.loading.partial_load", "asynchronous.post_finalization_callback"}
+)
 
 _REFUSED: Final = {
     "array.saving.storage_options.dtype": "save state.astype(dtype)",
     "array.saving.scoped_storage_options_creator": "save state.astype(dtype)",
-    "array.loading.enable_padding_and_truncation": "arrays are never padded or cut",
-    "array.loading.raise_array_data_missing_error": "damage is always an error",
-    "asynchronous.post_finalization_callback": "wait for save_async(...).result()",
     "checkpointables.registry": "use objects with save and load",
     "memory.serialization_status_callback": "connect(step_logger=) has statistics",
-    "multiprocessing.active_processes": "all processes of a job save",
     "pathways.checkpointing_impl": "each process saves its own shards",
     "checkpoint_layout": "import other layouts with storectl import",
 }
@@ -33,8 +34,10 @@ _REFUSED: Final = {
 class ContextSettings:
     """Decisions of a context that a store follows."""
 
-    is_partial: bool = False
-    """True if a checkpoint may have leaves that a target lacks."""
+    is_partial: bool
+    """True if a checkpoint and a target may have leaves that the other lacks."""
+    after_commit: Callable[[], object] | None
+    """Called after each commit; None: nothing is."""
 
 
 def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
@@ -64,13 +67,24 @@ def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
         if not _is_same(value, defaults[name]) and name not in _FOLLOWED
     ]
     for name in names:
-        if name in _REFUSED:
+        if name in _REFUSED and not _is_without_effect(context, name):
             raise InvalidRequestError(
                 f"context=: expected no {name}=, which a store cannot follow; "
                 f"{_REFUSED[name]}"
             )
+    check_processes("context=: multiprocessing", context.multiprocessing)
     ignored.log(names, of="context=", why="it has a format and limits of its own")
-    return ContextSettings(is_partial=context.pytree.loading.partial_load)
+    return ContextSettings(
+        is_partial=context.pytree.loading.partial_load,
+        after_commit=context.asynchronous.post_finalization_callback,
+    )
+
+
+def _is_without_effect(context: Any, name: str) -> bool:
+    """Returns whether the value of an option changes nothing here."""
+    if name == "checkpoint_layout":  # AUTO finds the layout of a checkpoint
+        return bool(context.checkpoint_layout.name == "AUTO")
+    return name == "pathways.checkpointing_impl" and not multihost.is_pathways_backend()
 
 
 def _options(context: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 
 from storesvc_client.errors import InvalidRequestError
 
@@ -93,13 +94,18 @@ def options_of_handler(place: str, handler: Any) -> list[str]:
     return list(options)
 
 
-def check_not_called(place: str, args: Any, handler: Any) -> None:
-    """Rejects a handler of the caller for an argument that a store keeps itself.
+def check_handler(place: str, args: Any, handler: Any) -> None:
+    """Rejects a handler of the caller for an argument that a store keeps itself, and
+    one of Orbax for the argument of another, as Orbax does.
 
     Raises:
-        InvalidRequestError: The handler would have to be called.
+        InvalidRequestError: The handler does not belong to the argument.
     """
-    if handler is not None and type(handler) not in _PLAIN:
+    if handler is None or (args is None and type(handler) in _PLAIN):
+        return
+    if type(handler) not in _PLAIN or type(args) not in get_registered_args_cls(
+        handler
+    ):
         raise InvalidRequestError(
             f"{place}: expected the argument that {type(handler).__name__} is "
             f"registered with, got {type(args).__name__}, which a store keeps without "

@@ -105,19 +105,20 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
                 of=f"{type(handler).__name__} of {name!r}",
                 why="it has a format and limits of its own",
             )
+        is_read_only = self._options.read_only
+        self._unsaved_metadata = (metadata or {}) if is_read_only else {}
         self._steps = StepSequence.opened(
             directory,
             run,
             logger,
-            metadata=metadata,
+            metadata=metadata if self._options.save_root_metadata else None,
             save_policy=policy,
             keep=keep,
             multiprocessing_options=self._options.multiprocessing_options,
-            is_read_only=self._options.read_only,
+            is_read_only=is_read_only,
             reports_saving=(
                 self._options.enable_should_save_is_saving_in_progress_check
             ),
-            after_commit=after_commit_of_options(self._options),
         )
 
     def __repr__(self) -> str:
@@ -197,7 +198,11 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             custom_metadata=None if custom_metadata is None else dict(custom_metadata),
         )
         save = self._steps.begin(
-            step, contents.tree, items=contents.items, metrics=numbers
+            step,
+            contents.tree,
+            items=contents.items,
+            metrics=numbers,
+            after_commit=after_commit_of_options(self._options),
         )
         if not self._options.enable_async_checkpointing:
             save.exception()
@@ -324,7 +329,8 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             StepMissingError: There is no such step.
         """
         if step is None:
-            return RootMetadata(custom_metadata=root_metadata(self._steps.run))
+            found = root_metadata(self._steps.run) or dict(self._unsaved_metadata)
+            return RootMetadata(custom_metadata=found)
         opened, record = self._open(step)
         structs = {
             name: _tree_metadata(opened, part) if part.kind == "tree" else None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any, Final
 
+import jax
 from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc_client.errors import InvalidRequestError
@@ -31,6 +32,7 @@ TAKEN: Final = frozenset(
         "preservation_policy",
         "multiprocessing_options",
         "enable_should_save_is_saving_in_progress_check",
+        "save_root_metadata",
     }
 )
 """Options with the effect that they have in Orbax."""
@@ -47,7 +49,6 @@ NEEDLESS: Final = {
     "file_options": "a store has no files of the caller",
     "atomicity_options": "each commit is one conditional write",
     "temporary_path_class": "a save is invisible until its commit",
-    "save_root_metadata": "metadata= is kept as a label of the run",
     "step_prefix": "steps are numbers in a store",
     "step_format_fixed_length": "steps are numbers in a store",
     "step_name_format": "steps are numbers in a store",
@@ -75,7 +76,7 @@ def needless_options(options: Any) -> list[str]:
     Raises:
         InvalidRequestError: An option that was set cannot be followed; names it.
     """
-    _check_processes(options.multiprocessing_options)
+    check_processes("options: multiprocessing_options", options.multiprocessing_options)
     lines = []
     for field in fields(options):
         if not _is_set(field, getattr(options, field.name)):
@@ -92,15 +93,18 @@ def needless_options(options: Any) -> list[str]:
     return lines
 
 
-def _check_processes(given: Any) -> None:
+def check_processes(place: str, given: Any) -> None:
     """Rejects options that would have only some processes of a job save."""
-    for name, expected in (("active_processes", None), ("primary_host", 0)):
-        found = getattr(given, name, expected)
-        if found != expected:
+    count = jax.process_count()
+    active, primary = given.active_processes, given.primary_host
+    for name, expected, found, is_same in (
+        ("active_processes", None, active, active in (None, {*range(count)})),
+        ("primary_host", 0, primary, primary == 0 or (primary is None and count == 1)),
+    ):
+        if not is_same:
             raise InvalidRequestError(
-                f"options: multiprocessing_options.{name}: expected {expected}, as all "
-                f"processes of a job save and process 0 decides, got {found!r}; leave "
-                "it out"
+                f"{place}.{name}: expected {expected}, as all processes of a job save "
+                f"and process 0 decides, got {found!r}; leave it out"
             )
 
 

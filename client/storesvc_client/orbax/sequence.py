@@ -74,7 +74,6 @@ class StepSequence:
         is_read_only: bool,
         reports_saving: bool,
         on_close: Callable[[], object] | None,
-        after_commit: Callable[[], object] | None = None,
     ) -> None:
         """Reads the steps of a run, and sets its retention policy if it has none.
 
@@ -86,8 +85,6 @@ class StepSequence:
             is_read_only: Whether nothing is saved, deleted or set.
             reports_saving: Whether policies see that a save is running.
             on_close: Called by ``close``.
-            after_commit: Called in the background after each commit; its exception
-                is raised where the error of the save would be.
 
         Raises:
             PreconditionError: The run has another retention policy.
@@ -99,7 +96,6 @@ class StepSequence:
         self._is_read_only = is_read_only
         self._reports_saving = reports_saving
         self._on_close = on_close
-        self._after_commit = after_commit
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
         self._ending: int | None = None
@@ -239,8 +235,22 @@ class StepSequence:
                 "was deleted and can be undeleted; run.purge frees it"
             )
 
-    def begin(self, step: int, tree: Any, **options: Any) -> Save:
+    def begin(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        after_commit: Callable[[], object] | None,
+        **options: Any,
+    ) -> Save:
         """Starts a save, whose commit is followed by the retention policy.
+
+        Args:
+            step: The step.
+            tree: Its tree.
+            after_commit: Called in the background after the policy; its exception is
+                raised where the error of the save would be.
+            **options: As for ``Run.save``.
 
         Raises:
             StoreError: As for ``Run.save``, or the save before failed.
@@ -254,7 +264,7 @@ class StepSequence:
         if job is not None and self._keep is not None:
             what = f"orbax/{self.run.name}"
             key = f"storesvc/{what}/{ordinal(job, what)}"
-        self._pending = info, self._finisher.submit(self._end, save, key)
+        self._pending = info, self._finisher.submit(self._end, save, key, after_commit)
         self._last = save
         return save
 
@@ -324,12 +334,14 @@ class StepSequence:
             if self._on_close is not None:
                 self._on_close()
 
-    def _end(self, save: Save, key: str) -> None:
+    def _end(
+        self, save: Save, key: str, after_commit: Callable[[], object] | None
+    ) -> None:
         """Ends a save in the background."""
         self._ending = threading.get_ident()  # a callback does not wait for itself
         self._finish(save, key)
-        if self._after_commit is not None:
-            self._after_commit()
+        if after_commit is not None:
+            after_commit()
 
     def _finish(self, save: Save, key: str) -> None:
         """Waits for a commit, and for the retention policy, which process 0 applies.

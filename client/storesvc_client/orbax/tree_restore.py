@@ -26,7 +26,7 @@ from storesvc_client.orbax.step_errors import TreeMismatchError
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("storesvc_client")
 
 _MAX_NAMED: Final = 20
 """Leaves that a message names."""

@@ -76,6 +76,14 @@ class CallObserver(Protocol):
             StoreError: The call must not continue; ``ended`` follows.
         """
 
+    async def elevated(self, call: Call) -> None:
+        """Continues a call on an object of another principal, which the caller may use
+        by a permission of managers; the record of the object has shown that.
+
+        Raises:
+            StoreError: The call must not continue; ``ended`` follows.
+        """
+
     async def ended(self, call: Call, error: BaseException | None) -> None:
         """Takes note of the end of a call, also if it was denied or cancelled.
 
@@ -119,7 +127,7 @@ def require(permission: Permission, resource: Resource) -> None:
     call.granted.append((permission, resource))
 
 
-def require_own(
+async def require_own(
     owner: str,
     groups: Iterable[str],
     permission: Permission,
@@ -142,6 +150,7 @@ def require_own(
 
     Raises:
         PermissionDeniedError: The caller may not.
+        StoreError: An observer rejects the use of an object of another principal.
     """
     call = current.get()
     if call is None or call.policy is None or owner in ("", call.principal.name):
@@ -158,6 +167,9 @@ def require_own(
             permission=otherwise,
             resource=str(run),
         )
+    call.granted.append((otherwise, run))
+    for observer in call.observers:
+        await observer.elevated(call)
 
 
 def _denial(call: Call, permission: Permission, resource: Resource) -> StoreError:

@@ -104,6 +104,12 @@ class Policy:
             for binding in self.bindings
         )
 
+    def names(self, principal: Principal) -> bool:
+        """Returns whether a binding names a principal."""
+        return any(
+            binding.names(principal.name, principal.groups) for binding in self.bindings
+        )
+
     def binds_both(
         self,
         principal: Principal,

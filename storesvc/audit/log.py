@@ -2,11 +2,12 @@
 
 Entries that are waiting are written together, with one sync for all of them. An entry
 is written completely or not at all: after an error, the file is cut back to where it
-was. The file is opened again when its path leads to another one, as after a rotation;
-the chain continues in the new file.
+was. One process at a time writes a file, which is locked. The file is opened again when
+its path leads to another one, as after a rotation; the chain continues in the new file.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import threading
@@ -30,6 +31,10 @@ from storesvc.telemetry.events import AuditFailed, publish
 
 _TAIL_BYTES: Final = 64 << 10
 """Bytes at the end of a file that have its last line."""
+
+ROOM_BYTES: Final = 64 << 20
+"""Space of the disk, or an eighth of a smaller one, that is kept for calls that change
+something: denials are recorded only if there is more."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +73,8 @@ class AuditLog:
         """Held while the file has an entry that is not durable yet."""
         self.syncs = 0
         """Number of syncs."""
+        self.has_room = True
+        """False if the disk was nearly full at the last write."""
         try:
             self._open()
         except OSError as e:
@@ -173,6 +180,10 @@ class AuditLog:
         except OSError:
             os.ftruncate(self._file, size)
             raise
+        finally:
+            disk = os.fstatvfs(self._file)
+            least = min(ROOM_BYTES // disk.f_frsize, disk.f_blocks // 8)
+            self.has_room = disk.f_bavail >= least
 
     def _is_current(self) -> bool:
         """Returns whether the path leads to the open file."""
@@ -191,6 +202,15 @@ class AuditLog:
         opened = os.open(
             self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
+        try:
+            # It ends with the process, also if that is killed.
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(opened)
+            if not isinstance(e, BlockingIOError):
+                raise
+            what = "another server writes it, and each needs a file of its own"
+            raise OSError(e.errno, what) from e
         with self._durable:
             if self._file >= 0:
                 os.close(self._file)

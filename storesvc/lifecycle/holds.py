@@ -99,7 +99,7 @@ class Holds:
             if found is None:
                 record = await self._new(checkpoint, uid, owner=owner, ttl=ttl)
             else:
-                _check_principal(name, found[0])
+                await _check_principal(name, found[0])
                 _check_same(name, found[0], checkpoint, uid)
                 record = self._renewed(found[0])
             # 1. Write the hold.
@@ -160,7 +160,7 @@ class Holds:
                 f"{name} does not exist, or was collected; create another one",
                 hold=name.hold,
             )
-        _check_principal(name, found[0])
+        await _check_principal(name, found[0])
         # The record may come from a clock that is behind this one: a hold counts as
         # expired only if no plausible clock error explains its age.
         if expire_time(found[0]) + MARGIN <= self._clock.now():
@@ -175,7 +175,7 @@ class Holds:
         """
         # Without a policy there is nothing to check, and nothing is read.
         if access.is_restricted() and (found := await self._read(name)):
-            _check_principal(name, found[0])
+            await _check_principal(name, found[0])
         await self._bucket.delete(RunPaths(name.run).hold(name.hold))
 
     async def list(
@@ -279,13 +279,13 @@ def expire_time(record: pb.HoldRecord) -> datetime:
     return record.renew_time.ToDatetime(UTC) + record.ttl.ToTimedelta()
 
 
-def _check_principal(name: HoldName, record: pb.HoldRecord) -> None:
+async def _check_principal(name: HoldName, record: pb.HoldRecord) -> None:
     """Checks that the caller may renew and release a hold.
 
     Raises:
         PermissionDeniedError: Another principal created it.
     """
-    access.require_own(
+    await access.require_own(
         record.principal,
         (),
         Permission.HOLDS_CREATE,

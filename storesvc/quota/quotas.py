@@ -208,6 +208,9 @@ class Quotas:
             if upload not in counted.uploads:  # another server has admitted it
                 await self._admit(namespace, counted, room, lambda _: 0)
 
+    async def elevated(self, call: Call) -> None:
+        """Does nothing: the call is counted."""
+
     async def ended(self, call: Call, error: BaseException | None) -> None:
         """Counts the end of a call."""
         for scope, kind, amount in self._held.pop(call.request_id, ()):

@@ -291,7 +291,7 @@ class Uploads:
                 leaf.
         """
         record = await self.record(name)
-        _check_principal(name, record)
+        await _check_principal(name, record)
         found = await self._catalog.slot(name.run, record.step)
         slots.check_owner(name, record, found and found[0])
         if writer_count != record.writer_count:
@@ -397,7 +397,7 @@ class Uploads:
         if record is None:
             record = await self.record(name)
             self._keep(name, record)
-        _check_principal(name, record)
+        await _check_principal(name, record)
         return record
 
     async def slot(
@@ -445,7 +445,7 @@ class Uploads:
         record = await self._found(name)
         if record is None:
             return
-        _check_principal(name, record)
+        await _check_principal(name, record)
         step = record.step
         slot = await self._catalog.slot(name.run, step)
         if slot is None or not slots.owns(name, record, slot[0]):
@@ -515,7 +515,7 @@ class Uploads:
                 upload=name.upload,
             )
         if found is not None:
-            _check_principal(name, found)
+            await _check_principal(name, found)
         return found
 
     async def _described(
@@ -573,13 +573,13 @@ class Uploads:
         return record
 
 
-def _check_principal(name: UploadName, record: pb.UploadRecord) -> None:
+async def _check_principal(name: UploadName, record: pb.UploadRecord) -> None:
     """Checks that the caller may write, commit and abort an upload.
 
     Raises:
         PermissionDeniedError: Another principal began it.
     """
-    access.require_own(
+    await access.require_own(
         record.principal,
         record.groups,
         Permission.UPLOADS_WRITE,

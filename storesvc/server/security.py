@@ -111,6 +111,7 @@ async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Secu
         )
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
+        await observer.close()
         await log.close()
 
 

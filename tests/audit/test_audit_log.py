@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -18,14 +18,22 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.audit.log import AuditLog
-from storesvc.audit.observer import DENIALS_PER_SECOND, ENDED, INTENDED, PARTS
+from storesvc.audit.observer import (
+    DENIAL_BURST,
+    DENIAL_SECONDS,
+    ENDED,
+    INTENDED,
+    PARTS,
+)
 from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
 from storesvc.rpc.read_only import READING
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import rpcs
 from tests.support.audited import Audited
+from tests.support.server_process import EndedError
 from tests.support.small_disk import small_disk
+from tests.support.tokens import keys_document, signed
 
 
 def verified(*files: Path) -> Any:
@@ -54,9 +62,11 @@ def test_changes_are_recorded_with_caller_and_object(
         run.delete(1)
 
     assert log.calls() == [
+        ("intent", "BeginUpload"),
         ("ended", "BeginUpload"),
         ("intent", "CommitUpload"),
         ("ended", "CommitUpload"),
+        ("intent", "SetTag"),
         ("ended", "SetTag"),
         ("ended", "CreateHold"),  # of the restore
         ("ended", "DeleteHold"),
@@ -108,37 +118,156 @@ def test_denials_are_recorded_with_their_reason(
     assert "x.y.z" not in log.file.read_text()
 
 
+POLICY: Final = """
+[[issuers]]
+name = "corp"
+issuer = "https://issuer.example"
+audiences = ["storesvc"]
+jwks_file = "{keys}"
+principal = "user:{{sub}}"
+
+[[bindings]]
+role = "writer"
+runs = ["prod/*"]
+who = ["user:trainer"]
+
+[[bindings]]
+role = "manager"
+runs = ["prod/*"]
+who = ["user:boss"]
+"""
+
+
+def policy_of(folder: Path) -> tuple[str, str]:
+    """Returns the options of a server with a policy."""
+    keys, policy = folder / "keys.json", folder / "policy.toml"
+    keys.write_text(keys_document())
+    policy.write_text(POLICY.format(keys=keys))
+    return "--policy", str(policy)
+
+
 @pytest.mark.slow
 def test_a_flood_of_denials_is_counted_and_does_not_fill_the_log(
     audited: Callable[..., Audited], tmp_path: Path
 ) -> None:
-    policy = tmp_path / "policy.toml"
-    policy.write_text('[[bindings]]\nrole="reader"\nruns=["**"]\nwho=["local"]\n')
-    log = audited("--policy", str(policy))
+    log = audited(*policy_of(tmp_path))
     stub = AccessServiceStub(grpc.insecure_channel(log.server.address))
-    metadata = (("authorization", "Bearer x"),)
-    request = access_api.GetIdentityRequest()
+    # strangers have one allowance: without a valid token, and without a binding
+    callers = [f"Bearer {token}" for token in ("x", signed("eve"), signed("mallory"))]
+    request = access_api.GetQuotaRequest(parent="namespaces/prod")
     began = time.monotonic()
-    count = left_out = 0
-    # A slow machine needs several bursts for one second with too many.
-    while not left_out and time.monotonic() < began + 60:
-        for _ in range(10):
-            burst = [
-                stub.GetIdentity.future(request, metadata=metadata) for _ in range(50)
-            ]
-            for call in burst:
-                assert grpc.StatusCode.UNAUTHENTICATED == call.code()
-            count += len(burst)
-        # What was left out is counted by the first entry of a later second.
-        time.sleep(1)
-        with pytest.raises(grpc.RpcError):
-            stub.GetIdentity(request, metadata=metadata)
-        count += 1
-        left_out = sum(entry.get("left_out", 0) for entry in log.entries())
+    for _ in range(3):
+        burst = [
+            stub.GetQuota.future(request, metadata=(("authorization", caller),))
+            for caller in callers
+            for _ in range(DENIAL_BURST // 5)
+        ]
+        assert all(call.code() is not grpc.StatusCode.OK for call in burst)
+    with (
+        store.connect(log.server.address, token=signed("trainer")) as client,
+        pytest.raises(store.PermissionDeniedError),
+    ):
+        client.run("prod/a").delete(1)
+    for _ in range(10):
+        with pytest.raises(store.UnauthenticatedError):
+            store.connect(log.server.address, token="x.y.z")
+    log.server.stop()
 
     denied = [entry for entry in log.entries() if entry["stage"] == "denied"]
-    assert len(denied) <= DENIALS_PER_SECOND * (time.monotonic() - began + 2)
-    assert 0 < left_out <= count - len(denied)
+    named = next(each for each in denied if each.get("principal") == "user:trainer")
+    assert ("DeleteCheckpoint", 1) <= (named["method"], named["left_out"])
+    last = denied.pop()  # which the server has written when it ended
+    assert last.keys() == {"seq", "server", "time", "stage", "left_out", "prev"}
+    refilled = (time.monotonic() - began) / DENIAL_SECONDS
+    assert DENIAL_BURST <= len(denied) - 1 <= DENIAL_BURST + refilled
+    left_out = sum(each.get("left_out", 0) for each in (*denied, last))
+    assert 9 * (DENIAL_BURST // 5) + 10 == len(denied) - 1 + left_out
+    assert verified(log.file).broken is None
+
+
+@pytest.mark.slow
+def test_denials_leave_the_last_space_of_a_disk_to_changes(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    mounted = tmp_path / "disk"
+    with small_disk(mounted, size_bytes=256 << 10):
+        (mounted / "filler").write_bytes(bytes(236 << 10))
+        log = audited(*policy_of(tmp_path), log=mounted / "audit.log")
+        for _ in range(3):
+            with pytest.raises(store.UnauthenticatedError):
+                store.connect(log.server.address, token="x.y.z")
+        with store.connect(log.server.address, token=signed("trainer")) as client:
+            client.run("prod/a").save(1, {"w": np.arange(9)}).result()
+        log.server.stop()
+
+        (denied,) = [each for each in log.entries() if each["stage"] == "denied"]
+        assert 3 == denied["left_out"]
+
+
+@pytest.mark.slow
+def test_a_second_server_does_not_write_the_log_of_another(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    log = audited()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(EndedError, match="another server writes it, and each needs a"):
+        Audited(tmp_path / "other", log.file)
+    log.server.kill()
+    log.server.start()
+
+    assert verified(log.file).broken is None
+
+
+@pytest.mark.slow
+def test_no_change_is_made_that_cannot_be_recorded(
+    audited: Callable[..., Audited], tmp_path: Path
+) -> None:
+    log = audited(*policy_of(tmp_path))
+    with (
+        store.connect(log.server.address, token=signed("boss"), timeout=1) as client,
+        store.connect(log.server.address, token=signed("trainer")) as other,
+    ):
+        run = client.run("prod/a")
+        for step in (1, 2):
+            run.save(step, {"w": np.arange(9)}).result()
+        run.update(1, pinned=True)
+        run.tags.set("best", 1)
+        changes: dict[str, Callable[[], object]] = {
+            "unpin": lambda: run.update(1, pinned=False),
+            "pin": lambda: run.update(2, pinned=True),
+            "metrics": lambda: run.update(2, metrics={"loss": 1.0}),
+            "protect": lambda: run.tags.set("best", 1, protected=True),
+            "move a tag": lambda: run.tags.set("best", 2),
+            "delete a tag": lambda: run.tags.delete("best"),
+            "release the hold of another": lambda: run.holds.release(held.id),
+            "delete": lambda: run.delete(2),
+            "collect": lambda: [*client.collect("prod")],
+            "policy": lambda: run.configure(labels={"a": "b"}),
+        }
+        with other.run("prod/a").holds.create(1) as _:
+            (held,) = run.holds.list()
+            client._connection.patience = 0.1  # the error is transient
+            kept = log.file.rename(log.file.with_suffix(".kept"))
+            log.file.mkdir()  # no entry can be written
+            before = [*run.checkpoints()], [*run.tags.list()], [*run.holds.list()]
+            made = []
+            for name, change in changes.items():
+                try:
+                    change()
+                    made.append(name)
+                except store.StoreError as e:
+                    assert "AUDIT_UNAVAILABLE" == e.reason, name
+            assert [] == made
+            after = [*run.checkpoints()], [*run.tags.list()], [*run.holds.list()]
+            assert [each.id for each in before[2]] == [each.id for each in after[2]]
+            assert before[:2] == after[:2]
+            assert np.array_equal(run.restore(1)["w"], np.arange(9))  # own holds
+            log.file.rmdir()
+            kept.rename(log.file)
+            run.holds.release(held.id)
+            assert [] == [*run.holds.list()]
+
+    assert ("intent", "DeleteHold") in log.calls()
     assert verified(log.file).broken is None
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -73,6 +73,12 @@ MARKED = 1
 """The line that is no entry is in each list that reaches it."""
 
 
+TAGGED: Final = [
+    ["ended", "SetTag", "prod/llama tag best", "-"],
+    ["intent", "SetTag", "prod/llama tag best", "-"],
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -85,19 +91,19 @@ MARKED = 1
         ),
         (
             ["--run", "prod/llama", "--method", "SetTag"],
-            [["ended", "SetTag", "prod/llama tag best", "-"]],
+            TAGGED,
         ),
         (["--run", "prod/other", "--method", "SetTag"], []),
         (["--principal", "user:ana"], []),
         (["--authentication", "anonymous"], []),
         (
             ["--authentication", "local", "--method", "SetTag"],
-            [["ended", "SetTag", "prod/llama tag best", "-"]],
+            TAGGED,
         ),
         (["--stage", "denied", "--since", "1h"], []),
         (
             ["--method", "SetTag", "--since", "2020-01-01T00:00Z"],
-            [["ended", "SetTag", "prod/llama tag best", "-"]],
+            TAGGED,
         ),
     ],
     ids=range(8),

@@ -76,6 +76,12 @@ class AuditEntry:
         checked = (*((self.missing,) if self.missing else ()), *self.permissions)
         return text or next((resource for _, resource in checked), "")
 
+    @property
+    def reason_text(self) -> str:
+        """Why the call failed, and how many denials before it were not recorded."""
+        more = f"{self.left_out} denials not recorded" if self.left_out else ""
+        return ", ".join(filter(None, (self.reason, more)))
+
     @classmethod
     def from_message(cls, message: api.AuditEntry) -> Self:
         """Returns the value of a message."""

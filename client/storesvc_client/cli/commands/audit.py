@@ -50,7 +50,7 @@ def _row(entry: "AuditEntry") -> tuple[str, ...]:
         entry.stage or ABSENT,
         entry.method or ABSENT,
         entry.object_name or ABSENT,
-        entry.reason or ABSENT,
+        entry.reason_text or ABSENT,
     )
 
 

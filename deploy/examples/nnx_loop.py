@@ -54,10 +54,8 @@ with store.connect(options.store) as client:
     run = client.run("examples/nnx")
     every, keep = store.Steps(20) | store.Minutes(15), store.KeepLatest(3)
     with run.loop(every=every, keep=keep, create=True) as loop:
-        state, start = loop.restore_or(nnx.state((model, optimizer)), data=data)
-        nnx.update((model, optimizer), state)
+        trained, start = loop.restore_or((model, optimizer), data=data)
         for step in loop.steps(start, options.steps):
             loss = train_step(model, optimizer, data.normal(size=(32, 8)))
-            state = nnx.state((model, optimizer))
-            loop.after(step, state, metrics={"loss": loss}, items={"data": data})
+            loop.after(step, trained, metrics={"loss": loss}, items={"data": data})
 print(loop.outcome)

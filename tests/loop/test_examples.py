@@ -33,8 +33,13 @@ def _linen_state(names: dict[str, Any], run: store.Run | None) -> Any:
 
 
 def _nnx_state(names: dict[str, Any], run: store.Run | None) -> Any:
-    state = nnx.state((names["model"], names["optimizer"]))
-    return state if run is None else run.restore(like=state)
+    trained = names["model"], names["optimizer"]
+    if run is not None:
+        from storesvc_client.nnx import restore_into
+
+        trained = nnx.clone(trained)
+        restore_into(run, *trained)
+    return nnx.state(trained)
 
 
 def _keras_state(names: dict[str, Any], run: store.Run | None) -> Any:

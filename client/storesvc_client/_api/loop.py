@@ -210,7 +210,9 @@ class Loop:
         and the step after it.
 
         Args:
-            init: The initial state, or a function that makes it. With a function there
+            init: The initial state, or a function that makes it. An NNX module, or one
+                with its ``nnx.Optimizer`` as a tuple, is restored in place, and
+                returned. With a function there
                 is never more than one state in memory: if there is a checkpoint, a
                 function compiled with ``jax.jit(..., out_shardings=...)`` is not run,
                 and the result of another one is dropped before the first byte is read.
@@ -272,14 +274,22 @@ class Loop:
         like = target_of(init) if is_function(init) else init
         if like is None:  # which would restore any tree
             raise self._no_state("a function that returns None")
+        modules = _modules_of(like)
+        how: dict[str, Any] = {"like": like}
+        if modules is not None:
+            from storesvc_client.trees.nnx.in_place import planner
+
+            how = {"prepare": planner(self._run, *modules)}
         self.restored, state = self._restore(
             "latest",
             distributed=self._distributed,
             deadline=DEFAULT_DEADLINE,
             on_damage=on_damage,
-            like=like,
             data=None if data is None else (_DATA, data),
+            **how,
         )
+        if modules is not None:
+            state = like
         step = self.restored.info.step
         report = self.restored.report
         damaged = () if report is None else report.damaged
@@ -331,7 +341,9 @@ class Loop:
 
         Args:
             step: The step, higher than that of the call before.
-            state: The state after it; any pytree that ``Run.save`` takes.
+            state: The state after it; any pytree that ``Run.save`` takes. An NNX
+                module, or one with its ``nnx.Optimizer`` as a tuple, is saved as by
+                ``storesvc_client.nnx.save``, so that ``restore_model`` reads it.
             metrics: Numbers to keep with the checkpoint. Arrays of jax are converted,
                 which waits for them, only if this step is saved.
             items: Values to keep next to the tree, such as ``{"data": iterator}``, as
@@ -480,10 +492,16 @@ class Loop:
                 "restore_or in items=, or no checkpoint could restore it; pass "
                 f'items={{"{_DATA}": ...}}'
             )
+        document, modules = b"", _modules_of(state)
+        if modules is not None:
+            from storesvc_client.trees.nnx.in_place import tree_to_save
+
+            state, document = tree_to_save(self._run, *modules)
         try:
             save = self._begin_save(
                 step,
                 state,
+                document=document,
                 metrics=metrics,
                 items=items,
                 if_busy="queue" if self._queues else "wait",
@@ -565,6 +583,17 @@ class Loop:
         saved = "no step" if saves.saved_step is None else f"step {saves.saved_step}"
         failed = "" if saves.error is None else f"; the last save failed: {saves.error}"
         return f"{ended}; saved {saved}{failed}"
+
+
+def _modules_of(state: Any) -> tuple[Any, Any] | None:
+    """Returns an NNX module and its optimizer, or None, if the state is these."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    is_pair = type(state) in (tuple, list) and len(state) == 2
+    model, optimizer = state if is_pair else (state, None)
+    is_trained = optimizer is None or isinstance(optimizer, nnx.Optimizer)
+    return (model, optimizer) if isinstance(model, nnx.Module) and is_trained else None
 
 
 def _short(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from storesvc.format.names import LATEST, CheckpointName, Which
 from storesvc_client._api.newest_whole import NewestWhole
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from storesvc_client._restore.joint_restore import JointRestore
 
 T = TypeVar("T")
+
+Prepare: TypeAlias = (
+    "Callable[[OpenCheckpoint], tuple[dict[str, Any], Callable[[Any], None]]]"
+)
 
 
 class OpenKeywords(TypedDict):
@@ -63,6 +67,7 @@ def restored(
     deadline: DurationLike,
     on_damage: OnDamaged,
     data: "tuple[str, Any] | None" = None,
+    prepare: "Prepare | None" = None,
     **options: Unpack[RestoreKeywords],
 ) -> "tuple[OpenCheckpoint, Any]":
     """Restores as ``Run.restore``; returns the checkpoint, which has the report, and
@@ -76,7 +81,9 @@ def restored(
         deadline: As for ``Run.restore``.
         on_damage: As for ``Run.restore``; damage of the item counts, too.
         data: Name of an item, and the object that gets it; see ``Items.restore_into``.
-        **options: As for ``Run.restore``.
+        prepare: Returns the options for an open checkpoint, and a function that gets
+            what is restored.
+        **options: As for ``Run.restore``, without ``prepare``.
     """
 
     def restore(
@@ -85,9 +92,12 @@ def restored(
         # The item is read first, so that its damage, or another number of processes, is
         # known before the tree is read, and in a job by all processes.
         give = opened.items.prepare_restore(*data) if data else lambda: None
+        wanted, put = (options, None) if prepare is None else prepare(opened)
         state = opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
-            joint, ends, **options
+            joint, ends, **wanted
         )
+        if put is not None:
+            put(state)
         give()
         return opened, state
 

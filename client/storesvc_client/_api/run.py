@@ -416,7 +416,7 @@ class Run(RunTransfers, RunCheckpoints):
             create=create,
             distributed=distributed,
             if_busy=self._defaults.if_busy,
-            save=partial(self._begin, check=None, document=b""),
+            save=partial(self._begin, check=None),
             restored=partial(restored, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),

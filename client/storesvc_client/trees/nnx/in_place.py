@@ -2,7 +2,8 @@
 
 The checkpoint is that of a state: it has the leaves of an ``EasyDeLState`` with the
 same parameters and optimizer, so ``restore_state`` and ``restore_model`` read it, too.
-The Variables that the optimizer updates, its ``wrt``, are the parameters.
+The Variables that the optimizer updates, its ``wrt``, are the parameters. Checkpoints
+of ``nnx.state((model, optimizer))`` are restored, too.
 """
 
 from types import SimpleNamespace
@@ -30,15 +31,21 @@ from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
-    rebuild_module,
-    rebuild_state,
+    create_state,
+    is_pytree,
+    plan_module,
+    plan_pytree,
+    plan_state,
 )
 from storesvc_client.trees.nnx.rng_values import fill_rng_values
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._save.handle import Save
     from storesvc_client._values.durations import DurationLike
     from storesvc_client._values.options import Rules
@@ -84,6 +91,12 @@ def save(
     """
     check_keywords("save", options, SaveKeywords)
     _check(run, "save to")
+    tree, document = tree_to_save(run, model, optimizer)
+    return run.save(step, tree, document=document, **options)
+
+
+def tree_to_save(run: Run, model: Any, optimizer: Any) -> tuple[Any, bytes]:
+    """Returns the tree of a module and its optimizer, and the document about it."""
     parts = _parts_of(run, model, optimizer)
     graphother = fill_rng_values(parts.graphother)
     tree = {"graphstate": parts.graphstate, "graphother": graphother}
@@ -92,7 +105,7 @@ def save(
     recipe = Recipe.of(
         parts.graphdef, parts.graphstate, parts.graphother, parts.opt_state
     )
-    return run.save(step, tree, document=recipe.pack(), **options)
+    return tree, recipe.pack()
 
 
 def restore_into(
@@ -142,27 +155,60 @@ def restore_into(
         MismatchError: The checkpoint was saved from another module or optimizer.
     """
     _check(run, "restore of")
-    parts = _parts_of(run, model, optimizer)
-    opened = run.open(which, distributed=distributed, deadline=deadline)
-    wanted = Options(
+    options = Options(
         mesh=mesh,
         rules=rules,
         indivisible=indivisible,
         cast=cast,
         on_mismatch=on_mismatch,
         opt_state="skip" if optimizer is None else "restore",
-        reading={"deadline": deadline, "progress": progress},
     )
-    if optimizer is None:
-        request = Request(model=parts, options=wanted)
-        nnx.update(model, nnx.state(rebuild_module(opened, request)))
-        return opened.info
-    request = Request(model=parts, tx=optimizer.tx, state_class=_Parts, options=wanted)
-    state = rebuild_state(opened, request)
-    nnx.update(model, state.graphstate, state.graphother)
-    nnx.update(optimizer.opt_state, nnx.state(_as_in(optimizer, state.opt_state)))
-    optimizer.step.set_value(state.step)
+    plan = planner(run, model, optimizer, options)
+    opened = run.open(which, distributed=distributed, deadline=deadline)
+    target, put = plan(opened)
+    put(opened.restore(**target, deadline=deadline, progress=progress))
     return opened.info
+
+
+def planner(
+    run: Run, model: Any, optimizer: Any, options: Options | None = None
+) -> "Callable[[OpenCheckpoint], tuple[dict[str, Any], Callable[[Any], None]]]":
+    """Returns a function that plans the restore of a checkpoint into a module and its
+    optimizer: the arguments of the restore, and a function that gets its result."""
+    if options is None:
+        options = Options(opt_state="skip" if optimizer is None else "restore")
+    parts = _parts_of(run, model, optimizer)
+    tx = None if optimizer is None else optimizer.tx
+    request = Request(model=parts, tx=tx, state_class=_Parts, options=options)
+
+    def plan(
+        opened: "OpenCheckpoint",
+    ) -> "tuple[dict[str, Any], Callable[[Any], None]]":
+        others = [] if optimizer is None else [optimizer]
+        if is_pytree(opened):
+            states = map(nnx.state, others)
+            found, target = None, plan_pytree(opened, request, *states)[1]
+        else:
+            found = (plan_state if others else plan_module)(opened, request)
+            target = {**found.target, "select": found.select}
+
+        def put(restored: Any) -> None:
+            if found is None:
+                for part, state in zip([model, *others], restored, strict=True):
+                    nnx.update(part, state)
+                return
+            if optimizer is None:
+                nnx.update(model, *found.merge(restored))
+                return
+            state = create_state(found, restored)
+            nnx.update(model, state.graphstate, state.graphother)
+            opt_state = _as_in(optimizer, state.opt_state)
+            nnx.update(optimizer.opt_state, nnx.state(opt_state))
+            optimizer.step.set_value(state.step)
+
+        return target, put
+
+    return plan
 
 
 def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:

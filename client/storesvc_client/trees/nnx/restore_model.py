@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import is_floating
@@ -43,6 +44,7 @@ from storesvc_client.trees.nnx.blueprints import (
     stand_in,
     stored_blueprint,
 )
+from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
@@ -69,8 +71,11 @@ __all__ = [
     "Options",
     "Plan",
     "Request",
+    "create_state",
+    "is_pytree",
     "plan_module",
     "plan_opt_state",
+    "plan_pytree",
     "plan_state",
     "rebuild_module",
     "rebuild_state",
@@ -177,9 +182,14 @@ def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
         return _restored_containers(opened, request)
     plan = plan_state(opened, request)
     # 4. Restore the leaves.
-    restored = plan.restored(opened)
+    return create_state(plan, plan.restored(opened))
+
+
+def create_state(plan: Plan, restored: Any) -> Any:
+    """Returns the state of a plan with its restored leaves."""
     # 5. Merge the parts, and create the state.
-    options, tx = plan.options, request.tx
+    request, options = plan.request, plan.options
+    tx = request.tx
     graphstate, graphother = plan.merge(restored)
     opt_state = restored["opt_state"]
     if plan.initialises_optimizer and tx is not None:
@@ -204,6 +214,11 @@ def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
 
 def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
+    if is_pytree(opened) and request.model is not None:
+        module, target = plan_pytree(opened, request)
+        (state,) = opened.restore(**target, **request.options.reading)
+        nnx.update(module, state)
+        return module
     plan = plan_module(opened, request)
     # 4. Restore the leaves.
     restored = plan.restored(opened)
@@ -219,6 +234,12 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     """
     if request.tx is not None:
         check_tx(request.tx)
+    if is_pytree(stored):
+        raise MismatchError(
+            f"{stored.name} was saved with nnx.state((model, optimizer)), and has no "
+            "state of EasyDeL's form: restore it with "
+            "storesvc_client.nnx.restore_into(run, model, optimizer)"
+        )
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
     recipe = recipe_of(stored, request.options.on_mismatch)
     blueprint = _drawn(stored, request.model, recipe, request.options)
@@ -359,6 +380,56 @@ def plan_module(stored: Stored, request: Request) -> Plan:
             like=_with_saved_dtypes(stored, like, options),
             select=_selected(stored, like, options),
         )
+
+
+def is_pytree(stored: Stored) -> bool:
+    """Returns whether a checkpoint has the leaves of ``nnx.state((model, optimizer))``
+    or of ``(model, optimizer)``, which a state does not have."""
+    heads = {_head(key) for key in stored.leaves}
+    return not stored.document and {"0"} <= heads <= {"0", "1"}
+
+
+def _head(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def plan_pytree(
+    stored: Stored, request: Request, *others: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Plans to restore a module that was saved as a pytree; see ``is_pytree``.
+
+    Args:
+        stored: The checkpoint.
+        request: The module.
+        *others: The state of its optimizer, if it is restored, too.
+
+    Returns:
+        The module, and the arguments of a restore of a list: its state, and others.
+    """
+    options = request.options
+    if options.initialises:
+        raise InvalidRequestError(
+            f"{stored.name} was saved with nnx.state((model, optimizer)): expected "
+            "missing='error', got 'init'; restore it with the model that was saved"
+        )
+    blueprint = _drawn(stored, request.model, None, options)
+    options = _with_own_placement(blueprint, options)
+    module = merge_by_path(
+        blueprint.graphdef, blueprint.graphstate, blueprint.graphother
+    )
+    like = [nnx.state(module), *others]
+    if options.cast is not None:  # scalars of the optimizer are not cast
+        like[1:] = jax.tree.map(
+            lambda x: cast_floating(x, options.cast) if x.shape else x, like[1:]
+        )
+    return module, {
+        "like": like,
+        "mesh": options.mesh,
+        "rules": options.rules,
+        "indivisible": options.indivisible,
+        "cast": None if options.cast is None else LIKE,
+        "select": [key for key in stored.leaves if others or _head(key) == "0"],
+    }
 
 
 def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:

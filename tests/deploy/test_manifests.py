@@ -1,6 +1,7 @@
 """The manifests: valid for Kubernetes, with the properties that operators rely on."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -105,7 +106,7 @@ def test_pods_can_neither_write_nor_become_more_than_they_are(
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] > 10_000
         assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
-        for container in pod["containers"]:
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
             expected = {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -132,6 +133,25 @@ def test_a_server_that_others_reach_has_a_certificate_and_a_policy(
 
     assert "0.0.0.0" == arguments["--host"]
     assert {"--tls-cert", "--tls-key", "--policy"} <= arguments.keys()
+
+
+@each_overlay
+def test_each_server_has_an_audit_log_that_leaves_its_pod(
+    overlay: list[Object],
+) -> None:
+    spec = server_of(overlay)["spec"]["template"]["spec"]
+    log = dict(a.split("=", 1) for a in arguments_of(overlay))["--audit-log"]
+    (copying,) = spec["initContainers"]
+    (mount,) = copying["volumeMounts"]
+    own = {each["name"]: each for each in container_of(overlay)["volumeMounts"]}
+
+    assert log == copying["command"][-1]
+    assert Path(log).is_relative_to(mount["mountPath"])
+    assert mount["mountPath"] == own[mount["name"]]["mountPath"]
+    assert (True, False) == (mount["readOnly"], "readOnly" in own[mount["name"]])
+    assert container_of(overlay)["image"] == copying["image"]
+    (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+    assert "emptyDir" in volume
 
 
 @each_overlay

@@ -25,6 +25,7 @@ are for people; programs use ``reason`` and ``metadata``.
 """
 
 import logging
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -33,6 +34,8 @@ from typing import Final
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
+from storesvc.storage.location import is_this_machine
 
 _log = logging.getLogger("storesvc_client")
 
@@ -215,6 +218,22 @@ def translated(address: str) -> Generator[None]:
         ) from None
 
 
+def _proxy(address: str) -> str:
+    """Returns which proxy gRPC uses for an address, for a message, or ""."""
+    host = address.partition(",")[0].rpartition(":")[0]
+    names = ("grpc_proxy", "https_proxy", "http_proxy")  # in gRPC's order
+    name = next(filter(os.environ.get, names), None)
+    if name is None or is_this_machine(host):
+        return ""
+    from urllib.request import proxy_bypass_environment
+
+    if proxy_bypass_environment(host):  # what no_proxy lists
+        return ""
+    return (
+        f", through the proxy {os.environ[name]} of {name}; no_proxy={host} avoids it"
+    )
+
+
 def _error(e: grpc.RpcError, address: str) -> StoreError:
     assert isinstance(e, grpc.Call)  # gRPC raises them as one object
     info, retry_seconds = _details(e)
@@ -230,8 +249,8 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         details = (e.details() or "no cause given").removesuffix(": OK")
         cause = details.rpartition(": ")[2].strip("[]")
         return UnavailableError(
-            f"store {address} cannot be reached ({cause}); start its server, or "
-            "correct the address"
+            f"store {address} cannot be reached ({cause}{_proxy(address)}); start its "
+            "server, or correct the address"
         )
     if e.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -173,3 +174,69 @@ def test_no_line_of_a_native_library_precedes_the_error(tmp_path: Path) -> None:
     assert quiet.startswith("storectl: s3://bucket/x")
     assert 1 == quiet.count("\n")
     assert "AWS_ERROR_FILE_INVALID_PATH" in stderr("--verbose")
+
+
+def run_with(
+    redirection: str, address: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose streams a shell redirects."""
+    words = shlex.join([sys.executable, "-m", "storesvc_client.cli", *arguments])
+    return subprocess.run(
+        f"{words} {redirection}",
+        shell=True,
+        env=os.environ | {"STORECTL_STORE": address} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        errors="replace",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["ls", "stat", "tree", "--help"])
+@pytest.mark.parametrize(
+    ("redirection", "cause"),
+    [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")],
+)
+def test_output_that_cannot_be_written_is_an_error_of_one_line(
+    redirection: str, cause: str, command: str, run: store.Run, server_address: str
+) -> None:
+    run.save(1, {"x": 1}).result()
+    path = [] if command == "--help" else [f"{run.name}@latest"]
+
+    ran = run_with(redirection, server_address, command, *path)
+
+    expected = f"storectl: cannot write the output: {cause}\n"
+    assert (1, expected) == (ran.returncode, ran.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8", "koi8-r"])
+def test_a_tree_is_drawn_in_every_encoding(
+    encoding: str, run: store.Run, server_address: str
+) -> None:
+    run.save(1, {"a": {"x": 1}, "b": {"x": 1}}).result()
+
+    path = f"{run.name}@latest"
+    ran = run_with("", server_address, "tree", path, PYTHONIOENCODING=encoding)
+
+    assert (0, "") == (ran.returncode, ran.stderr)
+    assert encoding != "latin-1" or "`-- " in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpc_proxy", "https_proxy", "http_proxy"])
+def test_a_proxy_is_named_and_not_used_for_this_machine(
+    name: str, run: store.Run, server_address: str
+) -> None:
+    run.save(1, {"x": 1}).result()
+    proxy = "http://127.0.0.1:9"
+
+    near = run_with("", server_address, "ls", run.name, **{name: proxy})
+    options = ["-s", "ckpt.example:7070", "--insecure", "--timeout", "5"]
+    far = run_with("", server_address, *options, "ls", **{name: proxy})
+
+    assert (0, "") == (near.returncode, near.stderr)
+    assert f"through the proxy {proxy} of {name}; no_proxy=ckpt.example avoids it" in (
+        far.stderr
+    )

@@ -1,13 +1,14 @@
 """storectl ls and stat: records that match, in order, with tags and pins; suggestions
 for names that do not exist."""
 
-import json
 import math
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import storesvc_client as store
+from storesvc_client.cli import main
 from tests.support.command_line import document, printed, refusal, storectl, table
 
 LOSSES = {100: 2.31, 200: 2.08, 300: math.nan, 400: 2.11}
@@ -113,10 +114,13 @@ def test_an_empty_list_says_why(where: str, note: str, address: str) -> None:
     )
 
 
-def test_a_sort_by_a_name_that_no_checkpoint_has_is_noted(address: str) -> None:
-    result = storectl(address, "ls", "prod/llama", "--sort", "los", "--json")
+@pytest.mark.parametrize("options", [[], ["--json"], ["--limit", "1"]])
+def test_a_sort_by_a_name_that_no_checkpoint_has_is_wrong_usage(
+    options: list[str], address: str
+) -> None:
+    result = storectl(address, "ls", "prod/llama", "--sort", "los", *options)
 
-    assert 4 == len(json.loads(result.stdout))
+    assert (2, "") == (result.exit_code, result.stdout)
     assert "no checkpoint has a metric or label 'los'; did you mean loss?" in (
         result.stderr
     )
@@ -234,8 +238,8 @@ def test_stat_of_a_namespace_adds_up_its_runs(address: str) -> None:
         ("prod/llama@lastest", "did you mean prod/llama@latest?"),
         ("prod/llama@zzz", "has no tag zzz; 'storectl tag prod/llama' lists all"),
         ("prod/lama", "did you mean prod/llama? 'storectl ls prod' lists all"),
-        ("prdo", "namespace 'prdo' has no runs; did you mean prod?"),
-        ("nothing-like-it", "namespace 'nothing-like-it' has no runs"),
+        ("prdo", "namespace prdo has no runs; did you mean prod?"),
+        ("nothing-like-it", "namespace nothing-like-it has no runs"),
     ],
 )
 def test_a_name_that_does_not_exist_gets_a_suggestion(
@@ -244,13 +248,15 @@ def test_a_name_that_does_not_exist_gets_a_suggestion(
     assert expected in refusal(address, "stat", path)
 
 
-def test_an_empty_list_of_runs_suggests_a_namespace(address: str) -> None:
-    result = storectl(address, "ls", "prdo")
+@pytest.mark.parametrize("command", ["ls", "du", "stat", "gc", "uploads"])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_namespace_that_does_not_exist_is_refused(
+    command: str, options: list[str], address: str
+) -> None:
+    result = storectl(address, command, "prdo", *options)
 
-    assert (0, "storectl: no runs; did you mean prod?\n") == (
-        result.exit_code,
-        result.stderr,
-    )
+    assert (1, "") == (result.exit_code, result.stdout)
+    assert "namespace prdo has no runs; did you mean prod?" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -261,6 +267,16 @@ def test_an_empty_list_of_runs_suggests_a_namespace(address: str) -> None:
         (["config", "sett"], "Did you mean 'set'?"),
         (["ls", "--limti", "3"], "Did you mean '--limit'?"),
         (["xyzzy"], "No such command 'xyzzy'."),
+        (["describe", "a/b"], "No such command 'describe'. Did you mean 'stat'?"),
+        (["ls", "-o", "json"], "No such option '-o'. Did you mean '--json'?"),
+        (["ls", "-n", "5"], "No such option '-n'. Did you mean '--limit'?"),
+        (["ls", "--limit", "x"], "expected a whole number of at least 1, got 'x'"),
+        (["console", "--port", "x"], "a whole number from 0 to 65535, got 'x'"),
+        (
+            ["tag", "a/b", "best", "500"],
+            "the step is part of the path: storectl tag a/b@500 best",
+        ),
+        (["rm", "a/b@1..9"], "expected one step; name each, such as a/b@1 a/b@9"),
     ],
 )
 def test_a_wrong_command_or_option_gets_a_suggestion(
@@ -270,3 +286,12 @@ def test_a_wrong_command_or_option_gets_a_suggestion(
 
     assert 2 == result.exit_code
     assert f"{expected}\n" in result.stderr
+
+
+def test_help_and_version_are_commands_too() -> None:
+    assert storectl("127.0.0.1:1", "ls", "--help").stdout == (
+        CliRunner().invoke(main, ["help", "ls"], prog_name="storectl").stdout
+    )
+    (version,) = CliRunner().invoke(main, ["version"]).stdout.splitlines()
+    assert version.startswith("storectl 0.")
+    assert "\nCommands:\n" in CliRunner().invoke(main, ["help"]).stdout

@@ -89,8 +89,12 @@ _OPTIONS: Final = (
     # ... and so does its half minute, for servers that return at other addresses.
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )
+_NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
+"""A proxy elsewhere cannot reach this machine's loopback addresses."""
+
 _EMBEDDED_OPTIONS: Final = (
     *_OPTIONS,
+    _NO_PROXY,
     ("grpc.service_config", json.dumps({"methodConfig": _METHOD_CONFIG})),
 )
 _REMOTE_OPTIONS: Final = (
@@ -387,6 +391,8 @@ def _source(servers: Target, tls: Tls | None, token: "Token") -> TokenSource:
 
 def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
     options = _numbered(_REMOTE_OPTIONS, number)
+    if servers.is_loopback:
+        options = (*options, _NO_PROXY)
     if tls is None:
         return grpc.insecure_channel(servers.address(), options)
     if servers.is_list:

@@ -149,6 +149,13 @@ def _whole(text: str, path: StorePath) -> CheckpointPath:
 
 def step_path(text: str) -> CheckpointPath:
     """Returns the path of a checkpoint by its step; tags and "latest" may move."""
+    run, _, which = text.partition("@")
+    first, dots, last = which.partition("..")
+    if dots:
+        raise click.BadParameter(
+            f"{text!r}: expected one step; name each, such as {run}@{first} "
+            f"{run}@{last}"
+        )
     path = whole_checkpoint(text)
     if isinstance(path.which, str):
         raise click.BadParameter(
@@ -185,6 +192,26 @@ def store_target(text: str) -> str:
 def store_root(text: str) -> str:
     """Returns the root of a store as a URI."""
     return parse_root(text)
+
+
+class WholeNumber(click.IntRange):
+    """A whole number within bounds; anything else is rejected with them."""
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        """Returns the number."""
+        try:
+            number = int(value)
+        except ValueError:
+            bounds = f"of at least {self.min}"
+            if self.max is not None:
+                bounds = f"from {self.min} to {self.max}"
+            self.fail(f"expected a whole number {bounds}, got {value!r}", param, ctx)
+        return super().convert(number, param, ctx)
 
 
 def duration(text: str) -> timedelta:

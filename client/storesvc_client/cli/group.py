@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from storesvc_client.cli.connection import VERBOSE, Connection
 from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
-from storesvc_client.cli.suggestions import command_hint, error_text
+from storesvc_client.cli.suggestions import command_hint, error_text, option_hints
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
@@ -42,6 +42,8 @@ def _reported(*, as_json: bool) -> Generator[None]:
             parts = ["interrupted", *getattr(e, "__notes__", [])]
             raise Interrupted("; ".join(parts)) from e
     except click.ClickException as e:
+        if isinstance(e, click.NoSuchOption):
+            e.possibilities = option_hints(e) or e.possibilities
         if not as_json:
             raise
         click.echo(json_line(e), err=True)
@@ -63,6 +65,11 @@ class _Group(click.Group):
         **extra: Any,
     ) -> click.Context:
         """Parses the options of the group."""
+        match args:  # as other programs have them
+            case ["version"]:
+                args = ["--version"]
+            case ["help", *command]:
+                args = [*command[:1], "--help"]
         as_json = "--json" in args[: args.index("--") if "--" in args else None]
         with _reported(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)

@@ -166,7 +166,8 @@ class Listing(Generic[_Item]):
             is_selection: Whether the items are chosen from a list that is read beyond
                 them: then damaged records of it do not count.
             damaged: Errors of damaged records; grows while the items are read.
-            absence: Returns the note of an empty list, once the items are read.
+            absence: Returns the note of an empty list, once the items are read, or
+                raises why there cannot be any.
 
         Raises:
             DataLossError: The last of ``damaged``; the others are printed before.
@@ -184,12 +185,15 @@ class Listing(Generic[_Item]):
         if limit is not None and not is_selection:
             reported = damaged[: limit - len(shown)]
         rest = rest or len(reported) < len(damaged)
+        note = ""
+        if not shown and not damaged:  # may raise, before anything is printed
+            note = absence() if absence else f"no {plural(self.noun)}"
         if as_json:
             print_json([*map(self.document, shown)])
         elif shown:
             print_table(self.columns, map(self.row, shown))
-        elif not damaged:
-            print_note(absence() if absence else f"no {plural(self.noun)}")
+        elif note:
+            print_note(note)
         if rest:
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
             noun = self.noun if limit == 1 and not known else plural(self.noun)

@@ -14,7 +14,6 @@ from storesvc_client._values.texts import (
     size_text,
     time_text,
 )
-from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import (
     json_value,
     print_fields,
@@ -22,7 +21,7 @@ from storesvc_client.cli.output import (
     report,
     text_width,
 )
-from storesvc_client.cli.suggestions import namespace_hint
+from storesvc_client.cli.suggestions import check_namespace
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -159,8 +158,7 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     damaged: list[DataLossError] = []
     usages = usages_of(client, namespace, damaged.append)
     if not usages and not damaged:
-        hint = namespace_hint(client, namespace)
-        raise Refusal(f"namespace {namespace!r} has no runs{hint}")
+        check_namespace(client, namespace)
     quotas = client.quotas(namespace)
     totals = {
         "run_count": len(usages),

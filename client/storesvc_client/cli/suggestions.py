@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+import click
+
 from storesvc.format.names import LATEST
+from storesvc_client.cli.errors import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Client, StoreError
@@ -15,6 +18,7 @@ _MOST_RUNS: Final = 10_000
 _WORDS: Final = {
     "copy": "cp",
     "delete": "rm",
+    "describe": "stat",
     "info": "stat",
     "list": "ls",
     "remove": "rm",
@@ -24,11 +28,38 @@ _WORDS: Final = {
 """Commands by the names that they have in other programs."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the most similar of the known names; None if none is similar."""
-    import difflib
+_OPTIONS: Final = {
+    "--format": "--json",
+    "--output": "--json",
+    "-A": "--help",
+    "-f": "--where",
+    "-l": "--where",
+    "-n": "--limit",
+    "-o": "--json",
+    "-q": "--json",
+}
+"""Options by the names that they have in other programs."""
 
-    return next(iter(difflib.get_close_matches(name, [*known], n=1)), None)
+
+def option_hints(error: click.NoSuchOption) -> list[str]:
+    """Returns the option of the command that an absent option stands for elsewhere."""
+    found = _OPTIONS.get(error.option_name)
+    parameters = error.ctx.command.params if error.ctx else []
+    known = {name for parameter in parameters for name in parameter.opts}
+    return [found] if found in known else []
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the most similar of the known names, or the one whose last part is most
+    similar, as of metrics such as train/loss; None if none is similar."""
+    from difflib import get_close_matches
+
+    whole = {text: text for text in known}
+    parts = {text.rpartition("/")[2]: text for text in whole}
+    for names in (whole, parts):
+        for found in get_close_matches(name, names, n=1):
+            return names[found]
+    return None
 
 
 def command_hint(name: str, commands: Iterable[str]) -> str:
@@ -37,13 +68,20 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
     return f" Did you mean {found!r}?" if found else ""
 
 
-def namespace_hint(client: "Client", namespace: str) -> str:
-    """Returns the suggestion of a namespace with a similar name, or ""."""
+def check_namespace(client: "Client", namespace: str) -> None:
+    """Rejects a namespace that has no run; suggests one with a similar name.
+
+    Raises:
+        Refusal: It has none.
+    """
+    if any(client.runs(namespace, on_damage=lambda _: None)):
+        return
     # Damaged records are no reason for a message without a suggestion.
     runs = islice(client.runs(on_damage=lambda _: None), _MOST_RUNS)
     known = {run.name.partition("/")[0] for run in runs}
-    found = nearest(namespace, known - {namespace})
-    return f"; did you mean {found}?" if found else ""
+    found = nearest(namespace, known)
+    hint = f"; did you mean {found}?" if found else ""
+    raise Refusal(f"namespace {namespace} has no runs{hint}")
 
 
 def error_text(error: "StoreError") -> str:

@@ -15,7 +15,12 @@ from storesvc_client._values.call_kinds import (
     Authentication,
 )
 from storesvc_client._values.texts import ABSENT, count_text, printable, time_text
-from storesvc_client.cli.arguments import json_option, parent_path, past_time
+from storesvc_client.cli.arguments import (
+    WholeNumber,
+    json_option,
+    parent_path,
+    past_time,
+)
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
@@ -106,7 +111,7 @@ LISTING: Final["Listing[AuditEntry]"] = Listing(
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     default=DEFAULT_LIMIT,
     show_default=True,

@@ -35,11 +35,7 @@ def cat(connection: Connection, *, path: LeafPath, options: ForeignOptions) -> N
       storectl cat prod/llama-8b@500:data/3
     """
     name, slash, process = path.glob.partition("/")
-    if slash and not (process.isascii() and process.isdecimal()):
-        raise click.BadParameter(
-            f"{path.glob!r}: expected NAME or NAME/PROCESS, such as data/3",
-            param_hint="'PATH'",
-        )
+    is_item = not slash or (process.isascii() and process.isdecimal())
     checkpoint = path.checkpoint
     with connection.open_for(path, options) as client:
         opened = client.run(checkpoint.run).open(checkpoint.which)
@@ -48,6 +44,10 @@ def cat(connection: Connection, *, path: LeafPath, options: ForeignOptions) -> N
             raise Refusal(
                 f"{path.glob!r} is a leaf of {opened.name}, no item; 'storectl get "
                 f"{opened.name}:{path.glob}' reads it"
+            )
+        if not is_item:
+            raise Refusal(
+                f"{path.glob!r}: expected an item, NAME or NAME/PROCESS, such as data/3"
             )
         kind, count = items.info(name).kind, items.info(name).process_count
         if count is not None and not slash:

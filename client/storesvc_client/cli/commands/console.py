@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from storesvc_client.cli.arguments import WholeNumber
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import print_note
@@ -18,7 +19,7 @@ _NEEDED: Final = ("jinja2", "starlette", "uvicorn")
 @click.command()
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     default=7080,
     show_default=True,
     help="Port on this machine; 0 chooses a free one.",

@@ -25,6 +25,7 @@ from storesvc_client.cli.paths import (
     RunPath,
     StorePath,
 )
+from storesvc_client.cli.suggestions import check_namespace
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client, DataLossError, Usage
@@ -110,6 +111,8 @@ def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> No
 
     damaged: list[DataLossError] = []
     usages = usages_of(client, namespace, damaged.append)
+    if namespace and not usages and not damaged:
+        check_namespace(client, namespace)
     if as_json:
         print_json(usages)
     elif usages:

@@ -17,6 +17,7 @@ from storesvc_client.cli.output import (
     print_table,
 )
 from storesvc_client.cli.paths import NamespacePath, RunPath
+from storesvc_client.cli.suggestions import check_namespace
 
 if TYPE_CHECKING:
     from storesvc_client import Collected
@@ -86,6 +87,8 @@ def gc(
     parent = None if path is None else str(path)
     with connection.open() as client:
         passes = list(client.collect(parent, grace=grace, dry_run=dry_run))
+        if isinstance(path, NamespacePath) and not passes:
+            check_namespace(client, path.namespace)
     if as_json:
         print_json(passes)
     elif passes:

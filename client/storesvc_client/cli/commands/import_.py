@@ -7,6 +7,7 @@ import click
 
 from storesvc.format.names import Which
 from storesvc_client.cli.arguments import (
+    WholeNumber,
     foreign_options,
     json_option,
     label,
@@ -51,7 +52,7 @@ def _source(text: str) -> RunPath | CheckpointPath:
 @click.option("--latest", is_flag=True, help="Import the newest step only.")
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="Reads in flight, by default 16.",
 )

@@ -7,6 +7,7 @@ import click
 
 from storesvc_client._values.texts import plural
 from storesvc_client.cli.arguments import (
+    WholeNumber,
     foreign_options,
     json_option,
     readable_path,
@@ -27,7 +28,7 @@ from storesvc_client.cli.paths import (
     is_foreign,
 )
 from storesvc_client.cli.records.views import View, view_of
-from storesvc_client.cli.suggestions import namespace_hint
+from storesvc_client.cli.suggestions import check_namespace
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="Print the first N only; a line on stderr says if there are more.",
 )
@@ -151,8 +152,11 @@ def _absence(
     source: "Readable",
     path: StorePath | None,
 ) -> str:
-    """Returns the note of an empty list."""
-    note = selection.absence() if selection else f"no {plural(view.listing.noun)}"
+    """Returns the note of an empty list.
+
+    Raises:
+        Refusal: There is no such namespace.
+    """
     if isinstance(path, NamespacePath) and not isinstance(source, ForeignStore):
-        return note + namespace_hint(source, path.namespace)
-    return note
+        check_namespace(source, path.namespace)
+    return selection.absence() if selection else f"no {plural(view.listing.noun)}"

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import click
 
-from storesvc_client.cli.arguments import duration, store_root
+from storesvc_client.cli.arguments import WholeNumber, duration, store_root
 from storesvc_client.cli.errors import Refusal
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -24,7 +24,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     default=7070,
     show_default=True,
     help="0 takes a free port, which --ready-file contains.",
@@ -96,7 +96,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 )
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     help="Serve metrics for Prometheus over HTTP, without authentication.",
 )
 @click.option(

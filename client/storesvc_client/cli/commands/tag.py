@@ -49,7 +49,7 @@ def tag_name(text: str) -> str:
     return text
 
 
-@click.command()
+@click.command(context_settings={"allow_extra_args": True})
 @click.argument(
     "path",
     type=run_or_checkpoint,
@@ -78,7 +78,9 @@ def tag_name(text: str) -> str:
 )
 @json_option
 @pass_connection
+@click.pass_context
 def tag(
+    ctx: click.Context,
     connection: Connection,
     *,
     path: RunPath | CheckpointPath,
@@ -101,6 +103,11 @@ def tag(
       storectl tag prod/llama-8b@600 prod --etag 5c0d..
       storectl tag prod/llama-8b best --delete
     """
+    if ctx.args:
+        raise click.UsageError(
+            f"unexpected argument {ctx.args[0]!r}; the step is part of the path: "
+            f"storectl tag {path}@{ctx.args[0]} {name}"
+        )
     match path, name:
         case RunPath(run), None if not delete and protected is None and not expected:
             with connection.open() as client:

@@ -8,6 +8,7 @@ import click
 from storesvc_client._values.leaf_tree import Line, Node, draw, grow
 from storesvc_client._values.texts import count_text, item_text, size_text
 from storesvc_client.cli.arguments import (
+    WholeNumber,
     foreign_options,
     json_option,
     readable_checkpoint,
@@ -42,7 +43,7 @@ _COLUMNS: Final = (
 )
 @click.option(
     "--depth",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="Draw N levels; the last one counts the leaves below it.",
 )

@@ -9,6 +9,7 @@ from storesvc_client.cli.arguments import json_option, step_path
 from storesvc_client.cli.batch import change_each
 from storesvc_client.cli.completion import Part, Which, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def undelete(
     """
 
     def undelete_one(run: "Run", step: int) -> tuple[str, object]:
+        if run.checkpoint(step).delete_time is None:
+            raise Refusal(f"{run.name}@{step} is not deleted")
         checkpoint = run.undelete(step)
         return f"{checkpoint.run}@{checkpoint.step} undeleted", checkpoint
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from storesvc_client._values.texts import pairs_text, printable, size_text
-from storesvc_client.cli.arguments import parent_path
+from storesvc_client.cli.arguments import WholeNumber, parent_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Interrupted, Refusal
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "resume_token.",
 )
 @click.option(
-    "--count", type=click.IntRange(min=1), metavar="N", help="End after N events."
+    "--count", type=WholeNumber(min=1), metavar="N", help="End after N events."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line.")
 @pass_connection

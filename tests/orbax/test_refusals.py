@@ -1,5 +1,6 @@
 """Options of Orbax that a store cannot follow are rejected by name; errors are kept."""
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from orbax.checkpoint import args
 from orbax.checkpoint import checkpoint_managers as managers
 
@@ -221,11 +223,69 @@ def test_a_text_names_store_and_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "run"),
-    [("/ckpts", None), ("file:///c#a/b", "a/b"), ("file:///c#", None), ("", None)],
+    [
+        ("/ckpts", None),
+        ("file:///c#a/b", "a/b"),
+        ("file:///c#", None),
+        ("file:///c#a/", None),
+        ("file:///c#a/../b", None),
+        ("", None),
+    ],
 )
 def test_a_text_without_a_run_is_rejected(place: str, run: str | None) -> None:
-    with pytest.raises(store.InvalidRequestError, match="#prod"):
+    with pytest.raises(store.InvalidRequestError, match="#"):
         split_target(place, run)
+
+
+def test_a_plain_path_is_rejected_with_one_that_works(tmp_path: Path) -> None:
+    with pytest.raises(store.InvalidRequestError) as caught:
+        orbax.CheckpointManager(tmp_path / "prod" / "llama")
+    (advice,) = re.findall(r"such as '([^']+)'", str(caught.value))
+    assert advice == f"{tmp_path}#prod/llama"
+    with orbax.CheckpointManager(advice) as manager:
+        assert manager.directory.name == "prod/llama"
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("gs://b/r#ns/run/", ("gs://b/r", "ns/run")),
+        (epath.Path("gs://b/r#ns") / "run", ("gs://b/r", "ns/run")),
+        (Path("gs://b/r#ns/run"), ("gs://b/r", "ns/run")),
+        (Path("file:///s#ns/run"), ("file:///s", "ns/run")),
+        ("host:7070#ns/run/checkpoints/", ("host:7070", "ns/run.checkpoints")),
+        ("/a#b/s/#ns/run//./x", ("/a#b/s/", "ns/run.x")),
+    ],
+    ids=stable_id,
+)
+def test_a_path_names_store_and_run(place: Any, expected: tuple[str, str]) -> None:
+    assert split_target(str(place), None) == expected
+
+
+@pytest.mark.parametrize("cls", [orbax.CheckpointManager, orbax.Checkpointer])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (lambda root: epath.Path(f"file://{root}/s#t/run"), "t/run"),
+        (lambda root: epath.Path(f"{root}/s#t") / "run", "t/run"),
+        (lambda root: f"{root}/s#prod/llama/", "prod/llama"),
+        (lambda root: f"file://{root}/s#prod/llama/ckpts/", "prod/llama.ckpts"),
+        (lambda root: epath.Path(f"{root}/s#prod/llama/ckpts/"), "prod/llama.ckpts"),
+    ],
+    ids=["epath-file", "epath", "slash", "third", "epath-third"],
+)
+def test_a_directory_may_be_built_as_programs_do(
+    tmp_path: Path, cls: Any, form: Callable[[Path], Any], name: str
+) -> None:
+    place = form(tmp_path)
+    if not isinstance(place, str):
+        place.mkdir(parents=True, exist_ok=True)
+    with cls(place) as manager:
+        assert str(manager.directory) == f"file://{tmp_path}/s#{name}"
+    with store.connect(tmp_path / "s") as client:
+        client.run(name).save(1, TREE).result()
+    with cls(place) as manager:
+        assert manager.directory.run.steps() == [1]
 
 
 @pytest.mark.parametrize(

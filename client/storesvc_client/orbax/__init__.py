@@ -49,6 +49,26 @@ _HOMES: Final = {
 }
 
 
+def _register_scheme() -> None:
+    """Makes ``epath.Path("file:///ckpts#prod/llama-8b")`` a path, which programs pass
+    their directory through; etils knows no files with a scheme."""
+    try:
+        from etils import epath
+    except ModuleNotFoundError:
+        return
+    try:
+        epath.Path("file:///")
+    except KeyError:
+
+        @epath.register_path_cls("file://")
+        class FilePath:
+            def __new__(cls, place: str) -> Any:
+                return epath.Path(place.removeprefix("file://"))
+
+
+_register_scheme()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ A checkpointable is a pytree, or an object that saves itself into a directory
 """
 
 from collections.abc import Mapping
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -72,7 +73,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: "Run | str",
+        directory: "Run | str | PathLike[str]",
         *,
         context: Any = None,
         save_decision_policy: Any = None,
@@ -87,8 +88,7 @@ class Checkpointer:
         """Opens a run, and sets its retention policy if it has none.
 
         Args:
-            directory: A ``Run``, or a store and a run, such as
-                "file:///ckpts#prod/llama-8b".
+            directory: As for ``CheckpointManager``.
             context: Orbax's ``Context``; an active one counts before it, as in Orbax.
                 ``partial_load`` is followed, options of files are logged, and those
                 that change what is saved or loaded are rejected.

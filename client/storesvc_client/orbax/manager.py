@@ -6,6 +6,7 @@ of the two is settled by the constructor, or by the first save or restore.
 
 import logging
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,7 +55,7 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
 
     def __init__(
         self,
-        directory: "Run | str",
+        directory: "Run | str | PathLike[str]",
         checkpointers: None = None,
         options: ocp.CheckpointManagerOptions | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -69,7 +70,8 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
 
         Args:
             directory: A ``Run``; or the target of ``connect``, "#" and the name of the
-                run, such as "file:///ckpts#prod/llama-8b".
+                run, such as "file:///ckpts#prod/llama-8b", as a text or a path; more
+                parts, as in "#prod/llama-8b/checkpoints/", are parts of the name.
             checkpointers: Rejected, as Orbax deprecates it; use ``item_handlers``.
             options: Orbax's options; those without an effect here are logged.
             metadata: Metadata of the run, kept unless it has some.

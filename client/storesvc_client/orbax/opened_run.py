@@ -1,16 +1,21 @@
 """Resolves what a manager is created with to a run: a ``Run``, or text of a config.
 
-The text is the target of ``connect``, "#", and the name of the run, such as
-``file:///ckpts#prod/llama-8b``; or the target alone, with ``run=``.
+The text, or a path that has it, is the target of ``connect``, "#", and the name of the
+run, such as ``/ckpts#prod/llama-8b``; or the target alone, with ``run=``. Programs join
+more parts to their directory, which become parts of the name: ``llama-8b/checkpoints/``
+is ``llama-8b.checkpoints``.
 """
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from storesvc_client._api.client import connect
 from storesvc_client._api.run import Run
 from storesvc_client._values.telemetry import StepLogger
 from storesvc_client.errors import InvalidRequestError
+
+_EXAMPLE: Final = "file:///ckpts#prod/llama-8b"
 
 
 def open_run(
@@ -50,19 +55,28 @@ def open_run(
 def split_target(place: str, run: str | None) -> tuple[str, str]:
     """Returns the target of a store and the name of a run.
 
-    >>> split_target("file:///ckpts#prod/llama-8b", None)
-    ('file:///ckpts', 'prod/llama-8b')
+    >>> split_target("file:///ckpts#prod/llama-8b/checkpoints/", None)
+    ('file:///ckpts', 'prod/llama-8b.checkpoints')
 
     Raises:
         InvalidRequestError: There is no name, or two.
     """
+    place = re.sub(r"\A(\w+):/(?!/)", _whole_scheme, place)
     target, mark, name = place.rpartition("#")
     if run is not None and not mark:
         return place, run
-    if run is not None or not mark or not name:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if run is not None or not mark or len(parts) < 2 or ".." in parts:
+        above, *given = place.rstrip("/").rsplit("/", 2)
+        like = f"{above}#{'/'.join(given)}" if above and len(given) == 2 else _EXAMPLE
         raise InvalidRequestError(
-            "directory: expected a Run, or a store and a run such as "
-            f"'file:///ckpts#prod/llama-8b', got {place!r} and run={run!r}; a "
-            "directory of Orbax is imported with storectl import"
+            f"directory: expected a Run, or a store and a run such as {like!r}, got "
+            f"{place!r} and run={run!r}; a directory of Orbax is imported with "
+            "storectl import"
         )
-    return target, name
+    return target, "/".join((parts[0], ".".join(parts[1:])))
+
+
+def _whole_scheme(found: re.Match[str]) -> str:
+    """Returns the scheme of a URL of which ``pathlib`` removed slashes."""
+    return f"{found[1]}:///" if found[1] == "file" else f"{found[1]}://"

@@ -225,9 +225,9 @@ def _proxy(address: str) -> str:
     name = next(filter(os.environ.get, names), None)
     if name is None or is_this_machine(host):
         return ""
-    from urllib.request import proxy_bypass_environment
+    from urllib.request import proxy_bypass
 
-    if proxy_bypass_environment(host):  # what no_proxy lists
+    if proxy_bypass(host):  # what no_proxy lists
         return ""
     return (
         f", through the proxy {os.environ[name]} of {name}; no_proxy={host} avoids it"

@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_an_error_only_where_it_is_needed(
         ("[contexts.a]\nstore='b:1'\nport=1\n", "line 3: expected one of the keys"),
         ("[contexts.a]\nstore='b:1'\nca='x'\n", "line 3: ca: expected an absolute"),
         ("[contexts.a]\nstore='b:1'\ninsecure='no'\n", "line 3: insecure: expected"),
-        ("[contexts.A_b]\nstore='b:1'\n", "line 1: context 'A_b'"),
+        ("[contexts.A_b_]\nstore='b:1'\n", "line 1: context 'A_b_'"),
         ("[contexts.a]\nstore='memory://'\n", "line 2: store 'memory://'"),
         ("contexts = 1\n", "line 1: contexts: expected tables"),
         ("[contexts]\na = 1\n", "line 2: a: expected a table"),

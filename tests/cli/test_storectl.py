@@ -80,16 +80,6 @@ def test_ls_of_a_namespace_lists_its_runs_only(address: str) -> None:
     assert ["test/other"] == [run["name"] for run in document(address, "ls", "test")]
 
 
-def test_ls_of_an_empty_namespace_says_so_on_stderr(address: str) -> None:
-    result = storectl(address, "ls", "nobody")
-
-    assert (0, "", "storectl: no runs\n") == (
-        result.exit_code,
-        result.stdout,
-        result.stderr,
-    )
-
-
 def test_ls_of_a_run_lists_its_checkpoints_newest_first(address: str) -> None:
     header, newest, oldest = table(printed(address, "ls", "prod/tiny"))
 

@@ -485,9 +485,9 @@ def test_only_a_live_upload_can_be_aborted(
         ["tag", "a/b", "--delete"],
         ["tag", "a/b@10", "best", "--delete"],
         ["tag", "a/b@10", "latest"],
-        ["tag", "a/b@10", "Best"],
+        ["tag", "a/b@10", "1st"],
         ["tag", "a/b@10:params/**", "best"],
-        ["stat", "a/b@Best"],
+        ["stat", "a/b@best."],
         ["stat", "a/b@"],
         ["ls", "--deleted"],
         ["ls", "a", "--deleted"],
@@ -535,3 +535,16 @@ def test_the_summary_of_each_command_fits_into_the_list_of_commands() -> None:
     listed = text.partition("Commands:")[2].splitlines()[1:]
     assert list(COMMANDS) == [line.split()[0] for line in listed]
     assert [] == [line for line in listed if line.endswith("...")]
+
+
+def test_a_checkpoint_that_is_not_deleted_is_not_undeleted(
+    run: store.Run, server_address: str
+) -> None:
+    run.save(1, {"x": 1}).result()
+
+    result = storectl(server_address, "undelete", f"{run.name}@1")
+
+    assert (1, f"storectl: {run.name}@1 is not deleted\n") == (
+        result.exit_code,
+        result.stderr,
+    )

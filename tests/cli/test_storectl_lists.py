@@ -248,7 +248,7 @@ def test_a_name_that_does_not_exist_gets_a_suggestion(
     assert expected in refusal(address, "stat", path)
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "gc", "uploads"])
+@pytest.mark.parametrize("command", ["ls", "du", "stat", "gc"])
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_a_namespace_that_does_not_exist_is_refused(
     command: str, options: list[str], address: str

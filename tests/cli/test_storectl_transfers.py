@@ -250,7 +250,7 @@ def test_a_place_has_a_store_and_a_path(text: str, expected: Place) -> None:
         "gs://b/p",
         "a/b@1:x",
         "lab:",
-        "A:a/b",
+        "a.:a/b",
         "lab:a",
         "x//",
     ],

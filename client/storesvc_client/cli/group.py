@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from storesvc_client.cli.connection import VERBOSE, Connection
 from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
-from storesvc_client.cli.suggestions import command_hint, error_text, option_hints
+from storesvc_client.cli.suggestions import command_hint, error_text, option_hint
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
@@ -42,10 +42,10 @@ def _reported(*, as_json: bool) -> Generator[None]:
             parts = ["interrupted", *getattr(e, "__notes__", [])]
             raise Interrupted("; ".join(parts)) from e
     except click.ClickException as e:
-        if isinstance(e, click.NoSuchOption):
-            e.possibilities = option_hints(e) or e.possibilities
+        if isinstance(e, click.NoSuchOption) and (hint := option_hint(e)):
+            e = click.UsageError(f"{e.message} Did you mean {hint!r}?", ctx=e.ctx)
         if not as_json:
-            raise
+            raise e  # noqa: TRY201 - it may be another one
         click.echo(json_line(e), err=True)
         raise click.exceptions.Exit(e.exit_code) from e
 
@@ -70,6 +70,8 @@ class _Group(click.Group):
                 args = ["--version"]
             case ["help", *command]:
                 args = [*command[:1], "--help"]
+            case _:
+                pass
         as_json = "--json" in args[: args.index("--") if "--" in args else None]
         with _reported(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)

@@ -41,12 +41,12 @@ _OPTIONS: Final = {
 """Options by the names that they have in other programs."""
 
 
-def option_hints(error: click.NoSuchOption) -> list[str]:
+def option_hint(error: click.NoSuchOption) -> str | None:
     """Returns the option of the command that an absent option stands for elsewhere."""
     found = _OPTIONS.get(error.option_name)
     parameters = error.ctx.command.params if error.ctx else []
     known = {name for parameter in parameters for name in parameter.opts}
-    return [found] if found in known else []
+    return found if found in known else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

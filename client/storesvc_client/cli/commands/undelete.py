@@ -1,6 +1,7 @@
 """``storectl undelete``: reverts deletions."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -40,8 +41,11 @@ def undelete(
     Exit code 1: one of them could not be undeleted; the others are.
     """
 
+    from storesvc_client import NotFoundError
+
     def undelete_one(run: "Run", step: int) -> tuple[str, object]:
-        if run.checkpoint(step).delete_time is None:
+        with suppress(NotFoundError):  # as of a deleted one
+            run.checkpoint(step)
             raise Refusal(f"{run.name}@{step} is not deleted")
         checkpoint = run.undelete(step)
         return f"{checkpoint.run}@{checkpoint.step} undeleted", checkpoint

@@ -12,7 +12,6 @@ from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Column, Listing, Shrink, print_json
 from storesvc_client.cli.paths import NamespacePath, RunPath
-from storesvc_client.cli.suggestions import check_namespace
 
 if TYPE_CHECKING:
     from storesvc_client import Client, DataLossError, Run, UploadInfo
@@ -115,8 +114,6 @@ def _show(
         listing = _OF_RUN
         if not found and not damaged:
             client.run(path.run).info()  # raises if there is no such run
-    elif path and not found and not damaged:
-        check_namespace(client, path.namespace)
     listing.show(found, as_json=as_json, damaged=damaged)
 
 

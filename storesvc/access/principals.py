@@ -25,7 +25,7 @@ class Principal:
     ``spiffe://td/ns/train/sa/job`` or ``local``; empty: anonymous."""
     authentication: Authentication
     groups: frozenset[str] = frozenset()
-    """Names of groups, without the prefix ``group:`` that bindings use."""
+    """Names of groups as ``ISSUER/NAME``, without the prefix ``group:`` of bindings."""
     expire_time: datetime | None = None
     """When the credential expires; None: never, or unknown."""
 

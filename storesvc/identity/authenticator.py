@@ -1,8 +1,9 @@
 """Authenticates the callers of a server.
 
 A bearer token decides if there is one, then a client certificate, then the machine: a
-caller on a loopback address or a Unix socket is ``local``. A token or a certificate
-that is not valid rejects the call; nothing weaker is tried instead.
+caller on a loopback address or a Unix socket is ``local``, unless other machines can
+reach the server: then proxies and sidecars call from this machine, too. A token or a
+certificate that is not valid rejects the call; nothing weaker is tried instead.
 """
 
 import hashlib
@@ -51,12 +52,16 @@ class _Known(NamedTuple):
 class Authenticator:
     """Authenticates callers by the policy in force."""
 
-    def __init__(self, document: Callable[[], PolicyDocument]) -> None:
+    def __init__(
+        self, document: Callable[[], PolicyDocument], *, has_local: bool = True
+    ) -> None:
         """Creates it; reads no keys.
 
         Args:
             document: Returns the policy in force.
+            has_local: True if callers of this machine are ``local``.
         """
+        self._has_local = has_local
         self._document = document
         self._issuers: dict[Issuer, IssuerKeys] = {}
         self._known: TTLCache[bytes, _Known] = TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
@@ -79,7 +84,7 @@ class Authenticator:
         by_certificate = certificates.principal_of(context.auth_context())
         if by_certificate is not None:
             return by_certificate
-        if is_local(context.peer()):
+        if self._has_local and is_local(context.peer()):
             return LOCAL
         if self._document().policy.anonymous:
             return ANONYMOUS

@@ -13,7 +13,7 @@ class Issuer:
     """An issuer whose tokens are accepted."""
 
     name: str
-    """Name in logs."""
+    """Name in logs, and in the names of its groups."""
     issuer: str
     """Value of ``iss``; URL of the issuer."""
     audiences: tuple[str, ...]
@@ -34,6 +34,8 @@ class Issuer:
     nested claims."""
     groups: str = ""
     """Claim with a list of groups; empty: none."""
+    require: tuple[tuple[str, str], ...] = ()
+    """Claims, by their paths, and the values that they must have."""
     client_id: str = ""
     """OAuth client of ``storectl login``; empty: its people cannot log in."""
     scopes: tuple[str, ...] = ()

@@ -11,17 +11,19 @@ range is an error that names its place. The tables are described in `docs/securi
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from storesvc.access.permissions import ROLES
 from storesvc.access.policy import ALL_RUNS, GROUP, Binding, Policy
+from storesvc.access.principals import LOCAL
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.issuer_config import DEFAULT_ALGORITHMS, Issuer
 from storesvc.lending.config import Lending
 from storesvc.quota.limits import QuotaRule
+from storesvc.storage.location import shows_plaintext
 
 MAX_BYTES: Final = 1 << 20
 """Maximum bytes of a policy file."""
@@ -33,6 +35,7 @@ _TIME: Final = re.compile(r"([1-9][0-9]*) ?([smhd])")
 _TIME_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PART: Final = re.compile(r"[A-Za-z0-9._*?\[\]!-]+")
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9-]*:")
+_ISSUER_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _RESERVED: Final = ("local", "group:", "spiffe:")
 
 
@@ -51,12 +54,13 @@ class PolicyDocument:
     """Configuration of lent credentials; None: none are lent."""
 
 
-def parse(text: str, *, file: str = "policy") -> PolicyDocument:
+def parse(text: str, *, file: str = "policy", has_local: bool = True) -> PolicyDocument:
     """Parses a policy.
 
     Args:
         text: The text.
         file: Name of the file, for errors.
+        has_local: True if callers of this machine are ``local``.
 
     Raises:
         InvalidFieldError: It is no TOML, or a key or a value is invalid; names its
@@ -72,16 +76,23 @@ def parse(text: str, *, file: str = "policy") -> PolicyDocument:
         raise InvalidFieldError(
             f"{file}: expected TOML, got a text that is not ({e})"
         ) from e
+    if not given:
+        raise InvalidFieldError(
+            f"{file}: expected tables or keys, got none, as of a file that was cut; "
+            'anonymous = "none" alone permits nothing'
+        )
     root = _Table(given, file)
     anonymous = root.choice("anonymous", (*ROLES, _NONE), default=_NONE)
-    bindings = tuple(map(_binding, root.tables("bindings")))
     issuers = tuple(map(_issuer, root.tables("issuers")))
+    callers = _Callers([each.name for each in issuers], has_local)
+    bindings = tuple(_binding(table, callers) for table in root.tables("bindings"))
     quotas = tuple(_quota(table, of_namespaces=True) for table in root.tables("quotas"))
     of_principal = root.table("quotas_per_principal")
     lending = root.table("lending")
     root.check_keys()
     _check_unique(file, "issuers", "name", [each.name for each in issuers])
     _check_unique(file, "issuers", "issuer", [each.issuer for each in issuers])
+    _check_prefixes(file, [each.principal for each in issuers])
     return PolicyDocument(
         policy=Policy(
             bindings=bindings, anonymous="" if anonymous == _NONE else anonymous
@@ -95,7 +106,30 @@ def parse(text: str, *, file: str = "policy") -> PolicyDocument:
     )
 
 
-def _binding(table: "_Table") -> Binding:
+class _Callers(NamedTuple):
+    """The callers that a binding may name."""
+
+    issuers: Sequence[str]
+    has_local: bool
+
+    def check(self, place: str, pattern: str) -> None:
+        """Rejects a pattern that names another caller than it seems to, or none."""
+        issuer, slash, name = pattern.removeprefix(GROUP).partition("/")
+        if pattern.startswith(GROUP) and not (issuer in self.issuers and slash + name):
+            raise InvalidFieldError(
+                f"{place}: expected a principal, or group:ISSUER/NAME with an issuer "
+                f"of {', '.join(self.issuers) or 'issuers, which has none'}, got "
+                f"{pattern!r}"
+            )
+        if pattern == LOCAL.name and not self.has_local:
+            raise InvalidFieldError(
+                f"{place}: expected a principal of a token or a certificate, got "
+                "'local', which no caller is at a host that others can reach: "
+                "sidecars and port-forwards call from this machine, too"
+            )
+
+
+def _binding(table: "_Table", callers: _Callers) -> Binding:
     binding = Binding(
         role=table.choice("role", tuple(ROLES)),
         runs=table.texts("runs"),
@@ -104,11 +138,7 @@ def _binding(table: "_Table") -> Binding:
     for at, pattern in enumerate(binding.runs):
         _check_runs(f"{table.place}.runs[{at}]", pattern)
     for at, pattern in enumerate(binding.who):
-        if not pattern.removeprefix(GROUP):
-            raise InvalidFieldError(
-                f"{table.place}.who[{at}]: expected a principal or group:NAME, got "
-                f"{pattern!r}"
-            )
+        callers.check(f"{table.place}.who[{at}]", pattern)
     table.check_keys()
     return binding
 
@@ -138,10 +168,21 @@ def _issuer(table: "_Table") -> Issuer:
         max_lifetime=table.duration("max_lifetime", default=timedelta(hours=24)),
         principal=table.text("principal"),
         groups=table.text("groups", default=""),
+        require=table.claims("require"),
         client_id=table.text("client_id", default=""),
         scopes=table.texts("scopes", default=()),
     )
     table.check_keys()
+    if not _ISSUER_NAME.fullmatch(issuer.name):
+        raise InvalidFieldError(
+            f"{table.place}.name: expected letters, digits and ._-, got {issuer.name!r}"
+        )
+    for key, url in (("issuer", issuer.issuer), ("jwks_uri", issuer.jwks_uri)):
+        if url and shows_plaintext(url):
+            raise InvalidFieldError(
+                f"{table.place}.{key}: expected https://, or http:// on this machine, "
+                f"got {url!r}"
+            )
     _check_algorithms(f"{table.place}.algorithms", issuer.algorithms)
     _check_template(f"{table.place}.principal", issuer.principal)
     return issuer
@@ -159,11 +200,29 @@ def _check_algorithms(place: str, algorithms: Iterable[str]) -> None:
 def _check_template(place: str, template: str) -> None:
     """Checks that no claim of a token can choose the kind of its principal."""
     is_fixed = _SCHEME.match(template) is not None and "{" in template
+    if "}{" in template:
+        raise InvalidFieldError(
+            f"{place}: expected a text between two claims, got {template!r}: two "
+            "callers could have one name"
+        )
     if not is_fixed or template.startswith(_RESERVED):
         raise InvalidFieldError(
             f"{place}: expected a fixed prefix other than group: and spiffe:, and a "
             f'claim, such as "user:{{email}}", got {template!r}'
         )
+
+
+def _check_prefixes(file: str, templates: list[str]) -> None:
+    """Checks that no two issuers can name the same principal."""
+    prefixes = [template.partition("{")[0] for template in templates]
+    for at, prefix in enumerate(prefixes):
+        for other in prefixes[:at]:
+            if prefix.startswith(other) or other.startswith(prefix):
+                raise InvalidFieldError(
+                    f"{file}: issuers[{at}].principal: expected a prefix that neither "
+                    f"begins with {other!r} of another issuer nor the other way "
+                    f"round, got {prefix!r}: both could name the same caller"
+                )
 
 
 def _quota(table: "_Table", *, of_namespaces: bool) -> QuotaRule:
@@ -254,6 +313,13 @@ class _Table:
             raise self._invalid(key, f"one of {', '.join(choices)}", found)
         return str(found)
 
+    def claims(self, key: str) -> tuple[tuple[str, str], ...]:
+        """Returns claims and their values; empty if there are none."""
+        found = self._found(key, dict, "claims with texts", default={})
+        if not all(isinstance(value, str) for value in found.values()):
+            raise self._invalid(key, "claims with texts", found)
+        return tuple(found.items())
+
     def flag(self, key: str) -> bool:
         """Returns a boolean; False if it is not given."""
         return bool(self._found(key, bool, "true or false", default=False))
@@ -263,7 +329,7 @@ class _Table:
         found = self._found(key, int, "a number", default=0)
         if isinstance(found, bool) or (key in self._values and found <= 0):
             raise self._invalid(key, "a number above 0", found)
-        return int(found)
+        return self._bounded(key, int(found))
 
     def size(self, key: str) -> int:
         """Returns a number of bytes; 0 if it is not given: unlimited."""
@@ -273,7 +339,8 @@ class _Table:
         match = _SIZE.fullmatch(found)
         if match is None and key in self._values:
             raise self._invalid(key, 'bytes, such as "10TiB"', found)
-        return int(match[1]) << 10 * _SIZE_UNITS.index(match[2]) if match else 0
+        shift = 10 * _SIZE_UNITS.index(match[2]) if match else 0
+        return self._bounded(key, int(match[1]) << shift if match else 0)
 
     def duration(self, key: str, *, default: timedelta) -> timedelta:
         """Returns a duration."""
@@ -301,6 +368,11 @@ class _Table:
         found = self._values.get(key, default)
         if key in self._values and not isinstance(found, kind):
             raise self._invalid(key, expected, found)
+        return found
+
+    def _bounded(self, key: str, found: int) -> int:
+        if found >= 1 << 63:  # messages cannot have it
+            raise self._invalid(key, "less than 2^63", self._values[key])
         return found
 
     def _invalid(self, key: str, expected: str, found: object) -> InvalidFieldError:

@@ -27,13 +27,18 @@ _log = logging.getLogger(__name__)
 class PolicyFile:
     """The policy of a server."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_local: bool = True) -> None:
         """Reads the file.
+
+        Args:
+            path: The file.
+            has_local: True if callers of this machine are ``local``.
 
         Raises:
             InvalidFieldError: It cannot be read or parsed.
         """
         self._path = path
+        self._has_local = has_local
         self._lock = threading.Lock()
         self._state = _state_of(path)
         self._document, self._digest = self._read()
@@ -80,7 +85,7 @@ class PolicyFile:
             raise InvalidFieldError(
                 f"{self._path}: expected UTF-8, got other bytes"
             ) from e
-        document = parse(text, file=str(self._path))
+        document = parse(text, file=str(self._path), has_local=self._has_local)
         return document, hashlib.sha256(data).hexdigest()[:_DIGEST_DIGITS]
 
 

@@ -114,6 +114,12 @@ def principal_of(
         )
     if not isinstance(claims.get("sub"), str) or not claims["sub"]:
         raise _claim("sub", "a text")
+    for path, value in issuer.require:
+        if _nested(claims, path) != value:
+            raise _claim(path, f"the text {value!r}")
+    verified = claims.get("email_verified", True)
+    if "{email}" in issuer.principal and verified not in (True, "true"):
+        raise _claim("email_verified", "true: else the caller may have chosen email")
     return Principal(
         name=_name(issuer, claims),
         authentication=Authentication.TOKEN,
@@ -153,15 +159,16 @@ def _time(claims: Mapping[str, Any], claim: str) -> float:
 
 def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
     """Returns the name of the principal by the template of the issuer."""
-
-    def value(match: re.Match[str]) -> str:
-        path = match[1]
-        found = _nested(claims, path)
-        if not isinstance(found, str) or not _is_name(found):
-            raise _claim(path, "a printable text without patterns")
-        return found
-
-    name = _CLAIM.sub(value, issuer.principal)
+    parts = _CLAIM.split(issuer.principal)  # text, claim, text, claim, text
+    for at in range(1, len(parts), 2):
+        found = _nested(claims, parts[at])
+        # With the text that ends it in a claim, two callers could have one name.
+        end = parts[at + 1][:1] if at + 2 < len(parts) else ""
+        if not isinstance(found, str) or not _is_name(found) or (end and end in found):
+            more = f" and without {end!r}" if end else ""
+            raise _claim(parts[at], f"a printable text without patterns{more}")
+        parts[at] = found
+    name = "".join(parts)
     if len(name.encode()) > MAX_NAME_BYTES:
         raise _claim("sub", f"a principal of at most {MAX_NAME_BYTES} bytes")
     return name
@@ -187,7 +194,8 @@ def _groups(issuer: Issuer, claims: Mapping[str, Any]) -> frozenset[str]:
         raise _claim(issuer.groups, f"a list of at most {MAX_GROUPS} texts")
     if not all(isinstance(each, str) and _is_name(each) for each in found):
         raise _claim(issuer.groups, "printable texts without patterns")
-    return frozenset(found)
+    # Each issuer has its own groups: groups of another one have another prefix.
+    return frozenset(f"{issuer.name}/{each}" for each in found)
 
 
 def _is_name(text: str) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
@@ -18,7 +18,7 @@ import grpc.aio
 
 from storesvc.access.call import Call, current
 from storesvc.access.principals import ANONYMOUS, Principal
-from storesvc.errors import TokenExpiredError
+from storesvc.errors import IdentityRequiredError, TokenExpiredError
 from storesvc.rpc.boundary import (
     Context,
     Continuation,
@@ -26,7 +26,7 @@ from storesvc.rpc.boundary import (
     method_of,
     replaced,
 )
-from storesvc.rpc.permissions import RULES, Public
+from storesvc.rpc.permissions import RULES, Open, Public
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import request_id_trailer
 from storesvc.telemetry.scope import scope
@@ -88,8 +88,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         context.set_trailing_metadata(request_id_trailer())
         error: BaseException | None = None
         try:
-            if not isinstance(RULES.get(rpc), Public):
-                call.principal = await security.authenticate(context)
+            rule = RULES.get(rpc)
+            if not isinstance(rule, Public):
+                with suppress(*[IdentityRequiredError] * isinstance(rule, Open)):
+                    call.principal = await security.authenticate(context)
                 for observer in call.observers:
                     await observer.began(call)
             async with _until_expired(call.principal, context):

@@ -50,6 +50,11 @@ class Public:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """Needs no identity; one that is given must be valid."""
+
+
+@dataclass(frozen=True, slots=True)
 class Identified:
     """Needs an identity, and no permission."""
 
@@ -75,7 +80,7 @@ class Requires:
     """
 
 
-Rule: TypeAlias = Public | Identified | Filtered | Requires
+Rule: TypeAlias = Public | Open | Identified | Filtered | Requires
 
 
 def resource_of(parent: str) -> Resource:
@@ -119,7 +124,7 @@ async def authorize(rpc: str, request: Any) -> None:
 
 def _needs(rpc: str, request: Any) -> list[Need]:
     match RULES.get(rpc):
-        case Public() | Identified():
+        case Public() | Open() | Identified():
             return []
         case Filtered(needs=needs) | Requires(needs=needs):
             return [*needs(request)]
@@ -342,7 +347,7 @@ RULES: Final = MappingProxyType[str, Rule](
         # ChunkService
         "ReadChunks": _checkpoint(Permission.CHECKPOINTS_READ),
         # MaintenanceService
-        "GetServerInfo": Identified(),
+        "GetServerInfo": Open(),
         "VerifyCheckpoint": _checkpoint(Permission.CHECKPOINTS_VERIFY),
         "CollectGarbage": Requires(_collect),
         "GetUsage": _run(Permission.USAGE_GET),

@@ -4,8 +4,11 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +24,7 @@ from storesvc.server.app import (
     open_store,
     running,
     take_descriptors,
+    unusable,
 )
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.server.metrics import MetricsPort, measured
@@ -51,6 +55,8 @@ class Serving:
     """Address to bind."""
     port: int
     """Port to bind; 0 picks a free one."""
+    unix: Path | None = None
+    """Unix socket to bind instead of both, in a directory of this user alone."""
     tls: Tls | None
     """Certificates of the server; None serves plaintext."""
     gc_interval: timedelta = DEFAULT_INTERVAL
@@ -71,8 +77,15 @@ class Serving:
     @property
     def address(self) -> str:
         """Address and port to bind, in gRPC's notation."""
+        if self.unix is not None:
+            return f"unix:{self.unix.absolute()}"
         is_bare = ":" in self.host and not self.host.startswith("[")
         return f"[{self.host}]:{self.port}" if is_bare else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine can reach it."""
+        return self.unix is not None or is_this_machine(self.host)
 
     def check(self, *, insecure: bool) -> None:
         """Rejects an unsafe or invalid configuration.
@@ -91,7 +104,9 @@ class Serving:
             )
         if self.metrics is not None:
             self.metrics.check()
-        if insecure or is_this_machine(self.host):
+        if self.unix is not None:
+            check_socket(self.unix)
+        if insecure or self.is_local:
             return
         if not self.tls:
             raise InvalidFieldError(
@@ -105,6 +120,26 @@ class Serving:
                 "without one any client may read and write the store; pass --policy, "
                 "or --anonymous with the role of every client"
             )
+
+
+def check_socket(path: Path) -> None:
+    """Rejects a Unix socket that other users could connect to, or that is in use;
+    creates its directory.
+
+    Raises:
+        InvalidFieldError: It is one of these.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise InvalidFieldError(
+            f"socket {path}: expected a directory that only this user may enter, got "
+            f"the mode {stat.S_IMODE(found.st_mode):04o}, owner {found.st_uid}; create "
+            "one with mkdir -m 700"
+        )
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        probe.connect(str(path))
+        raise unusable(f"unix:{path}")
 
 
 def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
@@ -130,6 +165,11 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     def ready(bound: Serving) -> None:
         how = " read-only" if bound.is_read_only else ""
         _log.info("serving %s%s at %s", bound.root, how, bound.address)
+        if not (bound.unix or bound.policy or bound.anonymous or insecure):
+            _log.info(
+                "every user of this machine may read and change it; --unix PATH serves "
+                "this user alone, --policy says who may do what"
+            )
         if ready_file:
             # Written atomically: scripts read the file as soon as it exists.
             partial = ready_file.with_name(ready_file.name + ".partial")
@@ -153,7 +193,10 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     security = security_of(
-        serving.policy, anonymous=serving.anonymous, root=serving.root
+        serving.policy,
+        anonymous=serving.anonymous,
+        root=serving.root,
+        has_local=serving.is_local,
     )
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     if not store.bucket.has_files:  # files are deleted faster than a reply is sent

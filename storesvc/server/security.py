@@ -27,7 +27,11 @@ from storesvc_proto.v1 import access_service_pb2 as access_api
 
 
 def security_of(
-    policy: Path | None, *, anonymous: str = "", root: str = ""
+    policy: Path | None,
+    *,
+    anonymous: str = "",
+    root: str = "",
+    has_local: bool = True,
 ) -> Security:
     """Returns the security of a server.
 
@@ -35,6 +39,7 @@ def security_of(
         policy: File with the policy; None: there is none.
         anonymous: Role of every caller, in addition to the policy; empty: none.
         root: Root of the store, to lend credentials for; empty: none are lent.
+        has_local: True if callers of this machine are ``local``.
 
     Raises:
         InvalidFieldError: The file cannot be read or parsed, or needs a package that is
@@ -42,7 +47,7 @@ def security_of(
     """
     if policy is None and not anonymous:
         return OPEN
-    file = PolicyFile(policy) if policy is not None else None
+    file = PolicyFile(policy, has_local=has_local) if policy is not None else None
 
     none = PolicyDocument(policy=Policy())
 
@@ -57,7 +62,7 @@ def security_of(
     if document().issuers:
         _check_installed()
     return Security(
-        authenticate=Authenticator(document).authenticate,
+        authenticate=Authenticator(document, has_local=has_local).authenticate,
         policy=lambda: document().policy,
         quota_rules=lambda: quota_rules_of(document()),
         lender=Lender(storage_at(root), lambda: document().lending) if root else None,

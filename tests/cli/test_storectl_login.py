@@ -27,7 +27,7 @@ scopes = ["groups"]
 [[bindings]]
 role = "writer"
 runs = ["prod/*"]
-who = ["group:ml"]
+who = ["group:corp/ml"]
 """
 
 

@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 
 from storesvc.access.permissions import Permission
-from storesvc.access.principals import ANONYMOUS
+from storesvc.access.principals import ANONYMOUS, LOCAL, Authentication, Principal
 from storesvc.format.names import RunName
 from storesvc.identity.policy_document import parse
 from storesvc.identity.tokens import principal_of
@@ -158,7 +158,7 @@ def test_each_server_has_an_audit_log_that_leaves_its_pod(
 def test_the_policy_permits_pods_of_training_jobs_to_save(
     overlay: list[Object],
 ) -> None:
-    found = parse(policy_of(overlay))
+    found = parse(policy_of(overlay), has_local=False)
     (issuer,) = found.issuers
     claims = {
         "iss": issuer.issuer,
@@ -179,6 +179,24 @@ def test_the_policy_permits_pods_of_training_jobs_to_save(
     assert found.policy.permits(pod, Permission.UPLOADS_COMMIT, run)
     assert not found.policy.permits(pod, Permission.CHECKPOINTS_PURGE, run)
     assert not found.policy.permits(ANONYMOUS, Permission.RUNS_LIST, run)
+
+
+@each_overlay
+def test_the_policy_gives_rights_to_nobody_without_a_token(
+    overlay: list[Object],
+) -> None:
+    policy, namespace = parse(policy_of(overlay), has_local=False).policy, ""
+    for found in overlay:
+        if name_of(found) == "serviceaccount/operator":
+            namespace = found["metadata"]["namespace"]
+    operator = Principal(
+        name=f"k8s:{namespace}/operator", authentication=Authentication.TOKEN
+    )
+    run = RunName("any", "run")
+
+    for caller in (ANONYMOUS, LOCAL):
+        assert not any(policy.permits(caller, each, run) for each in Permission)
+    assert policy.permits(operator, Permission.CHECKPOINTS_PURGE, run)
 
 
 @each_overlay

@@ -40,7 +40,7 @@ scopes = ["api"]
 [[bindings]]
 role = "writer"
 runs = ["prod/*"]
-who = ["group:ml"]
+who = ["group:provider/ml"]
 """
 
 pytestmark = pytest.mark.slow
@@ -181,12 +181,12 @@ def test_keys_are_rotated_without_a_restart(
     monkeypatch.setattr(issuers, "RETRY_SECONDS", 0.0)
     old = provider.job_token()
     with store.connect(address, token=old) as client:
-        assert client.identity().groups == ("ml",)
+        assert client.identity().groups == ("provider/ml",)
 
     provider.start("second")
 
     with store.connect(address, token=provider.job_token()) as client:
-        assert client.identity().groups == ("ml",)
+        assert client.identity().groups == ("provider/ml",)
     fresh = old[:-4] + ("AAAA" if not old.endswith("AAAA") else "BBBB")
     with pytest.raises(store.UnauthenticatedError):
         store.connect(address, token=fresh)

@@ -26,13 +26,14 @@ leeway = "5s"
 max_lifetime = "1h"
 principal = "user:{email}"
 groups = "groups"
+require = { hd = "corp", "a.b" = "c" }
 client_id = "storectl"
 scopes = ["groups"]
 
 [[bindings]]
 role = "writer"
 runs = ["prod/*", "lab/exp-?"]
-who = ["k8s:train/trainer", "group:ml"]
+who = ["k8s:train/trainer", "group:corp/ml"]
 
 [[quotas]]
 namespaces = ["prod"]
@@ -79,6 +80,7 @@ def test_each_key_of_each_table_is_read() -> None:
     )
     assert (issuer.jwks_file, issuer.ca_file) == ("/etc/keys.json", "/etc/ca.pem")
     assert issuer.max_lifetime == timedelta(hours=1)
+    assert issuer.require == (("hd", "corp"), ("a.b", "c"))
     assert (issuer.client_id, issuer.scopes) == ("storectl", ("groups",))
     assert binding.runs == ("prod/*", "lab/exp-?")
     assert (quota.stored_bytes, quota.stored_bytes_soft) == (10 << 40, 8 << 40)
@@ -90,11 +92,33 @@ def test_each_key_of_each_table_is_read() -> None:
     assert (found.lending.lifetime, found.lending.gcs) == (timedelta(minutes=30), True)
 
 
-def test_an_empty_policy_permits_nothing() -> None:
-    found = parse("")
+def test_a_policy_of_nothing_permits_nothing() -> None:
+    found = parse('anonymous = "none"')
 
     assert (found.policy.bindings, found.policy.anonymous) == ((), "")
     assert (found.issuers, found.quotas, found.lending) == ((), (), None)
+
+
+def second_issuer(principal: str) -> str:
+    """Returns a table of an issuer that is not the one of ``ISSUER``."""
+    text = ISSUER.replace('"corp"', '"partner"').replace("https://a", "https://b")
+    return text.replace("user:{sub}", principal)
+
+
+@pytest.mark.parametrize(
+    "principal",
+    ["user:{sub}", "user:{email}", "user:corp/{sub}", "user:{a}/{b}"],
+)
+def test_issuers_that_could_name_one_caller_are_rejected(principal: str) -> None:
+    parse(ISSUER + second_issuer("partner:{sub}"))
+    with pytest.raises(InvalidFieldError, match=r"issuers\[1\]\.principal: expec"):
+        parse(ISSUER + second_issuer(principal))
+
+
+def test_nobody_is_local_where_other_machines_connect() -> None:
+    assert parse(BINDING).policy.bindings[0].who == ("local",)
+    with pytest.raises(InvalidFieldError, match=r"who\[0\]: expected.*token"):
+        parse(BINDING, has_local=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +137,32 @@ def test_an_empty_policy_permits_nothing() -> None:
         (BINDING.replace('["**"]', '["a:/b"]'), r"runs\[0\]: expected NAMESPACE/RUN"),
         (BINDING.replace('["**"]', "[]"), r"runs: expected a list of texts, got \[\]"),
         (BINDING.replace('["local"]', '"local"'), r"who: expected a list of texts"),
-        (BINDING.replace('["local"]', '["group:"]'), r"who\[0\]: expected a principal"),
+        ("", "policy.toml: expected tables or keys, got none"),
+        ("# only a comment", "expected tables or keys, got none"),
+        *(
+            (
+                ISSUER + BINDING.replace('["local"]', f'["{group}"]'),
+                r"who\[0\]: expected.*group:ISSUER/NAME with an issuer of corp",
+            )
+            for group in ("group:", "group:ml", "group:*", "group:other/ml", "group:*/")
+        ),
+        (ISSUER.replace('"corp"', '"a/b"'), r"issuers\[0\]\.name: expected letters"),
+        (ISSUER.replace('"corp"', '"*"'), r"issuers\[0\]\.name: expected letters"),
+        *(
+            (ISSUER.replace("https://a", url), r"issuer: expected https://")
+            for url in ("ftp://a", "file:///a", "http://a", "http://127.a.example", "a")
+        ),
+        (ISSUER + 'jwks_uri = "http://a"', r"jwks_uri: expected https://"),
+        (ISSUER + "require = { hd = 1 }", "require: expected claims with texts"),
+        (ISSUER.replace("{sub}", "{a}{b}"), "principal: expected a text between"),
+        *(
+            (f"[[quotas]]\nnamespaces=['a']\n{key} = {value}", r"less than 2\^63")
+            for key, value in (
+                ("stored_bytes", 2**63),
+                ("stored_bytes", "'8192PiB'"),
+                ("requests_per_second", 2**63),
+            )
+        ),
         (BINDING + "rol = 1", r"bindings\[0\]: unknown key 'rol'.*did you mean role"),
         (ISSUER.replace("audiences", "audience"), r"audiences: expected.*got none"),
         (ISSUER + 'algorithms = ["HS256"]', r"algorithms: expected.*got 'HS256'"),

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joserfc import jws
 
-from storesvc.identity.tokens import MAX_TOKEN_BYTES
+from storesvc.errors import InvalidTokenError
+from storesvc.identity import issuer_config
+from storesvc.identity.tokens import MAX_TOKEN_BYTES, principal_of
 from storesvc.server.security import security_of
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
@@ -35,7 +38,7 @@ groups = "groups"
 [[bindings]]
 role = "writer"
 runs = ["prod/*"]
-who = ["group:ml"]
+who = ["group:corp/ml"]
 """
 
 
@@ -76,7 +79,7 @@ def test_a_token_gives_a_principal_and_groups(served: Served, algorithm: str) ->
     found = served.identity(f"Bearer {served.issuer.token(algorithm)}")
 
     assert found.principal == "user:alice@corp.example"
-    assert [*found.groups] == ["ml"]
+    assert [*found.groups] == ["corp/ml"]
     assert found.authentication == api.AUTHENTICATION_TOKEN
     assert found.expire_time.seconds > time.time()
 
@@ -93,6 +96,8 @@ def test_a_caller_of_this_machine_without_a_token_is_local(served: Served) -> No
         {"header": {"typ": None, "kid": "rsa-1"}},
         {"header": {"jku": "http://127.0.0.1:1/keys", "x5u": "http://127.0.0.1:1/"}},
         {"nbf": 1},
+        {"email_verified": True},
+        {"email_verified": "true"},
         {"groups": []},
         {"groups": None},
         {"extra": {"deep": [1, 2]}},
@@ -197,6 +202,11 @@ HOSTILE: Final[dict[str, tuple[str, Callable[[Issuer], str]]]] = {
     "email with a star": ("TOKEN_INVALID", lambda i: i.token(email="*")),
     "email with a line": ("TOKEN_INVALID", lambda i: i.token(email="a\nb@c")),
     "email too long": ("TOKEN_INVALID", lambda i: i.token(email="a" * 300)),
+    "email that is not verified": (
+        "TOKEN_INVALID",
+        lambda i: i.token(email_verified=False),
+    ),
+    "email with a text": ("TOKEN_INVALID", lambda i: i.token(email_verified="no")),
     "groups text": ("TOKEN_INVALID", lambda i: i.token(groups="ml")),
     "groups of all": ("TOKEN_INVALID", lambda i: i.token(groups=["*"])),
     "too many groups": ("TOKEN_INVALID", lambda i: i.token(groups=["g"] * 257)),
@@ -344,3 +354,56 @@ def test_a_broken_issuer_is_unreachable_and_no_bug(
         listener.shutdown(socket.SHUT_RDWR)
 
     assert found == "ISSUER_UNREACHABLE"
+
+
+def configured(principal: str, **keys: Any) -> issuer_config.Issuer:
+    """Returns an issuer."""
+    return issuer_config.Issuer(
+        name="corp",
+        issuer="https://issuer.example",
+        audiences=(AUDIENCE,),
+        principal=principal,
+        **keys,
+    )
+
+
+def name_of(issuer: issuer_config.Issuer, **claims: Any) -> str:
+    """Returns the principal of claims."""
+    now = datetime.now(UTC)
+    times = {"iat": now.timestamp(), "exp": now.timestamp() + 60}
+    found = {"sub": "42", "aud": AUDIENCE, **times, **claims}
+    return principal_of(issuer, found, now=now).name
+
+
+def test_a_claim_cannot_hold_the_text_that_ends_it() -> None:
+    issuer = configured("k8s:{a}/{b}")
+
+    assert name_of(issuer, a="x", b="y/z") == "k8s:x/y/z"
+    with pytest.raises(InvalidTokenError, match=r"claim a: expected.*without '/'"):
+        name_of(issuer, a="x/y", b="z")
+
+
+@pytest.mark.parametrize("claims", [{}, {"hd": "evil"}, {"hd": ["corp"]}, {"hd": None}])
+def test_required_claims_must_have_their_values(claims: dict[str, Any]) -> None:
+    issuer = configured("user:{sub}", require=(("hd", "corp"),))
+
+    assert name_of(issuer, hd="corp") == "user:42"
+    with pytest.raises(InvalidTokenError, match="claim hd: expected the text 'corp'"):
+        name_of(issuer, **claims)
+
+
+def test_groups_of_another_issuer_are_not_those_of_the_first(tmp_path: Path) -> None:
+    with issuing() as corp, issuing() as partner:
+        policy = tmp_path / "policy.toml"
+        other = POLICY.format(url=partner.url).partition("[[bindings]]")[0]
+        other = other.replace('"corp"', '"partner"').replace("user:", "partner:")
+        policy.write_text(other + POLICY.format(url=corp.url))
+        with serving(tmp_path / "store", security=security_of(policy)) as address:
+            stub = AccessServiceStub(grpc.insecure_channel(address))
+            request = api.TestPermissionsRequest(
+                resource="namespaces/prod", permissions=["uploads.begin"]
+            )
+            for issuer, expected in ((corp, ["uploads.begin"]), (partner, [])):
+                metadata = (("authorization", f"Bearer {issuer.token()}"),)
+                found = stub.TestPermissions(request, metadata=metadata, timeout=20)
+                assert [*found.permissions] == expected

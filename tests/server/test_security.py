@@ -1,5 +1,9 @@
 """A server process starts only with a security that its configuration states."""
 
+import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,3 +134,71 @@ def test_a_client_certificate_without_a_uri_name_is_no_identity(
     for pair, count in ((none, 0), (two, 2), (group, 1)):
         with pytest.raises(store.UnauthenticatedError, match=f"got {count}"):
             store.connect(server.address, ca=ca, cert=pair.certificate, key=pair.key)
+
+
+@pytest.mark.slow
+def test_callers_of_this_machine_have_no_rights_where_others_connect(
+    serve: Callable[..., ServerProcess], tls: list[str], tmp_path: Path
+) -> None:
+    """Sidecars, proxies and port-forwards call from a loopback address."""
+    policy = tmp_path / "policy.toml"
+    others = ["--host", "0.0.0.0", *tls, "--policy", str(policy)]
+    policy.write_text(POLICY.format(role="manager"))
+    with pytest.raises(EndedError, match=r"who\[0\]: expected.*got 'local'"):
+        serve(*others)
+    policy.write_text(POLICY.format(role="manager").replace("local", "*"))
+    server = serve(*others)
+    ca = tmp_path / "authority.pem"
+    with store.connect(at_localhost(server), ca=ca) as client:
+        assert client.info().version  # as a probe asks
+        for call in (client.identity, client.run("prod/r").steps):
+            with pytest.raises(store.UnauthenticatedError, match="has no identity"):
+                call()
+
+        policy.write_text(POLICY.format(role="manager"))
+        deadline = time.monotonic() + 60
+        while "keeping the previous policy" not in server.log:
+            assert time.monotonic() < deadline
+            client.info()
+
+
+def at_localhost(server: ServerProcess) -> str:
+    """Returns the address of a server by a name of its certificate."""
+    return f"localhost:{server.address.rpartition(':')[2]}"
+
+
+@pytest.mark.slow
+def test_a_unix_socket_serves_its_user_alone(
+    serve: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    socket = tmp_path / "own" / "socket"
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY.format(role="writer"))
+    server = serve("--unix", str(socket), "--policy", str(policy))
+    assert server.address == f"unix:{socket}"
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    with store.connect(f"unix:{socket}") as client:
+        assert client.identity().principal == "local"
+        client.run("prod/r").save(1, {"w": 1}).result()
+    shown = subprocess.run(
+        [sys.executable, "-m", "storesvc_client.cli", "-s", server.address, "ls"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "prod/r" in shown.stdout
+
+    with pytest.raises(EndedError, match="it is in use"):
+        serve("--unix", str(socket))
+    socket.parent.chmod(0o755)
+    with pytest.raises(EndedError, match=r"only this user may enter.*mkdir -m 700"):
+        serve("--unix", str(socket))
+    with pytest.raises(EndedError, match="--unix goes with neither"):
+        serve("--unix", str(socket), "--host", "0.0.0.0")
+
+
+@pytest.mark.slow
+def test_a_server_for_every_user_of_the_machine_says_so(
+    serve: Callable[..., ServerProcess],
+) -> None:
+    assert "every user of this machine may read and change it" in serve().log

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from storesvc.storage.location import is_this_machine
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 
-_SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
-"""Prefixes of gRPC targets: a name, or a list of addresses."""
-
+_UNIX: Final = "unix:"
+_SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:", _UNIX)
+"""Prefixes of gRPC targets: a name, a list of addresses, or a socket."""
 
 _URLS: Final = ("http", "https", "grpc", "grpcs")
 """Schemes that others give to the address of a server."""
@@ -36,7 +36,7 @@ class Target:
     text: str
     """The target as given, for messages."""
     hosts: tuple[tuple[str, int], ...]
-    """Host and port of each server."""
+    """Host and port of each server; empty for a Unix socket."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -45,6 +45,8 @@ class Target:
         Raises:
             InvalidRequestError: It names no server.
         """
+        if text.startswith(_UNIX) and text != _UNIX:
+            return cls(text, ())
         scheme = next(filter(text.startswith, _SCHEMES), "")
         hosts = tuple(map(_split, text.removeprefix(scheme).split(",")))
         if None in hosts:
@@ -52,7 +54,8 @@ class Target:
             hint = f"; did you mean {url.netloc}?" if url.scheme in _URLS else ""
             raise InvalidRequestError(
                 f"store {text!r}: expected HOST:PORT, several with commas between, "
-                f"file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or memory://{hint}"
+                "unix:PATH, file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or "
+                f"memory://{hint}"
             )
         return cls(text, tuple(filter(None, hosts)))
 
@@ -72,6 +75,8 @@ class Target:
         Raises:
             UnavailableError: A name of a list has no address.
         """
+        if not self.hosts:
+            return self.text
         if not self.is_list:
             ((host, port),) = self.hosts
             return f"dns:///[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"

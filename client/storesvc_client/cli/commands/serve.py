@@ -10,6 +10,7 @@ import click
 from storesvc_client.cli.arguments import WholeNumber, duration, store_root
 from storesvc_client.cli.errors import Refusal
 
+_LOOPBACK: Final = "127.0.0.1"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -21,13 +22,19 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     metavar="URI",
     help="The store: /path, file:///path, gs://...",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
+@click.option("--host", default=_LOOPBACK, show_default=True, metavar="ADDRESS")
 @click.option(
     "--port",
     type=WholeNumber(0, 65535),
     default=7070,
     show_default=True,
     help="0 takes a free port, which --ready-file contains.",
+)
+@click.option(
+    "--unix",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Serve at this Unix socket, for this user alone, instead of a port.",
 )
 @click.option(
     "--tls-cert",
@@ -134,6 +141,7 @@ def serve(
     root: str,
     host: str,
     port: int,
+    unix: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
@@ -162,6 +170,7 @@ def serve(
     \b
     Examples:
       storectl serve --root /ckpts
+      storectl serve --root /ckpts --unix /run/user/1000/store/socket
       storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
           --tls-cert chain.pem --tls-key key.pem --policy policy.toml
     """
@@ -169,6 +178,8 @@ def serve(
         raise click.UsageError("--tls-cert and --tls-key go together")
     if tls_client_ca is not None and tls_cert is None:
         raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key")
+    if unix is not None and (tls_cert is not None or host != _LOOPBACK):
+        raise click.UsageError("--unix goes with neither --host nor --tls-cert")
     # before gRPC is loaded: it would log each failed handshake of a client
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _require_server()
@@ -193,6 +204,7 @@ def serve(
         root=root,
         host=host,
         port=port,
+        unix=unix,
         tls=tls,
         gc_interval=gc_interval,
         is_read_only=read_only,

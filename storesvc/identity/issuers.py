@@ -19,6 +19,8 @@ from urllib.error import URLError
 
 from storesvc.errors import InvalidTokenError, IssuerUnreachableError
 from storesvc.identity.issuer_config import Issuer
+from storesvc.storage.config_files import read_file
+from storesvc.storage.futures import run_in_daemon_thread
 from storesvc.storage.location import shows_plaintext
 from storesvc.storage.log_throttle import LogThrottle
 
@@ -36,6 +38,9 @@ RETRY_SECONDS: Final = 30.0
 
 TIMEOUT_SECONDS: Final = 10.0
 """Timeout of a request."""
+
+READ_SECONDS: Final = 3 * TIMEOUT_SECONDS
+"""Timeout of a read: of a file, or of the discovery document and the keys."""
 
 MAX_BYTES: Final = 64 << 10
 """Maximum bytes of a response."""
@@ -103,8 +108,9 @@ class IssuerKeys:
 
     async def _read(self) -> None:
         try:
-            self._keys = await asyncio.to_thread(read_keys, self._issuer)
-        # A URLError is an OSError; deep JSON is a RecursionError.
+            async with asyncio.timeout(READ_SECONDS):
+                self._keys = await run_in_daemon_thread(read_keys, self._issuer)
+        # A URLError and a TimeoutError are OSErrors; deep JSON is a RecursionError.
         except (OSError, ValueError, HTTPException, RecursionError) as e:
             if _lines.admits((self._issuer.name,), now=time.monotonic()):
                 _log.warning(
@@ -122,7 +128,7 @@ def read_keys(issuer: Issuer) -> "KeySet":
         ValueError: It answers with something else.
     """
     if issuer.jwks_file:
-        return _key_set(Path(issuer.jwks_file).read_bytes())
+        return _key_set(read_file(Path(issuer.jwks_file)))
     url = issuer.jwks_uri
     if not url:
         found = json.loads(_get(issuer.issuer.rstrip("/") + _DISCOVERY, issuer))

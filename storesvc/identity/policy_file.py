@@ -1,18 +1,19 @@
 """A policy file, read again when it changes.
 
 A new file that cannot be parsed is ignored: the policy before it stays in force, and
-the error is logged, until the file changes again.
+the error is logged, until the file changes again. So it does while the file system does
+not answer.
 """
 
 import hashlib
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.policy_document import PolicyDocument, parse
+from storesvc.storage.config_files import FileCheck, read_file
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which the file is looked at."""
@@ -39,7 +40,7 @@ class PolicyFile:
         """
         self._path = path
         self._has_local = has_local
-        self._lock = threading.Lock()
+        self._check = FileCheck(self._reload, what=f"policy {path}")
         self._state = _state_of(path)
         self._document, self._digest = self._read()
         self._checked = time.monotonic()
@@ -55,9 +56,8 @@ class PolicyFile:
         """Returns the policy in force."""
         now = time.monotonic()
         if now - self._checked >= CHECK_SECONDS:
-            with self._lock:
-                self._checked = now
-                self._reload()
+            self._checked = now
+            self._check.run()
         return self._document
 
     def _reload(self) -> None:
@@ -74,7 +74,7 @@ class PolicyFile:
 
     def _read(self) -> tuple[PolicyDocument, str]:
         try:
-            data = self._path.read_bytes()
+            data = read_file(self._path)
         except OSError as e:
             raise InvalidFieldError(
                 f"policy: cannot read {self._path}: {e.strerror}"

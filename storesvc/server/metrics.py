@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import InvalidNameError, RunName
+from storesvc.storage.config_files import read_file
 from storesvc.telemetry.events import subscribe, unsubscribe
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _expiry_of(certificate: Path) -> Callable[[], float] | None:
 
     def expiry() -> float:
         try:
-            found = load_pem_x509_certificate(certificate.read_bytes())
+            found = load_pem_x509_certificate(read_file(certificate))
         except (OSError, ValueError):
             return math.nan
         return found.not_valid_after_utc.timestamp()

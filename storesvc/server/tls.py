@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc
 
 from storesvc.errors import InvalidFieldError
+from storesvc.storage.config_files import FileCheck, read_file
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Tls:
             InvalidFieldError: The files are unusable.
         """
         self._check()
-        certificate, key, *client_ca = (file.read_bytes() for file in self._files())
+        certificate, key, *client_ca = (read_file(file) for file in self._files())
         return grpc.ssl_server_certificate_configuration(
             [(key, certificate)], client_ca[0] if client_ca else None
         )
@@ -70,7 +71,7 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for file in self._files():
             try:  # ssl's own error does not name the file
-                file.read_bytes()
+                read_file(file)
             except OSError as e:
                 raise InvalidFieldError(f"TLS: cannot read {file}: {e.strerror}") from e
         try:
@@ -98,23 +99,29 @@ class _Current:
         self._tls = tls
         self._state = tls.state()
         self.configuration = tls.read()
+        self._changed: grpc.ServerCertificateConfiguration | None = None
+        self._check = FileCheck(self._reload, what=f"TLS {tls.certificate}")
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns the certificates if they changed and are usable, else None.
 
         gRPC calls it in its own threads, one at a time.
         """
+        self._check.run()
+        found, self._changed = self._changed, None
+        return found
+
+    def _reload(self) -> None:
         state = self._tls.state()
         if state == self._state:
-            return None
+            return
         self._state = state
         try:
-            configuration = self._tls.read()
+            self._changed = self._tls.read()
         except (InvalidFieldError, OSError) as e:
             _log.warning("keeping the previous certificates: %s", e)
-            return None
-        _log.info("reloaded the certificates: %s", self._tls.certificate)
-        return configuration
+        else:
+            _log.info("reloaded the certificates: %s", self._tls.certificate)
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:

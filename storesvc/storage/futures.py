@@ -62,11 +62,18 @@ async def run_in_daemon_thread(
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
-    def run() -> None:
+    def run(result: Future[T]) -> None:
         try:
             result.set_result(function(*args, **kwargs))
         except BaseException as e:  # noqa: BLE001 - the awaiting caller raises it
             result.set_exception(e)
+        # An error refers to the frames that it passed: if one of them referred to the
+        # result, sockets of the function would wait for the garbage collector.
+        del result
 
-    threading.Thread(target=run, name="storesvc-blocking-call", daemon=True).start()
-    return await asyncio.wrap_future(result)
+    threading.Thread(
+        target=run, args=(result,), name="storesvc-blocking-call", daemon=True
+    ).start()
+    waiting = [asyncio.wrap_future(result)]
+    del result
+    return await waiting.pop()

@@ -1,6 +1,8 @@
 """A policy file is read whole, and nothing in it is adjusted."""
 
 import os
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from storesvc.errors import InvalidFieldError
 from storesvc.identity import policy_file
 from storesvc.identity.policy_document import parse
 from storesvc.identity.policy_file import PolicyFile
+from storesvc.storage import config_files
 
 WHOLE = """
 anonymous = "reader"
@@ -225,6 +228,32 @@ def test_a_policy_file_is_read_again_when_it_changes(
 
     path.unlink()
     assert file.current().policy.anonymous == "writer"
+
+
+def test_a_file_that_hangs_keeps_the_policy_and_delays_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(config_files, "WAIT_SECONDS", 0.01)
+    path = tmp_path / "policy.toml"
+    path.write_text('anonymous = "reader"')
+    file = PolicyFile(path)
+    answered = threading.Event()
+    # a system call of this file only; a mount that hangs needs root
+    real = Path.stat
+    monkeypatch.setattr(
+        Path,
+        "stat",
+        lambda self, **how: (self == path and answered.wait(), real(self, **how))[1],
+    )
+    path.write_text('anonymous = "writer" ')
+    for _ in range(3):
+        assert file.current().policy.anonymous == "reader"
+    assert 1 == caplog.text.count("the file system does not answer")
+
+    answered.set()
+    while file.current().policy.anonymous != "writer":
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("data", [b"\xff", None])

@@ -1,5 +1,6 @@
 """A server process starts only with a security that its configuration states."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -103,6 +104,32 @@ def test_a_changed_policy_applies_to_the_next_calls(
                 break
         assert client.test_permissions("prod", ["uploads.begin"])
         assert "reloaded the policy" in server.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["policy", "certificate", "key"])
+def test_a_fifo_instead_of_a_file_stops_no_server(
+    serve: Callable[..., ServerProcess], tls: list[str], tmp_path: Path, kind: str
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY.format(role="writer"))
+    server = serve(*tls, "--policy", str(policy))
+    file = {"policy": policy, "certificate": Path(tls[1]), "key": Path(tls[3])}[kind]
+    kept = file.rename(file.with_suffix(".kept"))
+    os.mkfifo(file)
+    ca = tmp_path / "authority.pem"
+    for step in range(2):
+        time.sleep(1.1)  # the server looks again
+        with store.connect(server.address, ca=ca, timeout=5) as client:
+            client.run("prod/a").save(step, {"w": 1}).result(timeout=5)
+    assert "keeping the previous" in server.log
+    assert "expected a regular file, got another kind" in server.log
+
+    server.stop()
+    with pytest.raises(EndedError, match="expected a regular file, got another kind"):
+        server.start()
+    kept.rename(file)
+    server.start()
 
 
 @pytest.mark.slow

@@ -631,12 +631,12 @@ def test_a_restore_like_tracers_is_rejected_with_the_remedy(run: store.Run) -> N
             {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
             (
                 "missing='keep' keeps the values of like= for leaves that the "
-                "checkpoint lacks, easydel's missing='init' initialises them"
+                "checkpoint lacks"
             ),
         ),
         (
             {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},
-            "cast='float32' casts leaves to the dtype of like=",
+            "cast='like' casts floating-point leaves to the dtypes of like=",
         ),
         ({"a": np.zeros(4), "b": np.ones(2, np.int32)}, ""),
         ({"a": np.zeros(3), "b": np.ones(2, np.float32)}, ""),

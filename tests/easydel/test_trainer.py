@@ -112,6 +112,29 @@ def test_another_model_is_raised_at_the_resume(run: store.Run, tmp_path: Path) -
         trainer(Trainer, tmp_path, given=model(num_hidden_layers=1), store_run=run)
 
 
+def test_a_trainer_resumes_with_the_options_that_its_message_names(
+    run: store.Run, tmp_path: Path
+) -> None:
+    def made(steps: int, **more: Any) -> Any:
+        optimizer = ed.EasyDeLOptimizers.ADAFACTOR
+        changes = {"max_training_steps": steps, "optimizer": optimizer}
+        return trainer(Trainer, tmp_path, store_run=run, changes=changes, **more)
+
+    trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 1}).train()
+    with pytest.raises(store.MismatchError, match="to restore what fits, add") as error:
+        made(2)
+    assert "store_resume=dict(...)" in error.value.__notes__[0]
+    options = eval(f"dict({str(error.value).rpartition(', add ')[2]})")
+
+    resumed = made(2, store_resume=options)
+    assert 1 == int(resumed.model_state.step)
+    trained = resumed.train().state
+    # the checkpoint fits now, so the options do not apply
+    again = made(3, store_resume=options)
+
+    assert digests(trained) == digests(again.model_state)
+
+
 class Averaged(EasyDeLState):  # type: ignore[misc]  # mypy does not see easydel
     """EasyDeL's state with an average of the parameters."""
 

@@ -136,15 +136,18 @@ def test_one_log_line_lists_the_leaves_kept_from_like(
         trained.restore(0, like=like(new=list(range(7))), missing="keep")
 
     line = (
-        f"{trained.name}@0 lacks 7 of the leaves asked for, which keep the values of "
-        "like=: new/0, new/1, new/2, new/3, new/4, ..."
+        f"{trained.name}@0: 7 leaves that it lacks or select= leaves out keep the "
+        "values of like=: new/0, new/1, new/2, new/3, new/4, ..."
     )
     assert [line] == caplog.messages
 
 
-def test_an_unselected_leaf_is_not_missing(trained: store.Run) -> None:
-    with pytest.raises(store.MismatchError, match="; select= leaves it out"):
-        trained.restore(0, like=like(new=1), select="params/**", missing="keep")
+def test_an_unselected_leaf_counts_as_missing(trained: store.Run) -> None:
+    with pytest.raises(store.MismatchError, match=r"got none \(missing='keep' keeps"):
+        trained.restore(0, like=like(), select="params/**")
+
+    kept = trained.restore(0, like=like(step=9), select="params/**", missing="keep")
+    assert (9, 32.0) == (kept["step"], float(kept["params"]["kernel"].sum()))
 
     target = {"params": like()["params"], "new": 1}
     back = trained.restore(0, like=target, select="params/**", missing="keep")

@@ -281,10 +281,10 @@ class Run(RunTransfers, RunCheckpoints):
                 floating-point arrays are returned in, also those that ``like`` has in
                 another one; Python numbers, integers and PRNG keys stay. Or "like":
                 each in the dtype that ``like`` has.
-            missing: What to do with leaves of ``like`` that the checkpoint lacks:
-                "error", or "keep" the value in ``like``, which must be a real array, on
-                the given mesh or where it is. Their number is logged. All other leaves
-                must match in any case.
+            missing: What to do with leaves of ``like`` that the checkpoint lacks, or
+                that ``select`` leaves out: "error", or "keep" the value in ``like``,
+                which must be a real array, on the given mesh or where it is. Their
+                number is logged. All other leaves must match in any case.
             indivisible: What to do with a dimension that an axis of ``rules`` does not
                 divide, or that the leaf lacks, and with a recorded axis that the mesh
                 lacks: "error", or "replicate", which does not split it, and is logged.

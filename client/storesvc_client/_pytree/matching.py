@@ -36,8 +36,7 @@ Build: TypeAlias = Callable[[dict[int, Any]], Any]
 
 _SELECT: Final = "select= excludes leaves that like= does not have"
 _MISSING: Final = (
-    "missing='keep' keeps the values of like= for leaves that the checkpoint lacks, "
-    "easydel's missing='init' initialises them"
+    "missing='keep' keeps the values of like= for leaves that the checkpoint lacks"
 )
 _CAST: Final = "cast='like' casts floating-point leaves to the dtypes of like="
 
@@ -74,6 +73,8 @@ class Match:
     with a negative row and the entry it would have in a checkpoint."""
     hints: Sequence[str] = ()
     """Options that would accept the differences."""
+    unfit: Sequence[str] = ()
+    """Keys of selected leaves that the target does not have in this form."""
 
 
 def match_all(
@@ -128,13 +129,14 @@ def match_like(
     selected = {tree.leaves[row].key: row for row in rows}
     missing = [leaf for leaf in named if leaf.key not in selected]
     kept, problems = (
-        _kept(tree, missing, cast) if keeping else ([], list(map(_absence, missing)))
+        _kept(missing, cast) if keeping else ([], list(map(_absence, missing)))
     )
     hints = dict[str, None]()
-    if not keeping and any(leaf.key not in tree.by_key for leaf in missing):
+    if missing and not keeping:
         hints[_MISSING] = None
-    wanted = []
+    wanted, unfit = [], []
     for key, row in selected.items():
+        unfit.append(key)  # until it fits
         saved = tree.leaves[row]
         leaf = by_key.get(key)
         if leaf is None:
@@ -161,6 +163,7 @@ def match_like(
             )
         else:
             # an integer comes back in the form in which it was saved
+            unfit.pop()
             either = is_encoded(saved.kind) or is_encoded(found.kind)
             form: Leaf | Signature = saved if either else found
             wanted.append(
@@ -172,7 +175,7 @@ def match_like(
     def build(values: dict[int, Any]) -> Any:
         return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
 
-    return Match(wanted, build, problems, kept, tuple(hints))
+    return Match(wanted, build, problems, kept, tuple(hints), unfit)
 
 
 def problems_of(state: Any, like: Any) -> Sequence[str]:
@@ -196,13 +199,13 @@ def _absence(leaf: NamedLeaf) -> str:
 
 
 def _kept(
-    tree: Tree, missing: Sequence[NamedLeaf], cast: str | None
+    missing: Sequence[NamedLeaf], cast: str | None
 ) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
     """Returns the leaves that keep their values, and the problems of the others."""
     kept, problems = [], []
     for number, leaf in enumerate(missing, start=1):
         found = signature(leaf.value)
-        problem = _no_value(tree, leaf)
+        problem = _no_value(leaf)
         if found is None or problem:
             problems.append("; ".join(filter(None, (_absence(leaf), problem))))
             continue
@@ -224,10 +227,8 @@ def _as_saved(leaf: NamedLeaf, found: Signature) -> Leaf:
     )
 
 
-def _no_value(tree: Tree, leaf: NamedLeaf) -> str | None:
+def _no_value(leaf: NamedLeaf) -> str | None:
     """Returns why ``like`` has no value to keep for a leaf, or None if it has one."""
-    if leaf.key in tree.by_key:
-        return "select= leaves it out"
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         return "like= has only a ShapeDtypeStruct, without values"
     if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():

@@ -188,7 +188,8 @@ class Target:
             options = [*match.hints, *placer.hints]
             hints = f" ({'; '.join(options)})" if options else ""
             raise MismatchError(
-                f"{name} does not fit the target: {list_problems(problems)}{hints}"
+                f"{name} does not fit the target: {list_problems(problems)}{hints}",
+                metadata={"hints": hints, "unfit": "\n".join(match.unfit)},
             )
         # 3. Log the differences that are not errors.
         placer.report()
@@ -300,7 +301,8 @@ def _report(name: str, kept: Sequence[tuple[Leaf, Wanted]]) -> None:
     if kept:
         keys = [leaf.key for leaf, _ in kept[:_SHOWN]]
         _log.info(
-            "%s lacks %d of the leaves asked for, which keep the values of like=: %s%s",
+            "%s: %d leaves that it lacks or select= leaves out keep the values of "
+            "like=: %s%s",
             name,
             len(kept),
             ", ".join(keys),

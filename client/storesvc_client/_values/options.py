@@ -36,6 +36,8 @@ Processes: TypeAlias = Literal["all", "this"]
 Rehearse: TypeAlias = Literal["warn", "strict", "off"]
 OnMismatch: TypeAlias = Literal["raise", "log"]
 Indivisible: TypeAlias = Literal["error", "replicate"]
+Missing: TypeAlias = Literal["error", "init", "keep"]
+OptState: TypeAlias = Literal["restore", "init", "skip"]
 OnDamaged: TypeAlias = Literal["raise", "older"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)

@@ -1,13 +1,15 @@
 """Restores a state as EasyDeL's class, or as this library's own."""
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
 from storesvc_client._values.options import (
     Indivisible,
+    Missing,
     ModelRestoreKeywords,
     OnMismatch,
+    OptState,
 )
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx import saved_models
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
 
 __all__ = ["restore_state"]
@@ -31,9 +34,10 @@ def restore_state(
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
     indivisible: Indivisible = "error",
-    opt_state: Literal["restore", "skip"] = "restore",
+    opt_state: OptState = "restore",
     cast: "DTypeLike | None" = None,
-    missing: Literal["error", "init"] = "error",
+    select: "Patterns | None" = None,
+    missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
     **options: Unpack[ModelRestoreKeywords],
@@ -61,16 +65,20 @@ def restore_state(
             saved sharding. None: the rules of the model; of these, axes that do not
             divide a leaf are dropped, as EasyDeL does, which is logged.
         indivisible: As for ``Run.restore``.
-        opt_state: "restore" the state of the optimizer, or "skip" it for inference.
+        opt_state: "restore" the saved state of the optimizer; "init" initialises it by
+            ``tx``, which may be another optimizer; "skip" leaves it out, for inference.
         cast: A floating-point dtype for the parameters (``graphstate``) and for the
             moments that ``tx`` keeps of them; a model given as a class gets it as
             ``param_dtype``. "like": the dtypes of the model. None: the saved dtypes,
             which a factory must have.
-        missing: What to do with Variables that the checkpoint lacks, such as LoRA
-            weights: "error", or "init", which initialises them by the model. With
-            "init" a parameter may also have become a frozen Variable of ``graphother``,
-            or vice versa. If adapters wrap their layers, as EasyDeL's do, restore the
-            model without them, and apply them to it.
+        select: Globs or compiled expressions of the keys of leaves that count; the
+            checkpoint is restored as if it lacked all others.
+        missing: What to do with leaves that the checkpoint lacks, such as LoRA weights,
+            a layer, or the count of a schedule: "error"; "init" initialises them by the
+            model or ``tx``, and "keep" keeps their values in ``model``, a module or a
+            state. With either a parameter may also have become a frozen Variable of
+            ``graphother``, or vice versa. If adapters wrap their layers, as EasyDeL's
+            do, restore the model without them, and apply them to it.
         on_mismatch: What to do if the config, the structure or the optimizer differs
             from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
             leaves must fit in any case.
@@ -102,6 +110,7 @@ def restore_state(
         indivisible=indivisible,
         opt_state=opt_state,
         cast=cast,
+        select=select,
         missing=missing,
         on_mismatch=on_mismatch,
         state_class=state_class,

@@ -28,6 +28,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat
 
 from storesvc_client._api.run import Run
@@ -36,7 +37,12 @@ from storesvc_client._values.policies import KeepLatest
 from storesvc_client._values.policy_text import format_policy
 from storesvc_client.easydel.save_schedule import SaveSchedule
 from storesvc_client.easydel.states import restore_state
-from storesvc_client.errors import InvalidRequestError, NotFoundError, StoreError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    MismatchError,
+    NotFoundError,
+    StoreError,
+)
 from storesvc_client.trees.nnx.saved_models import save_state
 
 if TYPE_CHECKING:
@@ -97,11 +103,20 @@ class StoreCheckpoints(_Trainer):
                     "save to its own directory"
                 )
 
-    def __init__(self, *args: Any, store_run: Run, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        store_run: Run,
+        store_resume: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
         """Creates the trainer; with ``resume_if_possible``, restores its state.
 
         Args:
             store_run: Run to save to and to resume from.
+            store_resume: ``opt_state``, ``missing``, ``select`` and ``on_mismatch`` of
+                ``restore_state``; used, with a warning, only if the newest checkpoint
+                does not fit without them, so not after the next save.
             *args: Arguments of the trainer.
             **kwargs: Arguments of the trainer.
 
@@ -118,6 +133,7 @@ class StoreCheckpoints(_Trainer):
             )
         arguments = kwargs.get("arguments", args[0] if args else None)
         self.store_run = store_run
+        self._store_options = store_resume
         self._store_resumes = getattr(arguments, "resume_if_possible", False)
         self._store_is_prepared = False
         self._store_save: Save | None = None
@@ -160,18 +176,23 @@ class StoreCheckpoints(_Trainer):
         own_tx = state.tx if state.opt_state is not None else None
         skips = not self.arguments.save_optimizer_state
         tx = self.arguments.get_tx_template() if own_tx is None else own_tx
+
+        def restore(**options: Any) -> Any:
+            options |= {"opt_state": "skip"} if skips else {"tx": tx}
+            return restore_state(run, model=state, state_class=type(state), **options)
+
         try:
-            restored = restore_state(
-                run,
-                model=state,
-                tx=None if skips else tx,
-                opt_state="skip" if skips else "restore",
-                state_class=type(state),
-            )
+            try:
+                restored = restore()
+            except (MismatchError, InvalidRequestError) as e:
+                if not self._store_options:
+                    raise
+                _log.warning("%s; it is restored with store_resume=", e)
+                restored = restore(**self._store_options)
         except StoreError as e:
             e.add_note(
-                f"EasyDeL's trainer cannot resume from {run.name}; to train from "
-                "scratch, use another run"
+                f"EasyDeL's trainer cannot resume from {run.name}; give such options "
+                "in store_resume=dict(...), or, to train from scratch, another run"
             )
             raise
         # Without tx, the trainer sets the one that knows the number of steps.

@@ -27,7 +27,13 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
-from storesvc_client._values.options import ALL_PROCESSES, Indivisible, OnMismatch
+from storesvc_client._values.options import (
+    ALL_PROCESSES,
+    Indivisible,
+    Missing,
+    OnMismatch,
+    OptState,
+)
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.graphs import (
@@ -58,6 +64,7 @@ from storesvc_client.trees.nnx.saved_models import (
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client, Run
+    from storesvc_client._values.key_patterns import Patterns
 
 __all__ = ["EasyDeLState"]
 
@@ -408,9 +415,10 @@ class EasyDeLState(struct.PyTreeNode):
         mesh: Mesh | None = None,
         partition_rules: "Rules | Literal['recorded'] | None" = None,
         indivisible: Indivisible = "error",
-        opt_state: Literal["restore", "skip"] = "restore",
+        opt_state: OptState = "restore",
         cast: Any = None,
-        missing: Literal["error", "init"] = "error",
+        select: "Patterns | None" = None,
+        missing: Missing = "error",
         on_mismatch: OnMismatch = "raise",
     ) -> Self:
         """Returns a state that ``save_state`` saved.
@@ -426,6 +434,7 @@ class EasyDeLState(struct.PyTreeNode):
             indivisible: See ``restore_state``.
             opt_state: See ``restore_state``.
             cast: See ``restore_state``.
+            select: See ``restore_state``.
             missing: See ``restore_state``.
             on_mismatch: See ``restore_state``.
 
@@ -444,6 +453,7 @@ class EasyDeLState(struct.PyTreeNode):
                 indivisible=indivisible,
                 opt_state=opt_state,
                 cast=cast,
+                select=select,
                 missing=missing,
                 on_mismatch=on_mismatch,
                 state_class=cls,

@@ -5,13 +5,30 @@ quote stored text, which is untrusted, so they are escaped for terminals.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from glob import escape
 from typing import Final, Protocol
 
+from storesvc.format.trees import Tree
 from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._values.arguments import checked_patterns
+from storesvc_client._values.key_patterns import (
+    Patterns,
+    matching_keys,
+    nearest_keys,
+)
 from storesvc_client._values.options import OnMismatch
 from storesvc_client._values.values import LeafInfo
-from storesvc_client.errors import MismatchError, StructureError
+from storesvc_client.errors import MismatchError, NotFoundError, StructureError
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.structure import (
     Difference,
@@ -20,7 +37,15 @@ from storesvc_client.trees.structure import (
     merge_layers,
 )
 
-__all__ = ["Stored", "compare", "log_saved_dtypes", "recipe_of", "reject_differences"]
+__all__ = [
+    "Stored",
+    "compare",
+    "log_saved_dtypes",
+    "patterns_of",
+    "recipe_of",
+    "reject_differences",
+    "select_leaves",
+]
 
 
 class Stored(Protocol):
@@ -37,6 +62,63 @@ class Stored(Protocol):
     @property
     def leaves(self) -> Mapping[str, LeafInfo]:
         """Leaves by key."""
+
+    @property
+    def _tree(self) -> Tree:
+        """All leaves in rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedLeaves:
+    """A checkpoint of which only some leaves count."""
+
+    name: str
+    document: bytes
+    leaves: Mapping[str, LeafInfo]
+    _tree: Tree
+
+
+def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
+    """Returns a checkpoint as if it had only the leaves that match.
+
+    Raises:
+        NotFoundError: A pattern matches none.
+    """
+    if select is None:
+        return stored
+    found = set[str]()
+    for pattern in checked_patterns(f"restore of {stored.name}: select=", select):
+        keys = matching_keys(pattern, stored.leaves)
+        if not keys:
+            nearest = ", ".join(nearest_keys(pattern, stored.leaves))
+            raise NotFoundError(
+                f"no leaf of {stored.name} matches {pattern!r}; nearest: {nearest}"
+            )
+        found.update(keys)
+    leaves = {key: leaf for key, leaf in stored.leaves.items() if key in found}
+    return SelectedLeaves(stored.name, stored.document, leaves, stored._tree)  # noqa: SLF001 - not public
+
+
+def patterns_of(keys: Collection[str], wanted: Container[str]) -> list[str]:
+    """Returns the fewest globs that match the wanted keys and no other.
+
+    >>> patterns_of(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})
+    ['a/1/**', 'b']
+    """
+    return list(_patterns(keys, wanted, ""))
+
+
+def _patterns(
+    keys: Collection[str], wanted: Container[str], above: str
+) -> Iterator[str]:
+    below: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        below[above + key.removeprefix(above).split("/")[0]].append(key)
+    for place, found in below.items():
+        if all(key in wanted for key in found):
+            yield place if found == [place] else f"{escape(place)}/**"
+        elif found != [place]:
+            yield from _patterns(found, wanted, f"{place}/")
 
 
 MAX_TEXT: Final = 300
@@ -107,10 +189,7 @@ def compare(
         # shows in every layer.
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
     if found and on_mismatch == "raise":
-        advice = (
-            "fix the given model, or restore the matching parts with on_mismatch='log'"
-        )
-        reject_differences(stored, [*config, *found], advice=advice)
+        reject_differences(stored, [*config, *found])
     if config or found:
         _log.warning(
             "%s was saved from another model: %s",
@@ -130,13 +209,15 @@ def log_saved_dtypes(stored: Stored, changed: Sequence[Difference]) -> None:
         )
 
 
-def reject_differences(stored: Stored, problems: list[str], *, advice: str) -> None:
+def reject_differences(
+    stored: Stored, problems: list[str], *, advice: str = ""
+) -> None:
     """Rejects differences, if there are any.
 
     Args:
         stored: The checkpoint.
         problems: Differences to list.
-        advice: Text that says how to fix them.
+        advice: Text that says how to fix them, after "; ".
 
     Raises:
         MismatchError: There are differences.
@@ -144,7 +225,7 @@ def reject_differences(stored: Stored, problems: list[str], *, advice: str) -> N
     if problems:
         raise MismatchError(
             f"{stored.name} was saved from another model or optimizer: "
-            f"{list_problems(_printable(problems))}; {advice}"
+            f"{list_problems(_printable(problems))}{advice}"
         )
 
 

@@ -7,9 +7,10 @@ of ``nnx.state((model, optimizer))`` are restored, too.
 """
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from storesvc.format.names import Which
@@ -20,6 +21,7 @@ from storesvc_client._values.options import (
     Distributed,
     Indivisible,
     OnMismatch,
+    OptState,
     SaveKeywords,
     check_keywords,
 )
@@ -31,6 +33,7 @@ from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
+    advised,
     create_state,
     is_pytree,
     plan_module,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._save.handle import Save
     from storesvc_client._values.durations import DurationLike
+    from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
     from storesvc_client._values.progress import ProgressCallback
     from storesvc_client._values.values import Checkpoint
@@ -118,6 +122,9 @@ def restore_into(
     rules: "Rules | None" = None,
     indivisible: Indivisible = "error",
     cast: "DTypeLike | None" = None,
+    select: "Patterns | None" = None,
+    missing: Literal["error", "keep"] = "error",
+    opt_state: OptState = "restore",
     on_mismatch: OnMismatch = "raise",
     distributed: Distributed = ALL_PROCESSES,
     deadline: "DurationLike" = DEFAULT_DEADLINE,
@@ -141,6 +148,11 @@ def restore_into(
         indivisible: As for ``Run.restore``.
         cast: A floating-point dtype for the parameters, and for the moments that the
             optimizer keeps of them; the module's arrays get it. None: the saved dtypes.
+        select: As for ``easydel.restore_state``.
+        missing: What to do with leaves that the checkpoint lacks: "error", or "keep"
+            their values.
+        opt_state: "restore" the saved state of the optimizer, "init" it as
+            ``optimizer`` begins, or "skip" it, which leaves ``optimizer`` as it is.
         on_mismatch: What to do if the structure or the optimizer differs from the saved
             one: "raise" a ``MismatchError``, or "log" a warning. The leaves must fit in
             any case.
@@ -155,31 +167,40 @@ def restore_into(
         MismatchError: The checkpoint was saved from another module or optimizer.
     """
     _check(run, "restore of")
+    optimizer = None if opt_state == "skip" else optimizer
     options = Options(
         mesh=mesh,
         rules=rules,
         indivisible=indivisible,
         cast=cast,
+        select=select,
+        missing=missing,
         on_mismatch=on_mismatch,
-        opt_state="skip" if optimizer is None else "restore",
+        opt_state="skip" if optimizer is None else opt_state,
     )
-    plan = planner(run, model, optimizer, options)
+    request = _request_of(run, model, optimizer, options)
     opened = run.open(which, distributed=distributed, deadline=deadline)
-    target, put = plan(opened)
-    put(opened.restore(**target, deadline=deadline, progress=progress))
+    with advised(opened, request):
+        target, put = planner(run, model, optimizer, request)(opened)
+        restored = opened.restore(**target, deadline=deadline, progress=progress)
+    put(restored)
     return opened.info
 
 
+def _request_of(run: Run, model: Any, optimizer: Any, options: Options) -> Request:
+    parts = _parts_of(run, model, optimizer)
+    if optimizer is None:
+        return Request(model=parts, options=options)
+    return Request(model=parts, tx=optimizer.tx, state_class=_Parts, options=options)
+
+
 def planner(
-    run: Run, model: Any, optimizer: Any, options: Options | None = None
+    run: Run, model: Any, optimizer: Any, request: Request | None = None
 ) -> "Callable[[OpenCheckpoint], tuple[dict[str, Any], Callable[[Any], None]]]":
     """Returns a function that plans the restore of a checkpoint into a module and its
     optimizer: the arguments of the restore, and a function that gets its result."""
-    if options is None:
-        options = Options(opt_state="skip" if optimizer is None else "restore")
-    parts = _parts_of(run, model, optimizer)
-    tx = None if optimizer is None else optimizer.tx
-    request = Request(model=parts, tx=tx, state_class=_Parts, options=options)
+    options = Options(opt_state="skip" if optimizer is None else "restore")
+    request = request or _request_of(run, model, optimizer, options)
 
     def plan(
         opened: "OpenCheckpoint",
@@ -204,7 +225,7 @@ def planner(
             nnx.update(model, state.graphstate, state.graphother)
             opt_state = _as_in(optimizer, state.opt_state)
             nnx.update(optimizer.opt_state, nnx.state(opt_state))
-            optimizer.step.set_value(state.step)
+            optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
 
         return target, put
 

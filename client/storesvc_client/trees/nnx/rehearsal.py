@@ -25,7 +25,6 @@ import jax
 
 from storesvc.format.trees import Tree
 from storesvc_client._api.run import Run
-from storesvc_client._pytree.restore_target import Target
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
@@ -62,16 +61,16 @@ class _PlannedCheckpoint:
     """A checkpoint that is about to be saved."""
 
     name: str
-    tree: Tree
+    _tree: Tree
 
     @property
     def document(self) -> bytes:
-        return self.tree.structure
+        return self._tree.structure
 
     @cached_property
     @collector_paused()
     def leaves(self) -> Mapping[str, LeafInfo]:
-        rows = zip(self.tree.leaves, self.tree.grids, strict=True)
+        rows = zip(self._tree.leaves, self._tree.grids, strict=True)
         return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
 
@@ -246,8 +245,7 @@ def _failure(
         plan = (plan_module if saved.state_class is None else plan_state)(
             stored, request
         )
-        rows = [stored.tree.by_key[key] for key in plan.select]
-        Target.choose(stored.tree, stored.name, rows=rows, **plan.target)
+        plan.check(stored)
     except Exception as e:  # noqa: BLE001 - the caller's own code runs, too
         return e
     return None

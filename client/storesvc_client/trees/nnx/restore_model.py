@@ -11,7 +11,9 @@
 5. *Merge* the parts by path, and create the state.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Container, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -22,20 +24,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import is_floating
-from storesvc_client._pytree.leaves import named_leaves
+from storesvc.format.keys import join_key
+from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.plain_containers import nest
+from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.options import (
     Indivisible,
+    Missing,
     OnMismatch,
+    OptState,
     ReadKeywords,
     TargetOptions,
 )
 from storesvc_client._values.values import LeafInfo
-from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.errors import InvalidRequestError, MismatchError, StoreError
 from storesvc_client.trees.nnx.blueprints import (
     PARTS,
     Blueprint,
@@ -49,8 +56,10 @@ from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
     log_saved_dtypes,
+    patterns_of,
     recipe_of,
     reject_differences,
+    select_leaves,
 )
 from storesvc_client.trees.nnx.config_classes import takes_config
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
@@ -71,6 +80,7 @@ __all__ = [
     "Options",
     "Plan",
     "Request",
+    "advised",
     "create_state",
     "is_pytree",
     "plan_module",
@@ -83,6 +93,9 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("storesvc_client")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of a restore; see ``storesvc_client.easydel.restore_state``."""
@@ -91,9 +104,10 @@ class Options:
     rules: "Rules | Literal['recorded'] | None" = None
     indivisible: Indivisible = "error"
     cast: Any = None
-    missing: Literal["error", "init"] = "error"
+    select: Patterns | None = None
+    missing: Missing = "error"
     on_mismatch: OnMismatch = "raise"
-    opt_state: Literal["restore", "skip"] = "restore"
+    opt_state: OptState = "restore"
     reading: ReadKeywords = field(default_factory=ReadKeywords)
 
     @property
@@ -103,8 +117,8 @@ class Options:
 
     @property
     def initialises(self) -> bool:
-        """True if Variables that the checkpoint lacks are initialised."""
-        return self.missing == "init"
+        """True if leaves that the checkpoint lacks are initialised or kept."""
+        return self.missing != "error"
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -116,9 +130,9 @@ class Options:
 
 
 _ALLOWED: Final = {
-    "missing": ("error", "init"),
+    "missing": ("error", "init", "keep"),
     "on_mismatch": ("raise", "log"),
-    "opt_state": ("restore", "skip"),
+    "opt_state": ("restore", "init", "skip"),
 }
 
 
@@ -132,6 +146,8 @@ class Request:
     """Class whose ``create`` builds the state."""
     allow: Any = ()
     options: Options = field(default_factory=Options)
+    is_compared: bool = True
+    """False if the structure of the model may differ without a log line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +167,10 @@ class Plan:
     """True if the optimizer state is initialised instead of restored."""
     added: Sequence[str] = ()
     """Fields in ``like`` that the class of the state adds."""
+    opt_state: Any = None
+    """The whole optimizer state, abstract."""
+    lacking: frozenset[str] = frozenset()
+    """Leaves of the optimizer's state and of added fields that are not restored."""
 
     @property
     def target(self) -> TargetOptions:
@@ -163,6 +183,16 @@ class Plan:
             "missing": "error",
             "indivisible": self.options.indivisible,
         }
+
+    def check(self, stored: Stored) -> None:
+        """Matches the leaves, as the restore does.
+
+        Raises:
+            MismatchError: They do not fit.
+        """
+        tree = stored._tree  # noqa: SLF001 - not public
+        rows = [tree.by_key[key] for key in self.select]
+        Target.choose(tree, stored.name, rows=rows, **self.target)
 
     def restored(self, opened: OpenCheckpoint) -> Any:
         """Returns the leaves of a checkpoint."""
@@ -180,9 +210,11 @@ def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
         return _restored_containers(opened, request)
-    plan = plan_state(opened, request)
-    # 4. Restore the leaves.
-    return create_state(plan, plan.restored(opened))
+    with advised(opened, request):
+        plan = plan_state(opened, request)
+        # 4. Restore the leaves.
+        restored = plan.restored(opened)
+    return create_state(plan, restored)
 
 
 def create_state(plan: Plan, restored: Any) -> Any:
@@ -192,20 +224,31 @@ def create_state(plan: Plan, restored: Any) -> Any:
     tx = request.tx
     graphstate, graphother = plan.merge(restored)
     opt_state = restored["opt_state"]
-    if plan.initialises_optimizer and tx is not None:
-        rules = options.rules if not isinstance(options.rules, str) else None
-        opt_state = init_opt_state(
-            tx, graphstate, options.mesh, rules, options.indivisible
-        )
+    lacks = not _keys_of(plan.opt_state).isdisjoint(plan.lacking)
+    if tx is not None and (lacks or plan.initialises_optimizer):
+        keeps = options.missing == "keep" and options.opt_state == "restore"
+        initial = getattr(request.model, "opt_state", None) if keeps else None
+        if initial is None or _keys_of(initial) != _keys_of(plan.opt_state):
+            rules = options.rules if not isinstance(options.rules, str) else None
+            initial = init_opt_state(
+                tx, graphstate, options.mesh, rules, options.indivisible
+            )
+        opt_state = _fill(initial, opt_state)
+    own_step = getattr(request.model, "step", 0) if options.missing == "keep" else 0
     state = request.state_class.create(
-        step=restored.get("step", 0),
+        step=restored.get("step", own_step),
         graphdef=plan.blueprint.graphdef,
         graphstate=graphstate,
         graphother=graphother,
         tx=tx,
         opt_state=opt_state,
     )
-    fields = {name: restored[name] for name in plan.added}
+    fields = {}
+    for name in plan.added:
+        given = getattr(request.model, name, None)
+        own = getattr(state, name) if given is None else given
+        lacks = any(key.split("/")[0] == name for key in plan.lacking)
+        fields[name] = _fill(own, restored[name]) if lacks else restored[name]
     if isinstance(request.model, type(state)):  # nothing in a checkpoint shows these
         statics = added_fields(state, static=True)
         fields |= {name: getattr(request.model, name) for name in statics}
@@ -219,9 +262,10 @@ def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
         (state,) = opened.restore(**target, **request.options.reading)
         nnx.update(module, state)
         return module
-    plan = plan_module(opened, request)
-    # 4. Restore the leaves.
-    restored = plan.restored(opened)
+    with advised(opened, request):
+        plan = plan_module(opened, request)
+        # 4. Restore the leaves.
+        restored = plan.restored(opened)
     # 5. Merge the parts.
     return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
 
@@ -240,6 +284,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
             "state of EasyDeL's form: restore it with "
             "storesvc_client.nnx.restore_into(run, model, optimizer)"
         )
+    stored = select_leaves(stored, request.options.select)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
     recipe = recipe_of(stored, request.options.on_mismatch)
     blueprint = _drawn(stored, request.model, recipe, request.options)
@@ -254,12 +299,16 @@ def _planned_state(
     options = _with_own_placement(blueprint, options)
     initialises_optimizer = _initialises_optimizer(stored, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
-    if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
-        like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
-    added = _added_fields(stored, recipe, request, blueprint, like["opt_state"])
+    opt_state = None
+    if tx is not None and options.opt_state != "skip":
+        opt_state = _abstract_opt_state(stored, tx, blueprint.graphstate)
+    if not initialises_optimizer:
+        like["opt_state"] = opt_state
+    added = _added_fields(stored, recipe, request, blueprint, opt_state)
     # 2. Compare the blueprint with the recipe.
     target = blueprint.recipe(like["opt_state"], added)
-    compare(stored, recipe, target, on_mismatch=options.on_mismatch)
+    if request.is_compared:
+        compare(stored, recipe, target, on_mismatch=options.on_mismatch)
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
@@ -267,7 +316,15 @@ def _planned_state(
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
         like = _placed_like_parameters(like, blueprint.graphstate, known)
-    like = {**sources.like(), **like, **added}
+    like |= added
+    lacking = _keys_of(opt_state) if initialises_optimizer else frozenset()
+    if options.initialises:
+        rest = {name: like[name] for name in ("opt_state", *added)}
+        keys = {"step", *(leaf.key for leaf in named_leaves(rest)[0])}
+        lacking |= keys - stored.leaves.keys()
+        like |= _drop(rest, lacking)
+    _log_initialised(stored, sources, lacking)
+    like = {**sources.like(), **like}
     return Plan(
         request=request,
         blueprint=blueprint,
@@ -277,6 +334,8 @@ def _planned_state(
         select=_selected(stored, like, options),
         initialises_optimizer=initialises_optimizer,
         added=[*added],
+        opt_state=opt_state,
+        lacking=lacking,
     )
 
 
@@ -355,6 +414,7 @@ def _like_saved(
 def plan_module(stored: Stored, request: Request) -> Plan:
     """Returns the plan of a restore of a module; see ``plan_state``."""
     options = request.options
+    stored = select_leaves(stored, options.select)
     # 1. Draw the blueprint.
     recipe = recipe_of(stored, options.on_mismatch)
     if request.model is None:
@@ -362,9 +422,18 @@ def plan_module(stored: Stored, request: Request) -> Plan:
         blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
         blueprint = _drawn(stored, request.model, recipe, options)
+    return _planned_module(stored, request, recipe, blueprint)
+
+
+def _planned_module(
+    stored: Stored, request: Request, recipe: Recipe | None, blueprint: Blueprint
+) -> Plan:
+    options = request.options
+    if request.model is not None:
         # 2. Compare the blueprint with the recipe.
         target = blueprint.recipe(None, {})
-        compare(stored, recipe, target, on_mismatch=options.on_mismatch)
+        if request.is_compared:
+            compare(stored, recipe, target, on_mismatch=options.on_mismatch)
         options = _with_own_placement(blueprint, options)
     # 3. Find the sources of the Variables.
     with collector_paused():
@@ -372,6 +441,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
             blueprint, stored.leaves, initialising=options.initialises
         )
         like = sources.like()
+        _log_initialised(stored, sources, frozenset())
         return Plan(
             request=request,
             blueprint=blueprint,
@@ -407,10 +477,11 @@ def plan_pytree(
         The module, and the arguments of a restore of a list: its state, and others.
     """
     options = request.options
-    if options.initialises:
+    if options.initialises or options.select or options.opt_state == "init":
         raise InvalidRequestError(
-            f"{stored.name} was saved with nnx.state((model, optimizer)): expected "
-            "missing='error', got 'init'; restore it with the model that was saved"
+            f"{stored.name} was saved with nnx.state((model, optimizer)): expected no "
+            "missing=, select= and opt_state='init', got one; restore it with the "
+            "model and the optimizer that were saved"
         )
     blueprint = _drawn(stored, request.model, None, options)
     options = _with_own_placement(blueprint, options)
@@ -436,12 +507,13 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
-        given = "tx=" if request.tx is not None else "missing='init'"
+        given = "tx=" if request.tx is not None else f"missing={options.missing!r}"
         raise InvalidRequestError(
             f"restore of {opened.name}: expected model= with {given}, got None; give "
             "model=, because without it a state is restored as dicts and lists"
         )
-    select = _selected(opened, {"step": None}, options)
+    view = select_leaves(opened, options.select)
+    select = _selected(view, {"step": None}, options)
     return opened.restore(
         mesh=options.mesh,
         rules=options.rules,
@@ -509,7 +581,7 @@ def plan_opt_state(
     abstract = _abstract_opt_state(stored, tx, graphstate)
     if recipe is not None:
         found = recipe.optimizer_differences(container_types(abstract, "opt_state"))
-        advice = "give the state the optimizer that was saved"
+        advice = "; give the state the optimizer that was saved"
         reject_differences(stored, [*map(str, found)], advice=advice)
     return {"opt_state": abstract}
 
@@ -519,6 +591,12 @@ def _drawn(
 ) -> Blueprint:
     dtype = options.dtype
     blueprint = draw_blueprint(model, recipe, options.mesh, dtype)
+    if options.missing == "keep" and blueprint.make is not None:
+        raise InvalidRequestError(
+            f"restore of {stored.name}: expected model= a module or a state with "
+            "missing='keep', got a class or a factory, which has no values; give "
+            "missing='init'"
+        )
     if options.cast is None and isinstance(model, type) and takes_config(model, recipe):
         # A state may be saved with its parameters cast, past the dtypes of its model.
         saved = {
@@ -528,6 +606,124 @@ def _drawn(
         }
         dtype = saved.pop() if len(saved) == 1 else None
     return blueprint if dtype is None else blueprint.cast(dtype)
+
+
+@contextmanager
+def advised(stored: Stored, request: Request) -> Generator[None]:
+    """Adds to a ``MismatchError`` the options with which the checkpoint fits."""
+    try:
+        yield
+    except MismatchError as e:
+        knows = request.model is not None and not is_pytree(stored)
+        options = _fitting_options(stored, request) if knows else {}
+        if not options:
+            raise
+        text = str(e).removesuffix(e.metadata.get("hints", ""))
+        added = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise MismatchError(
+            f"{text}; give what was saved, or, to restore what fits, add {added}"
+        ) from e
+
+
+def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:
+    """Returns options to add with which a checkpoint fits; none if it never does.
+
+    Each is tried as the restore would use it, without reading a leaf.
+    """
+    given, found = request.options, dict[str, Any]()
+    recipe = recipe_of(stored, given.on_mismatch)
+
+    def attempt(*, is_compared: bool = False, **more: Any) -> None:
+        options = replace(given, **found, **more)
+        changed = replace(request, options=options, is_compared=is_compared)
+        view = select_leaves(stored, options.select)
+        if request.state_class is None:
+            plan = _planned_module(view, changed, recipe, blueprint)
+        else:
+            plan = _planned_state(view, changed, recipe, blueprint)
+        if not is_compared:
+            plan.check(view)
+
+    def find_unfit(**more: Any) -> set[str]:
+        try:
+            attempt(**more)
+        except MismatchError as e:
+            return {*e.metadata["unfit"].split("\n")}
+        return set()
+
+    try:
+        blueprint = _drawn(stored, request.model, recipe, given)
+        missing = "keep" if blueprint.make is None else "init"
+        # 1. Moments of another optimizer are worth nothing.
+        if given.opt_state == "restore" and request.tx is not None:
+            opt_state = abstract_opt_state(request.tx, blueprint.graphstate)
+            if recipe is not None and _has_other_moments(stored, recipe, opt_state):
+                found["opt_state"] = "init"
+        # 2. The structure.
+        try:
+            attempt(is_compared=True, missing=missing)
+        except MismatchError:
+            found["on_mismatch"] = "log"
+        # 3. Leaves that the model has in another dtype or shape, or not at all.
+        unfit = find_unfit(missing=missing)
+        if unfit and given.cast is None:
+            others = find_unfit(missing=missing, cast=LIKE)
+            if len(others) < len(unfit):
+                found["cast"], unfit = LIKE, others
+        if unfit:
+            keys = select_leaves(stored, given.select).leaves.keys() - unfit
+            if not any(_head(key) == "graphstate" for key in keys):
+                return {}  # it is another model
+            found["select"] = patterns_of(stored.leaves, keys)
+            attempt(missing=missing)
+        # 4. Leaves that the checkpoint lacks.
+        try:
+            attempt()
+        except StoreError:
+            found["missing"] = missing
+    except (StoreError, LookupError):
+        return {}
+    return found
+
+
+def _has_other_moments(stored: Stored, recipe: Recipe, opt_state: Any) -> bool:
+    """Returns whether arrays are below containers that differ from the saved ones."""
+    types = container_types(opt_state, "opt_state")
+    places = [each.path for each in recipe.optimizer_differences(types)]
+    arrays = [key for key in _opt_state_keys(stored) if stored.leaves[key].shape]
+    named = named_leaves({"opt_state": opt_state})[0]
+    arrays += [leaf.key for leaf in named if getattr(leaf.value, "shape", ())]
+    return any(key.startswith(f"{place}/") for place in places for key in arrays)
+
+
+def _drop(tree: Any, keys: Container[str]) -> Any:
+    """Returns a tree without some of its leaves."""
+    named, treedef = named_leaves(tree)
+    kept = [None if leaf.key in keys else leaf.value for leaf in named]
+    return jax.tree.unflatten(treedef, kept)
+
+
+def _fill(tree: Any, values: Any) -> Any:
+    """Returns a tree with the leaves of another one that has some of them."""
+    found = {leaf.key: leaf.value for leaf in named_leaves(values)[0]}
+    named, treedef = named_leaves(tree)
+    return jax.tree.unflatten(
+        treedef, [found.get(leaf.key, leaf.value) for leaf in named]
+    )
+
+
+def _log_initialised(
+    stored: Stored, sources: Sources, lacking: Collection[str]
+) -> None:
+    """Logs the leaves that a restore does not take from the checkpoint."""
+    keys = [join_key((part, *map(str, path))) for part, path in sources.initialised]
+    if keys := sorted([*keys, *lacking]):
+        _log.info(
+            "%s lacks %d leaves of the model, which are initialised or kept: %s",
+            stored.name,
+            len(keys),
+            list_problems(keys),
+        )
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
@@ -560,11 +756,18 @@ def _initialises_optimizer(
     """
     if options.opt_state == "skip":
         return False
+    if options.opt_state == "init":
+        if tx is None:
+            raise InvalidRequestError(
+                f"restore of {stored.name}: expected tx= with opt_state='init', got "
+                "None; give the optimizer"
+            )
+        return True
     holds = _holds_optimizer(stored, recipe)
     if holds and tx is None:
         raise InvalidRequestError(
             f"{stored.name} holds the state of an optimizer: expected tx=, got None; "
-            "give the optimizer, or opt_state='skip'"
+            "give tx=, the optimizer, or opt_state='skip'"
         )
     if tx is None or holds:
         return False
@@ -591,14 +794,17 @@ def _abstract_opt_state(
     return updated if updated is not None and _keys_of(updated) == saved else initial
 
 
-def _keys_of(opt_state: optax.OptState) -> set[str]:
-    return {leaf.key for leaf in named_leaves({"opt_state": opt_state})[0]}
+def _keys_of(opt_state: optax.OptState) -> frozenset[str]:
+    return frozenset(leaf.key for leaf in named_leaves({"opt_state": opt_state})[0])
 
 
 def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
     """Returns whether an optimizer was saved, possibly one without leaves."""
     saved = recipe is not None and recipe.opt_state is not None
-    return saved or bool(_opt_state_keys(stored))
+    all_keys = stored._tree.by_key  # noqa: SLF001 - not public
+    # An optimizer without leaves was saved, or select= leaves all of them out.
+    is_empty = not any(key.startswith("opt_state") for key in all_keys)
+    return bool(_opt_state_keys(stored)) or (saved and is_empty)
 
 
 def _as_stored(
@@ -646,7 +852,7 @@ def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
 
 def _selected(stored: Stored, like: Any, options: Options) -> list[str]:
     skipped: set[str] = set()
-    if options.opt_state == "skip":
+    if options.opt_state != "restore":
         skipped.update(_opt_state_keys(stored))
     if "step" not in like:  # a module takes only the Variables of a state
         skipped.add("step")

@@ -14,7 +14,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Final,
-    Literal,
     SupportsIndex,
     Unpack,
 )
@@ -28,8 +27,10 @@ from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
     Indivisible,
+    Missing,
     ModelRestoreKeywords,
     OnMismatch,
+    OptState,
     ReadKeywords,
     Rehearse,
     SaveKeywords,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._api.client import Client
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
 
 __all__ = [
@@ -206,9 +208,10 @@ def restore_state(
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
     indivisible: Indivisible = "error",
-    opt_state: Literal["restore", "skip"] = "restore",
+    opt_state: OptState = "restore",
     cast: "DTypeLike | None" = None,
-    missing: Literal["error", "init"] = "error",
+    select: "Patterns | None" = None,
+    missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
     **options: Unpack[ModelRestoreKeywords],
@@ -234,6 +237,7 @@ def restore_state(
         rules=rules,
         indivisible=indivisible,
         cast=cast,
+        select=select,
         missing=missing,
         on_mismatch=on_mismatch,
         opt_state=opt_state,
@@ -255,7 +259,8 @@ def restore_model(
     rules: "Rules | None" = None,
     indivisible: Indivisible = "error",
     cast: "DTypeLike | None" = None,
-    missing: Literal["error", "init"] = "error",
+    select: "Patterns | None" = None,
+    missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
@@ -275,6 +280,7 @@ def restore_model(
         rules: As for ``restore_state``.
         indivisible: As for ``restore_state``.
         cast: As for ``restore_state``.
+        select: As for ``restore_state``.
         missing: As for ``restore_state``.
         on_mismatch: As for ``restore_state``.
         **options: As for ``restore_state``.
@@ -300,6 +306,7 @@ def restore_model(
         rules=rules,
         indivisible=indivisible,
         cast=cast,
+        select=select,
         missing=missing,
         on_mismatch=on_mismatch,
         opt_state="skip",

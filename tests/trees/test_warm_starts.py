@@ -1,0 +1,272 @@
+"""Restores into another model or optimizer: each message names a call that works."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import storesvc_client as store
+from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client.easydel import restore_model, restore_state, save_state
+from storesvc_client.nnx import restore_into, save
+from storesvc_client.trees.easydel import EasyDeLState
+
+
+class Model(nnx.Module):
+    """A model with a vocabulary and layers."""
+
+    def __init__(self, vocabulary: int, depth: int, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(vocabulary, 2, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(depth)])
+
+
+class Averaged(EasyDeLState):
+    """A state with a field of its own."""
+
+    ema: Any = None
+
+
+def maker(vocabulary: int = 8, depth: int = 2) -> Callable[[], Model]:
+    return lambda: Model(vocabulary, depth, rngs=nnx.Rngs(1))
+
+
+def scheduled(rate: Any = None) -> Any:
+    return optax.adamw(rate or optax.cosine_decay_schedule(1e-3, 100))
+
+
+ADAMW: Final = optax.adamw(1e-3)
+CLIPPED: Final = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+SAME: Final = maker()
+CASES: Final[dict[str, tuple[Any, Any, Any, Any, set[str]]]] = {
+    # saved model and optimizer, given ones, and the options that the message names
+    "constant to schedule": (
+        *(SAME, ADAMW, SAME, scheduled()),
+        {"on_mismatch", "missing"},
+    ),
+    "schedule to constant": (
+        *(SAME, scheduled(), SAME, ADAMW),
+        {"on_mismatch", "select"},
+    ),
+    "adamw to adafactor": (SAME, ADAMW, SAME, optax.adafactor(1e-3), {"opt_state"}),
+    "adamw to lion": (SAME, ADAMW, SAME, optax.lion(1e-3), {"opt_state"}),
+    "adamw to sgd": (SAME, ADAMW, SAME, optax.sgd(1e-3), {"opt_state"}),
+    "sgd to adamw": (SAME, optax.sgd(1e-3), SAME, ADAMW, {"opt_state"}),
+    "clipped": (SAME, ADAMW, SAME, CLIPPED, {"opt_state"}),
+    "larger vocabulary": (
+        *(SAME, ADAMW, maker(16), ADAMW),
+        {"on_mismatch", "select", "missing"},
+    ),
+    "smaller vocabulary": (
+        *(SAME, ADAMW, maker(4), ADAMW),
+        {"on_mismatch", "select", "missing"},
+    ),
+    "more layers": (SAME, ADAMW, maker(8, 3), ADAMW, {"on_mismatch", "missing"}),
+    "fewer layers": (SAME, ADAMW, maker(8, 1), ADAMW, {"on_mismatch", "select"}),
+    "other model and optimizer": (
+        *(SAME, ADAMW, maker(16, 1), optax.adafactor(1e-3)),
+        {"opt_state", "on_mismatch", "select", "missing"},
+    ),
+    "no optimizer was saved": (
+        SAME,
+        None,
+        maker(8, 3),
+        None,
+        {"on_mismatch", "missing"},
+    ),
+}
+
+
+@pytest.fixture
+def run() -> Iterator[store.Run]:
+    with store.connect("memory://") as client:
+        yield client.run("tests/warm")
+
+
+def state_of(make: Any, tx: Any, cls: Any = EasyDeLState, fill: float = 0.25) -> Any:
+    """Returns a state of which each array is filled with a number."""
+    made = cls.create(step=7, model=make(), tx=tx, init_opt_state=tx is not None)
+    return jax.tree.map(
+        lambda x: jnp.full_like(x, fill) if getattr(x, "ndim", 0) else x, made
+    )
+
+
+def advice(error: store.MismatchError) -> dict[str, Any]:
+    """Returns the options that a message says to add."""
+    _, added, options = str(error).partition("; give what was saved, or, to restore ")
+    assert added, str(error)
+    assert re.fullmatch(r"what fits, add (\w+=.*)", options), options
+    found: dict[str, Any] = eval(f"dict({options.removeprefix('what fits, add ')})")
+    return found
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    return {leaf.key: leaf.value for leaf in named_leaves(tree)[0]}
+
+
+def check_warm(saved: Any, initial: Any, back: Any, options: dict[str, Any]) -> None:
+    """Compares each leaf with the saved one if it fits, else with the initial one."""
+    before, fresh, found = leaves(saved), leaves(initial), leaves(back)
+    assert fresh.keys() == found.keys()
+    for key, value in found.items():
+        fits = key in before and jnp.shape(before[key]) == jnp.shape(value)
+        is_initial = key.startswith("opt_state") and "opt_state" in options
+        expected = before[key] if fits and not is_initial else fresh[key]
+        np.testing.assert_allclose(expected, value, 1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_call_that_a_message_names_restores_what_fits(
+    run: store.Run, name: str
+) -> None:
+    make, tx, other, new_tx, names = CASES[name]
+    saved = state_of(make, tx)
+    save_state(run, saved).result()
+    initial = EasyDeLState.create(
+        model=other(), tx=new_tx, init_opt_state=new_tx is not None
+    )
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_state(run, model=other, tx=new_tx)
+    options = advice(caught.value)
+    back = restore_state(run, model=other, tx=new_tx, **options)
+
+    assert names == set(options)
+    assert "like=" not in str(caught.value)
+    check_warm(saved, initial, back, options)
+
+
+@pytest.mark.parametrize("name", ["constant to schedule", "more layers", "clipped"])
+def test_a_given_state_keeps_what_the_checkpoint_lacks(
+    run: store.Run, name: str
+) -> None:
+    make, tx, other, new_tx, _ = CASES[name]
+    saved = state_of(make, tx)
+    save_state(run, saved).result()
+    given = state_of(other, new_tx, fill=0.5)
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_state(run, model=given, tx=new_tx)
+    options = advice(caught.value)
+    back = restore_state(run, model=given, tx=new_tx, **options)
+
+    assert "init" != options.get("missing")
+    if "opt_state" in options:  # the optimizer begins anew
+        given = given.replace(opt_state=new_tx.init(given.graphstate))
+    check_warm(saved, given, back, options)
+
+
+@pytest.mark.parametrize("name", ["larger vocabulary", "more layers", "fewer layers"])
+def test_models_and_modules_in_place_have_the_same_options(
+    run: store.Run, name: str
+) -> None:
+    make, tx, other, _, _ = CASES[name]
+    saved = state_of(make, tx)
+    save_state(run, saved).result()
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_model(run, model=other)
+    options = advice(caught.value)
+    module = restore_model(run, model=other, **options)
+    target = nnx.state(other())
+    expected = nnx.split_state(target, nnx.Param, ...)[0]
+    fresh = {"graphstate": expected}
+    check_warm(saved, fresh, {"graphstate": nnx.state(module, nnx.Param)}, options)
+
+    model = other()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    with pytest.raises(store.MismatchError) as caught:
+        restore_into(run, model, optimizer)
+    options = advice(caught.value)
+    assert 7 == restore_into(run, model, optimizer, **options).step
+    check_warm(saved, fresh, {"graphstate": nnx.state(model, nnx.Param)}, options)
+    assert 7 == int(optimizer.step[...])
+
+
+def test_an_optimizer_in_place_is_initialised_or_left_as_it_is(run: store.Run) -> None:
+    model = SAME()
+    save(run, 1, model, nnx.Optimizer(model, ADAMW, wrt=nnx.Param)).result()
+    optimizer = nnx.Optimizer(model, optax.lion(1e-3), wrt=nnx.Param)
+    optimizer.step.set_value(jnp.uint32(5))
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_into(run, model, optimizer)
+    assert {"opt_state": "init"} == advice(caught.value)
+    restore_into(run, model, optimizer, opt_state="skip")
+    assert 5 == int(optimizer.step[...])
+    restore_into(run, model, optimizer, opt_state="init")
+    assert 0 == int(optimizer.step[...])
+
+
+def test_a_class_without_a_saved_field_is_told_which_leaves_to_select(
+    run: store.Run,
+) -> None:
+    saved = state_of(SAME, ADAMW, Averaged).replace(ema=jnp.ones(2))
+    save_state(run, saved).result()
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_state(run, model=SAME, tx=ADAMW, state_class=EasyDeLState)
+    options = advice(caught.value)
+    back = restore_state(run, model=SAME, tx=ADAMW, state_class=EasyDeLState, **options)
+
+    assert {"select": ["graphstate/**", "opt_state/**", "step"]} == options
+    check_warm(saved, state_of(SAME, ADAMW), back, options)
+
+
+def test_a_field_that_a_checkpoint_lacks_is_kept(run: store.Run) -> None:
+    saved = state_of(SAME, ADAMW)
+    save_state(run, saved).result()
+    given = state_of(SAME, ADAMW, Averaged, fill=0.5).replace(ema=jnp.ones(2))
+
+    with pytest.raises(store.MismatchError) as caught:
+        restore_state(run, model=given, tx=ADAMW)
+    assert {"missing": "keep"} == advice(caught.value)
+    back = restore_state(run, model=given, tx=ADAMW, missing="keep")
+
+    np.testing.assert_array_equal(jnp.ones(2), back.ema)
+    check_warm(saved, given, back, {})
+
+
+def test_what_is_not_restored_is_logged(
+    run: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_state(run, state_of(SAME, ADAMW)).result()
+
+    with caplog.at_level(logging.INFO, "storesvc_client"):
+        restore_state(run, model=SAME, tx=ADAMW, missing="init", select="graphstate/**")
+
+    lines = [r.getMessage() for r in caplog.records if "are initialised" in r.message]
+    assert 1 == len(lines)
+    assert "lacks 12 leaves of the model" in lines[0]
+    assert "opt_state/0/count" in lines[0]
+
+
+def test_options_that_mean_nothing_are_rejected(run: store.Run) -> None:
+    save_state(run, state_of(SAME, ADAMW)).result()
+
+    with pytest.raises(store.InvalidRequestError, match="expected tx= with opt_state"):
+        restore_state(run, model=SAME, opt_state="init")
+    with pytest.raises(store.InvalidRequestError, match="give missing='init'"):
+        restore_state(run, model=SAME, tx=ADAMW, missing="keep")
+    with pytest.raises(store.NotFoundError, match=r"nearest: .*graphstate/layers/0"):
+        restore_state(run, model=SAME, tx=ADAMW, select="graphstat/layers/**")
+    with pytest.raises(store.InvalidRequestError, match="missing= 'error' or 'init'"):
+        restore_state(run, model=SAME, missing="zero")  # type: ignore[arg-type]  # no such choice
+
+
+def test_without_a_model_only_the_selected_leaves_are_returned(run: store.Run) -> None:
+    save_state(run, state_of(SAME, ADAMW)).result()
+
+    back = restore_state(run, select=["step", "graphstate/layers/1/**"])
+
+    assert {
+        "graphstate/layers/1/bias/value",
+        "graphstate/layers/1/kernel/value",
+        "step",
+    } == {*leaves(back)}

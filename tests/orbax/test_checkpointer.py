@@ -1,6 +1,7 @@
 """``Checkpointer`` of version 1 behaves as Orbax's."""
 
 import json
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import checkpoint_managers as managers
-from orbax.checkpoint.experimental.v1 import Context, training
+from orbax.checkpoint.experimental.v1 import Context, handlers, training
+from orbax.checkpoint.experimental.v1._src.serialization import numpy_leaf_handler
 
 import storesvc_client as store
 from storesvc_client import orbax
@@ -240,3 +242,193 @@ def test_a_step_is_never_overwritten(runs: Callable[[], store.Run]) -> None:
         checkpointer.save(1, STATE)
         with pytest.raises(store.InvalidRequestError, match="written once"):
             checkpointer.save(1, STATE, overwrite=True)
+
+
+def test_a_callback_has_the_result_of_a_save(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    seen: queue.Queue[bool] = queue.Queue()
+    response = checkpointer.save_async(1, STATE)
+    response.on_complete(seen.put)
+    assert seen.get(timeout=30) is True
+    assert response.result() is True
+
+
+def test_a_callback_is_not_called_if_the_save_failed(
+    runs: Callable[[], store.Run],
+) -> None:
+    run, seen = runs(), queue.Queue[bool]()
+    with orbax.Checkpointer(run) as checkpointer:
+        run.save(1, STATE).result()  # another job takes the step
+        response: Any = checkpointer.save_async(1, STATE)
+        response.on_complete(seen.put)
+        with pytest.raises(store.AlreadyExistsError):
+            response.result()
+    assert seen.empty()
+
+
+def test_a_missing_step_may_be_deleted(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    for step in (1, 2):
+        checkpointer.save(step, STATE, force=True)
+    assert checkpointer.delete(9, missing_ok=True) is False
+    assert checkpointer.delete(1, missing_ok=True) is True
+    assert checkpointer.delete_async(checkpointer.latest).result() is True
+    assert list(checkpointer.checkpoints) == []
+    with pytest.raises(FileNotFoundError):
+        checkpointer.delete_async(2)
+
+
+def test_a_part_of_a_step_is_not_deleted(runs: Callable[[], store.Run]) -> None:
+    with orbax.Checkpointer(runs()) as checkpointer:
+        checkpointer.save_checkpointables(1, {"a": STATE, "b": STATE})
+        with pytest.raises(store.InvalidRequestError, match="written once"):
+            checkpointer.delete(1, checkpointable_name="a")
+        assert checkpointer.load_checkpointables(1, {"a": None})["a"]["i"] == 3
+
+
+def test_a_cancelled_save_leaves_no_step(runs: Callable[[], store.Run]) -> None:
+    with orbax.Checkpointer(runs()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, STATE, force=True)
+        checkpointer.save_async(3, STATE, force=True)
+        checkpointer.cancel()
+        assert [found.step for found in checkpointer.checkpoints] == [1, 2]
+        checkpointer.save_async(3, STATE, force=True)
+        checkpointer.cancel(2)
+        assert [found.step for found in checkpointer.checkpoints] == [1]
+        checkpointer.cancel(7)
+        assert checkpointer.save(3, STATE)
+        assert [found.step for found in checkpointer.checkpoints] == [1, 3]
+
+
+def test_loads_in_the_background_do_not_exist(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+    for load in (checkpointer.load_async, checkpointer.load_checkpointables_async):
+        with pytest.raises(NotImplementedError):
+            load(1)
+
+
+def test_methods_have_their_older_names(new_checkpointer: NewManager) -> None:
+    checkpointer = new_checkpointer()
+
+    def call(name: str, *values: Any, **options: Any) -> Any:
+        with pytest.warns(DeprecationWarning, match="Use `.*` instead"):
+            return getattr(checkpointer, name)(*values, **options)
+
+    assert call("save_pytree", 1, STATE)
+    assert call("save_pytree_async", 2, STATE, force=True).result()
+    assert call("load_pytree", 1)["i"] == 3
+    assert call("pytree_metadata", 1).step == 1
+
+
+HOST: Any = {"n": np.arange(3), "i": 3, "f": 1.5, "text": "words"}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {
+            "n": numpy_leaf_handler.NumpyShapeDtype(shape=(3,), dtype=np.dtype(int)),
+            **{name: HOST[name] for name in ("i", "f", "text")},
+        },
+        {"n": np.ndarray, "i": int, "f": float, "text": str},
+        None,
+    ],
+    ids=["struct", "types", "metadata"],
+)
+def test_values_on_the_host_stay_there(
+    new_checkpointer: NewManager, target: Any
+) -> None:
+    checkpointer = new_checkpointer()
+    checkpointer.save(1, {"w": jnp.ones(2), **HOST})
+    found = checkpointer.metadata(1).metadata
+    if target is not None:
+        found = {"w": jax.ShapeDtypeStruct((2,), jnp.float32), **target}
+    loaded = checkpointer.load(1, found)
+    assert {name: type(value) for name, value in loaded.items() if name != "w"} == {
+        name: type(value) for name, value in HOST.items()
+    }
+    assert isinstance(loaded["w"], jax.Array)
+    assert loaded["n"].tolist() == [0, 1, 2]
+
+
+class Note:
+    """An object that a handler of a user saves."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class AbstractNote:
+    """Stands for a note."""
+
+
+class NoteHandler:
+    """Keeps notes in files."""
+
+    async def save(self, directory: Any, checkpointable: Note) -> Any:
+        async def write() -> None:
+            path = await directory.await_creation()
+            (path / "note").write_text(checkpointable.text)
+
+        return write()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        async def read() -> Note:
+            return Note((directory / "note").read_text())
+
+        return read()
+
+    async def metadata(self, directory: Any) -> Any:
+        return AbstractNote()
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, Note)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return isinstance(abstract_checkpointable, AbstractNote)
+
+
+@pytest.fixture(params=[None, "note"], ids=["by-type", "by-name"])
+def note_context(request: pytest.FixtureRequest) -> Context:
+    """A context with a handler of notes."""
+    context = Context()
+    context.checkpointables.registry = handlers.local_registry().add(
+        NoteHandler, checkpointable_name=request.param
+    )
+    return context
+
+
+def test_a_handler_of_a_context_saves_and_loads(
+    new_checkpointer: NewManager, note_context: Context
+) -> None:
+    checkpointer = new_checkpointer(context=note_context)
+    items = {"note": Note("words"), "model": {"w": jnp.ones(1)}}
+    checkpointer.save_checkpointables(1, items)
+    for target in (None, {"note": None}, {"note": AbstractNote()}):
+        assert checkpointer.load_checkpointables(1, target)["note"].text == "words"
+    found = checkpointer.checkpointables_metadata(1).metadata
+    assert isinstance(found["note"], AbstractNote)
+
+
+def test_files_without_their_handler_are_refused_with_its_name(
+    runs: Callable[[], store.Run], note_context: Context
+) -> None:
+    run = runs()
+    with orbax.Checkpointer(run, context=note_context) as checkpointer:
+        checkpointer.save_checkpointables(1, {"note": Note("words")})
+    with orbax.Checkpointer(run) as checkpointer:
+        assert checkpointer.checkpointables_metadata(1).metadata == {"note": None}
+        with pytest.raises(store.InvalidRequestError, match="NoteHandler"):
+            checkpointer.load_checkpointables(1)
+
+
+def test_a_registered_handler_is_found(
+    new_checkpointer: NewManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = handlers.global_registry()
+    monkeypatch.setattr(known, "_registry", [*known.get_all_entries()])
+    handlers.register_handler(NoteHandler)
+    checkpointer = new_checkpointer()
+    checkpointer.save_checkpointables(1, {"note": Note("words")})
+    assert checkpointer.load_checkpointables(1)["note"].text == "words"

@@ -4,7 +4,9 @@ A checkpointable is a pytree, or an object that saves itself into a directory
 (``StatefulCheckpointable``), such as an iterator of Grain.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -13,14 +15,15 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata
 
-from storesvc_client._save.handle import Save
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.checkpointables import (
     checkpointable_content,
-    restored_checkpointable,
+    describe_checkpointable,
+    restore_checkpointable,
 )
 from storesvc_client.orbax.context_options import context_settings
 from storesvc_client.orbax.ignored_options import IgnoredOptions
+from storesvc_client.orbax.leaf_targets import saved_target
 from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
 from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
@@ -39,15 +42,15 @@ STATE: Final = "state"
 """Name of the checkpointable of ``save`` and ``load``."""
 
 
-class SaveResponse:
-    """A save in the background; ``result`` waits for its commit."""
+class Response:
+    """Something in the background; ``result`` waits for its end."""
 
-    def __init__(self, steps: StepSequence, save: Save) -> None:
-        self._steps = steps
-        self._save = save
+    def __init__(self, ended: "Future[Any]", settle: Callable[[Any], object]) -> None:
+        self._ended = ended
+        self._settle = settle
 
     def result(self, timeout: float | None = None) -> bool:
-        """Returns True once the step is committed.
+        """Returns True once the step is committed, or whether one was deleted.
 
         Args:
             timeout: Seconds to wait; None waits without limit.
@@ -56,11 +59,28 @@ class SaveResponse:
             StoreError: The save failed.
             TimeoutError: It is still running; it continues.
         """
-        self._save.exception(timeout)
-        if self._steps.is_last(self._save):
-            self._steps.wait()
-        self._save.result()
-        return True
+        self._ended.exception(timeout)
+        self._settle(self._ended)
+        return self._ended.result() is not False
+
+    def on_complete(self, callback: Callable[[bool], object]) -> None:
+        """Calls a function with the result once there is one; not if it failed."""
+
+        def call(ended: "Future[Any]") -> None:
+            if ended.exception() is None:
+                callback(ended.result() is not False)
+
+        self._ended.add_done_callback(call)
+
+
+def _deprecated(name: str) -> Callable[..., Any]:
+    """Returns a method that warns, and calls the one that has another name now."""
+
+    def call(self: "Checkpointer", *values: Any, **options: Any) -> Any:
+        warnings.warn(f"Use `{name}` instead.", DeprecationWarning, stacklevel=2)
+        return getattr(self, name)(*values, **options)
+
+    return call
 
 
 class Checkpointer:
@@ -195,7 +215,7 @@ class Checkpointer:
 
     def save_async(
         self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
-    ) -> SaveResponse | None:
+    ) -> Response | None:
         """Starts to save a pytree.
 
         Args:
@@ -242,7 +262,7 @@ class Checkpointer:
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Any = None,
-    ) -> SaveResponse | None:
+    ) -> Response | None:
         """Starts to save checkpointables, if the policy or ``force`` says so.
 
         Args:
@@ -277,7 +297,7 @@ class Checkpointer:
             place,
             step,
             {
-                name: checkpointable_content(value)
+                name: checkpointable_content(name, value, settings.registry)
                 for name, value in checkpointables.items()
             },
             default=STATE,
@@ -285,14 +305,14 @@ class Checkpointer:
             metrics=None if metrics is None else dict(metrics),
             custom_metadata=custom_metadata,
         )
-        save = self._steps.begin(
+        ended = self._steps.begin(
             step,
             contents.tree,
             items=contents.items,
             metrics=numbers_of(place, metrics, None),
             after_commit=settings.after_commit,
         )
-        return SaveResponse(self._steps, save)
+        return Response(ended, self._steps.settle)
 
     def load(
         self,
@@ -338,8 +358,9 @@ class Checkpointer:
             wanted = dict.fromkeys(record.parts)
         settings = context_settings(self._context, self._ignored)
         return {
-            name: restored_checkpointable(
-                *(opened, self._part(opened, record, name), name, target),
+            name: restore_checkpointable(
+                *(opened, name, self._part(opened, record, name)),
+                *(target, settings.registry),
                 partial=settings.is_partial,
             )
             for name, target in wanted.items()
@@ -355,21 +376,23 @@ class Checkpointer:
             ItemMissingError: The step has no such pytree.
         """
         opened, record = self._open(step)
-        structs = tree_structs(opened, self._part(opened, record, STATE).place)
+        part = self._part(opened, record, STATE)
+        structs = tree_structs(opened, part.place, saved_target)
         return self._metadata(opened, record, structs)
 
     def checkpointables_metadata(
         self, step: "int | CheckpointMetadata | None" = None
     ) -> CheckpointMetadata:
         """Returns the metadata of a step with that of each checkpointable; None for
-        those that are no pytrees.
+        those whose handler has none.
 
         Raises:
             StepMissingError: There is no such step.
         """
         opened, record = self._open(step)
+        registry = context_settings(self._context, self._ignored).registry
         structs = {
-            name: tree_structs(opened, part.place) if part.kind == "tree" else None
+            name: describe_checkpointable(opened, name, part, registry)
             for name, part in record.parts.items()
         }
         return self._metadata(opened, record, structs)
@@ -379,16 +402,55 @@ class Checkpointer:
         found = root_metadata(self._steps.run)
         return RootMetadata(directory=self.directory, custom_metadata=found)
 
-    def delete(self, step: "int | CheckpointMetadata") -> bool:
+    def delete(
+        self,
+        step: "int | CheckpointMetadata",
+        *,
+        checkpointable_name: str | None = None,
+        missing_ok: bool = False,
+    ) -> bool:
         """Deletes a step; ``run.undelete`` restores it until its purge time.
+
+        Args:
+            step: A step, or its metadata.
+            checkpointable_name: Rejected: a step is deleted as a whole.
+            missing_ok: Whether the step may be missing.
+
+        Returns:
+            Whether it was there.
 
         Raises:
             StepMissingError: There is no such step.
             PreconditionError: It is pinned or has a tag.
         """
+        number = _number(step)
+        if checkpointable_name is not None:
+            raise InvalidRequestError(
+                f"delete of {self._steps.run.name}@{number}: checkpointable_name=: "
+                "expected none, as a step is written once, got "
+                f"{checkpointable_name!r}; delete the whole step"
+            )
         self._steps.wait()
-        self._steps.delete(_number(step))
+        if missing_ok and number not in self._steps.steps():
+            return False
+        self._steps.delete(number)
         return True
+
+    def delete_async(
+        self, step: "int | CheckpointMetadata", **options: Any
+    ) -> Response:
+        """Deletes a step; takes what ``delete`` takes, and is done when it returns."""
+        ended: Future[bool] = Future()
+        ended.set_result(self.delete(step, **options))
+        return Response(ended, lambda _: None)
+
+    def cancel(self, step: "int | CheckpointMetadata | None" = None) -> None:
+        """Ends the save in the background, deletes its step, and another one.
+
+        Args:
+            step: Another step to delete, if it is there.
+        """
+        self._steps.cancel(None if step is None else _number(step))
 
     def reload(self) -> None:
         """Reads the steps from the server again."""
@@ -414,10 +476,19 @@ class Checkpointer:
         """
         self._steps.close()
 
-    # The names of these three before Orbax 0.12.5.
-    save_pytree = save
-    save_pytree_async = save_async
-    load_pytree = load
+    def load_async(self, *_: object, **__: object) -> Any:
+        """Raises NotImplementedError, as Orbax does."""
+        raise NotImplementedError("use load")
+
+    def load_checkpointables_async(self, *_: object, **__: object) -> Any:
+        """Raises NotImplementedError, as Orbax does."""
+        raise NotImplementedError("use load_checkpointables")
+
+    save_pytree = _deprecated("save")
+    save_pytree_async = _deprecated("save_async")
+    load_pytree = _deprecated("load")
+    load_pytree_async = _deprecated("load_async")
+    pytree_metadata = _deprecated("metadata")
 
     def _open(
         self, step: "int | CheckpointMetadata | None"

@@ -16,13 +16,16 @@ _GROUPS: Final = (
 )
 
 _FOLLOWED: Final = frozenset(
-    {"pytree.loading.partial_load", "asynchronous.post_finalization_callback"}
+    {
+        "pytree.loading.partial_load",
+        "asynchronous.post_finalization_callback",
+        "checkpointables.registry",
+    }
 )
 
 _REFUSED: Final = {
     "array.saving.storage_options.dtype": "save state.astype(dtype)",
     "array.saving.scoped_storage_options_creator": "save state.astype(dtype)",
-    "checkpointables.registry": "use objects with save and load",
     "memory.serialization_status_callback": "connect(step_logger=) has statistics",
     "pathways.checkpointing_impl": "each process saves its own shards",
     "checkpoint_layout": "import other layouts with storectl import",
@@ -38,6 +41,8 @@ class ContextSettings:
     """True if a checkpoint and a target may have leaves that the other lacks."""
     after_commit: Callable[[], object] | None
     """Called after each commit; None: nothing is."""
+    registry: Any
+    """Orbax's handlers of checkpointables."""
 
 
 def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
@@ -77,6 +82,7 @@ def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
     return ContextSettings(
         is_partial=context.pytree.loading.partial_load,
         after_commit=context.asynchronous.post_finalization_callback,
+        registry=context.checkpointables.registry,
     )
 
 
@@ -110,11 +116,5 @@ def _is_same(value: Any, default: Any) -> bool:
         return False
     if value == default:
         return True
-    if "Registry" in type(value).__name__:
-        return _handlers(value) == _handlers(default)
     held, other = (getattr(each, "__dict__", None) for each in (value, default))
     return held is not None and repr(held) == repr(other)
-
-
-def _handlers(registry: Any) -> list[str]:
-    return [repr(entry) for entry in registry.get_all_entries()]

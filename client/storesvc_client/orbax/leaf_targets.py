@@ -49,14 +49,16 @@ def leaf_target(saved: LeafInfo, target: Any) -> LeafTarget:
 
     Args:
         saved: The leaf in the checkpoint.
-        target: An array, a ``ShapeDtypeStruct``, a number, or one of Orbax's
-            ``RestoreArgs``, which may leave all but the type open.
+        target: An array, a ``ShapeDtypeStruct``, a number, a type, ``NumpyShapeDtype``,
+            or one of Orbax's ``RestoreArgs``, which may leave all but the type open.
 
     Raises:
         MismatchError: No sharding was given, and the saved one does not fit the
             devices.
         InvalidRequestError: An argument of Orbax has no equal.
     """
+    if isinstance(target, type):
+        target = RestoreArgs(restore_type=target)
     if isinstance(target, RestoreArgs):
         return _of_arguments(saved, target)
     if isinstance(target, _NUMBERS) and not isinstance(target, np.generic):
@@ -65,6 +67,10 @@ def leaf_target(saved: LeafInfo, target: Any) -> LeafTarget:
         return _host(saved, target.shape, target.dtype)
     if hasattr(target, "sharding") and hasattr(target, "shape"):
         return _device(saved, target.shape, target.dtype, target.sharding)
+    if type(target).__module__.startswith("orbax.") and hasattr(target, "shape"):
+        shape, dtype = target.shape, target.dtype  # version 1's array on the host
+        shape = _shape(saved) if shape is None else shape
+        return _host(saved, shape, _dtype(saved) if dtype is None else dtype)
     return LeafTarget(target, _unchanged)
 
 
@@ -77,6 +83,13 @@ def saved_struct(saved: LeafInfo) -> Any:
     is_on_device = saved.kind in ("array", "prng_key")
     sharding = saved_placement(saved.sharding, saved.dtype) if is_on_device else None
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def saved_target(saved: LeafInfo) -> Any:
+    """Returns a leaf that is restored as it was saved: for an array on devices its
+    ``saved_struct``, for others one of their kind that takes no memory."""
+    is_on_device = saved.kind in ("array", "prng_key")
+    return saved_struct(saved) if is_on_device else _saved_like(saved)
 
 
 def _of_arguments(saved: LeafInfo, target: RestoreArgs) -> LeafTarget:

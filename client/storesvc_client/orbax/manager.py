@@ -199,7 +199,7 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             metrics=None if metrics is None else dict(metrics),
             custom_metadata=None if custom_metadata is None else dict(custom_metadata),
         )
-        save = self._steps.begin(
+        self._steps.begin(
             step,
             contents.tree,
             items=contents.items,
@@ -207,7 +207,6 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             after_commit=after_commit_of_options(self._options),
         )
         if not self._options.enable_async_checkpointing:
-            save.exception()
             self.wait_until_finished()
         return True
 

@@ -99,7 +99,6 @@ class StepSequence:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
         self._ending: int | None = None
-        self._last: Save | None = None
         self._is_kept = self._keep is None
         self._committed: list[StepInfo] | None = None
         self._deleted: set[int] = set()
@@ -242,7 +241,7 @@ class StepSequence:
         *,
         after_commit: Callable[[], object] | None,
         **options: Any,
-    ) -> Save:
+    ) -> Future[None]:
         """Starts a save, whose commit is followed by the retention policy.
 
         Args:
@@ -265,12 +264,27 @@ class StepSequence:
             what = f"orbax/{self.run.name}"
             key = f"storesvc/{what}/{ordinal(job, what)}"
         self._pending = info, self._finisher.submit(self._end, save, key, after_commit)
-        self._last = save
-        return save
+        return self._pending[1]
 
-    def is_last(self, save: Save) -> bool:
-        """Returns whether no later save was started."""
-        return save is self._last
+    def settle(self, ended: Future[None]) -> None:
+        """Reads the list of steps again if a save is the last one, which has ended."""
+        if self._pending is not None and self._pending[1] is ended:
+            self.wait()
+
+    def cancel(self, step: int | None) -> None:
+        """Waits for the save in the background, and deletes its step and another one,
+        so that both can be saved again."""
+        unwanted = set() if step is None else {step}
+        if self._pending is not None:
+            unwanted.add(self._pending[0].step)
+            try:
+                self.wait()
+            except StoreError as e:
+                _log.warning("the save that was cancelled has failed: %s", e)
+        for each in unwanted.intersection(self.steps()):
+            self.delete(each)
+            if self.is_leader:
+                self.run.purge(each)
 
     def wait(self) -> None:
         """Waits for the save in the background.

@@ -45,6 +45,8 @@ class FilesContent:
     """Files that a function writes into a folder."""
 
     write: Callable[[Path], object]
+    handler: str | None = None
+    """Class of version 1 that writes them."""
 
 
 Content: TypeAlias = TreeContent | JsonContent | FilesContent
@@ -98,7 +100,8 @@ def step_contents(
                     tree = found
             case JsonContent(value=value):
                 items[part.place] = value
-            case FilesContent(write=write):
+            case FilesContent(write=write, handler=handler):
+                parts[name] = replace(part, handler=handler)
                 with _folder(step, name, part) as folder:
                     write(folder)
                     packed = pack_files(f"{place} item {name!r}", folder)

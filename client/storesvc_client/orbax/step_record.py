@@ -35,6 +35,8 @@ class Part:
     """Name of the item of the checkpoint; of a tree its first key, "" at the root."""
     custom_metadata: Any = None
     """Metadata that the caller saved with a tree, a value of JSON."""
+    handler: str | None = None
+    """Class of version 1 that wrote the files; None: a handler of version 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +131,9 @@ def _item_name(name: str, taken: Iterable[str]) -> str:
 
 def _row(part: Part) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": part.kind, "place": part.place}
-    if part.custom_metadata is not None:
-        row["custom_metadata"] = part.custom_metadata
+    for name in ("custom_metadata", "handler"):
+        if getattr(part, name) is not None:
+            row[name] = getattr(part, name)
     return row
 
 
@@ -138,4 +141,5 @@ def _part(row: Any) -> Part:
     kind, place = row["kind"], row["place"]
     if kind not in get_args(Kind) or type(place) is not str:
         raise ValueError(f"an item is {row!r}")
-    return Part(kind=kind, place=place, custom_metadata=row.get("custom_metadata"))
+    more = {name: row.get(name) for name in ("custom_metadata", "handler")}
+    return Part(kind=kind, place=place, **more)

@@ -8,7 +8,7 @@ have leaves that the other lacks.
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,11 +101,15 @@ def restore_tree(
     return _unwrapped(result, place)
 
 
-def tree_structs(opened: "OpenCheckpoint", place: str) -> Any:
-    """Returns the tree of an item with a ``ShapeDtypeStruct`` for each array."""
+def tree_structs(
+    opened: "OpenCheckpoint",
+    place: str,
+    describe: Callable[[LeafInfo], Any] = saved_struct,
+) -> Any:
+    """Returns the tree of an item with what describes each leaf."""
     below = _below(place)
     rows = [
-        (leaf.path, leaf.path_kinds, saved_struct(leaf))
+        (leaf.path, leaf.path_kinds, describe(leaf))
         for leaf in opened.leaves.values()
         if not place or below.search(leaf.key)
     ]

@@ -374,6 +374,7 @@ class _Stream:
         return sum(self._weights) >= MAX_BATCHES
 
     def _add(self, writing: asyncio.Task[int], weight: float) -> None:
+        writing.add_done_callback(_retrieve)  # an earlier one may end the stream
         self._writing.append(writing)
         self._weights.append(weight)
 
@@ -498,7 +499,6 @@ class _Stream:
         task = asyncio.create_task(stored)
         # Callbacks, not a ``finally`` inside the task: a task that is cancelled before
         # its first step runs none of its code, and the permit would never come back.
-        task.add_done_callback(_retrieve)
         task.add_done_callback(lambda _: self._receiver.drop(batch_file))
         self._add(task, 1)
 

@@ -1,5 +1,6 @@
 """Chunks that a writer puts into the pool itself: believed as far as they can be."""
 
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,6 +112,19 @@ def test_chunks_in_the_pool_are_acknowledged_found_and_committed(
     ((_, array),) = run.open(1).read(["x"])
     assert elements(0) + elements(1) + elements(2) == array.tobytes()
     assert run.verify(1).ok
+
+
+def test_several_bad_tables_of_a_stream_are_one_error_and_none_of_asyncio(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path / "store") as address:
+        placer = Placer(Place(address, tmp_path / "store"))
+        tables = [placer.table(at, file=f"{at}" * 32) for at in range(3)]
+        with refused("INVALID_CHUNK", match="missing or shorter"):
+            placer.report(*tables)
+    gc.collect()
+
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_stream_holds_frames_or_tables_in_any_order(placer: Placer) -> None:

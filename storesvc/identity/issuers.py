@@ -1,9 +1,9 @@
 """The keys of issuers: read from their URLs or files, and kept.
 
-Keys are fresh for ten minutes, then read again in the background; if that fails, they
-stay in use for a day. A token with a key that is not known causes one read, at most
-every half minute. An issuer that does not answer fails the calls that need its keys; it
-never stops a server from starting.
+Keys are fresh for ten minutes, then read again before they are used; if that fails,
+they stay in use for a day. A token with a key that is not known causes one read, at
+most every half minute; until the next one it cannot be judged. An issuer that does not
+answer fails the calls that need its keys; it never stops a server from starting.
 """
 
 import asyncio
@@ -32,6 +32,9 @@ FRESH_SECONDS: Final = 600.0
 
 STALE_SECONDS: Final = 86_400.0
 """Age up to which keys are used while the issuer does not answer."""
+
+STALE_WAIT_SECONDS: Final = 2.0
+"""Maximum time that a call waits for a read of keys that are no longer fresh."""
 
 RETRY_SECONDS: Final = 30.0
 """Minimum interval between two reads."""
@@ -73,38 +76,39 @@ class IssuerKeys:
         Raises:
             IssuerUnreachableError: There are no keys, and none can be read now.
         """
-        age = time.monotonic() - self._read_at
-        if (
-            self._keys is None
-            or age > STALE_SECONDS
-            or (kid is not None and not _has(self._keys, kid))
-        ):
-            await self._read_once()
-        elif age > FRESH_SECONDS:
-            self._start()
-        if self._keys is None or time.monotonic() - self._read_at > STALE_SECONDS:
-            raise IssuerUnreachableError(
-                f"issuer {self._issuer.issuer}: its keys cannot be read now; retry in "
-                "a moment, or ask an administrator of the store",
-                issuer=self._issuer.issuer,
+        began = time.monotonic()
+        age = began - self._read_at
+        is_known = self._keys is not None and (kid is None or _has(self._keys, kid))
+        if not is_known or age > STALE_SECONDS:
+            await self._read_once(READ_SECONDS)
+        elif age > FRESH_SECONDS:  # a key that its issuer withdrew must not serve
+            await self._read_once(STALE_WAIT_SECONDS)
+        what = "its keys cannot be read now"
+        if self._keys is not None and time.monotonic() - self._read_at <= STALE_SECONDS:
+            # An unknown key may be new, unless the keys were read during this call.
+            if is_known or self._read_at >= began or _has(self._keys, str(kid)):
+                return self._keys
+            what = (
+                "the key of the token is unknown, and its keys cannot be read again "
+                f"within {RETRY_SECONDS:.0f} s of the last time"
             )
-        return self._keys
+        raise IssuerUnreachableError(
+            f"issuer {self._issuer.issuer}: {what}; retry in a moment, or ask an "
+            "administrator of the store",
+            issuer=self._issuer.issuer,
+        )
 
-    async def _read_once(self) -> None:
-        """Reads the keys, together with other calls that wait for it; does nothing soon
-        after another read."""
-        self._start()
+    async def _read_once(self, seconds: float) -> None:
+        """Reads the keys, together with other calls that wait for it, for some time at
+        most; does nothing soon after another read."""
+        if self._reading is None or self._reading.done():
+            self._reading = None
+            if time.monotonic() - self._tried_at >= RETRY_SECONDS:
+                self._tried_at = time.monotonic()
+                self._reading = asyncio.create_task(self._read())
         if self._reading is not None:
-            # Shielded: a call that is cancelled must not fail the others.
-            await asyncio.shield(self._reading)
-
-    def _start(self) -> None:
-        if self._reading is not None and not self._reading.done():
-            return
-        self._reading = None
-        if time.monotonic() - self._tried_at >= RETRY_SECONDS:
-            self._tried_at = time.monotonic()
-            self._reading = asyncio.create_task(self._read())
+            # A call that is cancelled, or waits no longer, does not end the read.
+            await asyncio.wait([self._reading], timeout=seconds)
 
     async def _read(self) -> None:
         try:

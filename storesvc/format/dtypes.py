@@ -54,7 +54,7 @@ NEWER: Final = frozenset({"int2", "int4", "float4_e2m1fn", "float8_e8m0fnu"})
 
 
 def is_floating(name: str) -> bool:
-    """Returns whether a dtype is one of real floating-point numbers."""
+    """Returns whether a dtype has real floating-point numbers."""
     return "float" in name
 
 

@@ -510,3 +510,36 @@ def test_a_save_reports_which_containers_need_like(
     saved: Any = jax.tree.structure(tree)
     assert saved == jax.tree.structure(run.restore(2, like=tree))
     assert (not expected) is (saved == jax.tree.structure(run.restore(2)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(["x"], dtype=np.dtypes.StringDType()),
+        np.array("x", dtype=np.dtypes.StringDType()),
+        np.array(["x"]),
+        np.array([b"x"]),
+        np.array([None], dtype=object),
+        np.zeros(1, dtype=[("a", "f4")]),
+        np.zeros(1, dtype="V4"),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.array([1], dtype="m8[s]"),
+        np.ones(1, np.longdouble),
+        np.ones(1, np.clongdouble),
+        np.ma.masked_array([1.0], mask=[True]),
+    ],
+    ids=lambda value: f"{str(value.dtype)[:20]}-{value.ndim}",
+)
+def test_a_dtype_that_no_checkpoint_holds_is_named_with_its_leaf(
+    run: store.Run, value: Any
+) -> None:
+    run.save(0, {"m": np.ones(1)}).result()
+
+    for mode in ("host", "device"):
+        snapshot: Any = mode
+        with pytest.raises(
+            store.UnsupportedLeafError, match="leaf 'm': expected an arr"
+        ):
+            run.save(1, {"m": value}, snapshot=snapshot)
+    with pytest.raises(store.MismatchError, match="leaf 'm': "):
+        run.restore(0, like={"m": value})

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
@@ -19,6 +19,7 @@ from storesvc_client.easydel import restore_model, restore_state
 from storesvc_client.nnx import restore_into, save
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+RULES = [("kernel", P("b", "c")), ("", P())]
 TX = optax.chain(optax.clip(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 100)))
 
 
@@ -250,3 +251,47 @@ def test_importing_the_client_imports_no_flax() -> None:
     )
 
     assert "False\n" == ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        (AxisType.Auto, ("a", "b")),
+        pytest.param(AxisType.Auto, None, marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, ("a", "b"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_abstract_module_is_restored_onto_the_mesh_of_set_mesh(
+    run: store.Run, kind: AxisType, axes: Any
+) -> None:
+    def make(axes: Any) -> Any:
+        init = nnx.initializers.lecun_normal()
+        init = init if axes is None else nnx.with_partitioning(init, axes)
+        return nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        model = make(axes)
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        save(run, 1, model, optimizer).result()
+        module = nnx.eval_shape(lambda: make(axes))
+        asked = module.kernel[...].sharding  # None in some releases of flax
+        restore_into(run, module)
+        spec = P() if asked is None else asked.spec
+        assert NamedSharding(mesh, spec) == module.kernel[...].sharding
+        module(jnp.ones((2, 8)))
+
+    # on another mesh, with other names: metadata of placement are not the model
+    others = jax.make_mesh((2, 4), ("b", "c"), axis_types=(kind, kind))
+    names = axes and (None, "c")
+    with jax.set_mesh(others):
+        module = nnx.eval_shape(lambda: make(names))
+        restore_into(run, module)
+        other = make(names)
+        restore_into(run, other, nnx.Optimizer(other, TX, wrt=nnx.Param))
+        back = restore_model(run, model=lambda: make(names), mesh=others, rules=RULES)
+        state = restore_state(run, model=lambda: make(names), tx=TX)
+    for one in (module, other, back, state.model):
+        np.testing.assert_array_equal(model.kernel[...], one.kernel[...])
+        assert others == one.kernel[...].sharding.mesh

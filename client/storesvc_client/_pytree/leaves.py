@@ -215,7 +215,9 @@ def _problem(value: Any, found: Signature | None) -> str | None:
         if type(value) in (str, bytes, int):
             return _encoding_problem(value)
         dtype = getattr(value, "dtype", None)
-        what = type(value).__name__ if dtype is None else f"an array of {dtype}"
+        is_masked = isinstance(value, np.ma.MaskedArray)
+        what = f"{'a masked' if is_masked else 'an'} array of {dtype}"
+        what = type(value).__name__ if dtype is None else what
         return (
             "expected an array of a numeric dtype, a PRNG key, a Python number, text "
             f"or bytes, got {what}; store it elsewhere, or convert it"
@@ -391,7 +393,9 @@ def _is_prng_dtype(dtype: Any) -> bool:
 def _stored_dtype(dtype: Any) -> str | None:
     """Returns the name of a dtype in a checkpoint, or None if it has none."""
     found = np.dtype(dtype)
-    return found.name if DTYPES.get(found.name) == found.newbyteorder("=") else None
+    same = DTYPES.get(found.name)
+    # in this order: NumPy's StringDType has no byte order to replace
+    return found.name if same is not None and same == found.newbyteorder("=") else None
 
 
 def storable(

@@ -34,6 +34,7 @@ __all__ = [
     "RECORDED",
     "Partitioner",
     "Rules",
+    "axis_names",
     "check_mesh",
     "shardings_by_rules",
 ]
@@ -139,7 +140,7 @@ class Partitioner:
             return found
         problems, fitted = [], list(spec)
         for at, axes in enumerate(spec):
-            names, parts = _names(axes), _parts(self.mesh, axes)
+            names, parts = axis_names(axes), _parts(self.mesh, axes)
             size = shape[at] if at < len(shape) else None
             if names and size is not None and size % parts == 0:
                 continue
@@ -232,7 +233,7 @@ def _compiled(
         raise InvalidRequestError(
             f"rule {pattern!r}: expected a PartitionSpec, got {spec!r}"
         )
-    named = [axis for axes in spec for axis in _names(axes)]
+    named = [axis for axes in spec for axis in axis_names(axes)]
     unknown = [axis for axis in named if axis not in mesh.shape]
     if unknown:
         raise InvalidRequestError(
@@ -260,14 +261,15 @@ def _spec(axes: list[Any]) -> PartitionSpec:
 
 def _parts(mesh: Mesh, axes: Any) -> int:
     """Returns the number of parts into which mesh axes split a dimension."""
-    return prod(mesh.shape[axis] for axis in _names(axes))
+    return prod(mesh.shape[axis] for axis in axis_names(axes))
 
 
 def _listed(names: Sequence[Any]) -> str:
     return " and ".join(map(repr, names))
 
 
-def _names(axes: Any) -> tuple[Any, ...]:
+def axis_names(axes: Any) -> tuple[Any, ...]:
+    """Returns the axes that split one dimension of a spec."""
     if axes is None or axes is PartitionSpec.UNCONSTRAINED:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)

@@ -22,7 +22,12 @@ from jax.sharding import (
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_client._pytree.matching import Wanted
-from storesvc_client._pytree.partition_rules import RECORDED, Partitioner, Rules
+from storesvc_client._pytree.partition_rules import (
+    RECORDED,
+    Partitioner,
+    Rules,
+    axis_names,
+)
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -89,9 +94,6 @@ class Placer:
                 f"jax would narrow {wanted.dtype} on a device; set jax_enable_x64, or "
                 "give a numpy array in like="
             )
-        if isinstance(getattr(placement, "mesh", None), AbstractMesh):
-            problem = "its sharding is on an abstract mesh"
-            raise ValueError(f"{problem}; give mesh= and rules=")  # noqa: TRY004 - a misfit
         placement.shard_shape(shape)  # raises if the axes do not divide the shape
         if is_key and not isinstance(placement, (NamedSharding, SingleDeviceSharding)):
             raise ValueError(
@@ -110,11 +112,12 @@ class Placer:
         if self._partitioner is None and wanted.dtype == leaf.dtype:
             return value
         placement = self.placement(leaf, wanted)
-        if wanted.dtype != leaf.dtype:
-            value = value.astype(DTYPES[wanted.dtype])
-        if self._partitioner is None or placement is None:
-            return value
-        return _put(value, placement)
+        with jax.transfer_guard("allow"):  # the caller asked for it
+            if wanted.dtype != leaf.dtype:
+                value = value.astype(DTYPES[wanted.dtype])
+            if self._partitioner is None or placement is None:
+                return value
+            return _put(value, placement)
 
     @property
     def hints(self) -> list[str]:
@@ -132,8 +135,32 @@ class Placer:
                 return self._partitioner.recorded(leaf.key, shape, leaf.sharding)
             return self._partitioner.sharding(leaf.key, shape)
         if wanted.value is not None:
-            return getattr(wanted.value, "sharding", None) or default_device()
+            sharding = getattr(wanted.value, "sharding", None)
+            if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+                return _on_ambient_mesh(sharding)
+            if sharding is None and not jax.sharding.get_mesh().empty:
+                # as jax places an array that is created now
+                return NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+            return sharding or default_device()
         return saved_placement(leaf.sharding, wanted.dtype)
+
+
+def _on_ambient_mesh(sharding: Any) -> NamedSharding:
+    """Returns a sharding of an abstract mesh on the mesh of ``jax.set_mesh``.
+
+    Raises:
+        ValueError: There is none, or it lacks an axis of the sharding.
+    """
+    named = [a for axes in sharding.spec for a in axis_names(axes)]
+    ambient = jax.sharding.get_mesh()
+    if not ambient.empty and ambient.shape.keys() >= set(named):
+        return NamedSharding(ambient, sharding.spec, memory_kind=sharding.memory_kind)
+    has = "none" if ambient.empty else f"one of {', '.join(map(repr, ambient.shape))}"
+    raise ValueError(
+        f"its sharding is on an abstract mesh of {', '.join(map(repr, named))}: "
+        f"expected a mesh with these axes from jax.set_mesh, got {has}; restore within "
+        "jax.set_mesh(mesh), or give mesh= and rules="
+    )
 
 
 def _put(value: jax.Array, placement: Sharding) -> jax.Array:

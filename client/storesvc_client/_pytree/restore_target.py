@@ -248,8 +248,8 @@ class Target:
             (item.value,) = arrays
             return
         # jax settings are per thread. Without the caller's setting, 64-bit types would
-        # become 32-bit.
-        with jax.enable_x64(self._wide):
+        # become 32-bit. In the caller's thread, its guard would reject what it asked.
+        with jax.enable_x64(self._wide), jax.transfer_guard("allow"):
             if len(arrays) == len(item.local.regions):
                 placed: Any = _placed_whole(item, item.placement, buffer, arrays)
                 item.value = placed
@@ -263,7 +263,8 @@ class Target:
     @collector_paused()
     def result(self) -> Any:
         """Returns the tree; every requested leaf must have arrived."""
-        arrived = {row: _value(x) for row, x in self._pending.items()}
+        with jax.transfer_guard("allow"):  # of key data
+            arrived = {row: _value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
 
 

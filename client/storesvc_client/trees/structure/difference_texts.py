@@ -50,9 +50,19 @@ _CONFIGS: Final = frozenset({"config", "base_config", "text_config", "vision_con
 """Attribute names of configs that many modules share."""
 
 
+_PLACEMENT: Final = frozenset(
+    {"out_sharding", "sharding", "sharding_names", "sharding_rules", "mesh"}
+    | {"eager_sharding"}
+)
+"""Metadata of a Variable that say where its value is, which a restore may change."""
+
+
 def is_execution(difference: Difference) -> bool:
-    """Returns whether a difference affects how a model is computed, not what it
-    computes."""
+    """Returns whether a difference affects how or where a model is computed, not what
+    it computes."""
+    _, at, entry = difference.path.rpartition("@")
+    if at and _PART.split(entry)[0] in _PLACEMENT:
+        return True
     named = not EXECUTION.isdisjoint(_PART.split(difference.path))
     return named or _KERNEL.fullmatch(difference.path) is not None
 

@@ -6,20 +6,31 @@ one event loop, because gRPC's asyncio polls for one loop per process.
 """
 
 import asyncio
+import os
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from storesvc.errors import StorageUnavailableError, StoreError
+from storesvc.errors import (
+    InvalidFieldError,
+    StorageUnavailableError,
+    StoreError,
+)
 from storesvc.format import layout
 from storesvc.rpc.status import WIRE, reason_name
 from storesvc.server import app
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.threads import Threads
 
 T = TypeVar("T")
+
+_THREADS: Final = 32
+"""Maximum threads for the computations of all embedded servers, as in asyncio."""
 
 
 class StartError(Exception):
@@ -45,10 +56,12 @@ class EmbeddedServer:
             StartError: The root is not a URI of a supported storage, the store's format
                 is unknown, or the storage did not answer.
         """
-        # Removed with the object at the latest, in case it is never closed.
-        self._directory = tempfile.TemporaryDirectory(prefix="storesvc-")
+        _check_not_forked(root)
+        directory = tempfile.mkdtemp(prefix="storesvc-")
+        # With the object at the latest, in case it is never closed.
+        self._remove = weakref.finalize(self, _remove, directory, os.getpid())
         self._stack = AsyncExitStack()
-        self.address = f"unix:{self._directory.name}/socket"
+        self.address = f"unix:{directory}/socket"
         try:
             _run(self._start(root, timeout))
         except BaseException as e:  # KeyboardInterrupt too
@@ -60,7 +73,7 @@ class EmbeddedServer:
     def close(self) -> None:
         """Drains and stops the server."""
         _run(self._stack.aclose())
-        self._directory.cleanup()
+        self._remove()
 
     async def _start(self, root: str, seconds: float) -> None:
         async with _storage_timeout(root, seconds):
@@ -80,6 +93,8 @@ def holds_store(root: str, *, timeout: float) -> bool:
         StartError: The root is not a URI of a supported storage, or the storage did not
             answer.
     """
+
+    _check_not_forked(root)
 
     async def look() -> bool:
         async with _storage_timeout(root, timeout):
@@ -110,18 +125,42 @@ async def _storage_timeout(root: str, seconds: float) -> AsyncIterator[None]:
 
 
 _starting = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""The loop of this process, and of the one that it was forked from."""
+
+
+def _check_not_forked(root: str) -> None:
+    """Rejects a store in a forked child.
+
+    Raises:
+        StartError: This is one, and its parent has opened a store.
+    """
+    if _loops and os.getpid() not in _loops:
+        raise StartError(
+            InvalidFieldError(
+                f"store {root}: expected a process that is no fork of one with an open "
+                f"store, got a fork of process {next(iter(_loops))}, without the "
+                "threads of its storage; start it by "
+                "multiprocessing.get_context('spawn'), or connect to a server"
+            )
+        )
+
+
+def _remove(directory: str, owner: int) -> None:
+    if owner == os.getpid():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _loop() -> asyncio.AbstractEventLoop:
     with _starting:
-        if not _loops:
+        if os.getpid() not in _loops:
             loop = asyncio.new_event_loop()
+            loop.set_default_executor(Threads(_THREADS, "storesvc-work"))
             threading.Thread(
                 target=loop.run_forever, name="storesvc-embedded", daemon=True
             ).start()
-            _loops.append(loop)
-        return _loops[0]
+            _loops[os.getpid()] = loop
+        return _loops[os.getpid()]
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

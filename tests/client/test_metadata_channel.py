@@ -15,7 +15,7 @@ def within(flags: int) -> list[tuple[str, str]]:
     """Returns the metadata of a call within a span."""
     span = SpanContext(1 << 100, 7, is_remote=False, trace_flags=TraceFlags(flags))
     with trace.use_span(NonRecordingSpan(span)):
-        return list(call_metadata(lambda: "t0ken")())
+        return list(call_metadata(lambda: "t0ken", "store")())
 
 
 def test_a_call_within_a_sampled_span_names_it() -> None:
@@ -31,7 +31,7 @@ def test_a_call_within_a_span_that_is_not_sampled_has_the_token_alone() -> None:
 
 
 def test_a_call_outside_of_a_span_has_no_metadata() -> None:
-    assert [] == call_metadata(None)()
+    assert [] == call_metadata(None, "store")()
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_process_without_opentelemetry_sends_nothing_and_imports_none() -> Non
         "    run = client.run('a/b')\n"
         "    run.save(1, {'x': numpy.ones(3)}).result()\n"
         "    run.restore()\n"
-        "print(call_metadata(None)(), 'opentelemetry.trace' in sys.modules)\n"
+        "print(call_metadata(None, 'store')(), 'opentelemetry.trace' in sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -226,7 +226,7 @@ def test_a_client_closes_after_any_failure_of_a_save(server_address: str) -> Non
     broken = client.run("tests/close-broken")
     failed = Future[Any]()
     failed.set_exception(MemoryError("no more of it"))
-    broken._saver._under_way.append(PendingSave(1, failed))
+    broken._saver._under_way.append(PendingSave("tests/close-broken@1", 1, failed))
     other = client.run("tests/close-other").save(1, {"x": 1})
 
     with pytest.raises(MemoryError, match="no more of it"):

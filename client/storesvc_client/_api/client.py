@@ -1,8 +1,5 @@
 """Connects to a store: ``connect`` and ``Client``."""
 
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -193,7 +190,6 @@ class Client:
         self._stub = CheckpointServiceStub(session.connection.channel)
         self._savers: dict[RunName, RunSaver] = {}
         self._runs: dict[tuple[RunName, SaveOptions], Run] = {}
-        _close_at_exit(weakref.ref(self))
 
     def __repr__(self) -> str:
         return f"<Client of {self._connection.address}>"
@@ -428,11 +424,14 @@ class Client:
         """Waits for the saves in the background, then closes the connection.
 
         The connection is closed even if saves fail. Ctrl-C abandons running saves; a
-        note of the ``KeyboardInterrupt`` names their checkpoints.
+        note of the ``KeyboardInterrupt`` names their checkpoints. In a forked child it
+        does nothing.
 
         Raises:
             StoreError: A save failed, and its error was not raised yet.
         """
+        if self._connection.is_inherited:
+            return  # no thread of the saves is in this process, nor may it end them
         errors = []
         try:
             for saver in list(self._savers.values()):
@@ -446,8 +445,7 @@ class Client:
             for saver in list(self._savers.values()):
                 for name in saver.forget():
                     e.add_note(
-                        f"the save of {name} was abandoned; a save of the same step "
-                        "resumes it"
+                        f"{name} was abandoned; a save of the same step resumes it"
                     )
             raise
         finally:
@@ -479,21 +477,3 @@ class Client:
                 raise
             for note in getattr(again, "__notes__", []):
                 error.add_note(note)
-
-
-def _close_at_exit(reference: "weakref.ref[Client]") -> None:
-    """Waits for saves in the background before the interpreter exits."""
-
-    def close() -> None:
-        client = reference()
-        if client is not None:
-            try:
-                client.close()
-            except Exception as e:  # noqa: BLE001 - no caller is left to catch it
-                print(f"storesvc_client: {e}", file=sys.stderr)
-            except KeyboardInterrupt as e:
-                for note in getattr(e, "__notes__", []):
-                    print(f"storesvc_client: {note}", file=sys.stderr)
-
-    # Not atexit: by then executors reject work, and a running save needs them.
-    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public hook so early

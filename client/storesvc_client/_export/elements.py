@@ -15,7 +15,6 @@ while the previous one is written.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._export.source import Source
 from storesvc_client._values.progress import Meter
@@ -102,7 +102,7 @@ def read_in_order(
     Raises:
         StoreError: Stored bytes are missing or damaged.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="storesvc-export") as reader:
+    with Threads(1, "storesvc-export") as reader:
         batches = _batches(source, pieces)
         batch = next(batches, None)
         reading = reader.submit(_read, source, batch, meter) if batch else None

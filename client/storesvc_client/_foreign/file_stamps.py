@@ -6,11 +6,11 @@ names of all of them is part of it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import xxhash
 
+from storesvc.storage.threads import Threads
 from storesvc_client._foreign.location import Location
 from storesvc_client._foreign.step_search import join, place
 from storesvc_client.errors import PreconditionError
@@ -41,7 +41,7 @@ def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> b
     digest = xxhash.xxh3_128()
     count = 0
     left = list(paths)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Threads(_THREADS) as pool:
         while left:
             below: list[str] = []
             for path, stamp in _listed(location, folder, left, pool):
@@ -61,7 +61,7 @@ def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> b
 
 
 def _listed(
-    location: Location, folder: str, paths: Sequence[str], pool: ThreadPoolExecutor
+    location: Location, folder: str, paths: Sequence[str], pool: Threads
 ) -> Iterator[tuple[str, str]]:
     """Yields path and stamp of all that is in some folders, in order."""
     for start in range(0, len(paths), _BATCH):

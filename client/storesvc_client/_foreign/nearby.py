@@ -3,12 +3,12 @@ or the one that a file is a part of. Errors name them."""
 
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
+from storesvc.storage.threads import Threads
 from storesvc_client._foreign.foreign_step import ForeignRoot
 from storesvc_client._foreign.formats import FORMATS
 from storesvc_client._foreign.location import Location, open_location
@@ -105,7 +105,7 @@ def below(scheme: str, location: Location) -> str | None:
         names = location.names()
         folders = [name.rstrip("/") for name in names if name.endswith("/")]
     searched = folders[:SEARCHED]
-    with ThreadPoolExecutor(SEARCHED) as pool:
+    with Threads(SEARCHED) as pool:
         urls = pool.map(partial(_url_in, scheme, location), searched)
         found = [url for url in urls if url]
     more = ", ..." if len(found) > SHOWN or len(folders) > SEARCHED else ""

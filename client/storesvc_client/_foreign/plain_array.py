@@ -1,6 +1,6 @@
 """Arrays of foreign checkpoints whose elements are plain bytes of a file."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, part
+from storesvc.storage.threads import Threads
 from storesvc_client._foreign.byte_ranges import Piece, pieces, strides_of
 from storesvc_client._foreign.location import Location
 from storesvc_client.errors import DataLossError, NotFoundError, UnavailableError
@@ -66,6 +67,6 @@ class PlainArray:
 
 
 @cache
-def reading_threads() -> ThreadPoolExecutor:
+def reading_threads() -> Threads:
     """Returns the threads that read files, for all arrays."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="storesvc-foreign-read")
+    return Threads(_THREADS, "storesvc-foreign-read")

@@ -14,7 +14,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ import numpy as np
 
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BufferBudget
@@ -83,7 +84,7 @@ class BucketSource:
                 at_most=BLOCK_BYTES,
                 gap_bytes=GAP_BYTES,
             )
-        with ThreadPoolExecutor(PROCESSORS, "storesvc-direct") as pool:
+        with Threads(PROCESSORS, "storesvc-direct") as pool:
             _Restore(self, assembly).run(deque(reads), pool)
 
     def start(self, read: Read, answers: "queue.SimpleQueue[Any]") -> RangeRead:
@@ -155,7 +156,7 @@ class _Restore:
         """Time measurement of each read."""
         self._next_check = 0.0
 
-    def run(self, reads: deque[Read], pool: ThreadPoolExecutor) -> None:
+    def run(self, reads: deque[Read], pool: Threads) -> None:
         """Performs the reads in the given order."""
         try:
             while reads or self._in_flight or self._taken:
@@ -183,7 +184,7 @@ class _Restore:
         part.enter_context(self._assembly.meter.part(read.file))
         self._in_flight[self._source.start(read, self._events)] = read
 
-    def _await(self, pool: ThreadPoolExecutor) -> None:
+    def _await(self, pool: Threads) -> None:
         """Waits for the next event or the next check of late reads, and handles it."""
         try:
             with self._assembly.meter.phase("read"):
@@ -200,7 +201,7 @@ class _Restore:
                 call.step()
                 self._settle(call, pool)
 
-    def _settle(self, call: RangeRead, pool: ThreadPoolExecutor) -> None:
+    def _settle(self, call: RangeRead, pool: Threads) -> None:
         """Submits the response of a settled read to the thread pool."""
         if not call.is_settled or call not in self._in_flight:
             return

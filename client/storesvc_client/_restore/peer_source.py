@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -29,6 +29,7 @@ import numpy as np
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.host_memory import allocate
@@ -162,7 +163,7 @@ class PeerSource:
         ended = set[tuple[int, ...]]()
         """Processes whose exchange has ended with an error, which all of them know."""
         with (
-            ThreadPoolExecutor(1, "storesvc-spread") as ahead,
+            Threads(1, "storesvc-spread") as ahead,
             closing(self._elements_of(stages, assembly, ahead)) as elements,
         ):
             for stage in stages:
@@ -180,9 +181,7 @@ class PeerSource:
                     if self._error is None:
                         self._read_again(stage, assembly, ahead)
 
-    def _read_again(
-        self, stage: Stage, assembly: Assembly, ahead: ThreadPoolExecutor
-    ) -> None:
+    def _read_again(self, stage: Stage, assembly: Assembly, ahead: Threads) -> None:
         """Reads the chunks whose checksum differed after their exchange: no other
         process sends them again."""
         sent = (c for each in stage.exchanges for of in each.chunks for c in of)
@@ -318,7 +317,7 @@ class PeerSource:
                 yield np.frombuffer(tail, np.uint8)
 
     def _elements_of(
-        self, stages: Sequence[Stage], assembly: Assembly, ahead: ThreadPoolExecutor
+        self, stages: Sequence[Stage], assembly: Assembly, ahead: Threads
     ) -> Generator[dict[int, Bytes]]:
         """Yields the elements of all batches that this process sends; reads the next
         batch while one is used, also that of the next exchange."""

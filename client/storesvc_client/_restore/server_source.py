@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from contextvars import copy_context
 from functools import partial
 from itertools import cycle
@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.frames import frame_of
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BUDGET_BYTES
@@ -83,7 +84,7 @@ class ServerSource:
         sizes = [assembly.length(ordinal) for ordinal in ordinals]
         calls = list(shares(ordinals, sizes, STREAMS))
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))
-        with ThreadPoolExecutor(STREAMS, "storesvc-restore") as pool:
+        with Threads(STREAMS, "storesvc-restore") as pool:
             futures = [
                 pool.submit(
                     self._context.copy().run,

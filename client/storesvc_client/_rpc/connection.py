@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 
 from storesvc_client._rpc.embedded import start_embedded
 from storesvc_client._rpc.metadata_channel import MetadataChannel, call_metadata
+from storesvc_client._rpc.process_exit import check_process, close_at_exit, note_close
 from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
@@ -122,7 +124,7 @@ class Connection:
         address: str,
         *,
         timeout: float,
-        end: Callable[[], None],
+        end: Callable[[], None] | None = None,
         patience: float = math.inf,
         refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -143,14 +145,24 @@ class Connection:
         not; connects to the server."""
         self._end = end
         self._is_open = True
+        self._process = os.getpid()
+        if end is not None:
+            close_at_exit(self.close)
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child of the process that connected."""
+        return self._process != os.getpid()
 
     def close(self) -> None:
         """Closes all channels; repeated calls do nothing."""
-        if self._is_open:
+        if self._is_open and not self.is_inherited:
             self._is_open = False
             for channel in (self.channel, *self._others):
                 channel.close()
-            self._end()
+            if self._end is not None:
+                note_close(self.close)
+                self._end()
 
     def channels(self, count: int) -> list[grpc.Channel]:
         """Returns at most `count` channels for bulk data; the first serves all calls.
@@ -278,8 +290,9 @@ class Connection:
         """Checks that the connection is open.
 
         Raises:
-            InvalidRequestError: It is closed.
+            InvalidRequestError: It is closed, or that of another process.
         """
+        check_process(self.address, self._process)
         if not self._is_open:
             raise InvalidRequestError(
                 f"the client of {self.address} is closed; connect again"
@@ -318,7 +331,7 @@ def open_connection(
                 grpc.insecure_channel(
                     server.address, _numbered(_EMBEDDED_OPTIONS, number)
                 ),
-                call_metadata(None),
+                call_metadata(None, target),
             ),
             target,
             timeout=timeout,
@@ -330,13 +343,14 @@ def open_connection(
     source = None if token is None else _source(servers, tls, token)
 
     def dial(number: int) -> grpc.Channel:
-        return MetadataChannel(_dial(servers, tls, number), call_metadata(source))
+        return MetadataChannel(
+            _dial(servers, tls, number), call_metadata(source, target)
+        )
 
     return Connection(
         dial,
         target,
         timeout=timeout,
-        end=lambda: None,
         refusal=lambda: refusal(servers, tls),
     )
 

@@ -7,11 +7,13 @@ Example:
     >>> channel = MetadataChannel(channel, lambda: [("authorization", "Bearer ...")])
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import grpc
 
+from storesvc_client._rpc.process_exit import check_process
 from storesvc_client._rpc.tokens import TokenSource
 from storesvc_client._values.otel import current_traceparent
 
@@ -21,14 +23,18 @@ TRACEPARENT: Final = "traceparent"
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 
-def call_metadata(source: TokenSource | None) -> Callable[[], Metadata]:
-    """Returns a function that returns the metadata for a call that begins now.
+def call_metadata(source: TokenSource | None, address: str) -> Callable[[], Metadata]:
+    """Returns a function that returns the metadata for a call that begins now, and
+    rejects calls in a forked child.
 
     Args:
         source: Source of tokens; None: calls have none.
+        address: Name of the store in errors.
     """
+    process = os.getpid()
 
     def metadata() -> Metadata:
+        check_process(address, process)
         found = list[tuple[str, str]]()
         if source is not None:
             found.append(("authorization", f"Bearer {source()}"))

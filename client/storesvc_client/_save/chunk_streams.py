@@ -7,11 +7,12 @@ order of sending; after a transient error, a new stream resends the rest.
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import Final, Self, TypeAlias, TypeVar
 
 import grpc
 
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.frames import frames
 from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
 from storesvc_client._chunks.staging_pool import STREAM_BYTES
@@ -72,7 +73,7 @@ class ChunkStreams:
             Exception: The snapshot's error.
         """
         count = max(1, min(STREAMS, slab_queue.budget_bytes // STREAM_BYTES))
-        with ThreadPoolExecutor(count, "storesvc-send") as pool:
+        with Threads(count, "storesvc-send") as pool:
             futures = [
                 pool.submit(self._send_share, slab_queue, wanted, channel)
                 for channel in self._connection.channels(count)

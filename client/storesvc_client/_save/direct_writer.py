@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from storesvc.format.chunks import (
     merge,
     pack_placed,
 )
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
 from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.data_files import (
@@ -82,7 +83,7 @@ class DirectWriter:
             if isinstance(root, Path)
             else BucketPool(root, pool, self._stopped, largest_slab_bytes)
         )
-        self._threads = ThreadPoolExecutor(self._pool.threads + 1, "storesvc-place")
+        self._threads = Threads(self._pool.threads + 1, "storesvc-place")
 
     def __enter__(self) -> Self:
         count = self._pool.threads

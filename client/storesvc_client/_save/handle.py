@@ -3,6 +3,7 @@
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
+from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.durations import DurationLike, seconds_or_none
 from storesvc_client._values.reports import Rehearsal, SaveReport
@@ -17,29 +18,36 @@ class PendingSave:
 
     def __init__(
         self,
+        checkpoint: str,
         step: int,
         future: "Future[SaveResult]",
         written: "Future[None] | None" = None,
     ) -> None:
-        """Creates the handle of a save.
+        """Creates the handle of a save, for which the exit of the interpreter waits.
 
         Args:
-            step: Step of the checkpoint.
+            checkpoint: Name of the checkpoint, ``namespace/run@step``.
+            step: Its step.
             future: Result of the save, once it is committed.
             written: Done when this process has written its part; None if that is the
                 whole save.
         """
+        self.name = f"the save of {checkpoint}"
         self.step = step
         self._future = future
         self._written: Future[Any] = written or future
         self._observed = False
+        await_at_exit(future, self.name)
 
     @classmethod
-    def failed(cls, step: int, error: Exception) -> Self:
-        """Returns the handle of a save that was not started because of an error."""
+    def failed(cls, checkpoint: str, step: int, error: Exception) -> Self:
+        """Returns the handle of a save that was not started because of an error, which
+        was logged."""
         future: Future[SaveResult] = Future()
         future.set_exception(error)
-        return cls(step, future)
+        made = cls(checkpoint, step, future)
+        made.ignore_error()
+        return made
 
     @property
     def is_done(self) -> bool:
@@ -65,7 +73,8 @@ class PendingSave:
             return self._future.result(seconds)
         except BaseException as e:
             # an interrupted or timed-out wait has not observed the save's error
-            self._observed = self._future.done()
+            if self._future.done():
+                self.ignore_error()
             trim(e)
             raise
 
@@ -79,7 +88,7 @@ class PendingSave:
             TimeoutError: The save is still running; it continues.
         """
         found = self._future.exception(seconds)
-        self._observed = True
+        self.ignore_error()
         if found is not None:
             trim(found)  # the caller may raise it
         return found
@@ -94,7 +103,12 @@ class PendingSave:
         return bool(wait([self._written], seconds).done)
 
     def ignore_error(self) -> None:
-        """Marks the error as observed, so that later saves do not raise it."""
+        """Marks the error as observed: neither later saves nor the exit raise it."""
+        self.leave_error()
+        forget(self._future)
+
+    def leave_error(self) -> None:
+        """Leaves the error to the caller, and to the exit if it does not ask for it."""
         self._observed = True
 
     def drop(self) -> None:
@@ -187,4 +201,4 @@ def is_written(save: Save, seconds: float = 0.0) -> bool:
 def take_error(save: Save) -> None:
     """Leaves the error of a save to the caller: later saves and ``Client.close`` do not
     raise it."""
-    save._pending.ignore_error()  # noqa: SLF001 - not public
+    save._pending.leave_error()  # noqa: SLF001 - not public

@@ -1,8 +1,10 @@
 """The background threads of a run's saves."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final, TypeVar
+
+from storesvc.storage.threads import Threads
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ class SaveThreads:
             run: Name of the run, for the names of threads.
         """
         self._run = run
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, Threads] = {}
 
     def copy(self, act: Callable[[], T]) -> "Future[T]":
         """Runs a function after the earlier ones in the thread of snapshots."""
@@ -44,7 +46,7 @@ class SaveThreads:
         while self._pools:
             self._pools.popitem()[1].shutdown()
 
-    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
+    def _pool(self, name: str, threads: int) -> Threads:
         if name not in self._pools:
-            self._pools[name] = ThreadPoolExecutor(threads, name)
+            self._pools[name] = Threads(threads, name)
         return self._pools[name]

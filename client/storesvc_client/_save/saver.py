@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, asse
 
 from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.process_exit import check_not_over
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.handle import PendingSave
@@ -117,6 +118,7 @@ class RunSaver:
         takes_all = distributed.processes == "all"
         joint = _joint_save(self.name, number, loop) if takes_all else None
         try:
+            check_not_over(f"save of {self.name}@{number}")
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
             checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
@@ -168,7 +170,7 @@ class RunSaver:
                 _log.warning("%s", e.error)
                 assert joint is not None
                 self._send_unbegun(number, e.error, process=joint.job.index)
-                return PendingSave.failed(number, e.error)
+                return PendingSave.failed(f"{self.name}@{number}", number, e.error)
             raise
         if snapshot == "none":
             try:
@@ -198,12 +200,12 @@ class RunSaver:
         """Marks the unfinished saves as observed, because their connection is closing.
 
         Returns:
-            The names of their checkpoints, ``namespace/run@step``.
+            What they are, such as "the save of namespace/run@step".
         """
         forgotten = [save for save in self._under_way if not save.is_done]
         for save in forgotten:
             save.ignore_error()
-        return [f"{self.name}@{save.step}" for save in forgotten]
+        return [save.name for save in forgotten]
 
     def _end_first(self) -> None:
         first = self._under_way[0]
@@ -233,7 +235,7 @@ class RunSaver:
         )
         _log.warning("%s", error)
         self._send_unbegun(step, error, process=0)
-        return PendingSave.failed(step, error)
+        return PendingSave.failed(f"{self.name}@{step}", step, error)
 
     def _send_unbegun(self, step: int, error: StoreError, *, process: int) -> None:
         """Sends the start and the failure of a save whose handle has its error."""
@@ -342,19 +344,19 @@ class RunSaver:
             self._last_saved = None  # outdated if this save fails
             upload.write(base)
 
-        step = writer.described.step
+        name, step = str(writer.described), writer.described.step
         telemetry = self._session.telemetry
         measured = partial(_unfinished, writer, upload, meter)
         telemetry.save_began()
         try:
             if writer.writer_count == 1:
                 commit = partial(self._commit, write, upload, plan, meter, measured)
-                return PendingSave(step, self._threads.write(commit))
+                return PendingSave(name, step, self._threads.write(commit))
             written = self._threads.write(write)
             commit = partial(
                 self._commit, written.result, upload, plan, meter, measured
             )
-            return PendingSave(step, self._threads.wait(commit), written)
+            return PendingSave(name, step, self._threads.wait(commit), written)
         except BaseException as e:  # the interpreter ends, and starts no thread
             telemetry.save_failed(e, measured())
             raise

@@ -8,7 +8,6 @@ it answers no, or late, they are copied after all.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._save.slab_queue import SlabQueue
@@ -125,7 +125,7 @@ class Snapshot:
         if THREADS == 1 or sum(slab.size for slab in slabs) < chunks * SMALL_BYTES:
             self._work(turns, choose)
             return
-        with ThreadPoolExecutor(THREADS - 1, "storesvc-snapshot") as pool:
+        with Threads(THREADS - 1, "storesvc-snapshot") as pool:
             futures = [
                 pool.submit(self._work, turns, choose) for _ in range(THREADS - 1)
             ]

@@ -6,10 +6,11 @@ checksums afterwards, so they are computed in the meantime.
 """
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Final, Self
 
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.slabs import SumsInProgress
 from storesvc_client._save.slab_queue import SlabQueue
 from storesvc_client._values.progress import Meter
@@ -37,7 +38,7 @@ class SumsAhead:
         self._sums = sums
         self._meter = meter
         self._is_stopped = False
-        self._threads = ThreadPoolExecutor(THREADS, "storesvc-sums")
+        self._threads = Threads(THREADS, "storesvc-sums")
         self._working: list[Future[None]] = []
 
     def __enter__(self) -> Self:

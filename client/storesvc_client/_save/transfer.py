@@ -15,7 +15,6 @@ removes it when its lease has expired.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -26,6 +25,7 @@ import numpy as np
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.names import CheckpointName
 from storesvc.format.trees import Tree
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.extent_pool import ExtentPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._chunks.staging_pool import Bytes, StagingPool
@@ -183,7 +183,7 @@ def transfer(
         with (
             meter,
             upload.named(),
-            ThreadPoolExecutor(2, f"storesvc-transfer-{description.step}") as threads,
+            Threads(2, f"storesvc-transfer-{description.step}") as threads,
             _ended_by_interrupts(slab_queue),  # from before the threads begin
         ):
             writing = threads.submit(upload.write, "")

@@ -10,7 +10,7 @@ background is raised once, by the next call that waits for it or saves.
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
+from storesvc.storage.threads import Threads
 from storesvc_client._api.retention import APPLY_SECONDS
 from storesvc_client._api.run import Run
 from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
+from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._save.handle import Save
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client._values.policies import RetentionPolicy, rule_of
@@ -96,7 +98,7 @@ class StepSequence:
         self._is_read_only = is_read_only
         self._reports_saving = reports_saving
         self._on_close = on_close
-        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="storesvc-orbax")
+        self._finisher = Threads(1, "storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
         self._ending: int | None = None
         self._is_kept = self._keep is None
@@ -264,6 +266,7 @@ class StepSequence:
             what = f"orbax/{self.run.name}"
             key = f"storesvc/{what}/{ordinal(job, what)}"
         self._pending = info, self._finisher.submit(self._end, save, key, after_commit)
+        await_at_exit(self._pending[1], f"the save of {self.run.name}@{step}")
         return self._pending[1]
 
     def settle(self, ended: Future[None]) -> None:
@@ -296,6 +299,7 @@ class StepSequence:
             future = self._pending[1]
             future.exception()  # waits; Ctrl-C leaves the save pending
             self._pending, self._committed = None, None
+            forget(future)
             future.result()
 
     def check_errors(self) -> None:

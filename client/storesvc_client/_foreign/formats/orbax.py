@@ -17,9 +17,9 @@ tree, else ``ITEM/...``.
 
 import re
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from storesvc.storage.threads import Threads
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats.orbax_items import COMMITTED
 from storesvc_client._foreign.formats.orbax_step import (
@@ -93,7 +93,7 @@ class OrbaxRoot:
         """See ``ForeignRoot``."""
         folders = self._folders(self._location.names())
         found = [(step, name) for step, each in folders.items() for name in each]
-        with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+        with Threads(_LISTED_AT_ONCE) as pool:
             finished = pool.map(lambda each: self._is_finished(each[1]), found)
         rows = zip(found, finished, strict=True)
         return sorted({step for (step, _), is_finished in rows if is_finished})

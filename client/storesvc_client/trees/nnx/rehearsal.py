@@ -12,6 +12,7 @@ structure is rehearsed once, because a training run saves one structure many tim
 import atexit
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -307,6 +308,7 @@ def _digest(plan: Plan) -> bytes:
 
 
 _threads: dict[threading.Thread, "Future[Rehearsal]"] = {}
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 def _in_background(work: Callable[[], None], future: "Future[Rehearsal]") -> None:

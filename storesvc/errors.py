@@ -92,7 +92,8 @@ class RequestIdReusedError(InvalidFieldError):
 
 
 class InvalidPolicyError(InvalidFieldError):
-    """A retention policy breaks a bound or is inconsistent."""
+    """A retention policy breaks a bound, is inconsistent, or has a metric that no
+    checkpoint has."""
 
 
 class PolicyKeepsNothingError(InvalidFieldError):

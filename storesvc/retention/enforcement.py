@@ -29,7 +29,7 @@ from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
 from storesvc.lifecycle.references import References
 from storesvc.retention.policy import Candidate, decide, metrics_of
-from storesvc.retention.validation import check
+from storesvc.retention.validation import check, check_metrics
 from storesvc.storage.bounded_gather import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
@@ -61,8 +61,8 @@ class Outcome:
 
 
 class RecentCommits:
-    """Runs to which this process committed, for retention soon after; bounded by the
-    number of runs."""
+    """Runs to which this process committed, or whose policy it set, for retention soon
+    after; bounded by the number of runs."""
 
     def __init__(self) -> None:
         self._runs: set[RunName] = set()
@@ -77,12 +77,16 @@ class RecentCommits:
         """Waits until there is at least one run."""
         await self._any.wait()
 
-    def take(self) -> list[RunName]:
-        """Removes and returns all runs, sorted."""
-        taken = sorted(self._runs)
-        self._runs.clear()
-        self._any.clear()
-        return taken
+    @property
+    def runs(self) -> list[RunName]:
+        """All runs, sorted."""
+        return sorted(self._runs)
+
+    def remove(self, run: RunName) -> None:
+        """Removes a run."""
+        self._runs.discard(run)
+        if not self._runs:
+            self._any.clear()
 
 
 class RetentionEnforcer:
@@ -100,6 +104,17 @@ class RetentionEnforcer:
         self._lifecycle = lifecycle
         self._references = references
         self._clock = clock
+
+    async def check(self, run: RunName, policy: retention_pb2.RetentionPolicy) -> None:
+        """Rejects a policy with a metric that no checkpoint of the run has, if the run
+        has checkpoints.
+
+        Raises:
+            InvalidPolicyError: It is one.
+        """
+        if metrics_of(policy):
+            with suppress(RunNotFoundError):
+                await self._judge(run, policy)
 
     async def preview(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None = None
@@ -151,11 +166,14 @@ class RetentionEnforcer:
         metrics = metrics_of(policy) if policy else frozenset()
         tags = await self._references.tagged(run)
         judged: dict[int, Outcome] = {}
-        candidates = []
+        candidates, present = [], set[str]()
         async for record in self._committed(run):
             judged[record.step] = _outcome(record)
             tag = tags.get(record.upload)
             candidates.append(_candidate(record, metrics, tag))
+            present.update(record.metrics)
+        if candidates and policy is not None:
+            check_metrics(policy, str(run), present)
         # In a thread: many rules over many checkpoints would block the event loop.
         decisions = await asyncio.to_thread(
             decide, policy, candidates, self._clock.now()

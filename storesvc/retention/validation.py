@@ -4,7 +4,8 @@ Rejects a policy that breaks a bound of ``retention.proto``, and one that could 
 checkpoint: it would delete all but the protected ones, which is never intended.
 """
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, assert_never
 
 from google.protobuf.duration_pb2 import Duration
@@ -32,6 +33,9 @@ _CHOICES: Final = frozenset({"latest", "every_duration", "best"})
 """Rules that choose among several checkpoints."""
 
 _NONE: Final = frozenset[int]()
+
+_NEAREST: Final = 5
+"""Metrics that an error names."""
 
 _SHORTEN: Final = "use a shorter policy"
 
@@ -66,6 +70,36 @@ def check(policy: pb.RetentionPolicy) -> None:
         if _keeps_none(part) and not any(map(_keeps_none, members_of(part))):
             wanted = "what could keep a checkpoint"
             raise _invalid(place, wanted, describe(part), "leave it out")
+
+
+def check_metrics(
+    policy: pb.RetentionPolicy, run: str, present: Collection[str]
+) -> None:
+    """Rejects a policy with a metric that no checkpoint of a run has, unless the rule
+    says `force`, or keeps the checkpoints without it.
+
+    Args:
+        policy: The policy.
+        run: Name of the run.
+        present: Names of the metrics that its checkpoints have.
+
+    Raises:
+        InvalidPolicyError: It has such a metric; names those that are there.
+    """
+    for place, part in _parts(policy, ()):
+        best, at = part.best, ".".join(filter(None, (place, "best.metric")))
+        is_free = best.force or best.keep_without_metric or best.metric in present
+        if part.HasField("best") and not is_free:
+            near = difflib.get_close_matches(best.metric, present, _NEAREST, cutoff=0)
+            more = len(present) - len(near)
+            there = ", ".join(near) + (f" and {more} more" if more else "")
+            raise _invalid(
+                at,
+                f"a metric of the checkpoints of {run} (there are {there or 'none'})",
+                repr(best.metric),
+                "name one of them, or add force to the rule: "
+                f"best({best.count}, {best.metric}, ..., force)",
+            )
 
 
 def _parts(

@@ -50,9 +50,14 @@ class RunCalls:
     ) -> checkpoint_api.UpdateRunResponse:
         name = RunName.from_resource(request.run.name)
         write_id = requests.write_id_of(request)
+        given, fields = change_of(request)
+        if given.HasField("retention"):
+            await self._store.retention.check(name, given.retention)
         record = await self._store.runs.update(
-            name, *change_of(request), etag=request.etag, write_id=write_id
+            name, given, fields, etag=request.etag, write_id=write_id
         )
+        if "retention" in fields:
+            self._store.recent_commits.add(name)
         summary = replace(await self._store.catalog.run(name), record=record)
         return checkpoint_api.UpdateRunResponse(run=messages.run_message(summary))
 

@@ -23,11 +23,18 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.rpc.status import WIRE, reason_name
 from storesvc.server import app
-from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
+from storesvc.server.gc_scheduler import (
+    DEFAULT_INTERVAL,
+    apply_pending_retention,
+    collecting,
+)
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.storage.threads import Threads
 
 T = TypeVar("T")
+
+_RETENTION_SECONDS: Final = 60.0
+"""Maximum time that the end of a server takes for retention."""
 
 _THREADS: Final = 32
 """Maximum threads for the computations of all embedded servers, as in asyncio."""
@@ -78,6 +85,9 @@ class EmbeddedServer:
     async def _start(self, root: str, seconds: float) -> None:
         async with _storage_timeout(root, seconds):
             store = await app.open_store(root)
+        self._stack.push_async_callback(
+            apply_pending_retention, store, _RETENTION_SECONDS
+        )
         await self._stack.enter_async_context(app.running(store, self.address))
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 

@@ -5,8 +5,9 @@ renews the lease while it works. The lease only saves duplicate work; safety doe
 depend on it. Another server may take the lease once it has seen it unchanged for two of
 its own intervals.
 
-In addition, the retention policy of a run is applied soon after a
-commit in this process, so that "the latest 3" does not exceed three for long.
+In addition, the retention policy of a run is applied soon after a commit in this
+process or a change of the policy, at the latest when the process ends, so that "the
+latest 3" does not exceed three for long.
 """
 
 import asyncio
@@ -212,9 +213,37 @@ async def _apply_retention_after_commits(store: Store) -> None:
     while True:
         await store.recent_commits.wait()
         await asyncio.sleep(_SETTLING_SECONDS)
-        for run in store.recent_commits.take():
+        await _apply_retention(store)
+
+
+async def _apply_retention(store: Store) -> None:
+    for run in store.recent_commits.runs:
+        try:
             with _logged(f"retention after a commit to {run}"):
+                store.recent_commits.remove(run)
                 await store.collector.retain(run)
+        except asyncio.CancelledError:
+            store.recent_commits.add(run)  # for ``apply_pending_retention``
+            raise
+
+
+async def apply_pending_retention(store: Store, seconds: float) -> None:
+    """Applies the policies of the runs that were committed to since they were applied,
+    once no more calls are served; logs errors.
+
+    Args:
+        store: The store.
+        seconds: Maximum time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            await _apply_retention(store)
+    except TimeoutError:
+        _log.warning(
+            "retention after the last commits has not ended within %g s; the next "
+            "collection continues it",
+            seconds,
+        )
 
 
 @contextmanager

@@ -26,7 +26,11 @@ from storesvc.server.app import (
     take_descriptors,
     unusable,
 )
-from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
+from storesvc.server.gc_scheduler import (
+    DEFAULT_INTERVAL,
+    apply_pending_retention,
+    collecting,
+)
 from storesvc.server.metrics import MetricsPort, measured
 from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
@@ -34,8 +38,8 @@ from storesvc.server.traces import traced
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
 
 DISCARD_SECONDS: Final = 2.0
-"""Maximum time for deletions in the background after the drain; what is left then is
-garbage."""
+"""Maximum time for deletions in the background, and for retention, after the drain; the
+next collection continues them."""
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
 """Maximum time from SIGTERM to the end of the process. A storage call that has not
@@ -225,8 +229,12 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         async with collecting(store, interval):
             await stop.wait()
         _log.info("draining")
-    # 4. Commits that were answered may still be deleting what they left.
-    await store.commits.discards.drain(DISCARD_SECONDS)
+    # 4. Commits that were answered may still be deleting what they left, and exceed the
+    #    policies of their runs.
+    await asyncio.gather(
+        store.commits.discards.drain(DISCARD_SECONDS),
+        *([apply_pending_retention(store, DISCARD_SECONDS)] if interval else []),
+    )
     _log.info("stopped")
 
 

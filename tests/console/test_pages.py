@@ -243,6 +243,17 @@ def test_a_policy_that_is_not_valid_is_explained(console: ServedConsole) -> None
     assert "expected" in text
 
 
+def test_a_policy_with_a_metric_that_no_checkpoint_has_is_not_offered(
+    console: ServedConsole,
+) -> None:
+    text = Elements(console.text(f"{RUN}?policy=best(3,los,min)")).text
+    assert "expected a metric of the checkpoints of prod/llama-8b (there are" in text
+    assert "Set this policy" not in text
+
+    forced = Elements(console.text(f"{RUN}?policy=best(3,los,min,force)")).text
+    assert "Set this policy…" in forced
+
+
 def test_a_tree_shows_alike_layers_once(console: ServedConsole) -> None:
     text = Elements(console.text(f"{RUN}@500?at=params/layers/0")).text
 

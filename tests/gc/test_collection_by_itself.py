@@ -94,7 +94,7 @@ def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
                 Fault.UNAVAILABLE if call.path == layout.run_record(bad) else Fault.NONE
             )
         )
-        process.store.recent_commits.take()
+        process.store.recent_commits.remove(RUN)
 
         async with collecting(process.store, timedelta(hours=1)):
             process.store.recent_commits.add(bad)

@@ -41,6 +41,7 @@ from storesvc_client._api.taken_steps import TakenSteps
 from storesvc_client._job.decisions import Decisions
 from storesvc_client._save.handle import Save, take_error
 from storesvc_client._values.arguments import checked_choice, checked_flag, shown
+from storesvc_client._values.durations import DurationLike, as_timedelta
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
@@ -99,6 +100,7 @@ class Loop:
         *,
         every: object,
         keep: RetentionPolicy | None,
+        purge_delay: DurationLike | None,
         on_failure: OnFailure,
         create: bool,
         distributed: Distributed,
@@ -115,7 +117,14 @@ class Loop:
         self._restore = restored
         schedule = schedule_of(every)
         rule = None if keep is None else rule_of(keep, place=f"{place}: keep=")
-        self._policy = LoopPolicy(run, rule)
+        if purge_delay is not None:
+            purge_delay = as_timedelta(f"{place}: purge_delay=", purge_delay)
+            if keep is None:
+                raise InvalidRequestError(
+                    f"{place}: purge_delay=: expected it together with keep=; without "
+                    "a policy, run.configure(purge_delay=...) sets it"
+                )
+        self._policy = LoopPolicy(run, rule, purge_delay)
         self._creates = bool(checked_flag(f"{place}: create=", create))
         self._distributed = checked_distributed(place, distributed)
         self._saves = LoopSaves(run.name, checked_on_failure(place, on_failure))

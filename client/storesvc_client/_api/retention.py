@@ -49,14 +49,16 @@ class Retention:
     ) -> RunInfo:
         """Sets the policy of the run, and returns the run; creates it if necessary.
 
-        From then on the server deletes, at intervals, the checkpoints that the policy
-        does not keep; ``preview`` lists them in advance.
+        The server deletes the checkpoints that the policy does not keep: now, after
+        each commit, and at each collection. ``preview`` lists them in advance. They
+        keep their bytes until the purge delay is over.
 
         Args:
             policy: Such as ``KeepLatest(3) | KeepEvery(steps=10_000)``; None keeps
                 all checkpoints.
             purge_delay: How long a deleted checkpoint can be undeleted, a ``timedelta``
-                or seconds; None leaves it unchanged.
+                or seconds; 0: not at all. None leaves it unchanged, which is 3 days in
+                a new run.
             etag: ``RunInfo.etag``: rejects the change if the run changed since.
 
         Raises:

@@ -388,6 +388,7 @@ class Run(RunTransfers, RunCheckpoints):
         *,
         every: Trigger | timedelta,
         keep: RetentionPolicy | None = None,
+        purge_delay: DurationLike | None = None,
         on_failure: OnFailure = RAISE,
         create: bool = False,
         distributed: Distributed = ALL_PROCESSES,
@@ -400,6 +401,9 @@ class Run(RunTransfers, RunCheckpoints):
                 decides for all.
             keep: Retention policy to set if the run has none; another one that it has
                 is an error. None leaves the policy unchanged.
+            purge_delay: How long a checkpoint that ``keep`` deletes can be undeleted
+                and keeps its bytes, as for ``run.retention.set``; set together with
+                the policy. None leaves it unchanged, which is 3 days in a new run.
             on_failure: ``Raise()`` the error of a failed save, or ``Tolerate(3)``
                 failures in a row. Failures are logged in any case.
             create: Whether ``Loop.restore_or`` accepts a run that does not exist.
@@ -412,6 +416,7 @@ class Run(RunTransfers, RunCheckpoints):
             self,
             every=every,
             keep=keep,
+            purge_delay=purge_delay,
             on_failure=on_failure,
             create=create,
             distributed=distributed,

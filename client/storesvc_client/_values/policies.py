@@ -126,6 +126,9 @@ class KeepBest(RetentionPolicy):
     """"min" if lower values are better, "max" if higher ones are."""
     without_metric: WithoutMetric = "drop"
     """Treatment of checkpoints without the metric: keep or drop."""
+    force: bool = False
+    """True: the rule is accepted and applied although no checkpoint of the run has the
+    metric. Otherwise that is an error, as it would delete all but the newest one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", _whole(self, self.count))
@@ -135,6 +138,8 @@ class KeepBest(RetentionPolicy):
             raise _invalid(self, 'mode="min" or mode="max"', self.mode)
         if self.without_metric not in get_args(WithoutMetric):
             raise _invalid(self, 'without_metric="drop" or "keep"', self.without_metric)
+        if type(self.force) is not bool:
+            raise _invalid(self, "force=True or force=False", self.force)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -118,6 +118,7 @@ def _best_message(best: KeepBest) -> pb.KeepBest:
         metric=best.metric,
         mode=_MODES[best.mode],
         keep_without_metric=best.without_metric == "keep",
+        force=best.force,
     )
 
 
@@ -127,6 +128,7 @@ def _best(message: pb.KeepBest) -> KeepBest:
         metric=message.metric,
         mode=_MODE_NAMES[message.mode],
         without_metric="keep" if message.keep_without_metric else "drop",
+        force=message.force,
     )
 
 

@@ -7,7 +7,8 @@
     part     = "~" part | "(" policy ")" | rule
     rule     = "latest(" COUNT ")" | "every(" COUNT "steps" | DURATION ")"
              | "newer-than(" DURATION ")" | "steps(" STEP { "," STEP } ")"
-             | "best(" COUNT "," METRIC "," "min" | "max" [ "," "or-without" ] ")"
+             | "best(" COUNT "," METRIC "," "min" | "max" [ "," "or-without" ]
+               [ "," "force" ] ")"
              | "tagged" | "pinned"
     DURATION = a text for ``durations.parse_duration``: "7 days", "90m"
     METRIC   = a word, or a JSON string
@@ -81,8 +82,9 @@ def format_policy(policy: RetentionPolicy) -> str:
             return f"every({steps} {'step' if steps == 1 else 'steps'})"
         case KeepNewerThan(length):
             return f"newer-than({duration_text(length)})"
-        case KeepBest(count, metric=metric, mode=mode, without_metric=without):
-            end = ", or-without" if without == "keep" else ""
+        case KeepBest(count, metric=metric, mode=mode) as best:
+            end = ", or-without" if best.without_metric == "keep" else ""
+            end += ", force" if best.force else ""
             return f"best({count}, {_metric_text(metric)}, {mode}{end})"
         case KeepSteps(steps):
             return f"steps({', '.join(map(str, steps))})"
@@ -209,10 +211,16 @@ class _Reader:
             self._take("max", expected="min or max")
             mode = "max"
         without: WithoutMetric = "drop"
-        if self._took(","):
-            self._take("or-without")
-            without = "keep"
-        return KeepBest(count, metric=metric, mode=mode, without_metric=without)
+        force = False
+        while not force and self._took(","):
+            if without == "drop" and self._took("or-without"):
+                without = "keep"
+            else:
+                self._take("force", expected="or-without or force")
+                force = True
+        return KeepBest(
+            count, metric=metric, mode=mode, without_metric=without, force=force
+        )
 
     def _steps(self) -> KeepSteps:
         steps = [] if self._next == ")" else [self._number()]

@@ -328,8 +328,8 @@ class SetPolicy(_OfRun):
         if not self.policy:
             return "All its checkpoints stay."
         return (
-            "From then on the server deletes, at intervals, the checkpoints that the "
-            "policy does not keep."
+            "The server deletes the checkpoints that the policy does not keep: now, "
+            "after each commit, and at each collection."
         )
 
     @property

@@ -108,7 +108,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     create another hold.
     """
     ERROR_REASON_INVALID_POLICY: _ErrorReason.ValueType  # 28
-    """`INVALID_ARGUMENT`: a retention policy breaks a bound or is inconsistent."""
+    """`INVALID_ARGUMENT`: a retention policy breaks a bound or is inconsistent, or no
+    checkpoint of the run has a metric of it.
+    """
     ERROR_REASON_POLICY_KEEPS_NOTHING: _ErrorReason.ValueType  # 29
     """`INVALID_ARGUMENT`: a retention policy could keep no checkpoint."""
     ERROR_REASON_INVALID_RESUME_TOKEN: _ErrorReason.ValueType  # 30
@@ -244,7 +246,9 @@ ERROR_REASON_HOLD_EXPIRED: ErrorReason.ValueType  # 27
 create another hold.
 """
 ERROR_REASON_INVALID_POLICY: ErrorReason.ValueType  # 28
-"""`INVALID_ARGUMENT`: a retention policy breaks a bound or is inconsistent."""
+"""`INVALID_ARGUMENT`: a retention policy breaks a bound or is inconsistent, or no
+checkpoint of the run has a metric of it.
+"""
 ERROR_REASON_POLICY_KEEPS_NOTHING: ErrorReason.ValueType  # 29
 """`INVALID_ARGUMENT`: a retention policy could keep no checkpoint."""
 ERROR_REASON_INVALID_RESUME_TOKEN: ErrorReason.ValueType  # 30

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!storesvc_proto/v1/retention.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\"\x95\x04\n\x0fRetentionPolicy\x12)\n\x06latest\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.KeepLatestH\x00\x12\x32\n\x0b\x65very_steps\x18\x02 \x01(\x0b\x32\x1b.storesvc.v1.KeepEveryStepsH\x00\x12\x38\n\x0e\x65very_duration\x18\x03 \x01(\x0b\x32\x1e.storesvc.v1.KeepEveryDurationH\x00\x12\x30\n\nnewer_than\x18\x04 \x01(\x0b\x32\x1a.storesvc.v1.KeepNewerThanH\x00\x12%\n\x04\x62\x65st\x18\x05 \x01(\x0b\x32\x15.storesvc.v1.KeepBestH\x00\x12\'\n\x05steps\x18\x06 \x01(\x0b\x32\x16.storesvc.v1.KeepStepsH\x00\x12)\n\x06tagged\x18\x07 \x01(\x0b\x32\x17.storesvc.v1.KeepTaggedH\x00\x12)\n\x06pinned\x18\x08 \x01(\x0b\x32\x17.storesvc.v1.KeepPinnedH\x00\x12-\n\x03\x61ny\x18\t \x01(\x0b\x32\x1e.storesvc.v1.RetentionPoliciesH\x00\x12-\n\x03\x61ll\x18\n \x01(\x0b\x32\x1e.storesvc.v1.RetentionPoliciesH\x00\x12+\n\x03not\x18\x0b \x01(\x0b\x32\x1c.storesvc.v1.RetentionPolicyH\x00\x42\x06\n\x04rule\"C\n\x11RetentionPolicies\x12.\n\x08policies\x18\x01 \x03(\x0b\x32\x1c.storesvc.v1.RetentionPolicy\"\x1b\n\nKeepLatest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\"\x1f\n\x0eKeepEverySteps\x12\r\n\x05steps\x18\x01 \x01(\x03\"@\n\x11KeepEveryDuration\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"<\n\rKeepNewerThan\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xaa\x01\n\x08KeepBest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.storesvc.v1.KeepBest.Mode\x12\x1b\n\x13keep_without_metric\x18\x04 \x01(\x08\"8\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0c\n\x08MODE_MIN\x10\x01\x12\x0c\n\x08MODE_MAX\x10\x02\"\x1a\n\tKeepSteps\x12\r\n\x05steps\x18\x01 \x03(\x03\"\x0c\n\nKeepTagged\"\x0c\n\nKeepPinnedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!storesvc_proto/v1/retention.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\"\x95\x04\n\x0fRetentionPolicy\x12)\n\x06latest\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.KeepLatestH\x00\x12\x32\n\x0b\x65very_steps\x18\x02 \x01(\x0b\x32\x1b.storesvc.v1.KeepEveryStepsH\x00\x12\x38\n\x0e\x65very_duration\x18\x03 \x01(\x0b\x32\x1e.storesvc.v1.KeepEveryDurationH\x00\x12\x30\n\nnewer_than\x18\x04 \x01(\x0b\x32\x1a.storesvc.v1.KeepNewerThanH\x00\x12%\n\x04\x62\x65st\x18\x05 \x01(\x0b\x32\x15.storesvc.v1.KeepBestH\x00\x12\'\n\x05steps\x18\x06 \x01(\x0b\x32\x16.storesvc.v1.KeepStepsH\x00\x12)\n\x06tagged\x18\x07 \x01(\x0b\x32\x17.storesvc.v1.KeepTaggedH\x00\x12)\n\x06pinned\x18\x08 \x01(\x0b\x32\x17.storesvc.v1.KeepPinnedH\x00\x12-\n\x03\x61ny\x18\t \x01(\x0b\x32\x1e.storesvc.v1.RetentionPoliciesH\x00\x12-\n\x03\x61ll\x18\n \x01(\x0b\x32\x1e.storesvc.v1.RetentionPoliciesH\x00\x12+\n\x03not\x18\x0b \x01(\x0b\x32\x1c.storesvc.v1.RetentionPolicyH\x00\x42\x06\n\x04rule\"C\n\x11RetentionPolicies\x12.\n\x08policies\x18\x01 \x03(\x0b\x32\x1c.storesvc.v1.RetentionPolicy\"\x1b\n\nKeepLatest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\"\x1f\n\x0eKeepEverySteps\x12\r\n\x05steps\x18\x01 \x01(\x03\"@\n\x11KeepEveryDuration\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"<\n\rKeepNewerThan\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x08KeepBest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.storesvc.v1.KeepBest.Mode\x12\x1b\n\x13keep_without_metric\x18\x04 \x01(\x08\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\"8\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0c\n\x08MODE_MIN\x10\x01\x12\x0c\n\x08MODE_MAX\x10\x02\"\x1a\n\tKeepSteps\x12\r\n\x05steps\x18\x01 \x03(\x03\"\x0c\n\nKeepTagged\"\x0c\n\nKeepPinnedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,13 +45,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KEEPNEWERTHAN']._serialized_start=815
   _globals['_KEEPNEWERTHAN']._serialized_end=875
   _globals['_KEEPBEST']._serialized_start=878
-  _globals['_KEEPBEST']._serialized_end=1048
-  _globals['_KEEPBEST_MODE']._serialized_start=992
-  _globals['_KEEPBEST_MODE']._serialized_end=1048
-  _globals['_KEEPSTEPS']._serialized_start=1050
-  _globals['_KEEPSTEPS']._serialized_end=1076
-  _globals['_KEEPTAGGED']._serialized_start=1078
-  _globals['_KEEPTAGGED']._serialized_end=1090
-  _globals['_KEEPPINNED']._serialized_start=1092
-  _globals['_KEEPPINNED']._serialized_end=1104
+  _globals['_KEEPBEST']._serialized_end=1063
+  _globals['_KEEPBEST_MODE']._serialized_start=1007
+  _globals['_KEEPBEST_MODE']._serialized_end=1063
+  _globals['_KEEPSTEPS']._serialized_start=1065
+  _globals['_KEEPSTEPS']._serialized_end=1091
+  _globals['_KEEPTAGGED']._serialized_start=1093
+  _globals['_KEEPTAGGED']._serialized_end=1105
+  _globals['_KEEPPINNED']._serialized_start=1107
+  _globals['_KEEPPINNED']._serialized_end=1119
 # @@protoc_insertion_point(module_scope)

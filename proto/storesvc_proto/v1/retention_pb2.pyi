@@ -241,6 +241,7 @@ class KeepBest(google.protobuf.message.Message):
     METRIC_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
     KEEP_WITHOUT_METRIC_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
     count: builtins.int
     """Number of checkpoints, at least 1."""
     metric: builtins.str
@@ -249,6 +250,11 @@ class KeepBest(google.protobuf.message.Message):
     """Direction of the metric."""
     keep_without_metric: builtins.bool
     """Whether checkpoints without the metric are kept too, in addition to the best."""
+    force: builtins.bool
+    """Whether the rule is accepted, and applied, although no checkpoint has the metric. If
+    neither this nor `keep_without_metric` is set, a policy whose metric no checkpoint of
+    the run has, although it has checkpoints, MUST be rejected and MUST NOT be applied.
+    """
     def __init__(
         self,
         *,
@@ -256,8 +262,9 @@ class KeepBest(google.protobuf.message.Message):
         metric: builtins.str = ...,
         mode: Global___KeepBest.Mode.ValueType = ...,
         keep_without_metric: builtins.bool = ...,
+        force: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "keep_without_metric", b"keep_without_metric", "metric", b"metric", "mode", b"mode"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "force", b"force", "keep_without_metric", b"keep_without_metric", "metric", b"metric", "mode", b"mode"]) -> None: ...
 
 Global___KeepBest: typing_extensions.TypeAlias = KeepBest
 

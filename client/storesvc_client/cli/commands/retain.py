@@ -79,9 +79,9 @@ def retain(
 ) -> None:
     """Show or set which checkpoints of a run stay.
 
-    POLICY alone becomes the policy of the run: from then on servers delete the
-    checkpoints that it does not keep. The newest, pinned and tagged checkpoints always
-    stay.
+    POLICY alone becomes the policy of the run: servers delete the checkpoints that it
+    does not keep, now, after each commit and at each collection. The newest, pinned and
+    tagged checkpoints always stay.
 
     \b
     A policy combines rules with | (either), & (both), ~ (not) and parentheses:
@@ -91,6 +91,7 @@ def retain(
       newer-than(12h)           checkpoints committed within 12 hours
       best(2, loss, min)        the two with the lowest loss; max: the highest
       best(2, loss, min, or-without)   also checkpoints without a loss
+      best(2, loss, min, force)        even if no checkpoint has a loss
       steps(0, 500)             these steps
       tagged, pinned            tagged or pinned checkpoints
     ~ applies only to rules that judge one checkpoint at a time.

@@ -97,7 +97,7 @@ def recreate_meta_values(
 def fill_rng_values(state: GraphState) -> GraphState:
     """Returns a State with new values for its abstract counts and keys.
 
-    EasyDeL's quantization leaves those of the layers that it makes abstract.
+    EasyDeL's quantization leaves such counts and keys in its layers.
     """
     leaves = graph_leaves(state)
     abstract = {path: leaf for path, leaf in leaves.items() if is_abstract_rng(leaf)}

@@ -13,13 +13,15 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
-from storesvc.format.trees import Tree
+from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._job.job import Job
@@ -272,6 +274,27 @@ class OpenTree:
                 deadline=deadline,
                 allocate=self._allocate,
             )
+
+
+def rename_leaves(
+    opened: OpenTree, rename: Callable[[Leaf], Leaf], document: bytes
+) -> OpenTree:
+    """Returns an open checkpoint with other keys of its leaves, and a document.
+
+    Args:
+        opened: The checkpoint.
+        rename: Returns a leaf with another key.
+        document: As ``run.save(document=)`` would have kept it.
+    """
+    found, tree = copy(opened), opened._tree  # noqa: SLF001 - of this module's class
+    leaves, items = tree.leaves[: tree.tree_count], tree.leaves[tree.tree_count :]
+    tree = replace(tree, leaves=(*map(rename, leaves), *items), structure=document)
+    own = vars(found)
+    for cached in ("leaves", "_by_key", "items"):
+        own.pop(cached, None)
+    chunks = replace(opened._manifest, tree=tree)  # noqa: SLF001 - as above
+    own |= {"_tree": tree, "_chunks": chunks}
+    return found
 
 
 def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
 
@@ -26,7 +27,7 @@ __all__ = ["restore_state"]
 
 
 def restore_state(
-    run: Run,
+    run: "Run | ForeignRun",
     which: Which = "latest",
     *,
     model: Any = None,
@@ -50,7 +51,9 @@ def restore_state(
     >>> state = restore_state(run, model=LlamaForCausalLM, tx=optax.adamw(1e-4))
 
     Args:
-        run: Run of the checkpoint.
+        run: Run of the checkpoint, or ``open_foreign("eformer:...")``: a checkpoint
+            that EasyDeL wrote, imported or not, has the keys of a state, its config and
+            its step. RNG values are new, and a class computes in its own ``dtype``.
         which: A step, "latest", or a tag.
         model: The model: a class, a factory (a callable without arguments), a module,
             or a state; modules and states may be abstract. Factories run under

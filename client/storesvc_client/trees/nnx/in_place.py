@@ -6,6 +6,7 @@ The Variables that the optimizer updates, its ``wrt``, are the parameters. Check
 of ``nnx.state((model, optimizer))`` are restored, too.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, Unpack
 
@@ -41,6 +42,7 @@ from storesvc_client.trees.nnx.restore_model import (
     plan_state,
 )
 from storesvc_client.trees.nnx.rng_values import fill_rng_values
+from storesvc_client.trees.nnx.saved_models import as_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,9 +182,12 @@ def restore_into(
     )
     request = _request_of(run, model, optimizer, options)
     opened = run.open(which, distributed=distributed, deadline=deadline)
-    with advised(opened, request):
-        target, put = planner(run, model, optimizer, request)(opened)
-        restored = opened.restore(**target, deadline=deadline, progress=progress)
+    source, step = as_state(opened)
+    if step is not None:
+        request = replace(request, options=replace(options, step=step))
+    with advised(source, request):
+        target, put = planner(run, model, optimizer, request)(source)
+        restored = source.restore(**target, deadline=deadline, progress=progress)
     put(restored)
     return opened.info
 

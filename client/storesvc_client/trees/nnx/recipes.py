@@ -152,6 +152,19 @@ class Recipe:
             fields=_types_of_fields(added),
         )
 
+    @classmethod
+    def of_config(cls, config: Any) -> "Recipe":
+        """Returns the recipe of a model of which only the config is known."""
+        return cls(
+            versions={},
+            model="",
+            config=encode_data(config),
+            arguments={},
+            graphdef=None,
+            variables={},
+            opt_state=None,
+        )
+
     @property
     def rng_streams(self) -> Sequence[str]:
         """Names of the streams of an ``nnx.Rngs`` that create the model again.
@@ -252,7 +265,7 @@ class Recipe:
         own, other = self.decoded_arguments(), target.decoded_arguments()
         own.pop(_PARAM_DTYPE, None)
         other.pop(_PARAM_DTYPE, None)
-        return found + _field_differences(own, other)
+        return found + _field_differences(own, other, common=not self.arguments)
 
     def optimizer_differences(
         self, other: Mapping[str, str] | None

@@ -108,6 +108,8 @@ class Options:
     missing: Missing = "error"
     on_mismatch: OnMismatch = "raise"
     opt_state: OptState = "restore"
+    step: int | None = None
+    """Step of a state whose checkpoint has none among its leaves."""
     reading: ReadKeywords = field(default_factory=ReadKeywords)
 
     @property
@@ -236,7 +238,7 @@ def create_state(plan: Plan, restored: Any) -> Any:
         opt_state = _fill(initial, opt_state)
     own_step = getattr(request.model, "step", 0) if options.missing == "keep" else 0
     state = request.state_class.create(
-        step=restored.get("step", own_step),
+        step=restored.get("step", own_step if options.step is None else options.step),
         graphdef=plan.blueprint.graphdef,
         graphstate=graphstate,
         graphother=graphother,
@@ -311,7 +313,8 @@ def _planned_state(
         compare(stored, recipe, target, on_mismatch=options.on_mismatch)
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
-    if "step" in stored.leaves or not options.initialises:
+    has_step = "step" in stored.leaves
+    if has_step or (options.step is None and not options.initialises):
         like["step"] = jax.ShapeDtypeStruct((), _step_dtype(stored))
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)

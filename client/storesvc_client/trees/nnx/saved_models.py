@@ -4,9 +4,11 @@ The class of the state is an argument here, as ``EasyDeLState`` itself calls the
 functions.
 """
 
+import json
 import operator
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,10 @@ from typing import (
 )
 
 from storesvc.format.names import Which
+from storesvc.format.trees import Leaf
 from storesvc_client._api.run import Run, save_checked
+from storesvc_client._foreign.mount import ForeignRun
+from storesvc_client._restore.open_tree import OpenTree, rename_leaves
 from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
@@ -59,11 +64,11 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._api.client import Client
-    from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
 
 __all__ = [
+    "as_state",
     "opened_run",
     "restore_model",
     "restore_state",
@@ -200,7 +205,7 @@ def _rehearser(
 
 
 def restore_state(
-    run: Run,
+    run: Run | ForeignRun,
     which: Which = "latest",
     *,
     model: Any = None,
@@ -221,7 +226,7 @@ def restore_state(
     ``state_class.create`` builds the state; it is None if ``model`` is None.
     """
     check_keywords("restore_state", options, ModelRestoreKeywords)
-    _check_run(run)
+    _check_run(run, Run | ForeignRun)
     if model is None and state_class is not None:
         raise InvalidRequestError(
             f"restore of {run.name}: expected model= with state_class=, got None"
@@ -232,6 +237,7 @@ def restore_state(
             f"{state_class!r}"
         )
     distributed, reading = _reading(options)
+    opened, step = _opened(run, which, distributed, reading, model)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -241,16 +247,17 @@ def restore_state(
         missing=missing,
         on_mismatch=on_mismatch,
         opt_state=opt_state,
+        step=step,
         reading=reading,
     )
     return rebuild_state(
-        _opened(run, which, distributed, reading),
+        opened,
         Request(model=model, tx=tx, state_class=state_class, options=wanted),
     )
 
 
 def restore_model(
-    run: Run,
+    run: Run | ForeignRun,
     which: Which = "latest",
     *,
     model: Any = None,
@@ -295,12 +302,13 @@ def restore_model(
             ``model``.
     """
     check_keywords("restore_model", options, ModelRestoreKeywords)
-    _check_run(run)
+    _check_run(run, Run | ForeignRun)
     if model is not None and allow:
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
     distributed, reading = _reading(options)
+    opened, _ = _opened(run, which, distributed, reading, model)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -313,7 +321,7 @@ def restore_model(
         reading=reading,
     )
     return rebuild_module(
-        _opened(run, which, distributed, reading),
+        opened,
         Request(model=model, allow=allow, options=wanted),
     )
 
@@ -325,10 +333,46 @@ def _reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
 
 
 def _opened(
-    run: Run, which: Which, distributed: Distributed, reading: ReadKeywords
-) -> "OpenCheckpoint":
-    deadline = reading.get("deadline", DEFAULT_DEADLINE)
-    return run.open(which, distributed=distributed, deadline=deadline)
+    run: Run | ForeignRun,
+    which: Which,
+    distributed: Distributed,
+    reading: ReadKeywords,
+    model: Any,
+) -> tuple[Any, int | None]:
+    """Opens a checkpoint; with a model, see ``as_state``."""
+    opened: OpenTree
+    if isinstance(run, ForeignRun):
+        opened = run.open(which)
+    else:
+        deadline = reading.get("deadline", DEFAULT_DEADLINE)
+        opened = run.open(which, distributed=distributed, deadline=deadline)
+    return (opened, None) if model is None else as_state(opened)
+
+
+def as_state(opened: Any) -> tuple[Any, int | None]:
+    """Returns a checkpoint that EasyDeL wrote with the keys and the config of a state,
+    and its step, for which it has no leaf; any other one unchanged, and None."""
+    trees = {leaf.path[:1] for leaf in opened.leaves.values()}
+    if ("model",) not in trees or trees - {("model",), ("tx",)}:
+        return opened, None
+    config = opened.items.get("config")
+    try:
+        config = json.loads(config) if isinstance(config, str) else None
+    except ValueError:
+        config = None  # an item of the caller's own
+    document = b"" if config is None else Recipe.of_config(config).pack()
+    return rename_leaves(opened, _in_state, document), opened.info.step
+
+
+def _in_state(leaf: Leaf) -> Leaf:
+    """Returns a leaf of EasyDeL's own checkpoint with its key in a state."""
+    tree, _, key = leaf.key.partition("/")
+    if tree == "tx":
+        return replace(leaf, key=f"opt_state/{key}")
+    if key.endswith("/value"):
+        return replace(leaf, key=f"graphstate/{key}")
+    kinds = f"{leaf.path_kinds}a"  # the value of a Variable is an attribute
+    return replace(leaf, key=f"graphstate/{key}/value", path_kinds=kinds)
 
 
 @contextmanager
@@ -399,8 +443,8 @@ def _which(text: str, where: "str | PathLike[str]") -> Which:
     return int(text)
 
 
-def _check_run(run: Any) -> None:
-    if not isinstance(run, Run):
+def _check_run(run: Any, kinds: Any = Run) -> None:
+    if not isinstance(run, kinds):
         raise InvalidRequestError(
             f"expected a Run, such as client.run('prod/llama'), got {run!r}"
         )

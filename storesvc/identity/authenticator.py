@@ -81,7 +81,9 @@ class Authenticator:
         token = bearer_of(context.invocation_metadata() or ())
         if token is not None:
             return await self._principal_of(token)
-        by_certificate = certificates.principal_of(context.auth_context())
+        by_certificate = certificates.principal_of(
+            context.auth_context(), self._document().trust_domains
+        )
         if by_certificate is not None:
             return by_certificate
         if self._has_local and is_local(context.peer()):

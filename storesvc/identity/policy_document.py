@@ -46,6 +46,9 @@ class PolicyDocument:
     policy: Policy
     issuers: tuple[Issuer, ...] = ()
     """Issuers whose tokens are accepted."""
+    trust_domains: tuple[tuple[str, str], ...] = ()
+    """Authorities that issue client certificates of each trust domain, in PEM; empty:
+    all that the server trusts issue any."""
     quotas: tuple[QuotaRule, ...] = ()
     """Limits of namespaces; the first rule that matches a namespace applies."""
     principal_quota: QuotaRule | None = None
@@ -89,6 +92,7 @@ def parse(text: str, *, file: str = "policy", has_local: bool = True) -> PolicyD
     quotas = tuple(_quota(table, of_namespaces=True) for table in root.tables("quotas"))
     of_principal = root.table("quotas_per_principal")
     lending = root.table("lending")
+    trust_domains = root.texts_by_key("trust_domains")
     root.check_keys()
     _check_unique(file, "issuers", "name", [each.name for each in issuers])
     _check_unique(file, "issuers", "issuer", [each.issuer for each in issuers])
@@ -98,6 +102,7 @@ def parse(text: str, *, file: str = "policy", has_local: bool = True) -> PolicyD
             bindings=bindings, anonymous="" if anonymous == _NONE else anonymous
         ),
         issuers=issuers,
+        trust_domains=trust_domains,
         quotas=quotas,
         principal_quota=(
             _quota(of_principal, of_namespaces=False) if of_principal else None
@@ -168,7 +173,7 @@ def _issuer(table: "_Table") -> Issuer:
         max_lifetime=table.duration("max_lifetime", default=timedelta(hours=24)),
         principal=table.text("principal"),
         groups=table.text("groups", default=""),
-        require=table.claims("require"),
+        require=table.texts_by_key("require"),
         client_id=table.text("client_id", default=""),
         scopes=table.texts("scopes", default=()),
     )
@@ -313,11 +318,11 @@ class _Table:
             raise self._invalid(key, f"one of {', '.join(choices)}", found)
         return str(found)
 
-    def claims(self, key: str) -> tuple[tuple[str, str], ...]:
-        """Returns claims and their values; empty if there are none."""
-        found = self._found(key, dict, "claims with texts", default={})
+    def texts_by_key(self, key: str) -> tuple[tuple[str, str], ...]:
+        """Returns the keys and texts of a table; empty if there is none."""
+        found = self._found(key, dict, "a table of texts", default={})
         if not all(isinstance(value, str) for value in found.values()):
-            raise self._invalid(key, "claims with texts", found)
+            raise self._invalid(key, "a table of texts", found)
         return tuple(found.items())
 
     def flag(self, key: str) -> bool:

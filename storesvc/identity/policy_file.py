@@ -41,6 +41,7 @@ class PolicyFile:
         self._path = path
         self._has_local = has_local
         self._check = FileCheck(self._reload, what=f"policy {path}")
+        self._data = b""
         self._state = _state_of(path)
         self._document, self._digest = self._read()
         self._checked = time.monotonic()
@@ -85,7 +86,13 @@ class PolicyFile:
             raise InvalidFieldError(
                 f"{self._path}: expected UTF-8, got other bytes"
             ) from e
+        if data != self._data and self._data.startswith(data.rstrip()):
+            raise InvalidFieldError(
+                f"{self._path}: expected a whole policy, got the beginning of the one "
+                "in force, as of a file that was cut; add a comment if that is meant"
+            )
         document = parse(text, file=str(self._path), has_local=self._has_local)
+        self._data = data
         return document, hashlib.sha256(data).hexdigest()[:_DIGEST_DIGITS]
 
 

@@ -59,7 +59,7 @@ def security_of(
         found = file.current() if file is not None else none
         return with_anonymous(found) if anonymous else found
 
-    if document().issuers:
+    if document().issuers or document().trust_domains:
         _check_installed()
     return Security(
         authenticate=Authenticator(document, has_local=has_local).authenticate,

@@ -33,6 +33,9 @@ require = { hd = "corp", "a.b" = "c" }
 client_id = "storectl"
 scopes = ["groups"]
 
+[trust_domains]
+"example.org" = "PEM"
+
 [[bindings]]
 role = "writer"
 runs = ["prod/*", "lab/exp-?"]
@@ -85,6 +88,7 @@ def test_each_key_of_each_table_is_read() -> None:
     assert issuer.max_lifetime == timedelta(hours=1)
     assert issuer.require == (("hd", "corp"), ("a.b", "c"))
     assert (issuer.client_id, issuer.scopes) == ("storectl", ("groups",))
+    assert found.trust_domains == (("example.org", "PEM"),)
     assert binding.runs == ("prod/*", "lab/exp-?")
     assert (quota.stored_bytes, quota.stored_bytes_soft) == (10 << 40, 8 << 40)
     assert (quota.streams, quota.watches, quota.uploads) == (64, 32, 8)
@@ -156,7 +160,7 @@ def test_nobody_is_local_where_other_machines_connect() -> None:
             for url in ("ftp://a", "file:///a", "http://a", "http://127.a.example", "a")
         ),
         (ISSUER + 'jwks_uri = "http://a"', r"jwks_uri: expected https://"),
-        (ISSUER + "require = { hd = 1 }", "require: expected claims with texts"),
+        (ISSUER + "require = { hd = 1 }", "require: expected a table of texts"),
         (ISSUER.replace("{sub}", "{a}{b}"), "principal: expected a text between"),
         *(
             (f"[[quotas]]\nnamespaces=['a']\n{key} = {value}", r"less than 2\^63")
@@ -253,6 +257,24 @@ def test_a_file_that_hangs_keeps_the_policy_and_delays_one_call(
 
     answered.set()
     while file.current().policy.anonymous != "writer":
+        time.sleep(0.01)
+
+
+def test_a_file_that_was_cut_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
+    path = tmp_path / "policy.toml"
+    quota = '[[quotas]]\nnamespaces = ["a"]\nstreams = 1\n'
+    path.write_text(BINDING + quota)
+    file = PolicyFile(path)
+    for text in ("", "\n", BINDING, BINDING + "[[quotas]]\n"):
+        path.write_text(text)
+        assert len(file.current().quotas) == 1
+    assert "got the beginning of the one in force" in caplog.text
+
+    path.write_text(BINDING + "# without quotas\n")
+    while file.current().quotas:
         time.sleep(0.01)
 
 

@@ -149,6 +149,17 @@ def test_a_client_certificate_without_a_uri_name_is_no_identity(
     two = authority.issue("two", uris=["spiffe://td/a", "spiffe://td/b"])
     ca = tmp_path / "authority.pem"
 
+    other = tmp_path / "other.toml"
+    pem = authority.certificate.read_text()
+    domains = f'[trust_domains]\nanother = """{pem}"""\n'
+    other.write_text(policy.read_text() + domains)
+    elsewhere = serve(
+        *tls, "--tls-client-ca", str(authority.certificate), "--policy", str(other)
+    )
+    with pytest.raises(store.UnauthenticatedError, match="of the trust domain td"):
+        store.connect(
+            elsewhere.address, ca=ca, cert=good.certificate, key=good.key
+        ).close()
     with store.connect(
         server.address, ca=ca, cert=good.certificate, key=good.key
     ) as client:

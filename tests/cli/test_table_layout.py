@@ -12,11 +12,11 @@ COLUMNS = (
     Column("COMMITTED", shrink=Shrink.TIME),
     Column("LEAVES", right=True, is_minor=True),
     Column("TAGS", shrink=Shrink.END),
-    Column("KEY", shrink=Shrink.MIDDLE),
+    Column("KEY", shrink=Shrink.PREFIX),
 )
 ROWS = [
     ("100", "2026-11-24 07:55:18+00:00", "12", "-", "params/layers/0/attention/bias"),
-    ("7", "2026-11-24 07:55:17+00:00", "3", "-", "step"),
+    ("7", "2026-11-24 07:55:17+00:00", "3", "-", "params/scale"),
 ]
 
 
@@ -29,7 +29,7 @@ def test_a_table_that_fits_is_complete() -> None:
     assert [
         "STEP  COMMITTED                  LEAVES  TAGS  KEY",
         " 100  2026-11-24 07:55:18+00:00      12  -     params/layers/0/attention/bias",
-        "   7  2026-11-24 07:55:17+00:00       3  -     step",
+        "   7  2026-11-24 07:55:17+00:00       3  -     params/scale",
     ] == lines(80)
 
 
@@ -37,7 +37,7 @@ def test_columns_without_a_value_are_left_out_first() -> None:
     assert [
         "STEP  COMMITTED                  LEAVES  KEY",
         " 100  2026-11-24 07:55:18+00:00      12  params/layers/0/attention/bias",
-        "   7  2026-11-24 07:55:17+00:00       3  step",
+        "   7  2026-11-24 07:55:17+00:00       3  params/scale",
     ] == lines(74)
 
 
@@ -45,16 +45,37 @@ def test_times_lose_their_seconds_before_a_text_is_cut() -> None:
     assert [
         "STEP  COMMITTED         LEAVES  KEY",
         " 100  2026-11-24 07:55      12  params/layers/0/attention/bias",
-        "   7  2026-11-24 07:55       3  step",
+        "   7  2026-11-24 07:55       3  params/scale",
     ] == lines(64)
 
 
-def test_a_path_is_cut_in_the_middle() -> None:
-    assert " 100  2026-11-24 07:55      12  params/…tention/bias" == lines(52)[1]
+def test_the_beginning_of_all_keys_is_shown_once() -> None:
+    table = narrowed(COLUMNS, ROWS, room=56)
+
+    assert ("KEY below params/",) == table.prefixes
+    assert [
+        "STEP  COMMITTED         LEAVES  KEY",
+        " 100  2026-11-24 07:55      12  layers/0/attention/bias",
+        "   7  2026-11-24 07:55       3  scale",
+    ] == lines(56)
+
+
+@given(
+    keys=st.sets(st.text("ab1/", min_size=1, max_size=40), min_size=2, max_size=6),
+    room=st.integers(1, 120),
+)
+def test_what_distinguishes_keys_is_never_hidden(keys: set[str], room: int) -> None:
+    columns = (Column("KEY", shrink=Shrink.PREFIX), Column("SIZE", right=True))
+
+    table = narrowed(columns, [(key, "1 B") for key in keys], room=room)
+
+    shown = {row[0] for row in table.rows}
+    (prefix,) = [line.removeprefix("KEY below ") for line in table.prefixes] or [""]
+    assert keys == {prefix + cell for cell in shown}
 
 
 def test_minor_columns_are_hidden_before_the_last_ones() -> None:
-    hidden = [narrowed(COLUMNS, ROWS, room=room).hidden for room in (48, 42, 39, 10)]
+    hidden = [narrowed(COLUMNS, ROWS, room=room).hidden for room in (56, 52, 39, 10)]
 
     assert [
         (),
@@ -78,7 +99,7 @@ def test_a_table_without_rows_has_its_titles() -> None:
     ("text", "width", "how", "expected"),
     [
         ("loss=2.5 acc=0.5", 10, Shrink.END, "loss=2.5 …"),
-        ("params/layers/11/kernel", 16, Shrink.MIDDLE, "param…/11/kernel"),
+        ("params/layers/11/kernel", 16, Shrink.PREFIX, "params/layers/11/kernel"),
         ("short", 10, Shrink.END, "short"),
         ("2026-11-24 07:55", 10, Shrink.TIME, "2026-11-24 07:55"),
         ("模型模型模型", 7, Shrink.END, "模型模…"),

@@ -68,6 +68,17 @@ def pairs_text(pairs: Mapping[str, str | float]) -> str:
     return " ".join(texts) or ABSENT
 
 
+def order_metrics(names: Iterable[str]) -> list[str]:
+    """Returns names of metrics as they are shown: losses first.
+
+    >>> order_metrics(["accuracy", "train/loss", "loss"])
+    ['loss', 'train/loss', 'accuracy']
+    """
+    return sorted(
+        set(names), key=lambda name: (name != "loss", "loss" not in name.lower(), name)
+    )
+
+
 def printable(text: str) -> str:
     """Returns the text with unprintable characters escaped."""
     if text.isprintable():

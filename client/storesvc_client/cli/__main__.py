@@ -14,7 +14,7 @@ COMPLETION: Final = "_STORECTL_COMPLETE"
 
 
 _PLAIN: Final = str.maketrans("├└│─…→", "|`|-~>")
-"""Signs for terminals whose encoding lacks those of our tables."""
+"""Signs that stand for signs of our tables if an encoding lacks them."""
 
 
 def _prepare_streams() -> None:

@@ -8,9 +8,10 @@ JSON is that of `storesvc_client/_values/json_values.py`.
 """
 
 import json
+import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from shutil import get_terminal_size
@@ -19,13 +20,20 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 import click
 
 from storesvc_client._values.json_values import json_value
-from storesvc_client._values.texts import plural, printable
+from storesvc_client._values.texts import (
+    ABSENT,
+    number_text,
+    order_metrics,
+    plural,
+    printable,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
 
 __all__ = [
     "GAP",
+    "SAME",
     "Column",
     "Listing",
     "Shrink",
@@ -42,6 +50,9 @@ __all__ = [
 
 _Item = TypeVar("_Item")
 
+SAME: Final = "same"
+"""Cell of a value that is that of the cell before."""
+
 GAP: Final = "  "
 """Space between columns."""
 
@@ -51,7 +62,7 @@ class Shrink(Enum):
 
     NO = "not at all"
     END = "at the end, as of texts"
-    MIDDLE = "in the middle, as of paths"
+    PREFIX = "by the beginning that all have, as of keys"
     DRAWING = "at the end, as of lines of a tree"
     TIME = "seconds and zone, of times"
 
@@ -73,6 +84,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     """Prints a table; without titles, it has no header."""
     cells = [tuple(map(printable, row)) for row in rows]
     hidden: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
     if sys.stdout.isatty():
         room = get_terminal_size().columns
         if max(map(text_width, aligned(columns, cells)), default=0) > room:
@@ -80,12 +92,20 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
 
             table = narrowed(columns, cells, room=room)
             columns, cells, hidden = table.columns, [*table.rows], table.hidden
+            prefixes = table.prefixes
+    for prefix in prefixes:
+        click.echo(prefix)
     has_titles = any(column.title for column in columns)
     for number, line in enumerate(aligned(columns, cells)):
-        click.secho(line, bold=(has_titles and number == 0) or None)
+        click.echo(_bold(line) if has_titles and number == 0 else line)
     if hidden:
         titles = ", ".join(filter(None, hidden)) or "all columns"
         print_note(f"no room for {titles}; a wider terminal or a pipe shows all")
+
+
+def _bold(text: str) -> str:
+    is_plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return text if is_plain else click.style(text, bold=True)
 
 
 def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -111,7 +131,7 @@ def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -
     """Prints names and values below a title; of a sequence, a value on each line."""
     known = list(pairs)
     width = max(len(name) for name, _ in known)
-    click.secho(printable(title), bold=True)
+    click.echo(_bold(printable(title)))
     for name, value in known:
         first, *others = [value] if isinstance(value, str) else value
         click.echo(f"  {name:<{width}}  {printable(first)}".rstrip())
@@ -146,6 +166,8 @@ class Listing(Generic[_Item]):
     row: Callable[[_Item], tuple[str, ...]]
     document: Callable[[_Item], object] = field(default=lambda item: item)
     """Returns the value of an item that JSON shows."""
+    metrics: Callable[[_Item], Mapping[str, float]] | None = None
+    """Returns the metrics of an item; each is a column in front of the last one."""
 
     def show(
         self,
@@ -191,7 +213,7 @@ class Listing(Generic[_Item]):
         if as_json:
             print_json([*map(self.document, shown)])
         elif shown:
-            print_table(self.columns, map(self.row, shown))
+            print_table(*self._table(shown))
         elif note:
             print_note(note)
         if rest:
@@ -199,6 +221,27 @@ class Listing(Generic[_Item]):
             noun = self.noun if limit == 1 and not known else plural(self.noun)
             print_note(f"{limit:,} {known}{noun} shown, there are more")
         report(reported)
+
+    def _table(
+        self, items: Sequence[_Item]
+    ) -> tuple[Sequence[Column], Iterable[Sequence[str]]]:
+        rows = map(self.row, items)
+        if self.metrics is None:
+            return self.columns, rows
+        values = [*map(self.metrics, items)]
+        names = order_metrics(name for each in values for name in each)
+        texts = (
+            [number_text(each[name]) if name in each else ABSENT for name in names]
+            for each in values
+        )
+        *columns, last = self.columns
+        return (
+            [*columns, *(Column(name, right=True) for name in names), last],
+            (
+                [*row[:-1], *cells, row[-1]]
+                for row, cells in zip(rows, texts, strict=True)
+            ),
+        )
 
 
 def _pad(cell: str, width: int, column: Column) -> str:

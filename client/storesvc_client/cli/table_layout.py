@@ -1,27 +1,29 @@
 """Fits a table into a terminal that is too narrow for it.
 
-The table loses, in this order, columns without any value, the seconds of
-times, and parts of long texts, for which an ellipsis stands. If that is not enough,
-minor columns and then the last ones are hidden, and the caller says so. Numbers, steps
-and ids are never cut: a part of one looks like another one.
+The table loses, in this order, columns without any value, the seconds of times, the
+beginning that all keys have, and the ends of long texts, for which an ellipsis stands.
+If that is not enough, minor columns and then the last ones are hidden, and the caller
+says so. Numbers, names, steps, ids and what distinguishes keys are never cut: a part of
+one looks like another one.
 
->>> cut("params/layers/11/kernel", 16, Shrink.MIDDLE)
-'param…/11/kernel'
+>>> cut("loss=2.5 acc=0.5", 10, Shrink.END)
+'loss=2.5 …'
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from os.path import commonprefix
 from typing import Final
 
 from storesvc_client._values.texts import ABSENT
-from storesvc_client.cli.output import GAP, Column, Shrink, char_width, text_width
+from storesvc_client.cli.output import GAP, SAME, Column, Shrink, char_width, text_width
 
 _MINUTES: Final = len("2026-11-24 07:55")
 _ELLIPSIS: Final = "…"
 
 
-_LEAST: Final = {Shrink.END: 10, Shrink.MIDDLE: 16, Shrink.DRAWING: 20}
+_LEAST: Final = {Shrink.END: 10, Shrink.DRAWING: 20}
 """Minimum characters of a text that is cut; fewer are unreadable."""
 
 
@@ -33,6 +35,8 @@ class Narrowed:
     rows: tuple[tuple[str, ...], ...]
     hidden: tuple[str, ...]
     """Titles of columns that have values and do not fit; the first is hidden first."""
+    prefixes: tuple[str, ...] = ()
+    """Lines above the table: the beginnings that the cells of a column lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +60,28 @@ class _Part:
 
     @property
     def is_empty(self) -> bool:
-        return self.column.shrink in _LEAST and {ABSENT, ""}.issuperset(self.cells)
+        return self.column.shrink in _LEAST and {ABSENT, SAME, ""}.issuperset(
+            self.cells
+        )
 
     def in_minutes(self) -> "_Part":
         """Returns it with shorter times."""
         if self.column.shrink is not Shrink.TIME:
             return self
         return replace(self, cells=tuple(cell[:_MINUTES] for cell in self.cells))
+
+    @property
+    def prefix(self) -> str:
+        """The parts that all its cells begin with; "" if it is no column of paths."""
+        if self.column.shrink is not Shrink.PREFIX or len(self.cells) < 2:
+            return ""
+        shared = commonprefix(self.cells)  # noqa: RUF071 - up to its last "/"
+        return shared[: shared.rfind("/") + 1]
+
+    def without(self, prefix: str) -> "_Part":
+        """Returns it with cells that lack a beginning."""
+        cells = tuple(cell.removeprefix(prefix) for cell in self.cells)
+        return replace(self, cells=cells)
 
     def cut_to(self, width: int) -> "_Part":
         how = self.column.shrink
@@ -87,6 +106,12 @@ def narrowed(
     parts = _without_empty(every, room)
     if _total([part.width for part in parts]) > room:
         parts = [part.in_minutes() for part in parts]
+    prefixes: tuple[str, ...] = ()
+    if _total([part.width for part in parts]) > room:
+        prefixes = tuple(
+            f"{part.column.title} below {part.prefix}" for part in parts if part.prefix
+        )
+        parts = [part.without(part.prefix) for part in parts]
     hidden: list[str] = []
     while len(parts) > 1 and _total([part.least for part in parts]) > room:
         minor = [part for part in parts if part.column.is_minor]
@@ -99,6 +124,7 @@ def narrowed(
         columns=tuple(part.column for part in parts),
         rows=tuple(zip(*(part.cells for part in parts), strict=True)),
         hidden=tuple(hidden),
+        prefixes=prefixes,
     )
 
 
@@ -106,9 +132,7 @@ def cut(text: str, width: int, how: Shrink) -> str:
     """Returns a text that takes at most ``width`` characters of a terminal."""
     if text_width(text) <= width or how not in _LEAST:
         return text
-    tail_width = (width - 1) * 2 // 3 if how is Shrink.MIDDLE else 0
-    tail = _beginning(text[::-1], tail_width)[::-1]
-    return _beginning(text, width - 1 - tail_width) + _ELLIPSIS + tail
+    return _beginning(text, width - 1) + _ELLIPSIS
 
 
 def _beginning(text: str, width: int) -> str:

@@ -71,10 +71,10 @@ LISTING: Final["Listing[AuditEntry]"] = Listing(
     row=_row,
     columns=(
         Column("TIME", shrink=Shrink.TIME),
-        Column("PRINCIPAL", shrink=Shrink.MIDDLE),
+        Column("PRINCIPAL"),
         Column("STAGE"),
         Column("METHOD"),
-        Column("OBJECT", shrink=Shrink.MIDDLE),
+        Column("OBJECT", shrink=Shrink.PREFIX),
         Column("REASON", shrink=Shrink.END),
     ),
 )

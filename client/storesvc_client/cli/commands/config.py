@@ -120,7 +120,7 @@ def list_contexts(*, as_json: bool) -> None:
         columns=(
             Column(""),
             Column("NAME"),
-            Column("STORE", shrink=Shrink.MIDDLE),
+            Column("STORE"),
             Column("OPTIONS", shrink=Shrink.END),
         ),
         row=lambda context: _row(context, is_current=context.name == found.current),

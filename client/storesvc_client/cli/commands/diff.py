@@ -15,7 +15,7 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignOptions
-from storesvc_client.cli.output import Column, Shrink, print_json, print_table
+from storesvc_client.cli.output import SAME, Column, Shrink, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath, is_foreign
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from storesvc_client._foreign.comparison import Comparison
 
 _COLUMNS: Final = (
-    Column("KEY", shrink=Shrink.MIDDLE),
+    Column("KEY", shrink=Shrink.PREFIX),
     Column("WHAT"),
     Column("BEFORE"),
-    Column("AFTER"),
+    Column("AFTER", shrink=Shrink.END),
     Column("CHUNKS", right=True),
 )
 
@@ -114,11 +114,13 @@ def _row(leaf: "LeafDifference") -> tuple[str, ...]:
     chunks = str(leaf.chunk_count)
     if leaf.kind == "content":
         chunks = f"{leaf.changed_chunk_count} of {chunks}"
+    before = _array_text(leaf.base_dtype, leaf.base_shape)
+    after = _array_text(leaf.dtype, leaf.shape)
     return (
         leaf.key or "''",
         leaf.kind,
-        _array_text(leaf.base_dtype, leaf.base_shape),
-        _array_text(leaf.dtype, leaf.shape),
+        before,
+        SAME if after == before else after,
         chunks,
     )
 

@@ -10,7 +10,6 @@ from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import (
     Column,
-    Shrink,
     json_value,
     print_fields,
     print_json,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client, DataLossError, Usage
 
 _RUNS: Final = (
-    Column("RUN", shrink=Shrink.MIDDLE),
+    Column("RUN"),
     Column("CHECKPOINTS", right=True),
     Column("UPLOADS", right=True),
     Column("LOGICAL", right=True),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from storesvc_client import Collected
 
 _COLUMNS: Final = (
-    Column("RUN", shrink=Shrink.MIDDLE),
+    Column("RUN"),
     Column("ABORTED", right=True),
     Column("DELETED", right=True),
     Column("PURGED", right=True),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from storesvc_client.cli.leaf_summary import Array, Summary
 
 _COLUMNS: Final = (
-    Column("KEY", shrink=Shrink.MIDDLE),
+    Column("KEY", shrink=Shrink.PREFIX),
     Column("DTYPE"),
     Column("SHAPE"),
     Column("MIN", right=True),

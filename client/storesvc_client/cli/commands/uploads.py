@@ -54,7 +54,7 @@ _OF_RUN: Final = Listing(
 _OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
     noun="upload",
     row=lambda upload: (upload.run, *_row(upload)),
-    columns=(Column("RUN", shrink=Shrink.MIDDLE), *_OF_RUN.columns),
+    columns=(Column("RUN"), *_OF_RUN.columns),
 )
 
 

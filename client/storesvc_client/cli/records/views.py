@@ -80,7 +80,6 @@ def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
         str(checkpoint.leaf_count),
         " ".join(tagged.tags) or ABSENT,
         "yes" if checkpoint.pinned else ABSENT,
-        pairs_text(checkpoint.metrics),
         _labels_text(checkpoint.labels),
     )
 
@@ -95,7 +94,6 @@ def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
         _moment_text(checkpoint.create_time),
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
-        pairs_text(checkpoint.metrics),
         _labels_text(checkpoint.labels),
     )
 
@@ -106,7 +104,6 @@ def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
         _moment_text(checkpoint.delete_time),
         _moment_text(checkpoint.purge_time),
         size_text(checkpoint.size_bytes),
-        pairs_text(checkpoint.metrics),
         _labels_text(checkpoint.labels),
     )
 
@@ -129,7 +126,7 @@ _RUNS: Final = Listing(
     noun="run",
     row=_run_row,
     columns=(
-        Column("RUN", shrink=Shrink.MIDDLE),
+        Column("RUN"),
         Column("LATEST", right=True),
         Column("CREATED", shrink=Shrink.TIME),
     ),
@@ -144,32 +141,32 @@ _CHECKPOINTS: Final = Listing(
         Column("LEAVES", right=True, is_minor=True),
         Column("TAGS", shrink=Shrink.END),
         Column("PINNED", shrink=Shrink.END),
-        Column("METRICS", shrink=Shrink.END),
         Column("LABELS", shrink=Shrink.END),
     ),
     document=_checkpoint_document,
+    metrics=lambda tagged: tagged.checkpoint.metrics,
 )
 _FOREIGN: Final = Listing(
     noun="checkpoint",
     row=_foreign_row,
+    metrics=lambda checkpoint: checkpoint.metrics,
     columns=(
         Column("STEP", right=True),
         Column("WRITTEN", shrink=Shrink.TIME),
         Column("SIZE", right=True),
         Column("LEAVES", right=True, is_minor=True),
-        Column("METRICS", shrink=Shrink.END),
         Column("LABELS", shrink=Shrink.END),
     ),
 )
 _DELETED: Final = Listing(
     noun="deleted checkpoint",
     row=_deleted_row,
+    metrics=lambda checkpoint: checkpoint.metrics,
     columns=(
         Column("STEP", right=True),
         Column("DELETED", shrink=Shrink.TIME),
         Column("PURGE", shrink=Shrink.TIME),
         Column("SIZE", right=True),
-        Column("METRICS", shrink=Shrink.END),
         Column("LABELS", shrink=Shrink.END),
     ),
 )
@@ -177,7 +174,7 @@ _LEAVES: Final = Listing(
     noun="leaf",
     row=_leaf_row,
     columns=(
-        Column("KEY", shrink=Shrink.MIDDLE),
+        Column("KEY", shrink=Shrink.PREFIX),
         Column("DTYPE"),
         Column("SHAPE"),
         Column("SIZE", right=True),

@@ -21,6 +21,7 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client._values.json_values import json_value
+from storesvc_client._values.texts import order_metrics
 from storesvc_client.console.addresses import command, run_url, with_values
 from storesvc_client.console.page import Page, crumbs_to_namespace
 from storesvc_client.console.pages.runs import main_metric
@@ -200,10 +201,7 @@ def _deleted(run: Run, damaged: list[DataLossError]) -> list[Checkpoint]:
 
 
 def _metric_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Returns the names of metrics, the main one first."""
-    names = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
-    first = main_metric(checkpoints)
-    return sorted(names, key=lambda name: (name != first, name))
+    return order_metrics(n for found in checkpoints for n in found.metrics)
 
 
 def _preview(run: Run, asked: str | None, *, has_policy: bool) -> Preview | None:

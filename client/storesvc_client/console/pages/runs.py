@@ -18,6 +18,7 @@ from storesvc_client import (
     RunInfo,
     Tag,
 )
+from storesvc_client._values.texts import order_metrics
 from storesvc_client.console.addresses import command
 from storesvc_client.console.page import RUNS, Page
 from storesvc_client.console.pictures import sparkline
@@ -103,6 +104,5 @@ def _row(client: Client, info: RunInfo, uploads: Counter[str]) -> RunRow:
 
 def main_metric(checkpoints: Sequence[Checkpoint]) -> str:
     """Returns the metric to show first; "" if there is none."""
-    names = {name for checkpoint in checkpoints for name in checkpoint.metrics}
-    losses = sorted(name for name in names if "loss" in name.lower())
-    return "loss" if "loss" in names else next(iter([*losses, *sorted(names)]), "")
+    names = order_metrics(n for found in checkpoints for n in found.metrics)
+    return names[0] if names else ""

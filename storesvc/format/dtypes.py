@@ -50,7 +50,7 @@ _RAW: Final = frozenset(
 
 
 NEWER: Final = frozenset({"int2", "int4", "float4_e2m1fn", "float8_e8m0fnu"})
-"""Those of them that TensorStore 0.1.86 has: what is written for others names them."""
+"""Dtypes that TensorStore has from 0.1.86 on: files for other projects name them."""
 
 
 def is_floating(name: str) -> bool:

@@ -335,7 +335,9 @@ def on_a_terminal(*arguments: str, columns: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_shows_the_common_beginning_of_keys_once(address: str) -> None:
+def test_a_narrow_terminal_shows_the_common_beginning_of_keys_once(
+    address: str,
+) -> None:
     text = on_a_terminal("-s", address, "ls", "prod/tiny@20:params/b*/**", columns=50)
 
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)

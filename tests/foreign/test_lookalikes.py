@@ -83,7 +83,7 @@ def test_a_file_is_named_as_one_with_what_reads_it(
         return found
 
     assert "flax.serialization.msgpack_restore" in advice("checkpoint_100")
-    assert "the only files that are read alone" in advice("notes.txt")
+    assert "only files of safetensors are read alone" in advice("notes.txt")
     assert "if it is one of safetensors, name it weights.saf" in advice("weights")
     name = "a/model.safetensors"
     alone = f"safetensors:{url}/{name}"

@@ -157,7 +157,7 @@ def test_a_given_state_keeps_what_the_checkpoint_lacks(
     back = restore_state(run, model=given, tx=new_tx, **options)
 
     assert "init" != options.get("missing")
-    if "opt_state" in options:  # the optimizer begins anew
+    if "opt_state" in options:  # the optimizer begins again
         given = given.replace(opt_state=new_tx.init(given.graphstate))
     check_warm(saved, given, back, options)
 

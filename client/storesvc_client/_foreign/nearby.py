@@ -85,7 +85,7 @@ def _file_advice(url: str, options: Any) -> str | None:
             return f"if it is one of safetensors, name it {name}.safetensors"
         if found := other_format("", above):
             return f"if it is a part of a checkpoint, use {found}"
-        return "the only files that are read alone are those of safetensors"
+        return "only files of safetensors are read alone"
     return None
 
 

@@ -154,7 +154,7 @@ def restore_into(
         missing: What to do with leaves that the checkpoint lacks: "error", or "keep"
             their values.
         opt_state: "restore" the saved state of the optimizer, "init" it as
-            ``optimizer`` begins, or "skip" it, which leaves ``optimizer`` as it is.
+            ``optimizer`` begins, or "skip" it, which leaves ``optimizer`` unchanged.
         on_mismatch: What to do if the structure or the optimizer differs from the saved
             one: "raise" a ``MismatchError``, or "log" a warning. The leaves must fit in
             any case.

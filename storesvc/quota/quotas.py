@@ -84,21 +84,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Usage:
-    """The objects of a namespace, as they were listed."""
-
-    stored: StoredBytes
-    at: float
-
-
-@dataclass(slots=True)
 class _Upload:
     """An upload that was begun and has not ended."""
 
     last: float
     """The time of its last call."""
-    slot: str = ""
-    """Its run and step, if it began here."""
     reserved: int = 0
     """Bytes that it may store."""
     sent: int = 0
@@ -114,8 +104,9 @@ class _Counted:
     """Calls that wait for their turn."""
     running: Counter[Kind] = field(default_factory=Counter)
     uploads: dict[str, _Upload] = field(default_factory=dict)
-    usage: _Usage | None = None
-    """For a namespace, once its objects were listed."""
+    usage: StoredBytes | None = None
+    """The objects of a namespace, once they were listed."""
+    listed_at: float = 0.0
     ended_bytes: int = 0
     """Bytes that uploads which have ended sent since then."""
     is_warned: bool = False
@@ -131,18 +122,18 @@ class _Counted:
         if (found := self.uploads.pop(upload, None)) is not None:
             self.ended_bytes += found.sent
 
-    def stored_bytes(self, usage: _Usage) -> int:
+    def stored_bytes(self, usage: StoredBytes) -> int:
         """Returns the bytes that are stored, and those that may be: see the top."""
         return (
-            usage.stored.total
+            usage.total
             + self.ended_bytes
             + sum(self.unlisted(name, usage) for name in self.uploads)
         )
 
-    def unlisted(self, upload: str, usage: _Usage) -> int:
+    def unlisted(self, upload: str, usage: StoredBytes) -> int:
         """Returns the bytes of an upload that the list did not show, stored or not."""
         found = self.uploads[upload]
-        listed = usage.stored.uploads[upload.rpartition("/")[2]]
+        listed = usage.uploads[upload.rpartition("/")[2]]
         return max(found.reserved - listed, found.sent)
 
 
@@ -236,9 +227,9 @@ class Quotas:
         if size_bytes <= found.reserved:
             return
 
-        def more(usage: _Usage) -> int:
+        def more(usage: StoredBytes) -> int:
             before = counted.unlisted(name, usage) if name in counted.uploads else 0
-            listed = usage.stored.uploads[upload.upload]
+            listed = usage.uploads[upload.upload]
             return max(size_bytes - listed, found.sent) - before
 
         await self._admit(namespace, counted, rule, more)
@@ -268,7 +259,7 @@ class Quotas:
             return
         found.last = self._clock()
         found.sent += size_bytes
-        listed = counted.usage.stored.uploads[upload.upload]
+        listed = counted.usage.uploads[upload.upload]
         await self.reserve(upload, listed + found.sent)
 
     async def describe(self, namespace: str) -> list[access_api.Quota]:
@@ -363,8 +354,7 @@ class Quotas:
         if rule.uploads and is_new and len(uploads) >= rule.uploads:
             raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
         if is_new:
-            slot = f"{upload.rpartition('/')[0]}@{call.detail.get('step')}"
-            uploads[upload] = _Upload(now, slot)
+            uploads[upload] = _Upload(now)
             self._begun[scope, upload] = {call.request_id}
             return
         uploads[upload].last = now
@@ -380,14 +370,9 @@ class Quotas:
             calls.remove(call.request_id)
             if error is None or not calls:
                 del self._begun[key]
-            scope, upload = key
-            uploads = self._scope(scope).uploads
             if error is not None and not calls:
-                uploads.pop(upload, None)
-            elif error is None and upload in uploads:  # the others have lost their step
-                for name, other in uploads.items():
-                    if name != upload and other.slot == uploads[upload].slot:
-                        other.reserved = 0
+                scope, upload = key
+                self._scope(scope).uploads.pop(upload, None)
 
     def _storage_rule(self, namespace: str) -> QuotaRule | None:
         rule = rule_of(self._rules()[0], namespace)
@@ -399,7 +384,7 @@ class Quotas:
         namespace: str,
         counted: _Counted,
         rule: QuotaRule,
-        more: Callable[[_Usage], int],
+        more: Callable[[StoredBytes], int],
     ) -> None:
         """Rejects bytes that a namespace has no room for; nothing is awaited after.
 
@@ -438,15 +423,16 @@ class Quotas:
 
     async def _usage_of(
         self, namespace: str, counted: _Counted, max_seconds: float
-    ) -> _Usage:
+    ) -> StoredBytes:
         """Returns the objects of a namespace, as they were listed recently."""
         async with counted.reading:  # callers that wait take what the first has read
             now = self._clock()
-            if counted.usage is not None and now - counted.usage.at <= max_seconds:
+            if counted.usage is not None and now - counted.listed_at <= max_seconds:
                 return counted.usage
             sent = {name: found.sent for name, found in counted.uploads.items()}
             ended_bytes = counted.ended_bytes
-            usage = counted.usage = _Usage(await self._stored(namespace), now)
+            usage = counted.usage = await self._stored(namespace)
+            counted.listed_at = now
             counted.ended_bytes -= ended_bytes
             for name, found in counted.uploads.items():
                 found.sent -= sent.get(name, 0)

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import InvalidNameError, RunName
 from storesvc.storage.config_files import read_file
 from storesvc.telemetry.events import subscribe, unsubscribe
 
-if TYPE_CHECKING:
-    pass
+REQUEST_SECONDS: Final = 10.0
+"""Maximum time between two parts of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,8 @@ async def measured(
             f"metrics port {port.host}:{port.port}: cannot be bound: {e.strerror}; use "
             "another one"
         ) from e
+    # or the thread and the descriptor of a silent connection would stay
+    server.RequestHandlerClass.timeout = REQUEST_SECONDS  # type: ignore[attr-defined]
     subscribe(metrics)
     try:
         yield server.server_port

@@ -9,7 +9,7 @@ import uvicorn
 
 import storesvc_client as store
 from storesvc_client.console.app import create_app
-from storesvc_client.console.server import bound_socket
+from storesvc_client.console.server import bound_socket, configuration
 
 KEY = "key-of-the-tests"
 
@@ -23,10 +23,7 @@ class ServedConsole:
         self._socket = bound_socket(0)
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         app = create_app(client, key=KEY, store=name)
-        config = uvicorn.Config(
-            app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(configuration(app))
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), daemon=True
         )

@@ -115,3 +115,13 @@ def test_a_feed_that_begins_again_continues_the_numbers(
     begun = feeds.of(run.name)
 
     assert [number > last for number, _ in begun.after(last)] == [True]
+
+
+@pytest.mark.parametrize("after", ["9" * 5000, "-1", "x", "\u0661"])
+def test_a_place_that_is_no_number_is_rejected(
+    console: ServedConsole, after: str
+) -> None:
+    response = console.http.get("/events/stream", params={"of": "prod", "after": after})
+
+    assert 400 == response.status_code
+    assert "expected a number" in response.text

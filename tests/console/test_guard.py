@@ -1,9 +1,13 @@
 """The console lets its user in and no other site, and restricts what pages may do."""
 
+import http.client
+import socket
+
 import httpx
 import pytest
 
 import storesvc_client as store
+from storesvc_client.console import server
 from tests.console.served import KEY, ServedConsole
 
 
@@ -18,6 +22,40 @@ def test_the_printed_address_lets_a_browser_in(console: ServedConsole) -> None:
     assert "HttpOnly" in first.headers["set-cookie"]
     assert "SameSite=lax" in first.headers["set-cookie"]
     assert 200 == then.status_code
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example", "///evil.example", "/\\evil.example"]
+)
+def test_an_address_with_the_key_leads_to_no_other_host(
+    console: ServedConsole, path: str
+) -> None:
+    host, port = console.address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    connection.request("GET", f"{path}?key={KEY}")
+    response = connection.getresponse()
+    connection.close()
+
+    assert 303 == response.status
+    assert "/evil.example" == (response.headers["location"] or "").replace("%5C", "")
+
+
+@pytest.mark.slow
+def test_a_request_that_does_not_arrive_is_not_waited_for(
+    seeded: store.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.2)
+    with ServedConsole(seeded) as console:
+        host, port = console.address.removeprefix("http://").split(":")
+        form = (
+            f"POST /change/pin HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            f"Origin: {console.address}\r\nCookie: {console.cookie}={KEY}\r\n"
+            "Content-Length: 10\r\n\r\na=b"
+        )
+        for half in ("", "GET / HTTP/1.1\r\nHost: localhost\r\n", form):
+            with socket.create_connection((host, int(port)), 5) as opened:
+                opened.sendall(half.encode())
+                assert b"" == opened.recv(1)
 
 
 @pytest.mark.parametrize("query", ["", "?key=", "?key=wrong", f"?key={KEY}x"])

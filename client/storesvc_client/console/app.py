@@ -63,7 +63,7 @@ from storesvc_client.console.pages import (
     uploads,
 )
 from storesvc_client.console.rendering import FOLDER, Renderer
-from storesvc_client.console.visit import Visit
+from storesvc_client.console.visit import Visit, number_of
 
 PageFunction: TypeAlias = Callable[[Visit], Page]
 
@@ -195,7 +195,7 @@ class _Console:
         after = request.headers.get("last-event-id") or request.query_params.get(
             "after", "0"
         )
-        last = int(after) if after.isascii() and after.isdecimal() else 0
+        last = number_of("after", after, remedy="reload the page")
         return StreamingResponse(
             self._messages(feed, last), media_type="text/event-stream"
         )

@@ -119,7 +119,8 @@ class Guard:
                 403,
             )
         # 303 to the address without the key, so that no history or bookmark keeps it
-        response = RedirectResponse(request.url.path, 303)
+        # and with one slash first: more would name another host
+        response = RedirectResponse(f"/{request.url.path.lstrip('/')}", 303)
         # one cookie for each port, as cookies do not separate ports
         response.set_cookie(
             cookie_name(request.url),

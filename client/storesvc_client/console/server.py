@@ -1,18 +1,57 @@
 """Serves the console on this machine until Ctrl-C or SIGTERM."""
 
+import asyncio
 import signal
 import socket
 from types import FrameType
 from typing import Final, NoReturn
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HOST: Final = "127.0.0.1"
 """The console is reached from this machine only."""
 
+REQUEST_SECONDS: Final = 5.0
+"""Interval at which connections are looked at: a request must be whole within two."""
+
 _GRACE_SECONDS: Final = 1
 """Time for requests in flight at the end; streams of events never end by themselves."""
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection whose request does not arrive whole in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to look at the connection."""
+        super().connection_made(transport)
+        self._look(None)
+
+    def _look(self, before: object) -> None:
+        if self.transport.is_closing():
+            return
+        is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        now = (self.cycle,) if is_waiting else None
+        if now is not None and now == before:
+            self.transport.close()
+            return
+        self.loop.call_later(REQUEST_SECONDS, self._look, now)
+
+
+def configuration(app: ASGIApp) -> uvicorn.Config:
+    """Returns the configuration of the server of an application."""
+    return uvicorn.Config(
+        app,
+        access_log=False,
+        http=_Protocol,
+        lifespan="off",
+        log_level="critical",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        ws="none",
+    )
 
 
 def bound_socket(port: int) -> socket.socket:
@@ -26,19 +65,10 @@ def bound_socket(port: int) -> socket.socket:
 
 def serve(app: ASGIApp, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM; returns after either."""
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        lifespan="off",
-        log_level="critical",
-        server_header=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
-        ws="none",
-    )
     # uvicorn raises the signal that ended it again, for the handler that was there
     earlier = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        uvicorn.Server(configuration(app)).run(sockets=[listening])
     except KeyboardInterrupt:
         return
     finally:

@@ -69,15 +69,24 @@ class Verified:
     """Digest of the last line."""
     broken: Break | None = None
     """The first line that does not; None: there is none."""
+    missing: frozenset[str] = frozenset()
+    """Digests that were expected, and are of no line."""
 
 
-def verify(lines: Iterable[tuple[str, bytes]]) -> Verified:
+def verify(
+    lines: Iterable[tuple[str, bytes]],
+    *,
+    after: str = FIRST,
+    expected: Iterable[str] = (),
+) -> Verified:
     """Verifies a log.
 
     Args:
         lines: Each line with its place, without its line break, of all files in order.
+        after: Digest of the line before the first one.
+        expected: Digests of lines that must be there, as they were kept elsewhere.
     """
-    found = Verified()
+    found = Verified(digest=after, missing=frozenset(expected))
     following = iter(lines)
     pending = next(following, None)
     while pending is not None:
@@ -92,6 +101,7 @@ def verify(lines: Iterable[tuple[str, bytes]]) -> Verified:
             found.last = json.loads(line)["seq"]
             found.first = found.first or found.last
         found.digest = digest_of(line)
+        found.missing -= {found.digest}
         found.lines += 1
     return found
 
@@ -108,11 +118,11 @@ def _problem(found: Verified, place: str, line: bytes) -> Break | None:
         return Break(place, "the number of a line in seq", repr(entry.get("seq"))[:40])
     if found.last and entry["seq"] != found.last + 1:
         return Break(place, f"the line {found.last + 1}", f"the line {entry['seq']}")
-    if found.digest and entry.get("prev") != found.digest:
+    if not found.lines and found.digest == FIRST != entry.get("prev"):
+        return Break(place, "the first line of the log", f"the line {entry['seq']}")
+    if entry.get("prev") != found.digest:
         got = str(entry.get("prev"))[:12]
         return Break(place, f"the digest {found.digest[:12]} in prev", got)
-    if entry["seq"] == 1 and entry.get("prev") != FIRST:
-        return Break(place, "no line before the first one", "the digest of one")
     return None
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from storesvc.audit.observer import (
 )
 from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
 from storesvc.rpc.read_only import READING
+from storesvc_client.cli import main
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import rpcs
@@ -435,6 +437,29 @@ def test_a_changed_removed_added_or_moved_line_is_found(
         lines[at], lines[other] = lines[other], lines[at]
 
     assert verify(("log", line) for line in lines).broken is not None
+
+
+def test_audit_verify_finds_a_head_and_an_end_that_were_removed(tmp_path: Path) -> None:
+    file, lines = tmp_path / "audit.log", chain(5)
+    digests = [digest_of(line) for line in lines]
+
+    def verify_lines(first: int, last: int, *options: str) -> str:
+        file.write_bytes(b"".join(line + b"\n" for line in lines[first:last]))
+        done = CliRunner().invoke(main, ["audit", "verify", str(file), *options])
+        return f"{done.exit_code}: {done.output}"
+
+    assert "0: 5 lines, 1 to 5" in (said := verify_lines(0, 5))
+    assert digests[4] in said
+    assert "1: " in (said := verify_lines(2, 5))
+    assert "expected the first line of the log, got the line 3" in said
+    assert "--after" in said
+    assert "0: 3 lines, 3 to 5" in verify_lines(2, 5, "--after", digests[1])
+    assert "1: " in verify_lines(3, 5, "--after", digests[1])
+    assert "0: 3 lines, 1 to 3" in verify_lines(0, 3)  # nothing in it shows the end
+    assert "0: 5 lines" in verify_lines(0, 5, "--has", digests[3], "--has", digests[4])
+    said = verify_lines(0, 3, "--has", digests[3])
+    assert f"expected a line with the digest {digests[3]}, got none" in said
+    assert "1: " in said
 
 
 @pytest.mark.slow

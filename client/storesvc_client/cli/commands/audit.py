@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc.format.audit_chain import lines_of
+from storesvc.format.audit_chain import FIRST, lines_of
 from storesvc.format.audit_chain import verify as verify_lines
 from storesvc_client._values.call_kinds import (
     AUTHENTICATIONS,
@@ -171,24 +171,49 @@ def list_entries(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE...",
 )
-def verify(*, files: tuple[Path, ...]) -> None:
+@click.option(
+    "--after",
+    metavar="DIGEST",
+    default=FIRST,
+    help="Digest of the line before the first one, if earlier files are not given.",
+)
+@click.option(
+    "--has",
+    "expected",
+    multiple=True,
+    metavar="DIGEST",
+    help="Require the line with this digest, which was kept elsewhere.",
+)
+def verify(*, files: tuple[Path, ...], after: str, expected: tuple[str, ...]) -> None:
     """Check that no line of a log was changed, removed, added or moved.
 
     Give the files of a log that was rotated in their order, the oldest first. Prints
-    the digest of the last line: keep it elsewhere to find even a log that was replaced
-    as a whole.
+    the digest of the last line: keep it elsewhere, and give it with --has the next
+    time, to find even a log whose end was removed, or that was replaced as a whole.
 
-    Exit code 1: a line does not continue the line before it.
+    Exit code 1: a line does not continue the line before it, or a line is missing.
     """
     found = verify_lines(
-        line for file in files for line in lines_of(file.read_bytes(), str(file))
+        (line for file in files for line in lines_of(file.read_bytes(), str(file))),
+        after=after,
+        expected=expected,
     )
     if found.broken:
-        raise Refusal(f"{found.broken}; the log was changed, or files are missing")
+        advice = "give the earlier files too, or the digest of their last line --after"
+        is_first = found.lines == 0 and after == FIRST
+        raise Refusal(
+            f"{found.broken}; the log was changed, or files are missing"
+            f"{': ' + advice if is_first else ''}"
+        )
+    for digest in sorted(found.missing):
+        raise Refusal(
+            f"{files[-1]}: expected a line with the digest {digest}, got none; lines "
+            "at the end were removed, or the files are of another log"
+        )
     torn = f", {found.torn} of them cut off by a crash" if found.torn else ""
     click.echo(
         printable(
             f"{found.lines} lines{torn}, {found.first} to {found.last}; the digest of "
-            f"the last one is {found.digest or 'none'}"
+            f"the last one is {found.digest if found.lines else 'none'}"
         )
     )

@@ -133,6 +133,17 @@ def test_an_unusable_token_is_rejected_before_any_call(
             store.connect(served.address, token=given)
 
 
+def test_a_file_that_all_may_write_is_rejected(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(served.issuer.token())
+    file.chmod(0o646)
+    with pytest.raises(store.UnauthenticatedError, match=f"chmod o-w {file}, and"):
+        store.connect(served.address, token=file)
+
+    file.chmod(file.stat().st_mode & ~0o002)  # chmod o-w
+    store.connect(served.address, token=file).close()
+
+
 def test_a_file_that_cannot_be_read_is_named(served: Served, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(store.UnauthenticatedError, match=os.fspath(path)):

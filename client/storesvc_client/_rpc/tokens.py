@@ -7,6 +7,7 @@ over TLS or to this machine, and is part of no message and no log.
 """
 
 import json
+import stat
 import threading
 import time
 from base64 import urlsafe_b64decode
@@ -109,6 +110,12 @@ class _File:
                 f"{self._place}: cannot be read: {e.strerror}; correct the path, or "
                 "log in again"
             ) from e
+        if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IWOTH:
+            raise UnauthenticatedError(
+                f"{self._place}: expected a file that its owner alone may write, got "
+                "one that all users may, so its token may be of any of them; run "
+                f"chmod o-w {self._path}, and get another token"
+            )
         self._state = state
         return text
 

@@ -252,6 +252,12 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
             f"store {address} cannot be reached ({cause}{_proxy(address)}); start its "
             "server, or correct the address"
         )
+    if e.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a limit of gRPC itself
+        return LimitError(
+            f"store {address} takes no call of this size ({e.details()}); send less in "
+            "one call, or use a token with fewer claims",
+            reason="LIMIT_EXCEEDED",
+        )
     if e.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(
             f"store {address} did not answer in time; try again, or allow more time"

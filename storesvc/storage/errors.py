@@ -90,6 +90,8 @@ def translated(storage: Storage, path: str) -> Generator[None]:
 
 def _error(storage: Storage, path: str, text: str) -> StoreError:
     where, reason = storage.describe(path), text.partition(" [")[0]
+    if not storage.is_remote:  # callers of a server need not know where its files are
+        reason = reason.replace(storage.spec.get("path", ""), "")
     # From a bucket it is a quota of requests, which is a transient error.
     is_full = text.startswith("RESOURCE_EXHAUSTED") and not storage.is_remote
     if is_full or "No space left" in text:

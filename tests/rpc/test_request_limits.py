@@ -9,11 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+import storesvc_client as store
 from storesvc.format.checksums import crc32c
 from storesvc.rpc.request_limits import COUNTS
 from storesvc_client.errors import StoreError, translated
-from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import checkpoint_service_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.amplified_requests import SERVICES, all_amplified
 from tests.support.contract import Writer
@@ -52,6 +54,38 @@ def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(
                 list(send()) if method.server_streaming else send()
             assert grpc.StatusCode.RESOURCE_EXHAUSTED == caught.value.code(), name
             assert "expected at most" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("request_", "metadata", "says"),
+    [
+        (
+            checkpoint_service_pb2.GetRunRequest(name="x" * (5 << 20)),
+            (),
+            "message larger than max",
+        ),
+        (
+            checkpoint_service_pb2.GetRunRequest(),
+            (("x", "y" * 20_000),),
+            "metadata size exceeds",
+        ),
+    ],
+    ids=["message", "metadata"],
+)
+def test_the_limits_of_grpc_have_a_reason(
+    server_address: str,
+    request_: checkpoint_service_pb2.GetRunRequest,
+    metadata: tuple[tuple[str, str], ...],
+    says: str,
+) -> None:
+    with (
+        grpc.insecure_channel(server_address) as channel,
+        pytest.raises(store.LimitError, match=says) as caught,
+        translated(server_address),
+    ):
+        CheckpointServiceStub(channel).GetRun(request_, metadata=metadata, timeout=20)
+
+    assert "LIMIT_EXCEEDED" == caught.value.reason
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ processes can open the storage.
 """
 
 import asyncio
+import errno
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from storesvc.errors import (
 )
 from storesvc.format.frames import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.errors import translated
 from storesvc.storage.local_files import TICK_SECONDS
 from storesvc.storage.location import (
     CONCURRENCY,
@@ -682,6 +684,20 @@ def test_a_storage_that_fails_is_unavailable() -> None:
 
     with pytest.raises(StorageUnavailableError, match="a: the storage failed"):
         asyncio.run(main())
+
+
+def test_an_error_of_a_file_does_not_name_the_folder_of_the_store(
+    tmp_path: Path,
+) -> None:
+    storage = storage_at((tmp_path / "secret").as_uri())
+    full = OSError(errno.EMFILE, "Too many open files", f"{tmp_path}/secret/a/b")
+    with (
+        pytest.raises(StorageUnavailableError, match="Too many open files") as caught,
+        translated(storage, "a/b"),
+    ):
+        raise full
+
+    assert "secret" not in str(caught.value)
 
 
 def test_a_conditional_write_waits_for_the_next_tick_of_the_file_clock(

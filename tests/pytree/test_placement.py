@@ -197,7 +197,10 @@ def test_values_that_are_not_rules_are_rejected(
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (jax.devices()[0], r"mesh: expected a jax.sharding.Mesh, got \w*Device"),
+        (
+            jax.devices()[0],
+            r"mesh: expected a jax.sharding.Mesh, such as .*, got \w*Device",
+        ),
         (np.array(jax.devices()), "mesh: expected .*, got ndarray"),
         (AbstractMesh((2,), ("a",)), "mesh: expected .*, got AbstractMesh"),
         (None, "mesh: expected .*, got None"),

@@ -270,7 +270,7 @@ def recreate_and_look_at_the_input(t: Any) -> Any:
     return [result is values, [result[k] is values[k] for k in values], values]
 
 
-@_case(TYPED)
+@_case()
 def recreator(t: Any) -> Any:
     source = t.MetaValueRecreator(42)
     draws = (source.get_count, source.get_rng) * 2

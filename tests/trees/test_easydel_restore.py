@@ -613,6 +613,34 @@ def test_a_step_that_is_not_an_integer_is_rejected(run: store.Run, step: Any) ->
         save_state(run, made)
 
 
+def test_a_state_inside_jit_is_rejected_with_the_way_out(run: store.Run) -> None:
+    made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0)))
+
+    with pytest.raises(
+        store.InvalidRequestError,
+        match=r"step of the state, got a tracer.* outside jit",
+    ):
+        jax.jit(lambda state: (save_state(run, state), state)[1])(made)
+
+
+def test_a_mesh_that_is_none_is_rejected_with_one_that_works(run: store.Run) -> None:
+    save_state(run, EasyDeLState.create(model=configured())).result()
+
+    for wrong in ((1, 1), "fsdp", jax.devices()[0]):
+        with pytest.raises(
+            store.InvalidRequestError, match=r"a jax.sharding.Mesh, such as jax.make_me"
+        ):
+            restore_state(run, model=Configured, mesh=wrong)  # type: ignore[arg-type]
+
+
+def test_loading_as_easydel_does_is_rejected_with_the_argument(run: store.Run) -> None:
+    save_state(run, EasyDeLState.create(model=configured())).result()
+
+    with pytest.raises(store.InvalidRequestError, match=r"expected model= .*class of"):
+        EasyDeLState.load_state(run)
+    assert EasyDeLState.load_state(run, model=Configured).step == 0
+
+
 class Hooked(nnx.Module):
     def __init__(self) -> None:
         self.doubled = nnx.Param(jnp.ones(2), on_get_value=lambda _, x: x * 2)

@@ -391,6 +391,23 @@ class TestMergeModelAndTree:
 
         assert 0 == model.dropout.rngs.count.get_value()
 
+    def test_parameters_that_the_tree_lacks_keep_their_values_when_asked(self) -> None:
+        model = Model(rngs=nnx.Rngs(0))
+        tree = {"layers": {3: {"kernel": jnp.full((2, 2), 7.0)}}}
+
+        merged = merge_model_and_tree(model, tree, silence=True)
+        state: Any = merge_state_and_tree(tree, split()[1], silence=True)
+
+        assert 7 == merged.layers[3].kernel.get_value()[0, 0]
+        assert 7 == state["layers"][3]["kernel"].get_value()[0, 0]
+        for at, layer in enumerate(model.layers):
+            if at != 3:
+                same = layer.kernel.get_value() == merged.layers[at].kernel.get_value()
+                assert same.all()
+        other = {"layers": {3: {"kernel": jnp.ones(3)}}}  # but not another shape
+        with pytest.raises(ValueError, match="do not fit"):
+            merge_model_and_tree(model, other, silence=True)
+
     def test_a_missing_parameter_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="26 of 26 parameters do not fit"):
             merge_model_and_tree(Model(rngs=nnx.Rngs(0)), {})

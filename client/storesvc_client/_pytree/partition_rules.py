@@ -205,7 +205,8 @@ def check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh) or mesh.empty:
         got = "an empty one" if isinstance(mesh, Mesh) else type(mesh).__name__
         raise InvalidRequestError(
-            f"mesh: expected a jax.sharding.Mesh, got {'None' if mesh is None else got}"
+            "mesh: expected a jax.sharding.Mesh, such as jax.make_mesh((2, 4), ('dp', "
+            f"'fsdp')), got {'None' if mesh is None else got}"
         )
 
 

@@ -409,7 +409,7 @@ class EasyDeLState(struct.PyTreeNode):
         cls,
         load_directory: Where,
         *,
-        model: Any,
+        model: Any = None,
         tx: optax.GradientTransformation | None = None,
         client: "Client | None" = None,
         mesh: Mesh | None = None,

@@ -51,7 +51,9 @@ Given: TypeAlias = Mapping[GraphPath, tuple[GraphPath, Any]]
 digits."""
 
 
-def merge_state_and_tree(tree: Mapping[Any, Any], state: GraphState) -> GraphState:
+def merge_state_and_tree(
+    tree: Mapping[Any, Any], state: GraphState, *, silence: bool = False
+) -> GraphState:
     """Returns the state with the parameters of the tree.
 
     Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
@@ -62,6 +64,7 @@ def merge_state_and_tree(tree: Mapping[Any, Any], state: GraphState) -> GraphSta
         tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
             parameters of the state are ignored.
         state: The state.
+        silence: Keep the values of parameters that the tree lacks.
 
     Raises:
         TypeError: ``tree`` or ``state`` is not a mapping.
@@ -72,10 +75,13 @@ def merge_state_and_tree(tree: Mapping[Any, Any], state: GraphState) -> GraphSta
     paths: dict[int, list[GraphPath]] = defaultdict(list)
     for path, leaf in graph_leaves(state).items():
         paths[id(leaf)].append(path)
-    return _merged(tree, state, [same for same in paths.values() if len(same) > 1])
+    shared = [same for same in paths.values() if len(same) > 1]
+    return _merged(tree, state, shared, silence=silence)
 
 
-def merge_model_and_tree(model: M, tree: Mapping[Any, Any]) -> M:
+def merge_model_and_tree(
+    model: M, tree: Mapping[Any, Any], *, silence: bool = False
+) -> M:
     """Returns a copy of ``model`` with the parameters of the tree.
 
     Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
@@ -86,6 +92,7 @@ def merge_model_and_tree(model: M, tree: Mapping[Any, Any]) -> M:
         model: The module.
         tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
             parameters of the module are ignored.
+        silence: Keep the values of parameters that the tree lacks.
 
     Raises:
         TypeError: The tree is not a mapping.
@@ -94,12 +101,16 @@ def merge_model_and_tree(model: M, tree: Mapping[Any, Any]) -> M:
             keys of one mapping.
     """
     graphdef, state = nnx.split(model)
-    merged = _merged(tree, state, nnx.find_duplicates(model))
+    merged = _merged(tree, state, nnx.find_duplicates(model), silence=silence)
     return merge_by_path(graphdef, merged)
 
 
 def _merged(
-    tree: Mapping[Any, Any], state: GraphState, shared: Sequence[Sequence[GraphPath]]
+    tree: Mapping[Any, Any],
+    state: GraphState,
+    shared: Sequence[Sequence[GraphPath]],
+    *,
+    silence: bool,
 ) -> GraphState:
     """Returns the state with the parameters of the tree.
 
@@ -107,12 +118,18 @@ def _merged(
         tree: The tree.
         state: The state.
         shared: The paths of each Variable or module that has several.
+        silence: See ``merge_state_and_tree``.
     """
     leaves = graph_leaves(state)
-    params = {path: v for path, v in leaves.items() if isinstance(v, nnx.Param)}
+    given = _given(tree)
+    params = {
+        path: v
+        for path, v in leaves.items()
+        if isinstance(v, nnx.Param)
+        and not (silence and tuple(map(integer_of_text, path)) not in given)
+    }
     lacking = {path: v for path, v in leaves.items() if is_abstract_rng(v)}
     rest = {p: v for p, v in leaves.items() if p not in params and p not in lacking}
-    given = _given(tree)
     found, misfits = _with_values(params, given)
     misfits += _second_values(params, given, shared)
     if misfits:

@@ -27,7 +27,7 @@ from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import join_key
 from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
-from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -123,6 +123,8 @@ class Options:
         return self.missing != "error"
 
     def __post_init__(self) -> None:
+        if self.mesh is not None:
+            check_mesh(self.mesh)
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise InvalidRequestError(

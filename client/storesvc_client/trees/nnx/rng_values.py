@@ -49,7 +49,11 @@ class MetaValueRecreator:
         self._count += 1
         return count
 
-    def get_rng(self, impl: Hashable = "threefry2x32") -> jax.Array:
+    def get_rng(self) -> jax.Array:
+        """Returns the next key as raw key data, as EasyDeL does."""
+        return jax.random.key_data(self.get_key())
+
+    def get_key(self, impl: Hashable = "threefry2x32") -> jax.Array:
         """Returns the next typed key of a PRNG implementation.
 
         Raises:
@@ -145,12 +149,12 @@ def stored_value(variable: "nnx.Variable[Any]") -> Any:
 def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:
     """Returns a new key, or array of keys, of the same kind: typed, or raw key data."""
     if value is None:
-        return recreator.get_rng()
+        return recreator.get_key()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return _keys(recreator.get_rng(_key_impl(value)), _shape(value))
+        return _keys(recreator.get_key(_key_impl(value)), _shape(value))
     # Raw data has no implementation; only its width identifies it.
     impl = "rbg" if value.shape[-1] == _RBG_WORDS else "threefry2x32"
-    return jax.random.key_data(_keys(recreator.get_rng(impl), value.shape[:-1]))
+    return jax.random.key_data(_keys(recreator.get_key(impl), value.shape[:-1]))
 
 
 def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -20,10 +20,13 @@ from typing import (
     Unpack,
 )
 
+import jax
+
 from storesvc.format.names import Which
 from storesvc.format.trees import Leaf
 from storesvc_client._api.run import Run, save_checked
 from storesvc_client._foreign.mount import ForeignRun
+from storesvc_client._pytree.leaves import tracer_text
 from storesvc_client._restore.open_tree import OpenTree, rename_leaves
 from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
@@ -229,7 +232,8 @@ def restore_state(
     _check_run(run, Run | ForeignRun)
     if model is None and state_class is not None:
         raise InvalidRequestError(
-            f"restore of {run.name}: expected model= with state_class=, got None"
+            f"restore of {run.name}: expected model= with a class of states, got None; "
+            "give the class of the model, a factory, or a module"
         )
     if state_class is not None and not hasattr(state_class, "create"):
         raise InvalidRequestError(
@@ -451,12 +455,15 @@ def _check_run(run: Any, kinds: Any = Run) -> None:
 
 
 def _step_of(run: Run, step: Any) -> int:
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        return operator.index(step)
-    except TypeError as e:
-        raise InvalidRequestError(
-            f"save to {run.name}: expected an integer in the step of the state, got "
-            f"{step!r}"
-        ) from e
+    if isinstance(step, jax.core.Tracer):
+        got = f"{tracer_text(step)}: call save_state outside jit"
+    elif isinstance(step, bool) or not hasattr(step, "__index__"):
+        got = repr(step)
+    else:
+        try:
+            return operator.index(step)
+        except TypeError:  # an array of floating-point numbers, or of several
+            got = repr(step)
+    raise InvalidRequestError(
+        f"save to {run.name}: expected an integer in the step of the state, got {got}"
+    )

@@ -1,5 +1,6 @@
 """``items=``, its keywords and ``logger=`` do what they do in Orbax."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,23 @@ def test_a_logger_for_a_run_is_rejected_with_advice(runs: Any) -> None:
     for cls in (orbax.CheckpointManager, orbax.Checkpointer):
         with pytest.raises(store.InvalidRequestError, match=r"connect\(step_logger="):
             cls(runs(), logger=Entries())
+
+
+@pytest.mark.parametrize("cls", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+@pytest.mark.parametrize("is_named", [False, True], ids=["default", "named"])
+def test_checkpointers_have_the_handlers_of_the_items(
+    new_manager: NewManager, cls: Any, *, is_named: bool
+) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        given = cls(ocp.PyTreeCheckpointHandler())
+        manager = new_manager(
+            checkpointers={"params": given} if is_named else given,
+            options=ocp.CheckpointManagerOptions(max_to_keep=2),
+        )
+        tree = {"w": np.arange(4.0)}
+        assert manager.save(1, {"params": tree} if is_named else tree)
+        if cls is ocp.Checkpointer:
+            assert not manager.is_saving_in_progress()
+        manager.wait_until_finished()
+        found = manager.restore(1, {"params": tree} if is_named else tree)
+    assert (found["params"] if is_named else found)["w"].tolist() == [0, 1, 2, 3]

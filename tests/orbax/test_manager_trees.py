@@ -311,6 +311,21 @@ def test_a_target_with_other_leaves_is_rejected_with_advice_that_works(
     assert (found["w"].tolist(), found["z"]) == ([1.0] * 4, ABSTRACT)
 
 
+def test_of_many_leaves_that_the_step_lacks_the_first_are_named(
+    our_manager: NewManager,
+) -> None:
+    manager = our_manager()
+    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4)}))
+    manager.wait_until_finished()
+    target = {"w": 0, **{f"x{number:02}": 0 for number in range(25)}}
+    with pytest.raises(orbax.TreeMismatchError) as caught:
+        manager.restore(1, args=args.PyTreeRestore(target))
+    text = str(caught.value)
+    assert ("'x19'" in text, "'x20'" in text, "; 6 more; PyTreeRestore(" in text) == (
+        *(True, False, True),
+    )
+
+
 def test_arguments_that_lack_a_leaf_are_rejected(new_manager: NewManager) -> None:
     manager = pytree_manager(new_manager)
     manager.save(1, args=args.PyTreeSave(SAVED))

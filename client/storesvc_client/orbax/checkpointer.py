@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
@@ -27,16 +26,14 @@ from storesvc_client.orbax.leaf_targets import saved_target
 from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
 from storesvc_client.orbax.retention_options import retention_of_policy
 from storesvc_client.orbax.save_options import NEEDLESS
-from storesvc_client.orbax.sequence import StepSequence
-from storesvc_client.orbax.step_errors import ItemMissingError
-from storesvc_client.orbax.step_items import find_part, read_record, step_contents
-from storesvc_client.orbax.step_path import StepPath
+from storesvc_client.orbax.sequence import ManagedRun, StepSequence
+from storesvc_client.orbax.step_items import step_contents
 from storesvc_client.orbax.tree_restore import tree_structs
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client.orbax.step_record import Part, StepRecord
+    from storesvc_client.orbax.step_record import StepRecord
 
 STATE: Final = "state"
 """Name of the checkpointable of ``save`` and ``load``."""
@@ -83,7 +80,7 @@ def _deprecated(name: str) -> Callable[..., Any]:
     return call
 
 
-class Checkpointer:
+class Checkpointer(ManagedRun):
     """Manages the checkpoints of a run as Orbax's ``training.Checkpointer`` does.
 
     >>> with Checkpointer("file:///ckpts#prod/llama-8b") as checkpointer:
@@ -152,25 +149,6 @@ class Checkpointer:
             reports_saving=True,
         )
 
-    def __repr__(self) -> str:
-        return f"<Checkpointer of {self.directory}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def directory(self) -> StepPath:
-        """The run as a path."""
-        return StepPath(self._steps.run)
-
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest checkpoint; None if there is none."""
@@ -192,20 +170,9 @@ class Checkpointer:
             for info in self._steps.infos()
         ]
 
-    def should_save(self, step: int) -> bool:
-        """Returns whether ``save`` would save a step without ``force``."""
-        return self._steps.should_save(step)
-
     def save(self, step: int, state: Any, **options: Any) -> bool:
-        """Saves a pytree, and returns after the commit.
-
-        Args:
-            step: The step.
-            state: The pytree.
-            **options: As for ``save_async``.
-
-        Returns:
-            Whether it was saved.
+        """Saves a pytree as ``save_async`` does, and returns after the commit: whether
+        it was saved.
 
         Raises:
             StoreError: As for ``save_checkpointables_async``, or the save failed.
@@ -216,16 +183,7 @@ class Checkpointer:
     def save_async(
         self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
     ) -> Response | None:
-        """Starts to save a pytree.
-
-        Args:
-            step: The step.
-            state: The pytree.
-            checkpointable_name: Name of the pytree in the step.
-            **options: As for ``save_checkpointables_async``.
-
-        Returns:
-            The save; None if the policy says no.
+        """Starts to save a pytree as ``save_checkpointables_async`` does.
 
         Raises:
             StoreError: As for ``save_checkpointables_async``.
@@ -237,15 +195,8 @@ class Checkpointer:
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        """Saves checkpointables, and returns after the commit.
-
-        Args:
-            step: The step.
-            checkpointables: Checkpointables by name.
-            **options: As for ``save_checkpointables_async``.
-
-        Returns:
-            Whether they were saved.
+        """Saves as ``save_checkpointables_async`` does, and returns after the commit:
+        whether it saved.
 
         Raises:
             StoreError: As for ``save_checkpointables_async``, or the save failed.
@@ -352,7 +303,7 @@ class Checkpointer:
             MismatchError: The step does not fit a target; lists every leaf.
             StoreError: As for ``Run.restore``.
         """
-        opened, record = self._open(step)
+        opened, record = self._open(_number(step))
         wanted = abstract_checkpointables
         if wanted is None:
             wanted = dict.fromkeys(record.parts)
@@ -375,7 +326,7 @@ class Checkpointer:
             StepMissingError: There is no such step.
             ItemMissingError: The step has no such pytree.
         """
-        opened, record = self._open(step)
+        opened, record = self._open(_number(step))
         part = self._part(opened, record, STATE)
         structs = tree_structs(opened, part.place, saved_target)
         return self._metadata(opened, record, structs)
@@ -389,7 +340,7 @@ class Checkpointer:
         Raises:
             StepMissingError: There is no such step.
         """
-        opened, record = self._open(step)
+        opened, record = self._open(_number(step))
         registry = context_settings(self._context, self._ignored).registry
         structs = {
             name: describe_checkpointable(opened, name, part, registry)
@@ -450,15 +401,7 @@ class Checkpointer:
         Args:
             step: Another step to delete, if it is there.
         """
-        self._steps.cancel(None if step is None else _number(step))
-
-    def reload(self) -> None:
-        """Reads the steps from the server again."""
-        self._steps.reload()
-
-    def is_saving_in_progress(self) -> bool:
-        """Returns whether a save is in the background."""
-        return self._steps.is_saving
+        self._steps.cancel(_number(step))
 
     def wait(self) -> None:
         """Waits for the save in the background.
@@ -468,44 +411,16 @@ class Checkpointer:
         """
         self._steps.wait()
 
-    def close(self) -> None:
-        """Waits for the save in the background, and closes what this class opened.
-
-        Raises:
-            StoreError: The save failed.
-        """
-        self._steps.close()
-
     def load_async(self, *_: object, **__: object) -> Any:
         """Raises NotImplementedError, as Orbax does."""
-        raise NotImplementedError("use load")
+        raise NotImplementedError("expected load or load_checkpointables")
 
-    def load_checkpointables_async(self, *_: object, **__: object) -> Any:
-        """Raises NotImplementedError, as Orbax does."""
-        raise NotImplementedError("use load_checkpointables")
-
+    load_checkpointables_async = load_async
     save_pytree = _deprecated("save")
     save_pytree_async = _deprecated("save_async")
     load_pytree = _deprecated("load")
     load_pytree_async = _deprecated("load_async")
     pytree_metadata = _deprecated("metadata")
-
-    def _open(
-        self, step: "int | CheckpointMetadata | None"
-    ) -> "tuple[OpenCheckpoint, StepRecord]":
-        opened = self._steps.open(None if step is None else _number(step))
-        return opened, read_record(opened)
-
-    def _part(
-        self, opened: "OpenCheckpoint", record: "StepRecord", name: str
-    ) -> "Part":
-        part = find_part(opened, record, name)
-        if part is None:
-            raise ItemMissingError(
-                f"{opened.name} has no checkpointable {name!r}; it has: "
-                f"{', '.join(record.parts)}"
-            )
-        return part
 
     def _metadata(
         self, opened: "OpenCheckpoint", record: "StepRecord", structs: Any
@@ -520,7 +435,7 @@ class Checkpointer:
         )
 
 
-def _number(step: int | CheckpointMetadata) -> int:
+def _number(step: Any) -> Any:
     return step.step if isinstance(step, CheckpointMetadata) else step
 
 

@@ -108,9 +108,9 @@ def check_handler(place: str, args: Any, handler: Any) -> None:
     ):
         raise InvalidRequestError(
             f"{place}: expected the argument that {type(handler).__name__} is "
-            f"registered with, got {type(args).__name__}, which a store keeps without "
-            "a handler; register an argument of your own with it, or leave the handler "
-            "out"
+            f"registered with, got {type(args).__name__}, which does not match with "
+            "any registered handler of the item; register an argument of your own with "
+            "it, or leave the handler out"
         )
 
 

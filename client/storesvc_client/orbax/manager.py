@@ -7,8 +7,7 @@ of the two is settled by the constructor, or by the first save or restore.
 import logging
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import (
@@ -24,16 +23,14 @@ from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_han
 from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
 from storesvc_client.orbax.retention_options import metric_of, retention_of_options
 from storesvc_client.orbax.save_options import (
-    after_commit_of_options,
     default_options,
     needless_options,
     save_policy_of_options,
 )
-from storesvc_client.orbax.sequence import StepSequence
-from storesvc_client.orbax.step_errors import ItemMissingError, StepMissingError
-from storesvc_client.orbax.step_items import find_part, read_record, step_contents
-from storesvc_client.orbax.step_path import StepPath
-from storesvc_client.orbax.step_record import DEFAULT_ITEM, Part, StepRecord
+from storesvc_client.orbax.sequence import ManagedRun, StepSequence
+from storesvc_client.orbax.step_errors import StepMissingError
+from storesvc_client.orbax.step_items import step_contents
+from storesvc_client.orbax.step_record import DEFAULT_ITEM, StepRecord
 from storesvc_client.orbax.tree_metadata import TreeMetadata
 from storesvc_client.orbax.tree_restore import tree_structs
 
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("storesvc_client")
 
 
-class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no annotations
+class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[misc]  # no annotations
     """Manages the checkpoints of a run as ``orbax.checkpoint.CheckpointManager`` does.
 
     >>> with CheckpointManager("file:///ckpts#prod/llama-8b") as manager:
@@ -56,7 +53,7 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
     def __init__(
         self,
         directory: "Run | str | PathLike[str]",
-        checkpointers: None = None,
+        checkpointers: Any = None,
         options: ocp.CheckpointManagerOptions | None = None,
         metadata: Mapping[str, Any] | None = None,
         item_names: Sequence[str] | None = None,
@@ -72,7 +69,8 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             directory: A ``Run``; or the target of ``connect``, "#" and the name of the
                 run, such as "file:///ckpts#prod/llama-8b", as a text or a path; more
                 parts, as in "#prod/llama-8b/checkpoints/", are parts of the name.
-            checkpointers: Rejected, as Orbax deprecates it; use ``item_handlers``.
+            checkpointers: Deprecated: checkpointers by item, or the one of the only
+                item, of which the handlers are taken; use ``item_handlers``.
             options: Orbax's options; those without an effect here are logged.
             metadata: Metadata of the run, kept unless it has some.
             item_names: Names of the items; None settles them by use.
@@ -88,7 +86,6 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             PreconditionError: The run has another retention policy.
             StoreError: The store cannot be reached.
         """
-        _reject("checkpointers", checkpointers, "use item_names= and item_handlers=")
         _reject("handler_registry", handler_registry, "use item_handlers=")
         self._options = default_options() if options is None else options
         for line in needless_options(self._options):
@@ -99,6 +96,10 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
         if self._options.best_fn is not None:
             self._best = metric_of("best_fn", self._options.best_fn)
         self._names = None if item_names is None else frozenset(item_names)
+        self._is_async = self._options.enable_async_checkpointing
+        if checkpointers is not None:
+            item_handlers, is_async = _unwrap_handlers(checkpointers)
+            self._is_async &= is_async
         self._handlers, self._is_default = _handlers(item_names, item_handlers)
         self._ignored = IgnoredOptions("CheckpointManager")
         for name, handler in self._handlers.items():
@@ -122,25 +123,6 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
                 self._options.enable_should_save_is_saving_in_progress_check
             ),
         )
-
-    def __repr__(self) -> str:
-        return f"<CheckpointManager of {self.directory}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def directory(self) -> StepPath:
-        """The run as a path: ``directory / str(step) / item`` has ``exists``."""
-        return StepPath(self._steps.run)
 
     def save(
         self,
@@ -204,9 +186,11 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             contents.tree,
             items=contents.items,
             metrics=numbers,
-            after_commit=after_commit_of_options(self._options),
+            after_commit=getattr(
+                self._options.async_options, "post_finalization_callback", None
+            ),
         )
-        if not self._options.enable_async_checkpointing:
+        if not self._is_async:
             self.wait_until_finished()
         return True
 
@@ -290,13 +274,9 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
                 ranked.append((value == value, sign * value, info.step))  # noqa: PLR0124 - NaN is worst
         return max(ranked)[-1] if ranked else None
 
-    def should_save(self, step: int) -> bool:
-        """Returns whether ``save`` would save a step without ``force``."""
-        return self._steps.should_save(step)
-
     def reached_preemption(self, step: int) -> bool:
         """Returns whether jax's preemption service ends the job at a step."""
-        return self._steps.reached_preemption(step)
+        return bool(ocp.utils.reached_preemption(step))
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background.
@@ -309,10 +289,6 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
     def check_for_errors(self) -> None:
         """Raises the error of a save in the background that has failed."""
         self._steps.check_errors()
-
-    def is_saving_in_progress(self) -> bool:
-        """Returns whether a save is in the background."""
-        return self._steps.is_saving
 
     def item_metadata(self, step: int) -> Any:
         """Returns the ``TreeMetadata`` of a step, or a ``Composite`` of these by item:
@@ -334,7 +310,12 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             return RootMetadata(custom_metadata=found)
         opened, record = self._open(step)
         structs = {
-            name: _tree_metadata(opened, part) if part.kind == "tree" else None
+            name: TreeMetadata(
+                tree=tree_structs(opened, part.place),
+                custom_metadata=part.custom_metadata,
+            )
+            if part.kind == "tree"
+            else None
             for name, part in record.parts.items()
         }
         is_default = record.is_default if self._is_default is None else self._is_default
@@ -365,22 +346,6 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             PreconditionError: It is pinned or has a tag.
         """
         self._steps.delete(step)
-
-    def reload(self) -> None:
-        """Reads the steps from the server again."""
-        self._steps.reload()
-
-    def close(self) -> None:
-        """Waits for the save in the background, and closes what this class opened.
-
-        Raises:
-            StoreError: The save failed.
-        """
-        self._steps.close()
-
-    def _open(self, step: int | None) -> "tuple[OpenCheckpoint, StepRecord]":
-        opened = self._steps.open(step)
-        return opened, read_record(opened)
 
     def _arguments(
         self, args: Any, items: Any, keywords: Any, *, for_restore: bool
@@ -419,7 +384,8 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             unknown = sorted(set(names) - self._names - set(self._handlers))
             if unknown:
                 raise InvalidRequestError(
-                    f"args=: expected items of {sorted(self._names)}, got {unknown}"
+                    f"args=: expected items of {sorted(self._names)}, got {unknown}, "
+                    "which does not match with any registered handler"
                 )
 
     def _restorable(self, opened: "OpenCheckpoint", record: StepRecord) -> list[str]:
@@ -435,22 +401,20 @@ class CheckpointManager(AbstractCheckpointManager):  # type: ignore[misc]  # no 
             names.append(name)
         return names
 
-    def _part(self, opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part:
-        part = find_part(opened, record, name)
-        if part is None:
-            raise ItemMissingError(
-                f"{opened.name} has no item {name!r}; it has: {', '.join(record.parts)}"
-            )
-        return part
-
     def _handler(self, name: str) -> Any:
         return self._handlers.get(name)
 
 
-def _tree_metadata(opened: "OpenCheckpoint", part: Part) -> TreeMetadata:
-    return TreeMetadata(
-        tree=tree_structs(opened, part.place), custom_metadata=part.custom_metadata
-    )
+def _unwrap_handlers(checkpointers: Any) -> tuple[Any, bool]:
+    """Returns the handlers of deprecated checkpointers, and whether one is async."""
+    is_named = isinstance(checkpointers, Mapping)
+    given = checkpointers if is_named else {DEFAULT_ITEM: checkpointers}
+    for each in given.values():
+        if not isinstance(each, ocp.Checkpointer):
+            _reject("checkpointers", each, "use item_names= and item_handlers=")
+    is_async = any(isinstance(each, ocp.AsyncCheckpointer) for each in given.values())
+    handlers = {name: each.handler for name, each in given.items()}
+    return handlers if is_named else handlers[DEFAULT_ITEM], is_async
 
 
 def _handlers(

@@ -61,7 +61,8 @@ def split_target(place: str, run: str | None) -> tuple[str, str]:
     Raises:
         InvalidRequestError: There is no name, or two.
     """
-    place = re.sub(r"\A(\w+):/(?!/)", _whole_scheme, place)
+    place = re.sub(r"\Afile:/(?!/)", "file:///", place)  # pathlib removes slashes
+    place = re.sub(r"\A(gs|s3|memory):/(?!/)", r"\1://", place)
     target, mark, name = place.rpartition("#")
     if run is not None and not mark:
         return place, run
@@ -75,8 +76,3 @@ def split_target(place: str, run: str | None) -> tuple[str, str]:
             "storectl import"
         )
     return target, "/".join((parts[0], ".".join(parts[1:])))
-
-
-def _whole_scheme(found: re.Match[str]) -> str:
-    """Returns the scheme of a URL of which ``pathlib`` removed slashes."""
-    return f"{found[1]}:///" if found[1] == "file" else f"{found[1]}://"

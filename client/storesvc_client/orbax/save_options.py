@@ -6,7 +6,6 @@ builds them.
 Decides only: reads no store and no clock.
 """
 
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any, Final
 
@@ -106,15 +105,6 @@ def check_processes(place: str, given: Any) -> None:
                 f"{place}.{name}: expected {expected}, as all processes of a job save "
                 f"and process 0 decides, got {found!r}; leave it out"
             )
-
-
-def after_commit_of_options(options: Any) -> Callable[[], object] | None:
-    """Returns the function that Orbax calls after each commit; None: there is none."""
-    asynchronous = options.async_options
-    found: Callable[[], object] | None = getattr(
-        asynchronous, "post_finalization_callback", None
-    )
-    return found
 
 
 def save_policy_of_options(options: Any) -> Any:

@@ -38,7 +38,14 @@ from storesvc_client.errors import (
 )
 from storesvc_client.orbax.metadata import set_root_metadata
 from storesvc_client.orbax.opened_run import open_run
-from storesvc_client.orbax.step_errors import StepExistsError, StepMissingError
+from storesvc_client.orbax.step_errors import (
+    ItemMissingError,
+    StepExistsError,
+    StepMissingError,
+)
+from storesvc_client.orbax.step_items import find_part, read_record
+from storesvc_client.orbax.step_path import StepPath
+from storesvc_client.orbax.step_record import Part, StepRecord
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -209,15 +216,11 @@ class StepSequence:
             return False
         context = managers.DecisionContext(
             is_saving_in_progress=self._reports_saving and self.is_saving,
-            reached_preemption=self.reached_preemption(step),
+            reached_preemption=bool(ocp.utils.reached_preemption(step)),
             multiprocessing_options=self._options,
         )
         now = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=None)
         return bool(self._save_policy.should_save(now, before, context=context))
-
-    def reached_preemption(self, step: int) -> bool:
-        """Returns whether jax's preemption service ends the job at a step."""
-        return bool(ocp.utils.reached_preemption(step))
 
     def check_free(self, step: int) -> None:
         """Rejects a step that was saved or deleted.
@@ -440,3 +443,55 @@ class StepSequence:
             return [found.step for found in self.run.checkpoints(deleted=True)]
         except NotFoundError:
             return []
+
+
+class ManagedRun:
+    """A run with its steps: the methods that the managers of both versions share."""
+
+    _steps: StepSequence
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.directory}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> StepPath:
+        """The run as a path: ``directory / str(step) / item`` has ``exists``."""
+        return StepPath(self._steps.run)
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether ``save`` would save a step without ``force``."""
+        return self._steps.should_save(step)
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is in the background."""
+        return self._steps.is_saving
+
+    def reload(self) -> None:
+        """Reads the steps from the server again."""
+        self._steps.reload()
+
+    def close(self) -> None:
+        """Waits for the save in the background, and closes what this class opened.
+
+        Raises:
+            StoreError: The save failed.
+        """
+        self._steps.close()
+
+    def _open(self, step: int | None) -> "tuple[OpenCheckpoint, StepRecord]":
+        opened = self._steps.open(step)
+        return opened, read_record(opened)
+
+    def _part(self, opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part:
+        part = find_part(opened, record, name)
+        if part is None:
+            raise ItemMissingError(
+                f"{opened.name} has no item {name!r}; it has: {', '.join(record.parts)}"
+            )
+        return part

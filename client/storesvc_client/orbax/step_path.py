@@ -25,7 +25,10 @@ from storesvc_client.orbax.step_items import read_record
 
 @dataclass(frozen=True, slots=True)
 class StepPath:
-    """The run itself, or a step, an item, or something that a handler wrote in it."""
+    """The run itself, or a step, an item, or something that a handler wrote in it.
+
+    Reading what is not there raises ``StepMissingError``.
+    """
 
     run: Run
     parts: tuple[str, ...] = ()
@@ -54,17 +57,10 @@ class StepPath:
 
     def joinpath(self, *parts: object) -> "StepPath":
         """Returns a path below."""
-        found = self
-        for part in parts:
-            found = found / part
-        return found
+        return self / "/".join(map(str, parts))
 
     def exists(self) -> bool:
-        """Returns whether the run, the step, the item, the folder or the file is there.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """Returns whether the run, or what is named in it, is there."""
         return _read(self) is not None
 
     def is_dir(self) -> bool:
@@ -77,11 +73,7 @@ class StepPath:
 
     def iterdir(self) -> "Iterator[StepPath]":
         """Returns the steps of the run, the items of a step, or what its handler wrote
-        at the top of an item or a folder.
-
-        Raises:
-            StepMissingError: It is not there, or it is a file.
-        """
+        at the top of an item or a folder."""
         found = _read(self)
         if not isinstance(found, list):
             raise self._missing("a run, a step or an item")
@@ -103,31 +95,18 @@ class StepPath:
         return self.glob(f"**/{pattern}")
 
     def read_bytes(self) -> bytes:
-        """Returns the contents of a file of a handler.
-
-        Raises:
-            StepMissingError: It is not there, or no file.
-        """
+        """Returns the contents of a file of a handler."""
         found = _read(self)
         if not isinstance(found, bytes):
             raise self._missing("a file of a handler")
         return found
 
     def read_text(self, encoding: str | None = None) -> str:
-        """Returns the text of a file of a handler.
-
-        Raises:
-            StepMissingError: It is not there, or no file.
-        """
+        """Returns the text of a file of a handler."""
         return self.read_bytes().decode(encoding or "utf-8")
 
     def open(self, mode: str = "r", encoding: str | None = None) -> Any:
-        """Returns a file of a handler, open to be read.
-
-        Raises:
-            StepMissingError: It is not there, or no file.
-            InvalidRequestError: The mode is another than "r" and "rb".
-        """
+        """Returns a file of a handler, open to be read."""
         if mode not in ("r", "rt", "rb"):
             raise InvalidRequestError(
                 f"{self}: mode: expected 'r' or 'rb', as a step is written once, got "
@@ -137,21 +116,15 @@ class StepPath:
         return contents if mode == "rb" else io.TextIOWrapper(contents, encoding)
 
     def stat(self) -> StatResult:
-        """Returns whether it is a folder, its bytes, and the time of the commit.
-
-        Raises:
-            StepMissingError: It is not there.
-        """
+        """Returns whether it is a folder, its bytes, and the time of the commit."""
         found = _read(self)
         if found is None:
             raise self._missing("something that was saved")
-        time = (
-            self.run.open(int(self.parts[0])).info.commit_time if self.parts else None
-        )
+        info = self.run.open(int(self.parts[0])).info if self.parts else None
         return StatResult(
             is_directory=isinstance(found, list),
             length=len(found) if isinstance(found, bytes) else 0,
-            mtime=0 if time is None else int(time.timestamp()),
+            mtime=0 if info is None else int(info.commit_time.timestamp()),
         )
 
     def _missing(self, expected: str) -> StepMissingError:

@@ -167,10 +167,10 @@ def _check_structure(
     left: list[str] = []
     if partial:
         extra = _find_clashes(extra, named)
-        wrong = _find_clashes(absent, saved)
-        wrong += [x for x in absent if isinstance(x.value, RestoreArgs)]
-        left = [*{x.key: x for x in absent}.keys() - {x.key for x in wrong}]
-        absent = wrong
+        wrong = {x.key for x in absent if isinstance(x.value, RestoreArgs)}
+        wrong |= {x.key for x in _find_clashes(absent, saved)}
+        left = [x.key for x in absent if x.key not in wrong]
+        absent = [x for x in absent if x.key in wrong]
     problems = [
         *(f"leaf {x.key!r}: in the target {_text(x.value)}, not saved" for x in absent),
         *(f"leaf {x.key!r}: saved as {_text(x)}, not in the target" for x in extra),
@@ -182,14 +182,13 @@ def _check_structure(
             else "PyTreeRestore(partial_restore=True), in version 1 partial_load of a "
             "context, restores what both have"
         )
-        listed = _listed(problems, "; ")
         raise TreeMismatchError(
-            f"{opened.name} does not fit the target: {listed}; {advice}"
+            f"{opened.name} does not fit the target: {_listed([*problems, advice])}"
         )
     if left:
         _log.warning(
             "%s lacks leaves of the target, which are returned unchanged: %s",
-            *(opened.name, _listed(left, ", ")),
+            *(opened.name, _listed(left)),
         )
 
 
@@ -215,11 +214,11 @@ def _ancestors(key: str) -> list[str]:
     return [*accumulate(key.split("/"), lambda above, part: f"{above}/{part}")]
 
 
-def _listed(found: Sequence[str], mark: str) -> str:
-    more = len(found) - _MAX_NAMED
-    return mark.join(found[:_MAX_NAMED]) + (
-        f"{mark}and {more} more" if more > 0 else ""
-    )
+def _listed(found: Sequence[str]) -> str:
+    """Returns texts as one; of many the first, and the last one."""
+    left = len(found) - _MAX_NAMED
+    more = [f"{left} more", found[-1]] if left > 0 else []
+    return "; ".join([*found[: _MAX_NAMED if more else None], *more])
 
 
 def _is_skipped(value: Any) -> bool:

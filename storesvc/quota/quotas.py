@@ -425,6 +425,8 @@ class Quotas:
         self, namespace: str, counted: _Counted, max_seconds: float
     ) -> StoredBytes:
         """Returns the objects of a namespace, as they were listed recently."""
+        if counted.usage and counted.reading.locked() and max_seconds >= USAGE_SECONDS:
+            return counted.usage  # a list may take long, and what was sent since counts
         async with counted.reading:  # callers that wait take what the first has read
             now = self._clock()
             if counted.usage is not None and now - counted.listed_at <= max_seconds:

@@ -171,8 +171,8 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
         _log.info("serving %s%s at %s", bound.root, how, bound.address)
         if not (bound.unix or bound.policy or bound.anonymous or insecure):
             _log.info(
-                "every user of this machine may read and change it; --unix PATH serves "
-                "this user alone, --policy says who may do what"
+                "every user of this machine may call it; --unix PATH serves this user "
+                "alone, --policy says who may do what"
             )
         if ready_file:
             # Written atomically: scripts read the file as soon as it exists.

@@ -1,5 +1,6 @@
 """Quotas of stored bytes: they bound what a namespace stores, used or not."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.gc.usage import LEAST_BYTES
+from storesvc.errors import QuotaExceededError
+from storesvc.format.names import RunName, UploadName
+from storesvc.gc.usage import LEAST_BYTES, StoredBytes
 from storesvc.quota import quotas
+from storesvc.quota.limits import QuotaRule
+from storesvc.quota.quotas import Quotas
 from storesvc.server.security import security_of
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame
@@ -214,3 +219,40 @@ def test_stored_bytes_above_the_soft_quota_are_logged(
             Writer(address, RUN, step, chunks=CHUNKS).begin()
 
     assert caplog.text.count("above its soft quota of 300000") == 1
+
+
+def test_one_call_alone_waits_for_a_list() -> None:
+    async def run() -> None:
+        lists, now = list[asyncio.Event](), 0.0
+
+        async def stored(_: str) -> StoredBytes:
+            lists.append(asyncio.Event())
+            await lists[-1].wait()
+            return StoredBytes(total=1000)
+
+        rule = QuotaRule(namespaces=("limited",), stored_bytes=2000)
+        found = Quotas(lambda: ((rule,), None), stored, clock=lambda: now)
+        uploads = [UploadName(RunName("limited", "r"), f"{n:032x}") for n in range(5)]
+
+        async def begun(number: int, size: int) -> asyncio.Task[None]:
+            task = asyncio.create_task(found.reserve(uploads[number], size))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return task
+
+        first, second = await begun(0, 200), await begun(1, 200)
+        lists[0].set()
+        await asyncio.gather(first, second)
+        now = quotas.USAGE_SECONDS + 1
+        third, fourth = await begun(2, 200), await begun(3, 200)
+        assert fourth.done()
+        assert not third.done()
+        fifth = await begun(4, 600)  # it may have room by a newer list
+        assert not fifth.done()
+        lists[1].set()
+        await third
+        with pytest.raises(QuotaExceededError, match=r"got 1800.* and 600 more"):
+            await fifth
+        assert len(lists) == 2
+
+    asyncio.run(run())

@@ -239,4 +239,4 @@ def test_a_unix_socket_serves_its_user_alone(
 def test_a_server_for_every_user_of_the_machine_says_so(
     serve: Callable[..., ServerProcess],
 ) -> None:
-    assert "every user of this machine may read and change it" in serve().log
+    assert "every user of this machine may call it" in serve().log

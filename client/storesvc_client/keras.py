@@ -3,24 +3,30 @@
 Importing this module imports Keras, which is not among the dependencies of storesvc.
 A checkpoint has the trainable and the other variables of the model and the variables of
 its optimizer, by their Keras paths; metrics of Keras start again in each epoch and are
-not saved. Layers without a name are numbered by Keras in each process: give names, or
-create the same layers in the same order.
+not saved. Keras numbers optimizers, seed generators and layers without a name in each
+process. The numbers of optimizers and seed generators count from 0 here, in the order
+in which a model has created them; give layers names, or call
+``keras.utils.clear_session()`` before a model is created.
 
 Example:
     epoch = 0 if run.latest_step() is None else restore_into(run, model)
     model.fit(x, y, epochs=10, initial_epoch=epoch, callbacks=[StoreCheckpoint(run)])
 """
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import keras
 from keras.callbacks import Callback
 
+from storesvc.format.keys import split_key
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
 from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import InvalidRequestError, MismatchError
 
 __all__ = ["StoreCheckpoint", "restore_into"]
 
@@ -29,15 +35,30 @@ EPOCH_LABEL: Final = "keras/epoch"
 
 _PARTS: Final = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER: Final = "optimizer_variables"
+_IMPORTED: Final = "pytree"
+"""Item of an imported ``keras.callbacks.OrbaxCheckpoint`` with these parts."""
+
+_NUMBERED: Final = {
+    **dict.fromkeys(
+        _PARTS, re.compile(r"(?:^|(?<=/))(seed_generator)(?:_(\d+))?(?=/)")
+    ),
+    _OPTIMIZER: re.compile(r"^([^/]+?)(?:_(\d+))?(?=/|$)"),
+}
+"""Names that Keras numbers in each process, in the paths of a part."""
+
+_NUMBER: Final = re.compile(r"_\d+")
+
+_logger: Final = logging.getLogger(__name__)
 
 
 class StoreCheckpoint(Callback):  # type: ignore[misc]  # Keras has no annotations
     """A callback that saves the model at the end of each epoch, or every N batches.
 
-    The step of a checkpoint is the number of batches that the optimizer has seen; it
-    keeps the metrics of the epoch or the batch. Saves continue in the background
-    while training goes on; the end of ``fit`` waits for them. Retention policies of the
-    run, such as ``KeepBest``, decide what stays.
+    The step of a checkpoint is the number of batches that the optimizer has applied or
+    accumulated; after one that it skipped, such as ``LossScaleOptimizer`` does, nothing
+    is saved. A checkpoint keeps the metrics of the epoch or the batch. Saves continue
+    in the background while training goes on; the end of ``fit`` waits for them.
+    Retention policies of the run, such as ``KeepBest``, decide what stays.
 
     >>> model.fit(x, y, epochs=10, callbacks=[StoreCheckpoint(run)])
     """
@@ -84,11 +105,14 @@ class StoreCheckpoint(Callback):  # type: ignore[misc]  # Keras has no annotatio
         self._best = float("inf")
         self._batches = 0
         self._epoch = 0
+        self._saved = -1
+        """Step of the last save; at first, that of the model."""
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Reads the best value of the monitored metric so far."""
         del logs
         self._batches = 0
+        self._saved = _step(self.model)
         if self._monitor is None or self._run.latest_step() is None:
             return
         known = (found.metrics.get(self._monitor) for found in self._run.checkpoints())
@@ -137,19 +161,23 @@ class StoreCheckpoint(Callback):  # type: ignore[misc]  # Keras has no annotatio
                 return
             self._best = value
         self.model.jax_state_sync()  # within an epoch, Keras has the values elsewhere
+        step = _step(self.model)
+        if step == self._saved:
+            return
+        self._saved = step
+        parts = _parts(self.model).items()
         tree = {
-            part: _nested(variables) for part, variables in _parts(self.model).items()
+            part: _nested((path, found.value) for path, found in variables.items())
+            for part, variables in parts
         }
         self._run.save(
-            int(self.model.optimizer.iterations.value),
-            tree,
-            metrics=metrics,
-            labels={EPOCH_LABEL: str(self._epoch)},
+            step, tree, metrics=metrics, labels={EPOCH_LABEL: str(self._epoch)}
         )
 
 
 def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
-    """Restores a checkpoint into a model, and returns the number of complete epochs.
+    """Restores a checkpoint into a model, and returns the number of complete epochs; of
+    an imported ``OrbaxCheckpoint``, which does not state it, 0.
 
     Each variable keeps its dtype and its placement. A compiled model gets the variables
     of its optimizer, too; another one only its own.
@@ -177,45 +205,146 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     parts = _parts(model)
-    like = {part: _nested(variables) for part, variables in parts.items()}
     opened = run.open(which, distributed=ALL_PROCESSES)
-    selected = None if _OPTIMIZER in parts else [f"{part}/**" for part in parts]
-    restored = opened.restore(like=like, select=selected)
+    keys = [split_key(key) for key in opened.leaves]
+    is_own = any(key[:1] == (part,) for key in keys for part in (*_PARTS, _OPTIMIZER))
+    is_imported = not is_own and any(key[:1] == (_IMPORTED,) for key in keys)
+    above = (_IMPORTED,) if is_imported else ()
+    at = len(above)
+    stored = {}
+    for part in (*_PARTS, *([_OPTIMIZER] if optimizer is not None else [])):
+        below = [key[at + 1 :] for key in keys if key[at : at + 1] == (part,)]
+        counted = _count_from_zero(part, map("/".join, below))
+        stored[part] = {new: old for old, new in counted}
+    like: dict[str, Any] = {}
     for part, variables in parts.items():
-        for variable in variables:
-            variable.assign(_value_at(restored[part], variable.path))
-    return int(opened.info.labels.get(EPOCH_LABEL, "0"))
+        names = [stored[part].get(path, path) for path in variables]
+        found = [variable.value for variable in variables.values()]
+        like[part] = _nested(zip(names, found, strict=True))
+    select = [
+        "/".join((*above, part, "**"))
+        for part in stored
+        if part in like or stored[part]
+    ]
+    try:
+        restored = opened.restore(
+            like={_IMPORTED: like} if above else like, select=select
+        )
+    except MismatchError as e:
+        raise MismatchError(f"{e}{_advice(parts, stored)}") from e
+    restored = restored[_IMPORTED] if above else restored
+    for part, variables in parts.items():
+        for path, variable in variables.items():
+            variable.assign(_value_at(restored[part], stored[part][path]))
+    epoch = opened.info.labels.get(EPOCH_LABEL)
+    if epoch is None:
+        _logger.warning(
+            "%s: the checkpoint does not state the number of complete epochs, as one "
+            "of keras.callbacks.OrbaxCheckpoint; give fit() initial_epoch= yourself",
+            opened.name,
+        )
+    return int(epoch or 0)
 
 
-def _parts(model: Any) -> dict[str, list[Any]]:
-    """Returns the variables of a model by the names that ``get_state_tree`` uses."""
+def _step(model: Any) -> int:
+    """Returns the number of batches that the optimizer has applied or accumulated."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    found = [v for v in optimizer.variables if v.path.endswith("/iteration")]
+    return int(found[0].value if found else optimizer.iterations)
+
+
+def _parts(model: Any) -> dict[str, dict[str, Any]]:
+    """Returns the variables of a model by the names that ``get_state_tree`` uses, and
+    by their paths, with numbers that count from 0."""
     parts = {part: list(getattr(model, part)) for part in _PARTS}
     if getattr(model, "optimizer", None) is not None:
         parts[_OPTIMIZER] = list(model.optimizer.variables)
-    return {part: variables for part, variables in parts.items() if variables}
+    found: dict[str, dict[str, Any]] = {}
+    for part, variables in parts.items():
+        paths = _count_from_zero(part, [each.path for each in variables])
+        for (old, new), variable in zip(paths, variables, strict=True):
+            if new in found.setdefault(part, {}):
+                raise _twice(old)
+            found[part][new] = variable
+        _nested((path, None) for path in found.get(part, ()))
+    return found
 
 
-def _nested(variables: Iterable[Any]) -> dict[str, Any]:
+def _count_from_zero(part: str, paths: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns each path, and the one with numbers that count from 0.
+
+    Adafactor has several variables of one path: their order distinguishes
+    them.
+    """
+    paths = list(paths)
+    pattern = _NUMBERED[part]
+    numbers: dict[str, set[int]] = {}
+    for path in paths:
+        for found in pattern.finditer(path):
+            name = path[: found.start()] + found[1]
+            numbers.setdefault(name, set()).add(int(found[2] or 0))
+
+    def counted(found: re.Match[str]) -> str:
+        known = sorted(numbers[found.string[: found.start()] + found[1]])
+        number = known.index(int(found[2] or 0))
+        return f"{found[1]}_{number}" if number else found[1]
+
+    pairs, seen = [], Counter[str]()
+    for path in paths:
+        new = pattern.sub(counted, path)
+        seen[new] += 1
+        is_again = part == _OPTIMIZER and seen[new] > 1
+        pairs.append((path, f"{new}#{seen[new] - 1}" if is_again else new))
+    return pairs
+
+
+def _nested(variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the values of variables, in dicts by the parts of their paths.
 
     Raises:
-        InvalidRequestError: Two variables have one path, or one is below another.
+        InvalidRequestError: One path is below another.
     """
     tree: dict[str, Any] = {}
-    for variable in variables:
-        *above, name = variable.path.split("/")
+    for path, value in variables:
+        *above, name = path.split("/")
         place: Any = tree
         for part in above:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
                 break
         if not isinstance(place, dict) or name in place:
-            raise InvalidRequestError(
-                f"expected one variable for each path, got two at {variable.path!r}; "
-                "give the layers of the model different names"
-            )
-        place[name] = variable.value
+            raise _twice(path)
+        place[name] = value
     return tree
+
+
+def _twice(path: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"expected one variable for each path, got two at {path!r}; give the layers of "
+        "the model different names"
+    )
+
+
+def _advice(parts: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
+    """Returns what to do about paths that differ; "" if nothing is known."""
+    differing = [
+        part for part in stored if parts.get(part, {}).keys() != stored[part].keys()
+    ]
+    bare = [
+        {_NUMBER.sub("", path) for part in differing for path in found.get(part, {})}
+        for found in (parts, stored)
+    ]
+    if differing and bare[0] == bare[1]:
+        return (
+            "; only numbers of Keras differ: call keras.utils.clear_session() before "
+            "the model is created, or give its layers names"
+        )
+    if differing == [_OPTIMIZER]:
+        return (
+            "; only the optimizer differs: call restore_into before compile(), which "
+            "restores the other variables, and save to another run"
+        )
+    return ""
 
 
 def _value_at(tree: Mapping[str, Any], path: str) -> Any:

@@ -225,6 +225,127 @@ def test_something_else_than_a_run_is_rejected() -> None:
         StoreCheckpoint("a/b")  # type: ignore[arg-type]
 
 
+def numbered(optimizer: Any = None, *, name: str | None = "hidden") -> Any:
+    """Returns a model in which Keras numbers the streams and the optimizer."""
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(4, name=name),
+        keras.layers.Dropout(0.5, name="first"),
+        keras.layers.Dropout(0.2, name="second"),
+        keras.layers.Dense(1, name="out"),
+    ]
+    model = keras.Sequential(layers, name="net")
+    model.compile(optimizer or keras.optimizers.Adam(), loss="mse")
+    return model
+
+
+def in_order(model: Any) -> list[bytes]:
+    return list(values(model).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.Adam,
+        keras.optimizers.Adafactor,
+        keras.optimizers.Nadam,  # has a variable without the name of the optimizer
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    ],
+    ids=["Adam", "Adafactor", "Nadam", "LossScaleOptimizer"],
+)
+def test_a_second_model_in_the_process_is_restored(
+    run: store.Run, optimizer: Any
+) -> None:
+    model = numbered(optimizer())
+    fitted(model, StoreCheckpoint(run), epochs=1)
+
+    again = numbered(optimizer())
+    assert {*values(model)} != {*values(again)}
+    restore_into(run, again)
+    assert in_order(model) == in_order(again)
+    recompiled = numbered(optimizer())
+    recompiled.compile(optimizer(), loss="mse")
+    restore_into(run, recompiled)
+    assert in_order(model) == in_order(recompiled)
+
+    fitted(again, StoreCheckpoint(run), epochs=2, start=1)
+    last = numbered(optimizer())
+    restore_into(run, last)
+    assert in_order(again) == in_order(last)
+
+
+@pytest.mark.slow
+def test_batches_whose_gradients_are_accumulated_are_steps(run: store.Run) -> None:
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    fitted(numbered(optimizer), StoreCheckpoint(run, save_freq=1), epochs=1)
+    assert [1, 2, 3, 4, 5] == run.steps()
+
+
+@pytest.mark.slow
+def test_a_batch_that_the_optimizer_skips_is_not_saved(run: store.Run) -> None:
+    adam = keras.optimizers.Adam()
+    optimizer = keras.optimizers.LossScaleOptimizer(adam, initial_scale=3e38)
+    fitted(numbered(optimizer), StoreCheckpoint(run, save_freq=1), epochs=2)
+    assert run.steps()[-1] == int(adam.iterations.value) < 2 * BATCHES
+
+
+def mismatch(run: store.Run, model: Any) -> str:
+    with pytest.raises(store.MismatchError) as caught:
+        restore_into(run, model)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_layers_that_keras_numbers_are_restored_as_the_error_says(
+    run: store.Run,
+) -> None:
+    keras.utils.clear_session()
+    model = numbered(name=None)
+    fitted(model, StoreCheckpoint(run), epochs=1)
+
+    advice = mismatch(run, numbered(name=None))
+    assert "call keras.utils.clear_session() before the model is created" in advice
+    keras.utils.clear_session()
+    again = numbered(name=None)
+    assert 1 == restore_into(run, again)
+    assert values(model) == values(again)
+
+
+@pytest.mark.slow
+def test_another_optimizer_is_taken_as_the_error_says(
+    run: store.Run, client: store.Client
+) -> None:
+    model = numbered()
+    fitted(model, StoreCheckpoint(run), epochs=1)
+
+    advice = mismatch(run, numbered(keras.optimizers.SGD()))
+    assert "call restore_into before compile()" in advice
+    other = numbered()
+    other.optimizer = None
+    assert 1 == restore_into(run, other)
+    other.compile(keras.optimizers.SGD(), loss="mse")
+    assert in_order(model)[:6] == in_order(other)[:6]
+    fitted(other, StoreCheckpoint(client.run("other/run")), epochs=2, start=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # in Keras
+def test_an_imported_checkpoint_of_orbax_is_restored(
+    run: store.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = numbered()
+    saves = keras.callbacks.OrbaxCheckpoint(directory=str(tmp_path / "old"))
+    fitted(model, saves, epochs=2)
+    run.import_from(f"orbax:{tmp_path / 'old'}")
+
+    again = numbered()
+    assert 0 == restore_into(run, again)
+    assert "give fit() initial_epoch= yourself" in caplog.text
+    assert in_order(model) == in_order(again)
+
+
 @pytest.mark.slow
 def test_a_failed_save_fails_the_training_at_its_end(run: store.Run) -> None:
     run.save(5, {"x": 1}).result()  # the step is taken

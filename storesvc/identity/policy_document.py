@@ -119,8 +119,8 @@ class _Callers(NamedTuple):
 
     def check(self, place: str, pattern: str) -> None:
         """Rejects a pattern that names another caller than it seems to, or none."""
-        issuer, slash, name = pattern.removeprefix(GROUP).partition("/")
-        if pattern.startswith(GROUP) and not (issuer in self.issuers and slash + name):
+        issuer, _, name = pattern.removeprefix(GROUP).partition("/")
+        if pattern.startswith(GROUP) and not (issuer in self.issuers and name):
             raise InvalidFieldError(
                 f"{place}: expected a principal, or group:ISSUER/NAME with an issuer "
                 f"of {', '.join(self.issuers) or 'issuers, which has none'}, got "

@@ -151,7 +151,14 @@ def test_nobody_is_local_where_other_machines_connect() -> None:
                 ISSUER + BINDING.replace('["local"]', f'["{group}"]'),
                 r"who\[0\]: expected.*group:ISSUER/NAME with an issuer of corp",
             )
-            for group in ("group:", "group:ml", "group:*", "group:other/ml", "group:*/")
+            for group in (
+                "group:",
+                "group:ml",
+                "group:*",
+                "group:corp",
+                "group:corp/",
+                "group:no/ml",
+            )
         ),
         (ISSUER.replace('"corp"', '"a/b"'), r"issuers\[0\]\.name: expected letters"),
         (ISSUER.replace('"corp"', '"*"'), r"issuers\[0\]\.name: expected letters"),

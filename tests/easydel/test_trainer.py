@@ -121,10 +121,11 @@ def test_a_trainer_resumes_with_the_options_that_its_message_names(
         return trainer(Trainer, tmp_path, store_run=run, changes=changes, **more)
 
     trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 1}).train()
-    with pytest.raises(store.MismatchError, match="to restore what fits, add") as error:
+    with pytest.raises(store.MismatchError, match=r"to restore what fits$") as error:
         made(2)
     assert "store_resume=dict(...)" in error.value.__notes__[0]
-    options = eval(f"dict({str(error.value).rpartition(', add ')[2]})")
+    named = str(error.value).rpartition(", or add ")[2].rpartition(", to restore")[0]
+    options = eval(f"dict({named})")
 
     resumed = made(2, store_resume=options)
     assert 1 == int(resumed.model_state.step)

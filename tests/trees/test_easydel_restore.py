@@ -306,7 +306,7 @@ def test_another_dtype_without_a_cast_is_rejected_with_the_cast_that_works(
     with pytest.raises(
         store.MismatchError,
         match=r"leaf 'graphstate/fc1/bias/value': expected \(8,\) bfloat16, got \(8.*"
-        "add cast='like'$",
+        "add cast='like', to restore what fits$",
     ):
         restore_state(run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX)
     back: Any = restore_state(

@@ -16,8 +16,8 @@ Example:
         state = restore_state(run, model=make_model, tx=tx, mesh=mesh, rules=rules)
 """
 
-from storesvc_client.easydel.states import restore_state
 from storesvc_client.easydel.trainer import StoreCheckpoints
+from storesvc_client.trees.easydel import restore_state
 from storesvc_client.trees.nnx.saved_models import (
     restore_model,
     save_model,

@@ -36,13 +36,13 @@ from storesvc_client._pytree.jax_job import decided_by_first
 from storesvc_client._values.policies import KeepLatest
 from storesvc_client._values.policy_text import format_policy
 from storesvc_client.easydel.save_schedule import SaveSchedule
-from storesvc_client.easydel.states import restore_state
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,
     NotFoundError,
     StoreError,
 )
+from storesvc_client.trees.easydel import restore_state
 from storesvc_client.trees.nnx.saved_models import save_state
 
 if TYPE_CHECKING:

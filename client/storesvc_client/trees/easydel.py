@@ -18,7 +18,15 @@ same fields, names and errors, for any NNX module. Two guarantees:
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Self,
+    SupportsFloat,
+    TypeAlias,
+    Unpack,
+)
 
 import jax
 import numpy as np
@@ -26,13 +34,18 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
+from storesvc.format.names import Which
+from storesvc_client._api.run import Run
+from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     Indivisible,
     Missing,
+    ModelRestoreKeywords,
     OnMismatch,
     OptState,
+    check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
@@ -55,18 +68,27 @@ from storesvc_client.trees.nnx.resharding import (
     reshard,
     shardings_by_key,
 )
-from storesvc_client.trees.nnx.restore_model import restore_opt_state
+from storesvc_client.trees.nnx.restore_model import (
+    Options,
+    Request,
+    rebuild_state,
+    restore_opt_state,
+)
 from storesvc_client.trees.nnx.saved_models import (
+    check_run,
+    open_checkpoint,
     opened_run,
-    restore_state,
     save_state,
+    split_reading,
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, Client, Run
+    from numpy.typing import DTypeLike
+
+    from storesvc_client import Checkpoint, Client
     from storesvc_client._values.key_patterns import Patterns
 
-__all__ = ["EasyDeLState"]
+__all__ = ["EasyDeLState", "restore_state"]
 
 Where: TypeAlias = "str | PathLike[str] | Run"
 """A run, the name of a run on a client, or a directory; see ``save_state``."""
@@ -525,6 +547,115 @@ class EasyDeLState(struct.PyTreeNode):
                 "got None; pass mesh="
             )
         return found
+
+
+def restore_state(
+    run: "Run | ForeignRun",
+    which: Which = "latest",
+    *,
+    model: Any = None,
+    tx: "optax.GradientTransformation | None" = None,
+    mesh: "Mesh | None" = None,
+    rules: "Rules | Literal['recorded'] | None" = None,
+    indivisible: Indivisible = "error",
+    opt_state: OptState = "restore",
+    cast: "DTypeLike | None" = None,
+    select: "Patterns | None" = None,
+    missing: Missing = "error",
+    on_mismatch: OnMismatch = "raise",
+    state_class: Any = None,
+    **options: Unpack[ModelRestoreKeywords],
+) -> Any:
+    """Returns the state of a checkpoint, on the given mesh.
+
+    RNG counts and keys that the checkpoint lacks are initialised; those that it has are
+    restored as they were.
+
+    >>> state = restore_state(run, model=LlamaForCausalLM, tx=optax.adamw(1e-4))
+
+    Args:
+        run: Run of the checkpoint, or ``open_foreign("eformer:...")``: a checkpoint
+            that EasyDeL wrote, imported or not, has the keys of a state, its config and
+            its step. RNG values are new, and a class computes in its own ``dtype``.
+        which: A step, "latest", or a tag.
+        model: The model: a class, a factory (a callable without arguments), a module,
+            or a state; modules and states may be abstract. Factories run under
+            ``nnx.eval_shape``. A class whose constructor takes a config, as EasyDeL's
+            models do, receives the saved config and dtypes. None returns a dict of
+            dicts and lists, with all leaves as they were saved.
+        tx: The optimizer that the state was trained with.
+        mesh: Mesh of any shape. None: the mesh of the model, else the sharding of each
+            leaf of ``model``, or the default device.
+        rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first whose
+            regular expression is found in the key of a leaf applies. Or "recorded": the
+            saved sharding. None: the rules of the model; of these, axes that do not
+            divide a leaf are dropped, as EasyDeL does, which is logged.
+        indivisible: As for ``Run.restore``.
+        opt_state: "restore" the saved state of the optimizer; "init" initialises it by
+            ``tx``, which may be another optimizer; "skip" leaves it out, for inference.
+        cast: A floating-point dtype for the parameters (``graphstate``) and for the
+            moments that ``tx`` keeps of them; a model given as a class gets it as
+            ``param_dtype``. "like": the dtypes of the model. None: the saved dtypes,
+            which a factory must have.
+        select: Globs or compiled expressions of the keys of leaves that count; the
+            checkpoint is restored as if it lacked all others.
+        missing: What to do with leaves that the checkpoint lacks, such as LoRA weights,
+            a layer, or the count of a schedule: "error"; "init" initialises them by the
+            model or ``tx``, and "keep" keeps their values in ``model``, a module or a
+            state. With either a parameter may also have become a frozen Variable of
+            ``graphother``, or vice versa. If adapters wrap their layers, as EasyDeL's
+            do, restore the model without them, and apply them to it.
+        on_mismatch: What to do if the config, the structure or the optimizer differs
+            from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
+            leaves must fit in any case.
+        state_class: Class whose ``create`` builds the state. Fields that it adds, such
+            as averages of the parameters, are restored with the structure that they
+            have in ``model``, if it is a state, or after ``create``, or that they had
+            when saved, if they were like a part of the state or of dicts and lists.
+            None: the class of the state in ``model``, else ``EasyDeLState`` of this
+            library.
+        **options: ``distributed``, ``deadline`` and ``progress``, as for
+            ``Run.restore``.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        InvalidRequestError: An argument is out of range, or ``tx`` is None but the
+            checkpoint has the state of an optimizer.
+        MismatchError: The checkpoint was saved from another model or optimizer.
+    """
+    check_keywords("restore_state", options, ModelRestoreKeywords)
+    check_run(run, Run | ForeignRun)
+    if model is None and state_class is not None:
+        raise InvalidRequestError(
+            f"restore of {run.name}: expected model= with a class of states, got None; "
+            "give the class of the model, a factory, or a module"
+        )
+    if state_class is None and model is not None:
+        is_state = hasattr(model, "opt_state") and hasattr(type(model), "create")
+        state_class = type(model) if is_state else EasyDeLState
+    if state_class is not None and not hasattr(state_class, "create"):
+        raise InvalidRequestError(
+            "state_class: expected a class with the create() of EasyDeLState, got "
+            f"{state_class!r}"
+        )
+    distributed, reading = split_reading(options)
+    opened, step = open_checkpoint(run, which, distributed, reading, model)
+    wanted = Options(
+        mesh=mesh,
+        rules=rules,
+        indivisible=indivisible,
+        cast=cast,
+        select=select,
+        missing=missing,
+        on_mismatch=on_mismatch,
+        opt_state=opt_state,
+        step=step,
+        reading=reading,
+    )
+    return rebuild_state(
+        opened,
+        Request(model=model, tx=tx, state_class=state_class, options=wanted),
+    )
 
 
 def _size(leaf: Any) -> int:

@@ -217,7 +217,7 @@ def reject_differences(
     Args:
         stored: The checkpoint.
         problems: Differences to list.
-        advice: Text that says how to fix them, after "; ".
+        advice: Text that says how to fix them, after "; "; "": a caller adds it.
 
     Raises:
         MismatchError: There are differences.
@@ -225,7 +225,8 @@ def reject_differences(
     if problems:
         raise MismatchError(
             f"{stored.name} was saved from another model or optimizer: "
-            f"{list_problems(_printable(problems))}{advice}"
+            f"{list_problems(_printable(problems))}{advice}",
+            metadata={} if advice else {"hints": ""},
         )
 
 

@@ -613,21 +613,26 @@ def _drawn(
     return blueprint if dtype is None else blueprint.cast(dtype)
 
 
+_GIVE: Final = (
+    "give the model and the optimizer that were saved, the model as a factory or a "
+    "module if its class makes another one"
+)
+_READ: Final = "read the leaves as dicts and lists with run.restore()"
+
+
 @contextmanager
 def advised(stored: Stored, request: Request) -> Generator[None]:
     """Adds to a ``MismatchError`` the options with which the checkpoint fits."""
     try:
         yield
     except MismatchError as e:
-        knows = request.model is not None and not is_pytree(stored)
-        options = _fitting_options(stored, request) if knows else {}
-        if not options:
-            raise
-        text = str(e).removesuffix(e.metadata.get("hints", ""))
+        if request.model is None or is_pytree(stored) or "hints" not in e.metadata:
+            raise  # with its own advice
+        options = _fitting_options(stored, request)
         added = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise MismatchError(
-            f"{text}; give what was saved, or, to restore what fits, add {added}"
-        ) from e
+        advice = f"add {added}, to restore what fits" if added else _READ
+        text = str(e).removesuffix(e.metadata["hints"])
+        raise MismatchError(f"{text}; {_GIVE}, or {advice}") from e
 
 
 def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:

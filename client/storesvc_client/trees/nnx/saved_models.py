@@ -38,7 +38,6 @@ from storesvc_client._values.options import (
     Missing,
     ModelRestoreKeywords,
     OnMismatch,
-    OptState,
     ReadKeywords,
     Rehearse,
     SaveKeywords,
@@ -57,12 +56,10 @@ from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
     rebuild_module,
-    rebuild_state,
 )
 from storesvc_client.trees.nnx.rng_values import fill_rng_values
 
 if TYPE_CHECKING:
-    import optax
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
@@ -72,11 +69,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_state",
+    "check_run",
+    "open_checkpoint",
     "opened_run",
     "restore_model",
-    "restore_state",
     "save_model",
     "save_state",
+    "split_reading",
 ]
 
 DIRECTORY_RUN: Final = "local/state"
@@ -115,7 +114,7 @@ def save_state(
         StoreError: See for ``Run.save``.
     """
     check_keywords("save_state", options, SaveKeywords)
-    _check_run(run)
+    check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
     lacking = [part for part in parts if not hasattr(state, part)]
     if lacking or isinstance(state, type):
@@ -162,7 +161,7 @@ def save_model(
         StoreError: See for ``Run.save``.
     """
     check_keywords("save_model", options, SaveKeywords)
-    _check_run(run)
+    check_run(run)
     try:
         graphdef, graphstate, graphother = drop_caches(split_module(model))
         graphother = fill_rng_values(graphother)
@@ -205,59 +204,6 @@ def _rehearser(
     if rehearse == "off":
         return None
     return Rehearser(run, saved, rehearse=rehearse, is_state=is_state)
-
-
-def restore_state(
-    run: Run | ForeignRun,
-    which: Which = "latest",
-    *,
-    model: Any = None,
-    tx: "optax.GradientTransformation | None" = None,
-    mesh: "Mesh | None" = None,
-    rules: "Rules | None" = None,
-    indivisible: Indivisible = "error",
-    opt_state: OptState = "restore",
-    cast: "DTypeLike | None" = None,
-    select: "Patterns | None" = None,
-    missing: Missing = "error",
-    on_mismatch: OnMismatch = "raise",
-    state_class: Any = None,
-    **options: Unpack[ModelRestoreKeywords],
-) -> Any:
-    """Returns the state of a checkpoint; see ``storesvc_client.easydel.restore_state``.
-
-    ``state_class.create`` builds the state; it is None if ``model`` is None.
-    """
-    check_keywords("restore_state", options, ModelRestoreKeywords)
-    _check_run(run, Run | ForeignRun)
-    if model is None and state_class is not None:
-        raise InvalidRequestError(
-            f"restore of {run.name}: expected model= with a class of states, got None; "
-            "give the class of the model, a factory, or a module"
-        )
-    if state_class is not None and not hasattr(state_class, "create"):
-        raise InvalidRequestError(
-            "state_class: expected a class with the create() of EasyDeLState, got "
-            f"{state_class!r}"
-        )
-    distributed, reading = _reading(options)
-    opened, step = _opened(run, which, distributed, reading, model)
-    wanted = Options(
-        mesh=mesh,
-        rules=rules,
-        indivisible=indivisible,
-        cast=cast,
-        select=select,
-        missing=missing,
-        on_mismatch=on_mismatch,
-        opt_state=opt_state,
-        step=step,
-        reading=reading,
-    )
-    return rebuild_state(
-        opened,
-        Request(model=model, tx=tx, state_class=state_class, options=wanted),
-    )
 
 
 def restore_model(
@@ -306,13 +252,13 @@ def restore_model(
             ``model``.
     """
     check_keywords("restore_model", options, ModelRestoreKeywords)
-    _check_run(run, Run | ForeignRun)
+    check_run(run, Run | ForeignRun)
     if model is not None and allow:
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    distributed, reading = _reading(options)
-    opened, _ = _opened(run, which, distributed, reading, model)
+    distributed, reading = split_reading(options)
+    opened, _ = open_checkpoint(run, which, distributed, reading, model)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -330,13 +276,13 @@ def restore_model(
     )
 
 
-def _reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
+def split_reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
     """Splits the options into ``Run.open``'s and ``OpenCheckpoint.restore``'s."""
     reading: Any = dict(options)
     return reading.pop("distributed", ALL_PROCESSES), reading
 
 
-def _opened(
+def open_checkpoint(
     run: Run | ForeignRun,
     which: Which,
     distributed: Distributed,
@@ -447,7 +393,7 @@ def _which(text: str, where: "str | PathLike[str]") -> Which:
     return int(text)
 
 
-def _check_run(run: Any, kinds: Any = Run) -> None:
+def check_run(run: Any, kinds: Any = Run) -> None:
     if not isinstance(run, kinds):
         raise InvalidRequestError(
             f"expected a Run, such as client.run('prod/llama'), got {run!r}"

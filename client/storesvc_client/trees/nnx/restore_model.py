@@ -12,7 +12,7 @@
 """
 
 import logging
-from collections.abc import Collection, Container, Generator, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -84,7 +84,6 @@ __all__ = [
     "create_state",
     "is_pytree",
     "plan_module",
-    "plan_opt_state",
     "plan_pytree",
     "plan_state",
     "rebuild_module",
@@ -553,7 +552,17 @@ def restore_opt_state(
         MismatchError: The checkpoint has the state of another optimizer, of other
             parameters, or none.
     """
-    like = plan_opt_state(opened, tx, graphstate)
+    recipe = recipe_of(opened, "raise")
+    if not _holds_optimizer(opened, recipe):
+        raise MismatchError(
+            f"{opened.name}: expected the state of an optimizer, got a checkpoint "
+            "without one; initialise one with init_tx"
+        )
+    like = {"opt_state": _abstract_opt_state(opened, tx, graphstate)}
+    types = container_types(like["opt_state"], "opt_state")
+    found = recipe.optimizer_differences(types) if recipe is not None else []
+    advice = "; give the state the optimizer that was saved"
+    reject_differences(opened, [*map(str, found)], advice=advice)
     if mesh is None or rules is None:
         options = Options()
         like = _placed_like_parameters(like, graphstate, known)
@@ -567,28 +576,6 @@ def restore_opt_state(
         select=_selected(opened, like, options),
         **options.reading,
     )["opt_state"]
-
-
-def plan_opt_state(
-    stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
-) -> dict[str, Any]:
-    """Returns the abstract optimizer state of ``tx``, as ``{"opt_state": ...}``.
-
-    Raises:
-        MismatchError: The checkpoint has none, or one with other containers.
-    """
-    recipe = recipe_of(stored, "raise")
-    if not _holds_optimizer(stored, recipe):
-        raise MismatchError(
-            f"{stored.name}: expected the state of an optimizer, got a checkpoint "
-            "without one; initialise one with init_tx"
-        )
-    abstract = _abstract_opt_state(stored, tx, graphstate)
-    if recipe is not None:
-        found = recipe.optimizer_differences(container_types(abstract, "opt_state"))
-        advice = "; give the state the optimizer that was saved"
-        reject_differences(stored, [*map(str, found)], advice=advice)
-    return {"opt_state": abstract}
 
 
 def _drawn(
@@ -722,18 +709,11 @@ def _fill(tree: Any, values: Any) -> Any:
     )
 
 
-def _log_initialised(
-    stored: Stored, sources: Sources, lacking: Collection[str]
-) -> None:
-    """Logs the leaves that a restore does not take from the checkpoint."""
-    keys = [join_key((part, *map(str, path))) for part, path in sources.initialised]
-    if keys := sorted([*keys, *lacking]):
-        _log.info(
-            "%s lacks %d leaves of the model, which are initialised or kept: %s",
-            stored.name,
-            len(keys),
-            list_problems(keys),
-        )
+def _log_initialised(stored: Stored, sources: Sources, lacking: Iterable[str]) -> None:
+    keys = {join_key((part, *map(str, path))) for part, path in sources.initialised}
+    if keys := keys.union(lacking):
+        text = "%s lacks %d leaves of the model, which are initialised or kept: %s"
+        _log.info(text, stored.name, len(keys), list_problems(sorted(keys)))
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:

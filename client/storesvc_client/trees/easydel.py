@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client
     from storesvc_client._values.key_patterns import Patterns
 
-__all__ = ["EasyDeLState", "restore_state"]
+__all__ = ["EasyDeLState"]
 
 Where: TypeAlias = "str | PathLike[str] | Run"
 """A run, the name of a run on a client, or a directory; see ``save_state``."""

@@ -16,6 +16,7 @@ from tests.site.client_pages import CLIENT, MODELS, client_pages, page_of
 from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
 from tests.site.griffe_extensions import fenced
+from tests.site.hook import GUIDES, LATER
 from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
 from tests.site.repository_links import rewritten, section
@@ -383,3 +384,18 @@ def test_an_example_of_a_docstring_gets_a_fence() -> None:
         "Does it.\n\n    ```pycon\n    >>> f(\n    ...     1)\n    2\n    ```\n\n"
         "More.\n```pycon\n>>> g()\n```"
     ) == fenced(docstring)
+
+
+def test_a_search_shows_guides_before_the_reference() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+
+    for page in (*GUIDES, *LATER):
+        assert f": {page}\n" in navigation
+    headings = "\n".join(
+        line
+        for page in GUIDES
+        for line in (ROOT / "docs" / page).read_text().splitlines()
+        if line.startswith("#")
+    )
+    for word in ("preemption", "Async", "Resume", "crash"):
+        assert word in headings

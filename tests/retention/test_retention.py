@@ -246,10 +246,10 @@ def test_storectl_tries_and_applies_a_policy(
     assert ["STEP", "KEPT", "WHY"] == [cell.strip() for cell in header if cell][:3]
     assert 6 == len(rows)
     assert "newest; latest 2" in dry.stdout
-    assert "3 of 6 checkpoints would be deleted" not in dry.stdout
-    assert "3 of 6 checkpoints would be deleted, with" in dry.stderr
+    assert "would delete 3 of 6 checkpoints" not in dry.stdout
+    assert "would delete 3 of 6 checkpoints, up to" in dry.stderr
     first, second = dry.stderr.splitlines()
-    assert first.endswith(" of their own, which kept ones may share")
+    assert first.endswith(" B")
     assert second.startswith("storectl: deleted checkpoints are purged after ")
     assert 6 == len(steps(saved))
 

@@ -27,6 +27,15 @@ EXAMPLES: Final = ROOT / "deploy" / "examples"
 ALONE: Final = ("index.md", "tutorial.md")
 """Pages whose tab has no other page."""
 
+GUIDES: Final = (
+    *("tutorial.md", "howto.md", "training.md", "saving.md", "restoring.md"),
+    *("easydel.md", "retention.md", "migration.md"),
+)
+"""Pages that a search shows before the reference."""
+
+LATER: Final = ("architecture.md", "benchmarks.md", "changelog.md", "guarantees.md")
+"""Pages that a search shows after all others, as it does with generated ones."""
+
 DOCUMENTS: Final[Mapping[str, str]] = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -67,7 +76,10 @@ def on_page_markdown(
     uri = page.file.src_uri
     if uri in ALONE:
         page.meta["hide"] = ["navigation"]
-    if page.file.generated_by is not None and uri != "errors.md":
+    is_generated = page.file.generated_by is not None
+    boost = 4 if uri in GUIDES else 0.2 if is_generated or uri in LATER else 1
+    page.meta["search"] = {"boost": boost}
+    if is_generated and uri != "errors.md":
         return markdown
     return rewritten(markdown, source=f"docs/{uri}", page=uri, pages=_pages(files))
 

@@ -65,10 +65,9 @@ def gc(
     Servers do the same at an interval. A collection aborts uploads whose lease has
     expired, applies retention policies, purges deleted checkpoints that are due, and
     deletes objects that nothing needs. Objects that a checkpoint, a hold or a live
-    upload needs stay, also during saves and restores. A lease expires once the
-    collecting process has seen no renewal for its length: without a server, a single
-    gc ends only uploads without renewal for two days. With a short --grace, readers
-    without a hold may lose what they read.
+    upload needs stay, also during saves and restores. Without a server, gc aborts only
+    uploads that were idle for two days. With a short --grace, readers without a hold
+    may lose what they read.
 
     \b
     ABORTED   uploads whose lease had expired

@@ -114,7 +114,7 @@ def retain(
         run = client.run(path.run)
         if dry_run:
             _print_decisions(
-                run.retention.preview(wanted), "would be deleted", as_json=as_json
+                run.retention.preview(wanted), "would delete", as_json=as_json
             )
             if not as_json:
                 _print_when(_delay(run))
@@ -187,8 +187,8 @@ def _print_decisions(
     deleted = [decision for decision in decisions if not decision.kept]
     own = size_text(sum(decision.own_bytes for decision in deleted))
     print_note(
-        f"{len(deleted):,} of {len(decisions):,} {plural('checkpoint')} {done}, with "
-        f"{own} of their own, which kept ones may share"
+        f"{done} {len(deleted):,} of {len(decisions):,} {plural('checkpoint')}, up to "
+        f"{own}"
     )
 
 

@@ -1,6 +1,7 @@
 """The guide's certificates: servers and clients use them as in the manifests."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,11 +43,11 @@ def overlay() -> list[Object]:
 def server(
     overlay: list[Object], folder: Path, tmp_path: Path
 ) -> Iterator[ServerProcess]:
-    """A server with the arguments of its container, but for root and address."""
+    """A server with the arguments of its container, but for its root."""
     arguments = [
-        argument.replace("=/tls/", f"={folder}/").replace("=/policy/", f"={folder}/")
+        re.sub("=/(tls|policy|audit)/", f"={folder}/", argument)
         for argument in arguments_of(overlay)
-        if not argument.startswith(("--root=", "--host="))
+        if not argument.startswith("--root=")
     ]
     (folder / "policy.toml").write_text(policy_of(overlay))
     process = ServerProcess(tmp_path / "store", tmp_path, *arguments)

@@ -79,6 +79,19 @@ class MismatchError(StoreError, ValueError):
     """A checkpoint does not match the target of a restore; lists every leaf."""
 
 
+@contextmanager
+def without_advice() -> Generator[None]:
+    """Drops from a ``MismatchError`` the options of ``Run.restore`` that it names, in a
+    call that does not have them."""
+    try:
+        yield
+    except MismatchError as e:
+        if "hints" not in e.metadata:
+            raise
+        text = str(e).removesuffix(e.metadata["hints"])
+        raise MismatchError(text, metadata={**e.metadata, "hints": ""}) from e.__cause__
+
+
 class StructureError(StoreError, ValueError):
     """The saved structure of a model is damaged, names classes or functions that are
     not allowed, or lacks values that cannot be stored, such as closures."""

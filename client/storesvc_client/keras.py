@@ -26,7 +26,7 @@ from storesvc.format.keys import split_key
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
 from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.errors import InvalidRequestError, MismatchError, without_advice
 
 __all__ = ["StoreCheckpoint", "restore_into"]
 
@@ -227,9 +227,10 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
         if part in like or stored[part]
     ]
     try:
-        restored = opened.restore(
-            like={_IMPORTED: like} if above else like, select=select
-        )
+        with without_advice():
+            restored = opened.restore(
+                like={_IMPORTED: like} if above else like, select=select
+            )
     except MismatchError as e:
         raise MismatchError(f"{e}{_advice(parts, stored)}") from e
     restored = restored[_IMPORTED] if above else restored

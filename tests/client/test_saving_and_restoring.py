@@ -428,15 +428,15 @@ def test_a_restore_lists_every_difference_at_once(run: store.Run) -> None:
     message = str(caught.value)
     for part in (
         f"{run.name}@0 does not fit the target",
-        "leaf 'missing': expected () bool, got none",
-        "leaf 'unexpected': expected none, got a Python scalar (int64)",
-        "leaf 'shape': expected (3, 2) float64, got (2, 3) float64",
-        "leaf 'dtype': expected (2,) bfloat16, got (2,) float32",
-        "leaf 'key': expected (2,) uint32, got PRNG keys () threefry2x32",
-        "leaf 'python': expected () int64, got a Python scalar (int64)",
+        "leaf 'missing': not in the checkpoint, in the target () bool",
+        "leaf 'unexpected': in the checkpoint a Python scalar (int64), not in the tar",
+        "leaf 'shape': in the checkpoint (2, 3) float64, in the target (3, 2) float64",
+        "leaf 'dtype': in the checkpoint (2,) float32, in the target (2,) bfloat16",
+        "leaf 'key': in the checkpoint PRNG keys () threefry2x32, in the target (2,) ",
+        "leaf 'python': in the checkpoint a Python scalar (int64), in the target () ",
     ):
         assert part in message
-    assert "'same'" not in message
+    assert "leaf 'same'" not in message
 
 
 def test_a_dtype_that_jax_would_narrow_is_rejected(run: store.Run) -> None:
@@ -621,35 +621,3 @@ def test_a_restore_like_tracers_is_rejected_with_the_remedy(run: store.Run) -> N
         store.MismatchError, match=r"'x': expected an array, got a tracer .* outside"
     ):
         jax.jit(lambda x: run.restore(0, like={"x": x}))(jnp.zeros(3))
-
-
-@pytest.mark.parametrize(
-    ("like", "hint"),
-    [
-        ({"a": np.zeros(3)}, "select= excludes leaves that like= does not have"),
-        (
-            {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
-            (
-                "missing='keep' keeps the values of like= for leaves that the "
-                "checkpoint lacks"
-            ),
-        ),
-        (
-            {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},
-            "cast='like' casts floating-point leaves to the dtypes of like=",
-        ),
-        ({"a": np.zeros(4), "b": np.ones(2, np.int32)}, ""),
-        ({"a": np.zeros(3), "b": np.ones(2, np.float32)}, ""),
-    ],
-    ids=["select", "missing", "cast", "shape", "integers"],
-)
-def test_a_mismatch_hints_at_the_matching_option(
-    run: store.Run, like: Any, hint: str
-) -> None:
-    run.save(0, {"a": np.zeros(3), "b": np.ones(2, np.int32)}).result()
-
-    with pytest.raises(store.MismatchError) as caught:
-        run.restore(0, like=like)
-
-    _, _, rest = str(caught.value).rpartition(" (")
-    assert hint == (rest.removesuffix(")") if "=" in rest else "")

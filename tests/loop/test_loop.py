@@ -259,10 +259,10 @@ def test_a_state_that_a_resume_would_reject_is_rejected_at_the_first_step(
 
     for part in (
         f"{run.name}@1 could not be restored like the initial state of this loop: ",
-        "leaf 'step': expected a Python scalar (int64), got () int32",
-        "leaf 'w': expected (4,) float32, got (3,) float32",
-        "leaf 'old': expected a Python scalar (float64), got none",
-        "leaf 'new': expected none, got a Python scalar (float64)",
+        "leaf 'step': in the checkpoint () int32, in the target a Python scalar",
+        "leaf 'w': in the checkpoint (3,) float32, in the target (4,) float32",
+        "leaf 'old': not in the checkpoint, in the target a Python scalar (float64)",
+        "leaf 'new': in the checkpoint a Python scalar (float64), not in the target",
         "; make both alike, for example with a jax.jit function for restore_or",
     ):
         assert part in str(e.value)

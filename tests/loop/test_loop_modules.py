@@ -172,5 +172,5 @@ def test_what_an_older_layout_cannot_do_names_a_call_that_works(run: store.Run) 
     eval(advice[1], names)
 
     assert values(model, optimizer) == values(names["model"], names["optimizer"])
-    with pytest.raises(store.InvalidRequestError, match="expected missing='error'"):
+    with pytest.raises(store.InvalidRequestError, match="expected no missing="):
         restore_model(run, model=lambda: make()[0], missing="init")

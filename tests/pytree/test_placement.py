@@ -69,8 +69,8 @@ def test_axes_that_do_not_divide_a_leaf_are_an_error_unless_it_is_replicated(
     assert (
         f"{run.name}@0 does not fit the target: leaf 'odd': dimension 0 of 7 is not "
         f"divisible by axis 'a' of 4; leaf 'row': {P('a', 'b')} splits "
-        "dimension 1 of the shape (8,) (indivisible='replicate' does not split the "
-        "dimensions that do not fit)"
+        "dimension 1 of the shape (8,); to leave such dimensions whole, pass "
+        "indivisible='replicate'"
     ) == str(caught.value)
 
     assert P("a", "b") == back["even"].sharding.spec
@@ -232,7 +232,7 @@ def test_leaves_that_rules_do_not_fit_are_named_once(mesh: Mesh) -> None:
     assert (
         "the rules do not fit: leaf 'kernel': no rule matches; end the rules with ('', "
         "PartitionSpec()); leaf 'row': dimension 0 of 3 is not divisible by axis 'a' "
-        "of 4; indivisible='replicate' does not split the dimensions that do not fit"
+        "of 4; to leave such dimensions whole, pass indivisible='replicate'"
     ) == str(caught.value)
 
 

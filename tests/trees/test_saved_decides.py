@@ -152,7 +152,7 @@ def test_keys_of_another_shape_are_rejected(run: store.Run) -> None:
     )
     save_state(run, state.replace(graphother=wrong), rehearse="off").result()
 
-    with pytest.raises(store.MismatchError, match="expected PRNG keys"):
+    with pytest.raises(store.MismatchError, match="in the target PRNG keys"):
         restore_state(run, model=Model, tx=optax.adamw(1e-3))
 
 

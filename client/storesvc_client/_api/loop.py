@@ -64,6 +64,7 @@ from storesvc_client.errors import (
     NotFoundError,
     PeerFailedError,
     StoreError,
+    without_advice,
 )
 
 if TYPE_CHECKING:
@@ -289,14 +290,15 @@ class Loop:
             from storesvc_client.trees.nnx.in_place import planner
 
             how = {"prepare": planner(self._run, *modules)}
-        self.restored, state = self._restore(
-            "latest",
-            distributed=self._distributed,
-            deadline=DEFAULT_DEADLINE,
-            on_damage=on_damage,
-            data=None if data is None else (_DATA, data),
-            **how,
-        )
+        with without_advice():
+            self.restored, state = self._restore(
+                "latest",
+                distributed=self._distributed,
+                deadline=DEFAULT_DEADLINE,
+                on_damage=on_damage,
+                data=None if data is None else (_DATA, data),
+                **how,
+            )
         if modules is not None:
             state = like
         step = self.restored.info.step

@@ -28,17 +28,15 @@ from storesvc_client._pytree.leaves import (
 from storesvc_client._pytree.paths import path_text
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.containers import Container
+from storesvc_client._values.key_patterns import patterns_of
 from storesvc_client._values.values import path_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
 """Builds the returned tree from its leaves by row."""
 
-_SELECT: Final = "select= excludes leaves that like= does not have"
-_MISSING: Final = (
-    "missing='keep' keeps the values of like= for leaves that the checkpoint lacks"
-)
-_CAST: Final = "cast='like' casts floating-point leaves to the dtypes of like="
+_MAX_ADVICE: Final = 500
+"""Maximum characters of an advice: a longer list of patterns is not readable."""
 
 LIKE: Final = "like"
 """Stands for a cast of each floating-point leaf to its dtype in ``like``."""
@@ -71,8 +69,8 @@ class Match:
     kept: Sequence[tuple[Leaf, Wanted]] = ()
     """Leaves of ``like`` that the checkpoint lacks and that keep their values, each
     with a negative row and the entry it would have in a checkpoint."""
-    hints: Sequence[str] = ()
-    """Options that would accept the differences."""
+    advice: str = ""
+    """Names the options that would accept the differences; "" if there are none."""
     unfit: Sequence[str] = ()
     """Keys of selected leaves that the target does not have in this form."""
 
@@ -129,23 +127,23 @@ def match_like(
     selected = {tree.leaves[row].key: row for row in rows}
     missing = [leaf for leaf in named if leaf.key not in selected]
     kept, problems = (
-        _kept(missing, cast) if keeping else ([], list(map(_absence, missing)))
+        _kept(tree, missing, cast)
+        if keeping
+        else ([], [_absence(tree, leaf) for leaf in missing])
     )
-    hints = dict[str, None]()
-    if missing and not keeping:
-        hints[_MISSING] = None
-    wanted, unfit = [], []
+    wanted, unfit, castable = [], [], []
     for key, row in selected.items():
         unfit.append(key)  # until it fits
         saved = tree.leaves[row]
         leaf = by_key.get(key)
         if leaf is None:
-            problems.append(f"leaf {key!r}: expected none, got {_saved(saved)}")
-            hints[_SELECT] = None
+            problems.append(
+                f"leaf {key!r}: in the checkpoint {_saved(saved)}, not in the target"
+            )
             continue
         found = signature(leaf.value)
         if found is not None and _needs_cast(saved, found, cast):
-            hints[_CAST] = None
+            castable.append(key)
         if isinstance(leaf.value, jax.core.Tracer):
             tracer = tracer_text(leaf.value)
             problems.append(
@@ -154,12 +152,14 @@ def match_like(
             )
         elif found is None or not _fits(saved, found, cast):
             problems.append(
-                f"leaf {key!r}: expected {_describe(leaf)}, got {_saved(saved)}"
+                f"leaf {key!r}: in the checkpoint {_saved(saved)}, in the target "
+                f"{_describe(leaf)}"
             )
         elif not _same_path(saved, leaf, has_text_keys=has_text_keys):
             problems.append(
-                f"leaf {key!r}: expected the path {leaf.path}, got "
-                f"{path_text(path_of(saved))}; a number and its text are different keys"
+                f"leaf {key!r}: in the checkpoint the path "
+                f"{path_text(path_of(saved))}, in the target {leaf.path}; a number and "
+                "its text are different keys"
             )
         else:
             # an integer comes back in the form in which it was saved
@@ -175,7 +175,25 @@ def match_like(
     def build(values: dict[int, Any]) -> Any:
         return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
 
-    return Match(wanted, build, problems, kept, tuple(hints), unfit)
+    fitting = selected.keys() - unfit | set(castable)
+    lacking = [leaf for leaf in named if leaf.key not in fitting]
+    advice = ""
+    if fitting and not any(map(_no_value, lacking)):
+        patterns = patterns_of(tree.by_key, fitting)
+        options = {
+            "cast": LIKE if castable else None,
+            "select": patterns if len(fitting) < len(selected) else None,
+            "missing": "keep" if lacking and not keeping else None,
+        }
+        advice = _advice({name: x for name, x in options.items() if x is not None})
+    return Match(wanted, build, problems, kept, advice, unfit)
+
+
+def _advice(options: dict[str, Any]) -> str:
+    added = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    what = "only what like= has" if [*options] == ["select"] else "what fits"
+    text = f"; to restore {what}, pass {added}"
+    return text if options and len(text) <= _MAX_ADVICE else ""
 
 
 def problems_of(state: Any, like: Any) -> Sequence[str]:
@@ -194,20 +212,21 @@ def problems_of(state: Any, like: Any) -> Sequence[str]:
     return match_like(tree, like, rows, cast=None, keeping=False).problems
 
 
-def _absence(leaf: NamedLeaf) -> str:
-    return f"leaf {leaf.key!r}: expected {_describe(leaf)}, got none"
+def _absence(tree: Tree, leaf: NamedLeaf) -> str:
+    is_left_out = leaf.key in tree.by_key
+    where = "left out by select=" if is_left_out else "not in the checkpoint"
+    return f"leaf {leaf.key!r}: {where}, in the target {_describe(leaf)}"
 
 
 def _kept(
-    missing: Sequence[NamedLeaf], cast: str | None
+    tree: Tree, missing: Sequence[NamedLeaf], cast: str | None
 ) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
     """Returns the leaves that keep their values, and the problems of the others."""
     kept, problems = [], []
     for number, leaf in enumerate(missing, start=1):
-        found = signature(leaf.value)
-        problem = _no_value(leaf)
+        found, problem = signature(leaf.value), _no_value(leaf)
         if found is None or problem:
-            problems.append("; ".join(filter(None, (_absence(leaf), problem))))
+            problems.append("; ".join(filter(None, (_absence(tree, leaf), problem))))
             continue
         wanted = Wanted(-number, found.kind, _cast_dtype(found, cast), leaf.value)
         kept.append((_as_saved(leaf, found), wanted))
@@ -229,6 +248,8 @@ def _as_saved(leaf: NamedLeaf, found: Signature) -> Leaf:
 
 def _no_value(leaf: NamedLeaf) -> str | None:
     """Returns why ``like`` has no value to keep for a leaf, or None if it has one."""
+    if signature(leaf.value) is None or isinstance(leaf.value, jax.core.Tracer):
+        return "like= has no value that a checkpoint can hold"
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         return "like= has only a ShapeDtypeStruct, without values"
     if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():

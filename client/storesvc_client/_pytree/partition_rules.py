@@ -83,11 +83,11 @@ class Partitioner:
         raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
 
     @property
-    def hints(self) -> list[str]:
-        """Options that would accept the misfits that were errors."""
+    def advice(self) -> str:
+        """Names the option that would accept the misfits that were errors."""
         if self._replicates or not self.misfits:
-            return []
-        return ["indivisible='replicate' does not split the dimensions that do not fit"]
+            return ""
+        return "; to leave such dimensions whole, pass indivisible='replicate'"
 
     def recorded(
         self, key: str, shape: tuple[int, ...], saved: SavedSharding | None
@@ -190,8 +190,9 @@ def shardings_by_rules(
 
     shardings = jax.tree_util.tree_map_with_path(sharding, tree)
     if problems:
-        hints = "".join(f"; {hint}" for hint in partitioner.hints)
-        raise MismatchError(f"the rules do not fit: {list_problems(problems)}{hints}")
+        raise MismatchError(
+            f"the rules do not fit: {list_problems(problems)}{partitioner.advice}"
+        )
     partitioner.report()
     return shardings
 

@@ -120,9 +120,9 @@ class Placer:
             return _put(value, placement)
 
     @property
-    def hints(self) -> list[str]:
-        """Options that would accept the leaves that the rules do not fit."""
-        return [] if self._partitioner is None else self._partitioner.hints
+    def advice(self) -> str:
+        """Names the option that would accept the leaves that the rules do not fit."""
+        return "" if self._partitioner is None else self._partitioner.advice
 
     def report(self) -> None:
         """Logs the axes that the rules dropped."""

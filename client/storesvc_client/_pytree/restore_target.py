@@ -185,11 +185,10 @@ class Target:
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
-            options = [*match.hints, *placer.hints]
-            hints = f" ({'; '.join(options)})" if options else ""
             raise MismatchError(
-                f"{name} does not fit the target: {list_problems(problems)}{hints}",
-                metadata={"hints": hints, "unfit": "\n".join(match.unfit)},
+                f"{name} does not fit the target: {list_problems(problems)}"
+                f"{placer.advice}{match.advice}",
+                metadata={"hints": match.advice, "unfit": "\n".join(match.unfit)},
             )
         # 3. Log the differences that are not errors.
         placer.report()

@@ -18,9 +18,11 @@ in partition rules: ``^`` and ``$`` anchor it.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial, reduce
+from glob import escape
 from typing import TypeAlias
 
 Pattern: TypeAlias = str | re.Pattern[str]
@@ -85,3 +87,25 @@ def _past_stars(reached: set[int], *, pattern: tuple[str, ...]) -> frozenset[int
         if part == "**" and at in reached:
             reached = reached | {at + 1}
     return frozenset(reached)
+
+
+def patterns_of(keys: Collection[str], wanted: Container[str]) -> list[str]:
+    """Returns the fewest globs that match the wanted keys and no other.
+
+    >>> patterns_of(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})
+    ['a/1/**', 'b']
+    """
+    return list(_patterns(keys, wanted, ""))
+
+
+def _patterns(
+    keys: Collection[str], wanted: Container[str], above: str
+) -> Iterator[str]:
+    below: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        below[above + key.removeprefix(above).split("/")[0]].append(key)
+    for place, found in below.items():
+        if all(key in wanted for key in found):
+            yield place if found == [place] else f"{escape(place)}/**"
+        elif found != [place]:
+            yield from _patterns(found, wanted, f"{place}/")

@@ -19,7 +19,7 @@ from storesvc.format.keys import escape_part
 from storesvc_client._pytree.leaves import NamedLeaf, named_leaves
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.values import LeafInfo
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import InvalidRequestError, without_advice
 from storesvc_client.orbax.leaf_targets import leaf_target, saved_struct
 from storesvc_client.orbax.step_errors import TreeMismatchError
 
@@ -87,9 +87,9 @@ def restore_tree(
     select = [_below(place)] if place else None
     if len(read) < len(saved):
         select = [re.compile(rf"\A(?:{'|'.join(map(re.escape, targets))})\Z")]
-    values = iter(
-        jax.tree.leaves(opened.restore(like=like, select=select)) if read else ()
-    )
+    with without_advice():
+        restored = opened.restore(like=like, select=select) if read else ()
+    values = iter(jax.tree.leaves(restored))
     result = treedef.unflatten(
         targets[leaf.key].convert(next(values))
         if leaf.key in targets

@@ -5,17 +5,12 @@ quote stored text, which is untrusted, so they are escaped for terminals.
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import (
-    Collection,
-    Container,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass
-from glob import escape
 from typing import Final, Protocol
 
 from storesvc.format.trees import Tree
@@ -41,7 +36,6 @@ __all__ = [
     "Stored",
     "compare",
     "log_saved_dtypes",
-    "patterns_of",
     "recipe_of",
     "reject_differences",
     "select_leaves",
@@ -97,28 +91,6 @@ def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
         found.update(keys)
     leaves = {key: leaf for key, leaf in stored.leaves.items() if key in found}
     return SelectedLeaves(stored.name, stored.document, leaves, stored._tree)  # noqa: SLF001 - not public
-
-
-def patterns_of(keys: Collection[str], wanted: Container[str]) -> list[str]:
-    """Returns the fewest globs that match the wanted keys and no other.
-
-    >>> patterns_of(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})
-    ['a/1/**', 'b']
-    """
-    return list(_patterns(keys, wanted, ""))
-
-
-def _patterns(
-    keys: Collection[str], wanted: Container[str], above: str
-) -> Iterator[str]:
-    below: dict[str, list[str]] = defaultdict(list)
-    for key in keys:
-        below[above + key.removeprefix(above).split("/")[0]].append(key)
-    for place, found in below.items():
-        if all(key in wanted for key in found):
-            yield place if found == [place] else f"{escape(place)}/**"
-        elif found != [place]:
-            yield from _patterns(found, wanted, f"{place}/")
 
 
 MAX_TEXT: Final = 300

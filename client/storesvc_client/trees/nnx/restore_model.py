@@ -32,7 +32,7 @@ from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.key_patterns import Patterns, patterns_of
 from storesvc_client._values.options import (
     Indivisible,
     Missing,
@@ -42,7 +42,12 @@ from storesvc_client._values.options import (
     TargetOptions,
 )
 from storesvc_client._values.values import LeafInfo
-from storesvc_client.errors import InvalidRequestError, MismatchError, StoreError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    MismatchError,
+    StoreError,
+    without_advice,
+)
 from storesvc_client.trees.nnx.blueprints import (
     PARTS,
     Blueprint,
@@ -56,7 +61,6 @@ from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
     log_saved_dtypes,
-    patterns_of,
     recipe_of,
     reject_differences,
     select_leaves,
@@ -611,15 +615,15 @@ _READ: Final = "read the leaves as dicts and lists with run.restore()"
 def advised(stored: Stored, request: Request) -> Generator[None]:
     """Adds to a ``MismatchError`` the options with which the checkpoint fits."""
     try:
-        yield
+        with without_advice():
+            yield
     except MismatchError as e:
         if request.model is None or is_pytree(stored) or "hints" not in e.metadata:
             raise  # with its own advice
         options = _fitting_options(stored, request)
         added = ", ".join(f"{name}={value!r}" for name, value in options.items())
         advice = f"add {added}, to restore what fits" if added else _READ
-        text = str(e).removesuffix(e.metadata["hints"])
-        raise MismatchError(f"{text}; {_GIVE}, or {advice}") from e
+        raise MismatchError(f"{e}; {_GIVE}, or {advice}") from e
 
 
 def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Models that differ from a new model of their class: quantized, adapted, loaded."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -230,3 +231,37 @@ def test_how_a_model_is_computed_is_logged_and_what_is_computed_rejected(
     for name, value in NUMBERS.items():
         with pytest.raises(store.MismatchError, match=name):
             restore_model(run, model=partial(with_setting, name, value))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"vocab_size": 80}, {"num_hidden_layers": 2}],
+    ids=["larger vocabulary", "more layers"],
+)
+def test_the_options_that_a_message_names_start_another_model_warm(
+    run: store.Run, changes: dict[str, int]
+) -> None:
+    state = EasyDeLState.create(model=plain(), tx=tx(), init_opt_state=True)
+    state = state.replace(
+        opt_state=jax.tree.map(lambda x: x + 1, state.opt_state), step=7
+    )
+    save_state(run, state).result()
+
+    def other() -> Any:
+        return SCENARIO.model(SCENARIO.dims, **{"num_hidden_layers": 1} | changes)
+
+    given: Any = {"model": other, "tx": optax.adamw(optax.linear_schedule(1e-3, 0, 9))}
+    given |= {"mesh": state.model.mesh, "state_class": EasyDeLState}
+    with pytest.raises(store.MismatchError) as caught:
+        restore_state(run, **given)
+    named = re.search(r", or add (.*), to restore what fits$", str(caught.value))
+    assert named, str(caught.value)
+    back = restore_state(run, **given, **eval(f"dict({named[1]})"))
+
+    before, after = digests(state), digests(back)
+    same = {key for key in before if before[key] == after.get(key)}
+    assert {".step", ".opt_state[0].count"} <= same
+    for part in (".graphstate", ".opt_state[0].mu", ".opt_state[0].nu"):
+        assert any(key.startswith(f"{part}['model']['layers'][0]") for key in same)
+    fresh = EasyDeLState.create(model=other(), tx=given["tx"], init_opt_state=True)
+    assert digests(fresh).keys() == after.keys()

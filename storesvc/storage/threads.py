@@ -5,14 +5,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Semaphore, Thread
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor that takes work until the process ends.
+    """An executor that takes work until the process ends, also after ``shutdown``.
 
     The one of Python rejects work once the main thread has ended, although another
     thread may go on, save and restore. These threads are daemons: who needs the result
@@ -20,18 +21,15 @@ class Threads(ThreadPoolExecutor):
     """
 
     def __init__(self, count: int, name: str = "storesvc") -> None:
-        """Creates no thread yet.
-
-        Args:
-            count: Maximum number of threads.
-            name: Beginning of their names.
-        """
+        """Creates no thread yet: at most so many, whose names begin so."""
         self._count, self._name = count, name
-        self._started: list[Thread] = []
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._idle = Semaphore(0)
         self._lock = Lock()
-        self._is_ended = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._tasks: Tasks = SimpleQueue()
+        self._idle = Semaphore(0)
+        self._started: list[Thread] = []
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -39,36 +37,32 @@ class Threads(ThreadPoolExecutor):
         """See ``ThreadPoolExecutor.submit``."""
         future: Future[T] = Future()
         with self._lock:
-            if self._is_ended:
-                raise RuntimeError("cannot schedule new futures after shutdown")
-            if not self._idle.acquire(blocking=False):
-                self._start()
+            number = len(self._started)
+            if not self._idle.acquire(blocking=False) and number < self._count:
+                work = (self._tasks, self._idle)  # not self, so that __del__ is called
+                name = f"{self._name}_{number}"
+                thread = Thread(target=_work, args=work, name=name, daemon=True)
+                thread.start()
+                self._started.append(thread)
             self._tasks.put(partial(_run, future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, **_options: object) -> None:  # noqa: FBT001, FBT002 - the signature of the base class
-        """See ``ThreadPoolExecutor.shutdown``; work that waits is never cancelled."""
+        """Ends the threads after their work; the next task starts new ones."""
         with self._lock:
-            self._is_ended = True
-            for _ in self._started:
-                self._tasks.put(None)
-        for thread in self._started if wait else ():
+            tasks, started = self._tasks, self._started
+            self._renew()
+        for _ in started:
+            tasks.put(None)
+        for thread in started if wait else ():
             thread.join()
 
     def __del__(self) -> None:
-        self.shutdown(wait=False)
-
-    def _start(self) -> None:
-        number = len(self._started)
-        if number < self._count:
-            name = f"{self._name}_{number}"
-            work = (self._tasks, self._idle)  # not self: it ends without references
-            thread = Thread(target=_work, args=work, name=name, daemon=True)
-            thread.start()
-            self._started.append(thread)
+        for _ in self._started:  # no global name: at the exit, modules may be empty
+            self._tasks.put(None)
 
 
-def _work(tasks: "SimpleQueue[Callable[[], None] | None]", idle: Semaphore) -> None:
+def _work(tasks: Tasks, idle: Semaphore) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # a thread that waits must not keep it alive

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 
 import pytest
 
@@ -39,7 +40,10 @@ def _end(script: str, url: object, **options: bool) -> tuple[int, str, str]:
         timeout=120,
         env=os.environ | {"GRPC_VERBOSITY": "ERROR"},
     )
-    return ended.returncode, ended.stdout, ended.stderr
+    said = ended.stderr.splitlines(keepends=True)
+    if options:  # -X dev: asyncio logs slow steps
+        said = [line for line in said if not line.startswith("Executing <")]
+    return ended.returncode, ended.stdout, "".join(said)
 
 
 def _steps(url: str, run: str = "a/b") -> list[int]:
@@ -180,9 +184,17 @@ _EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("how", ["last line", "client dropped by a function"])
+def test_a_script_that_ends_leaves_nothing_open(url: str, how: str) -> None:
+    assert (0, "", "") == _end(ENDS[how], url, dev=True)
+
+
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_that_ends_has_saved_what_it_began(url: str, how: str) -> None:
-    assert (0, "", "") == _end(ENDS[how], url)
+    code, printed, said = _end(ENDS[how], url)
+    assert (0, "") == (code, printed)
+    assert (said == "") is (how != "loop in a thread")  # the loop says where it starts
+    assert "storesvc_client: " not in said
 
     if how == "several clients":
         assert [[1]] * 3 == [_steps(url, f"a/b{number}") for number in range(3)]
@@ -204,6 +216,63 @@ run.save(1, state)
 
     assert (1, [1]) == (code, _steps(url))
     assert "InvalidRequestError: save of a/b@2: expected a save before the" in said
+
+
+def test_transfers_in_a_thread_that_outlives_the_main_one_end(url: str) -> None:
+    script = """
+client = store.connect(url)
+run = client.run("a/b")
+run.save(1, state).result()
+other = store.connect(f"{url}-other")
+def work():
+    time.sleep(0.5)
+    run.copy_to(other.run("c/copied"))
+    run.export(1, f"safetensors:{url}-exported")
+    other.run("c/imported").import_from(f"safetensors:{url}-exported")
+threading.Thread(target=work).start()
+"""
+    assert (0, "", "") == _end(script, url, dev=True)
+    assert [1] == _steps(f"{url}-other", "c/copied")
+    assert 1 == len(_steps(f"{url}-other", "c/imported"))
+
+
+@pytest.mark.parametrize("how", ["last line", "thread that outlives the main one"])
+def test_saves_to_a_server_are_done_at_the_exit(
+    start_server: Callable[..., ServerProcess], how: str
+) -> None:
+    server = start_server()
+    root = server.root.as_uri()
+    for number, connect in enumerate(("(url)", f"(url, direct={root!r})")):
+        script = ENDS[how].replace("connect(url)", f"connect{connect}")
+        script = script.replace("a/b", f"a/b{number}")
+        assert (0, "", "") == _end(script, server.address)
+        assert _EXPECTED.get(how, [1]) == _steps(server.address, f"a/b{number}")
+
+
+def test_a_joint_save_is_done_at_the_exit_of_its_processes(url: str) -> None:
+    script = """
+import jax
+address, index = sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(address, num_processes=2, process_id=index)
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((2,), ("x",))
+sharding = NamedSharding(mesh, PartitionSpec("x"))
+x = jax.make_array_from_callback((1 << 20,), sharding, lambda at: np.ones(1 << 19))
+store.connect(url).run("a/b").save(1, {"x": x})
+"""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{1}".format(*free.getsockname())
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
+    job = [
+        subprocess.Popen([*_command(script, url), address, str(index)], env=environment)
+        for index in range(2)
+    ]
+    assert [0, 0] == [process.wait(120) for process in job]
+    assert [1] == _steps(url)
 
 
 def test_the_first_rows_of_the_readme_for_users_of_orbax_are_a_script(

@@ -19,7 +19,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Final
@@ -28,9 +28,6 @@ from storesvc_client.errors import InvalidRequestError
 
 _NOTICE_SECONDS: Final = 3.0
 """Time after which the exit says what it waits for."""
-
-_SHOWN: Final = 3
-"""Maximum number of saves that it names."""
 
 _running: dict[Future[Any], str] = {}
 """Saves that are running, or failed without a caller that asked; with their names."""
@@ -149,16 +146,12 @@ def _await_running() -> None:
     running = {future: name for future, name in _running.items() if not future.done()}
     try:
         if late := wait(running, _NOTICE_SECONDS).not_done:
-            _say(f"the exit waits for {_names(running, late)}; Ctrl-C abandons it")
+            names = [running[future] for future in running if future in late]
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            _say(f"the exit waits for {names[0]}{more}; Ctrl-C abandons it")
             wait(late)
     except KeyboardInterrupt:
         _report()
-
-
-def _names(running: "Mapping[Future[Any], str]", late: "set[Future[Any]]") -> str:
-    names = [name for future, name in running.items() if future in late]
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _say(text: str) -> None:

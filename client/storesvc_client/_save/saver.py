@@ -13,12 +13,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, assert_never
 
 from storesvc.format.names import CheckpointName, RunName, Which
+from storesvc.storage.threads import Threads
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.process_exit import check_not_over
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.handle import PendingSave
-from storesvc_client._save.save_threads import SaveThreads
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from storesvc_client._save.writer import Writer
     from storesvc_client._values.item_values import PlannedItem
 
+_MAX_WAITING: Final = 32
+"""Joint saves that wait for other processes at a time."""
+
 _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
 that one is unavailable."""
@@ -71,7 +74,10 @@ class RunSaver:
         self._connection = session.connection
         self._stub = RunStub(session.connection, name)
         self._lock = Lock()
-        self._threads = SaveThreads(name.run)
+        # Each for one save after another; joint saves wait for the other processes.
+        self._copying = Threads(1, f"storesvc-copy-{name.run}")
+        self._writing = Threads(1, f"storesvc-save-{name.run}")
+        self._awaiting = Threads(_MAX_WAITING, "storesvc-await")
         self._under_way: deque[PendingSave] = deque()
         """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
@@ -194,7 +200,7 @@ class RunSaver:
                     self._end_first()
             finally:
                 if not self._under_way:
-                    self._threads.shutdown()
+                    self._end_threads()
 
     def forget(self) -> list[str]:
         """Marks the unfinished saves as observed, because their connection is closing.
@@ -206,6 +212,11 @@ class RunSaver:
         for save in forgotten:
             save.ignore_error()
         return [save.name for save in forgotten]
+
+    def _end_threads(self) -> None:
+        """Waits for the threads, as a failed save may still be ending."""
+        for threads in (self._awaiting, self._writing, self._copying):
+            threads.shutdown()
 
     def _end_first(self) -> None:
         first = self._under_way[0]
@@ -268,7 +279,7 @@ class RunSaver:
                             raise _StalledError(save.step, trouble)
                 self._end_done()
                 if not self._under_way:
-                    self._threads.shutdown()
+                    self._end_threads()
             case "queue":
                 pass
             case _:
@@ -321,11 +332,11 @@ class RunSaver:
             source, whole.slabs, slab_queue, known, meter, is_lent=is_lent
         )
         if writer.writer_count > 1:  # computed before the caller may change the tree
-            writer.leaf_digests = self._threads.copy(source.leaf_digests)
+            writer.leaf_digests = self._copying.submit(source.leaf_digests)
         save = self._submit(upload, writer, plan, known_base, meter)
         # Snapshots run one after another: two that share the staging memory could
         # each wait for memory that only the other's writes would free.
-        copying = self._threads.copy(snapshot.take)
+        copying = self._copying.submit(snapshot.take)
         if copies is None:
             try:
                 copying.result()
@@ -351,12 +362,12 @@ class RunSaver:
         try:
             if writer.writer_count == 1:
                 commit = partial(self._commit, write, upload, plan, meter, measured)
-                return PendingSave(name, step, self._threads.write(commit))
-            written = self._threads.write(write)
+                return PendingSave(name, step, self._writing.submit(commit))
+            written = self._writing.submit(write)
             commit = partial(
                 self._commit, written.result, upload, plan, meter, measured
             )
-            return PendingSave(name, step, self._threads.wait(commit), written)
+            return PendingSave(name, step, self._awaiting.submit(commit), written)
         except BaseException as e:  # the interpreter ends, and starts no thread
             telemetry.save_failed(e, measured())
             raise

@@ -627,7 +627,7 @@ def restore_state(
     check_run(run, Run | ForeignRun)
     if model is None and state_class is not None:
         raise InvalidRequestError(
-            f"restore of {run.name}: expected model= with a class of states, got None; "
+            f"restore of {run.name}: expected model= with state_class=, got None; "
             "give the class of the model, a factory, or a module"
         )
     if state_class is None and model is not None:

@@ -411,3 +411,47 @@ def test_values_have_short_texts(run: store.Run) -> None:
     assert "<Damage missing: a is missing>" == repr(damage)
     assert "<RetentionDecision step 1 deleted>" == repr(decision)
     hold.close()
+
+
+def test_metrics_and_tags_are_columns_with_losses_first(run: store.Run) -> None:
+    run.save(1, TREE, metrics={"accuracy": 0.5, "train/loss": 2.5}).result()
+    run.save(2, TREE, metrics={"train/loss": 2.25}).result()
+    run.tags.set("best", 2)
+    run.update(1, pinned=True)
+
+    header, newest, oldest = rows(run)
+
+    assert ["TAGS", "train/loss", "accuracy", "LABELS", "STATE"] == header[4:]
+    assert ["best", "2.25", "-", "-", ""] == newest[4:]
+    assert ["", "2.5", "0.5", "-", "pinned"] == oldest[4:]
+    assert header[:4] + header[5:] == rows(run.checkpoints())[0]
+
+
+def test_a_trace_shows_its_processes(run: store.Run) -> None:
+    run.save(1, TREE).result()
+
+    header, row = rows(run.trace(1))
+
+    assert ["PROCESS", "HOST", "SECONDS", "SENT", "LONGEST PHASE"] == header
+    assert "0" == row[0]
+    assert row[4].endswith(" s")
+
+
+def test_statistics_of_a_leaf_show_their_numbers(run: store.Run) -> None:
+    run.save(1, {"w": np.arange(4.0)}).result()
+
+    found = dict(rows(run.open(1).statistics("w")))
+
+    assert ("0", "3", "1.5", "1") == (
+        found["minimum"],
+        found["maximum"],
+        found["mean"],
+        found["zero"],
+    )
+
+
+def test_a_diff_is_in_the_order_of_numbers(run: store.Run) -> None:
+    run.save(1, [np.zeros(1)] * 12).result()
+    run.save(2, [np.ones(1)] * 12).result()
+
+    assert [str(n) for n in range(12)] == [row[0] for row in rows(run.diff(1, 2))[1:]]

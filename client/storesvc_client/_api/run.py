@@ -44,7 +44,7 @@ from storesvc_client._values.plots import Plot, plot_of
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
-from storesvc_client._values.values import Checkpoint, Event, RunInfo
+from storesvc_client._values.values import Checkpoint, Event, RunInfo, Tag
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ class Run(RunTransfers, RunCheckpoints):
     def _repr_html_(self) -> str:
         from storesvc_client._values.notebook import RUN_ROWS, run_html
 
-        newest, problem = list[Checkpoint](), ""
+        newest, tags, problem = list[Checkpoint](), list[Tag](), ""
         try:
             newest = [*islice(self.checkpoints(), RUN_ROWS + 1)]
+            tags = [*self.tags.list()]
         except StoreError as e:  # a display must not fail
             problem = str(e)
-        return run_html(self.name, self._session.connection.address, newest, problem)
+        address = self._session.connection.address
+        return run_html(self.name, address, newest, tags, problem)
 
     def save(
         self,

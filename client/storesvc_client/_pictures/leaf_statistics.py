@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from storesvc_client._values.texts import count_text, size_text
+from storesvc_client._values.html import Column, heading, note, table
+from storesvc_client._values.texts import (
+    count_text,
+    dtype_text,
+    number_text,
+    shape_text,
+    size_text,
+)
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 
@@ -64,6 +71,21 @@ class LeafStatistics:
 
     def __repr__(self) -> str:
         return f"<LeafStatistics of {self.leaf.key}, {self.sample}>"
+
+    def _repr_html_(self) -> str:
+        values = {
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "mean": self.mean,
+            "standard deviation": self.std,
+            "NaN": self.nan_count,
+            "infinite": self.inf_count,
+            "zero": self.zero_count,
+        }
+        rows = [(name, number_text(value)) for name, value in values.items()]
+        title = f"{self.leaf.key}: {dtype_text(self.leaf)}{shape_text(self.leaf)}"
+        columns = (Column(""), Column("", right=True))
+        return heading(title) + note(self.sample) + table(columns, rows)
 
     @property
     def is_sample(self) -> bool:

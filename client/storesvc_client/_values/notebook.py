@@ -4,7 +4,7 @@ Each function returns the ``_repr_html_`` of a value. Tables have at most ``MAX_
 rows, and a line that counts the others.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
@@ -20,13 +20,16 @@ from storesvc_client._values.findings import (
 )
 from storesvc_client._values.html import Column, heading, note, table
 from storesvc_client._values.leaf_tree import draw, grow
-from storesvc_client._values.reports import RestoreReport, SaveReport
+from storesvc_client._values.natural_order import natural_key
+from storesvc_client._values.reports import RestoreReport, SaveReport, SaveTrace
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
     dtype_text,
     item_text,
     key_text,
+    number_text,
+    order_metrics,
     pairs_text,
     plural,
     shape_text,
@@ -72,13 +75,20 @@ def list_html(values: Sequence[object], *, noun: str = "row", ending: str = "") 
     below = note(ending) if ending else ""
     if not values:
         return note(f"no {plural(noun)}") + below
-    layout = _LAYOUTS[type(values[0])]
+    if isinstance(values[0], Checkpoint):
+        layout = _lay_out_checkpoints(values, {})
+    else:
+        layout = _LAYOUTS[type(values[0])]
     caption = count_text(len(values), layout.noun)
     return _table(layout, values, caption=caption) + below
 
 
 def run_html(
-    name: str, address: str, newest: Sequence[Checkpoint], problem: str
+    name: str,
+    address: str,
+    newest: Sequence[Checkpoint],
+    tags: Iterable[Tag],
+    problem: str,
 ) -> str:
     """Returns the table of the newest checkpoints of a run.
 
@@ -86,6 +96,7 @@ def run_html(
         name: Name of the run.
         address: The store.
         newest: Its newest checkpoints, one more than are shown if there are more.
+        tags: Its tags.
         problem: Reason why they are not known; "" if they are.
     """
     parts = [heading(f"{name} in {address}")]
@@ -94,7 +105,10 @@ def run_html(
     elif not newest:
         parts.append(note("no checkpoints"))
     else:
-        layout = _LAYOUTS[Checkpoint]
+        names = defaultdict[str, list[str]](list)
+        for tag in tags:
+            names[tag.uid].append(tag.name)
+        layout = _lay_out_checkpoints(newest, names)
         shown = newest[:RUN_ROWS]
         more = "older ones: run.checkpoints()" if len(newest) > RUN_ROWS else ""
         parts.append(table(layout.columns, map(layout.row, shown), omitted=more))
@@ -159,7 +173,8 @@ def diff_html(found: Diff) -> str:
         note(", ".join(counts)),
     ]
     if found.differences:
-        parts.append(_table(_LAYOUTS[LeafDifference], found.differences))
+        ordered = sorted(found.differences, key=lambda one: natural_key(one.key))
+        parts.append(_table(_LAYOUTS[LeafDifference], ordered))
     if found.items:
         parts.append(note(f"items: {', '.join(_counts(found.items))}"))
         parts.append(_table(_LAYOUTS[ItemDifference], found.items))
@@ -183,6 +198,34 @@ def verification_html(found: Verification) -> str:
         parts.append(note(read))
         parts.append(_table(_LAYOUTS[Damage], found.damages, caption="damage"))
     return "".join(parts)
+
+
+def trace_html(found: SaveTrace) -> str:
+    """Returns the processes of a save, with the phase that took each the longest."""
+    columns = (
+        *(Column("PROCESS", right=True), Column("HOST"), Column("SECONDS", right=True)),
+        *(Column("SENT", right=True), Column("LONGEST PHASE")),
+    )
+    rows = []
+    for one in found.writers:
+        longest = max(one.timeline, key=lambda span: span.busy_seconds, default=None)
+        rows.append(
+            (
+                str(one.writer),
+                one.owner,
+                _seconds(one.seconds),
+                size_text(one.sent_bytes),
+                f"{longest.name}, {_seconds(longest.busy_seconds)} s"
+                if longest
+                else "",
+            )
+        )
+    took = (found.commit_time - found.create_time).total_seconds()
+    return (
+        heading(f"save of {found.run}@{found.step}")
+        + note(f"from the begin of the upload to the commit: {_seconds(took)} s")
+        + table(columns, rows)
+    )
 
 
 def save_report_html(report: SaveReport) -> str:
@@ -265,17 +308,35 @@ def _array(dtype: str | None, shape: Iterable[int] | None) -> str:
     return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
 
 
-def _checkpoint_row(one: Checkpoint) -> tuple[str, ...]:
-    states = {"pinned": one.pinned, "deleted": one.delete_time is not None}
-    return (
-        str(one.step),
-        time_text(one.commit_time),
-        size_text(one.size_bytes),
-        f"{one.leaf_count:,}",
-        pairs_text(one.metrics),
-        pairs_text(one.labels),
-        ", ".join(name for name, applies in states.items() if applies),
+def _lay_out_checkpoints(
+    found: Sequence[Any], tags: Mapping[str, Sequence[str]]
+) -> _Layout:
+    """Returns the table of checkpoints; each metric is a column, losses first."""
+    metrics = order_metrics(
+        name for one in islice(found, MAX_ROWS) for name in one.metrics
     )
+
+    def row(one: Checkpoint) -> tuple[str, ...]:
+        states = {"pinned": one.pinned, "deleted": one.delete_time is not None}
+        texts = {name: number_text(value) for name, value in one.metrics.items()}
+        return (
+            str(one.step),
+            time_text(one.commit_time),
+            size_text(one.size_bytes),
+            f"{one.leaf_count:,}",
+            *([" ".join(tags.get(one.uid, ()))] if tags else []),
+            *(texts.get(name, ABSENT) for name in metrics),
+            pairs_text(one.labels),
+            ", ".join(name for name, applies in states.items() if applies),
+        )
+
+    columns = (
+        *(_STEP, Column("COMMITTED"), _SIZE, Column("LEAVES", right=True)),
+        *([Column("TAGS")] if tags else []),
+        *(Column(name, right=True) for name in metrics),
+        *(Column("LABELS"), Column("STATE")),
+    )
+    return _Layout("checkpoint", columns, row)
 
 
 def _run_row(one: RunInfo) -> tuple[str, ...]:
@@ -333,14 +394,6 @@ _STEP: Final = Column("STEP", right=True)
 _SIZE: Final = Column("SIZE", right=True)
 
 _LAYOUTS: Final[Mapping[type, _Layout]] = {
-    Checkpoint: _Layout(
-        "checkpoint",
-        (
-            *(_STEP, Column("COMMITTED"), _SIZE, Column("LEAVES", right=True)),
-            *(Column("METRICS"), Column("LABELS"), Column("")),
-        ),
-        _checkpoint_row,
-    ),
     RunInfo: _Layout(
         "run",
         (
@@ -380,7 +433,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
     ),
     RetentionDecision: _Layout(
         "checkpoint",
-        (_STEP, Column(""), Column("REASONS"), Column("OWN BYTES", right=True)),
+        (_STEP, Column("KEPT"), Column("REASONS"), Column("OWN BYTES", right=True)),
         _decision_row,
     ),
     LeafInfo: _Layout(

@@ -108,6 +108,11 @@ class SaveTrace:
 
         return trace_text(self)
 
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import trace_html
+
+        return trace_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import storesvc_client as store
 from tests.support.command_line import document, printed, refusal, storectl, table
@@ -93,6 +93,25 @@ def test_diff_compares_the_elements_of_checkpoints_of_any_project(
     assert ["step", "content", "int64[]", "same", "1 of 1"] == table(text)[1]
     text = printed(root, "diff", f"{run}@5", "prod/import@5")
     assert "no leaf differs; 3 leaves the same; items: 1 added, 1 removed" in text
+    other = f"file://{root}//prod/import@5"
+    assert text == printed(NOWHERE, "diff", f"{run}@5", other)
+    result = storectl(NOWHERE, "diff", other, other[:-2])
+    assert "expected a checkpoint" in result.stderr
+    assert 2 == result.exit_code
+
+
+def test_diff_compares_the_elements_of_checkpoints_of_two_stores(
+    tmp_path: Path,
+) -> None:
+    for name, value in ("old", 1.0), ("new", 2.0):
+        with store.connect(f"file://{tmp_path}/{name}") as client:
+            tree = {"same": np.ones(2), "w": np.full(2, value)}
+            client.run("a/b").save(1, tree).result()
+    old, new = (f"file://{tmp_path}/{name}//a/b@1" for name in ("old", "new"))
+    assert "1 content; 1 leaf the same" in printed(NOWHERE, "diff", old, new)
+    assert "1 content; 1 leaf the same" in printed(
+        f"{tmp_path}/old", "diff", "a/b@1", new
+    )
 
 
 def test_what_is_absent_is_an_error_of_one_line(run: str) -> None:
@@ -230,3 +249,19 @@ def test_an_import_of_one_step_creates_a_store_and_ls_shows_no_labels_of_it(
         [row[0], row[-1]] for row in table(printed(root, "ls", "prod/import"))[1:]
     ]
     assert "import.digest" in document(root, "ls", "prod/import")[0]["labels"]
+
+
+def test_names_of_other_projects_are_escaped_and_lead_nowhere(tmp_path: Path) -> None:
+    names = "..\\..\\evil", "\u202egnp.exe"
+    save_file({name: np.ones(2) for name in names}, tmp_path / "model.safetensors")
+    url = f"safetensors:{tmp_path}@0"
+    text = printed(NOWHERE, "tree", url, "--keep-names", "--json")
+    assert "\u202e" not in text
+    assert r"\u202egnp.exe" in text
+    assert json.dumps(json.loads(text), indent=2) == text.rstrip()
+    out = str(tmp_path / "x.npz")
+    refused = refusal(NOWHERE, "get", f"{url}:**", "-o", out, "--keep-names")
+    assert "evil: expected a name for a member of a zip file" in refused
+    out = str(tmp_path / "x.safetensors")
+    printed(NOWHERE, "get", f"{url}:**", "-o", out, "--keep-names")
+    assert set(names) == set(load_file(out))

@@ -63,3 +63,23 @@ def test_a_mount_yields_what_is_whole_and_passes_the_errors_on(folder: Path) -> 
     assert ([300, 1], [store.DataLossError]) == (found, [*map(type, errors)])
     with pytest.raises(store.DataLossError, match=r"got notes\.txt"):
         list(run.checkpoints())
+
+
+def test_a_step_that_lost_all_its_metadata_is_no_run_without_steps(
+    tmp_path: Path,
+) -> None:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as saver:
+        state = ocp.args.StandardSave({"w": np.arange(6.0)})
+        metadata = ocp.args.JsonSave({"a": 1})
+        composite = ocp.args.Composite(state=state, metadata=metadata)
+        saver.save(tmp_path / "step", composite)
+    for path in "_CHECKPOINT_METADATA", "state/_METADATA", "commit_success.txt":
+        (tmp_path / "step" / path).unlink(missing_ok=True)
+    with pytest.raises(store.NotFoundError, match="expected checkpoints of Orbax"):
+        store.open_foreign(f"orbax:{tmp_path / 'step'}")
+
+
+def test_a_manager_that_saved_no_step_yet_has_none(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run", metadata={"a": 1}):
+        pass
+    assert [] == list(store.open_foreign(f"orbax:{tmp_path / 'run'}").steps())

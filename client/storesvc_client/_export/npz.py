@@ -5,6 +5,7 @@ format holds the dtypes of NumPy itself: a leaf of bfloat16 is rejected unless i
 cast, because ``numpy.load`` would return raw bytes.
 """
 
+import re
 import zipfile
 from collections.abc import Sequence
 from io import BytesIO
@@ -66,11 +67,16 @@ def write_npz(call: ExportCall) -> Written:
     return Written(files=(name,), size_bytes=meter.total_bytes, renamed_count=renamed)
 
 
+def is_member_name(name: str) -> bool:
+    """Returns whether a zip file can have a member of a name that no program which
+    unpacks the file takes for a path out of its folder."""
+    parts = re.split(r"[/\\]", name)
+    return {"", ".", ".."}.isdisjoint(parts) and not re.match(r"[A-Za-z]:|.*\0", name)
+
+
 def _check_member(source: Source, tensor: Tensor) -> None:
-    """Rejects a name that a program which unpacks the file could take for a path out of
-    its folder, or that a member cannot have."""
-    parts = tensor.name.split("/")
-    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in tensor.name:
+    """Rejects a name that no member has."""
+    if not is_member_name(tensor.name):
         raise PreconditionError(
             f"{source.describe(tensor.row)}: expected a name for a member of a zip "
             f"file, got {tensor.name!r}; rename it with rename="

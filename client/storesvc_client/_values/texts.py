@@ -4,6 +4,7 @@ The command line and notebooks show the same texts. Times are in the time zone o
 machine.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from shlex import quote
@@ -85,6 +86,22 @@ def printable(text: str) -> str:
         return text
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """Returns JSON in Unicode, with unprintable characters escaped, such as those that
+    reverse the direction of a line.
+
+    >>> json_text("caf\xe9 \u202e")
+    '"caf\xe9 \\\\u202e"'
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1]
         for char in text
     )
 

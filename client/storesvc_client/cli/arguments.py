@@ -25,6 +25,7 @@ from storesvc_client.cli.paths import (
     parse_path,
     parse_target,
 )
+from storesvc_client.cli.places import Place, StorePart, parse_place
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -59,6 +60,22 @@ def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
 def readable_whole(text: str) -> CheckpointPath:
     """Returns the path of a checkpoint as a whole, of any project."""
     return _whole(text, _parsed(text))
+
+
+def run_place(text: str) -> Place:
+    """Returns a run or a checkpoint, and its store."""
+    try:
+        return parse_place(text)
+    except InvalidNameError as e:
+        raise click.BadParameter(str(e)) from e
+
+
+def readable_place(text: str) -> tuple[StorePart, CheckpointPath]:
+    """Returns the store of a checkpoint, and its path as a whole, of any project."""
+    if is_foreign(text):
+        return None, readable_whole(text)
+    place = run_place(text)
+    return place.store, _whole(text, place.path)
 
 
 def readable_leaves(text: str) -> LeafPath:

@@ -92,7 +92,7 @@ def _check_arrays(leaves: "Sequence[LeafInfo]") -> None:
             )
 
 
-def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
+def _check_numpy(leaves: "Sequence[LeafInfo]") -> None:
     _check_arrays(leaves)
     for leaf in leaves:
         if not is_of_numpy(leaf):
@@ -103,13 +103,25 @@ def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
             )
 
 
+def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
+    from storesvc_client._export.npz import is_member_name
+
+    _check_numpy(leaves)
+    for leaf in leaves:
+        if leaf.key and not is_member_name(leaf.key):
+            raise Refusal(
+                f"leaf {printable(leaf.key)}: expected a name for a member of a zip "
+                "file; a .safetensors file holds it"
+            )
+
+
 def _check_npy(leaves: "Sequence[LeafInfo]") -> None:
     if len(leaves) != 1:
         raise Refusal(
             f"a .npy file holds one array, and {count_text(len(leaves), 'leaf')} "
             "match; .npz and .safetensors files hold several"
         )
-    _check_npz(leaves)
+    _check_numpy(leaves)
 
 
 def _check_safetensors(leaves: "Sequence[LeafInfo]") -> None:

@@ -20,6 +20,7 @@ from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
 from storesvc_client.cli.native_log import native_log_hidden
 from storesvc_client.cli.paths import is_foreign
+from storesvc_client.cli.places import ContextName, StorePart, StoreTarget
 
 if TYPE_CHECKING:
     from storesvc_client import Client
@@ -83,6 +84,20 @@ class Connection:
             timeout=self.timeout,
             context=name,
         )
+
+    def to_part(self, store: StorePart) -> "Connection":
+        """Returns the connection to the store of a place; certificates of the command
+        are for servers only."""
+        match store:
+            case None:
+                return self
+            case ContextName(name):
+                return self.to_context(name)
+            case StoreTarget(target):
+                found = self.to_store(target)
+                if "://" not in target:
+                    return found
+                return replace(found, ca=None, cert=None, key=None, insecure=False)
 
     def resolved(self) -> "Connection":
         """Returns the connection with the values of its context, if one applies.

@@ -1,10 +1,11 @@
 """Reports errors on stderr: one sentence, or one line of JSON."""
 
-import json
 from collections.abc import Mapping
 from typing import IO, Any
 
 import click
+
+from storesvc_client._values.texts import json_text
 
 
 class Refusal(click.ClickException):
@@ -39,4 +40,4 @@ def json_line(error: Exception) -> str:
         "message": str(text),
         "metadata": dict(metadata),
     }
-    return json.dumps({"error": document}, ensure_ascii=False)
+    return json_text({"error": document})

@@ -7,7 +7,6 @@ characters in text from a store are escaped, so that no label can control a term
 JSON is that of `storesvc_client/_values/json_values.py`.
 """
 
-import json
 import os
 import sys
 import unicodedata
@@ -22,6 +21,7 @@ import click
 from storesvc_client._values.json_values import json_value
 from storesvc_client._values.texts import (
     ABSENT,
+    json_text,
     number_text,
     order_metrics,
     plural,
@@ -141,7 +141,7 @@ def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -
 
 def print_json(value: object) -> None:
     """Prints one JSON document."""
-    click.echo(json.dumps(json_value(value), indent=2, ensure_ascii=False))
+    click.echo(json_text(json_value(value), indent=2))
 
 
 def print_note(text: str) -> None:

@@ -147,13 +147,22 @@ class OrbaxRoot:
                 found.setdefault(step, []).append(name.rstrip("/"))
         if not found and self._has_tree(names):
             return {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
-        if not found and not any(name.startswith("metadata/") for name in names):
+        if not found and not self._is_begun(names):
             raise NotFoundError(
                 f"{self.url}: expected checkpoints of Orbax, folders such as 100/ or a "
                 f"file {STEP_METADATA}, got {names_text(names)}; check the location "
                 "and the format"
             )
         return found
+
+    def _is_begun(self, names: Sequence[str]) -> bool:
+        """Returns whether a manager has begun there, without a step so far; an item
+        "metadata" of a step that lost its own metadata has the name of a folder of
+        older managers."""
+        below = self._location.names("metadata") if "metadata/" in names else ()
+        return "_ROOT_METADATA" in below or (
+            "metadata" in below and folders_of(names) == ["metadata"]
+        )
 
     def _has_tree(self, names: Sequence[str]) -> bool:
         """Returns whether a folder without metadata is a step: one of its folders is a

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
-from storesvc.format.names import InvalidNameError
-from storesvc_client.cli.arguments import json_option
+from storesvc_client.cli.arguments import json_option, run_place
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.paths import CheckpointPath, RunPath
-from storesvc_client.cli.places import ContextName, Place, StoreTarget, parse_place
+from storesvc_client.cli.places import Place
 from storesvc_client.cli.transfers import show_transfers, step_list
 
 if TYPE_CHECKING:
@@ -20,23 +18,16 @@ if TYPE_CHECKING:
     from storesvc_client._values.transfers import Transfer
 
 
-def _place(text: str) -> Place:
-    try:
-        return parse_place(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
-
-
 @click.command()
 @click.argument(
     "source",
-    type=_place,
+    type=run_place,
     metavar="SRC",
     shell_complete=complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
 )
 @click.argument(
     "target",
-    type=_place,
+    type=run_place,
     metavar="DST",
     shell_complete=complete_path(Part.RUN, Part.RUN, contexts=True),
 )
@@ -85,7 +76,7 @@ def cp(
     if no_tags and move_tags:
         raise click.UsageError("expected one of --no-tags and --move-tags")
     with ExitStack() as clients:
-        reached = [_connection(connection, place) for place in (source, target)]
+        reached = [connection.to_part(place.store) for place in (source, target)]
         reading = clients.enter_context(reached[0].open())
         writing = reading
         if reached[0] != reached[1]:
@@ -101,21 +92,6 @@ def cp(
             retention=retention,
         )
         show_transfers(transfers, into=into, as_json=as_json)
-
-
-def _connection(connection: Connection, place: Place) -> Connection:
-    """Returns the connection to the store of a place; certificates of the command are
-    for servers only."""
-    match place.store:
-        case None:
-            return connection
-        case ContextName(name):
-            return connection.to_context(name)
-        case StoreTarget(target):
-            found = connection.to_store(target)
-            if "://" not in target:
-                return found
-            return replace(found, ca=None, cert=None, key=None, insecure=False)
 
 
 def _copied(

@@ -1,7 +1,7 @@
 """``storectl diff``: compares two checkpoints."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -10,13 +10,14 @@ from storesvc_client._values.texts import ABSENT, count_text, sizes_text, value_
 from storesvc_client.cli.arguments import (
     foreign_options,
     json_option,
-    readable_whole,
+    readable_place,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.output import SAME, Column, Shrink, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath, is_foreign
+from storesvc_client.cli.places import StorePart
 
 if TYPE_CHECKING:
     from storesvc_client import Diff, ItemDifference, LeafDifference
@@ -41,15 +42,15 @@ _ITEM_COLUMNS: Final = (
 @click.command()
 @click.argument(
     "before",
-    type=readable_whole,
+    type=readable_place,
     metavar="BEFORE",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
 )
 @click.argument(
     "after",
-    type=readable_whole,
+    type=readable_place,
     metavar="AFTER",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
 )
 @foreign_options
 @json_option
@@ -57,15 +58,16 @@ _ITEM_COLUMNS: Final = (
 def diff(
     connection: Connection,
     *,
-    before: CheckpointPath,
-    after: CheckpointPath,
+    before: tuple[StorePart, CheckpointPath],
+    after: tuple[StorePart, CheckpointPath],
     options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints, leaf by leaf and item by item.
 
-    Reads no data: contents are compared by their digests. Checkpoints of other projects
-    have none: with one of them, all elements are read and compared. WHAT is "added",
+    Each may be in another store: CONTEXT:PATH, or STORE//PATH. Reads no data: contents
+    are compared by their digests. Of two stores, and with a checkpoint of another
+    project, which has none, all elements are read and compared. WHAT is "added",
     "removed", "shape", "dtype" or "content"; "unknown" if a leaf was saved in other
     chunks, whose digests cannot be compared; for an item also "kind", as from text to
     JSON. CHUNKS counts the chunks of the leaf; for content, the chunks that differ.
@@ -75,14 +77,18 @@ def diff(
       storectl diff prod/llama-8b@500 prod/llama-8b@latest
       storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
       storectl diff orbax:gs://bucket/run@500 prod/llama-8b@500
+      storectl diff prod/llama-8b@500 gs://bucket/archive//prod/llama-8b@500
     """
-    options.check(before, after)
-    if is_foreign(before.run) or is_foreign(after.run):
-        found: Diff | Comparison = _compared(connection, before, after, options)
+    paths = before[1], after[1]
+    options.check(*paths)
+    reached = [connection.to_part(store) for store, _ in (before, after)]
+    if reached[0] != reached[1] or any(is_foreign(path.run) for path in paths):
+        found: Diff | Comparison = _compared(reached, paths, options)
     else:
-        with connection.open() as client:
-            run, of = client.run(before.run), client.run(after.run)
-            found = run.diff(before.which, after.which, of=of)
+        base, path = paths
+        with reached[0].open() as client:
+            run, of = client.run(base.run), client.run(path.run)
+            found = run.diff(base.which, path.which, of=of)
     if as_json:
         print_json(found)
         return
@@ -94,17 +100,17 @@ def diff(
 
 
 def _compared(
-    connection: Connection,
-    before: CheckpointPath,
-    after: CheckpointPath,
+    reached: Sequence[Connection],
+    paths: Sequence[CheckpointPath],
     options: ForeignOptions,
 ) -> "Comparison":
     """Compares elements, as checkpoints of other projects have no digests."""
     from storesvc_client._foreign.comparison import compare
 
+    (to, other), (before, after) = reached, paths
     with (
-        connection.open_for(before, options.of(before)) as old,
-        connection.open_for(after, options.of(after)) as new,
+        to.open_for(before, options.of(before)) as old,
+        other.open_for(after, options.of(after)) as new,
     ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))

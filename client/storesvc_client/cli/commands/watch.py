@@ -1,13 +1,12 @@
 """``storectl watch``: prints events of checkpoints as they happen."""
 
-import json
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._values.texts import pairs_text, printable, size_text
+from storesvc_client._values.texts import json_text, pairs_text, printable, size_text
 from storesvc_client.cli.arguments import WholeNumber, parent_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
@@ -107,4 +106,4 @@ def _line(event: "Event") -> str:
 
 
 def _json_line(event: "Event") -> str:
-    return json.dumps(json_value(event), ensure_ascii=False)
+    return json_text(json_value(event))

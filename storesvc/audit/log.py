@@ -27,6 +27,7 @@ from storesvc.format.audit_chain import (
     digest_of,
     line_of,
 )
+from storesvc.storage.directories import sync_directory
 from storesvc.telemetry.events import AuditFailed, publish
 
 _TAIL_BYTES: Final = 64 << 10
@@ -215,6 +216,8 @@ class AuditLog:
             if self._file >= 0:
                 os.close(self._file)
             self._file = opened
+        # A new file is durable only with its name: entries in it could vanish, whole.
+        sync_directory(self._path.parent)
         size = os.fstat(opened).st_size
         tail = os.pread(opened, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         is_torn = bool(tail) and not tail.endswith(b"\n")

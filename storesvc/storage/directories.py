@@ -93,7 +93,7 @@ class Directories:
             self.sync(directory)
         else:
             self._root.mkdir(parents=True, exist_ok=True)
-            _sync(self._root.parent)
+            sync_directory(self._root.parent)
         with self._lock:
             self._synced[directory] = True
 
@@ -117,7 +117,8 @@ def clear_interrupted_write(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -17,20 +17,18 @@ from tests.support.server_process import ServerProcess
 WRITES: Final = "create,mkdir,write,truncate"
 """Kinds of calls that allocate space."""
 
-_SOURCE: Final = Path(__file__).with_name("syscalls.c")
-
 
 class WatchedServer(ServerProcess):
     """A server of a root that preloads ``syscalls.c``."""
 
-    def __init__(self, root: Path, directory: Path) -> None:
-        super().__init__(root, directory, "--log-level", "error")
+    def __init__(self, root: Path, directory: Path, *arguments: str) -> None:
+        super().__init__(root, directory, "--log-level", "error", *arguments)
         self._control = directory / "control"
         self._serial = count()
         self.calls_log = directory / "calls"
         """Log with a line for each call that changed a file."""
         self.environment = {
-            "LD_PRELOAD": str(_library()),
+            "LD_PRELOAD": str(compiled("syscalls.c")),
             # with its parent directory, which has the name of a new root
             "SOAK_ROOT": str(root.parent),
             "SOAK_CONTROL": str(self._control),
@@ -63,24 +61,25 @@ class WatchedServer(ServerProcess):
 
 
 @contextmanager
-def watched(root: Path) -> Iterator[WatchedServer]:
-    """Makes a server of a root that is not started."""
+def watched(root: Path, *arguments: str) -> Iterator[WatchedServer]:
+    """Makes a server of a root that is not started, with more arguments."""
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = WatchedServer(root, Path(scratch))
+        server = WatchedServer(root, Path(scratch), *arguments)
         yield server
         if server.is_running:
             server.kill()
 
 
 @cache
-def _library() -> Path:
-    """Compiles ``syscalls.c``; returns the library."""
+def compiled(source: str) -> Path:
+    """Compiles a file of this folder; returns the library."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise CannotRunError("it takes a C compiler: install gcc")
-    library = Path(tempfile.mkdtemp(prefix="storesvc-soak-")) / "syscalls.so"
+    library = Path(tempfile.mkdtemp(prefix="storesvc-soak-")) / f"{source}.so"
+    path = Path(__file__).with_name(source)
     subprocess.run(
-        [compiler, "-O1", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"],
+        [compiler, "-O1", "-shared", "-fPIC", "-o", library, path, "-ldl"],
         check=True,
     )
     return library

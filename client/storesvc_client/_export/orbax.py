@@ -27,6 +27,7 @@ from storesvc.format.grids import whole
 from storesvc.format.items import item_of
 from storesvc.format.key_spaces import view_of_arrays
 from storesvc.format.layout import ROOT
+from storesvc.storage.directories import sync_directory
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._export.bucket_copies import copy_within_bucket
 from storesvc_client._export.claims import MARK, ClaimedStep
@@ -55,7 +56,7 @@ from storesvc_client._export.target import (
     OpenTarget,
     Target,
     lock,
-    sync_directory,
+    make_directory,
     translated,
 )
 from storesvc_client._values.item_values import decoded
@@ -319,7 +320,7 @@ def _new_directory(place: Path) -> Generator[Path]:
     with translated(str(place)):
         if place.exists():
             raise _exists(str(place))
-        part.mkdir(parents=True, exist_ok=True)
+        make_directory(part)
         descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             lock(descriptor, part, place)

@@ -22,6 +22,7 @@ from storesvc.format.chunks import ChunkLocations
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.zarr import CHECKSUM_BYTES, chunk_key
 from storesvc.storage import rooted_files
+from storesvc.storage.directories import sync_directory
 from storesvc_client._export.elements import (
     Piece,
     cast_array,
@@ -30,7 +31,7 @@ from storesvc_client._export.elements import (
 )
 from storesvc_client._export.orbax_documents import OrbaxLeaf
 from storesvc_client._export.source import Source
-from storesvc_client._export.target import NewFile, Target, sync_directory, translated
+from storesvc_client._export.target import NewFile, Target, make_directory, translated
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError
 
@@ -100,7 +101,7 @@ def link_data(
     used, ends = np.unique(places.file), places.ends
     size = 0
     with translated(f"{folder / item}"):
-        (folder / item / DATA).mkdir(parents=True, exist_ok=True)
+        make_directory(folder / item / DATA)
         for file in used.tolist():
             source_path = source.pool / places.files[file]
             link = folder / item / links.files[file]

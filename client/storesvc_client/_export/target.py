@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+from storesvc.storage.directories import sync_directory
 from storesvc.storage.location import Storage
 from storesvc_client._storage.outside import (
     OutsideFiles,
@@ -168,7 +169,7 @@ class LocalTarget:
         file = self._root / path
         part = file.with_name(f".{file.name}.part")
         with translated(str(file)):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(file.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(part, flags, 0o644)
             with open(descriptor, "wb") as opened:  # noqa: PTH123 - a descriptor
@@ -375,10 +376,9 @@ def lock(descriptor: int, part: Path, place: Path) -> None:
     )
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes the entries of a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def make_directory(directory: Path) -> None:
+    """Makes a directory and those above it, durably."""
+    new = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in reversed(new):
+        sync_directory(each.parent)

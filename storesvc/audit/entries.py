@@ -16,7 +16,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Final
 
-from storesvc.access.policy import AllRuns, Namespace, Resource
+from storesvc.access.policy import AllRuns, Namespace, Resource, SomeRun
 from storesvc.access.principals import Authentication
 from storesvc.format.audit_chain import REOPENED, STARTED, TORN
 from storesvc.format.names import RunName
@@ -119,7 +119,7 @@ def _is_about(entry: Entry, resource: Resource) -> bool:
     match resource:
         case AllRuns():
             return True
-        case Namespace(name):
+        case Namespace(name) | SomeRun(name):
             name_of_it, short = f"namespaces/{name}", f"{name}/"
         case RunName():
             name_of_it, short = resource.resource, str(resource)

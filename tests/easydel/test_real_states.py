@@ -116,7 +116,7 @@ def test_a_model_that_is_given_as_a_class_is_built_for_the_mesh_of_the_restore(
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps: expected 1e-06 as saved, got 0.001"),
         (
             {"param_dtype": jnp.float32},
-            "param_dtype: expected bfloat16 as saved, got float",
+            r"checkpoint \(64, 256\) bfloat16, .*cast='like'",
         ),
     ],
     ids=["layers", "vocabulary", "epsilon", "dtype"],

@@ -46,7 +46,7 @@ def test_a_token_is_a_text_a_file_or_a_function(served: Served, tmp_path: Path) 
         with store.connect(served.address, token=given) as client:
             found = client.identity()
             assert found.principal == "user:alice@corp.example"
-            assert found.groups == ("ml",)
+            assert found.groups == ("corp/ml",)
             assert found.authentication == "token"
             assert found.is_restricted
             assert found.expire_time is not None

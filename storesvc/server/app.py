@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from storesvc.errors import InvalidFieldError
+from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.format import layout
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import registry
@@ -27,6 +27,7 @@ from storesvc.rpc.measurement import MeasuringInterceptor
 from storesvc.rpc.read_only import ReadOnly
 from storesvc.rpc.security import OPEN, Security
 from storesvc.server.tls import Tls
+from storesvc.storage.errors import invalid_place
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 
@@ -89,6 +90,15 @@ async def open_store(root: str, *, is_read_only: bool = False) -> Store:
         FormatUnsupportedError: The store's format is not known to this code.
         StorageUnavailableError: The storage did not answer.
     """
+    try:
+        return await _open_store(root, is_read_only=is_read_only)
+    except StorageUnavailableError as e:
+        if root.startswith("file:") and (wrong := invalid_place(root, e)):
+            raise wrong from e
+        raise
+
+
+async def _open_store(root: str, *, is_read_only: bool) -> Store:
     bucket = await TensorStoreBucket.open(root)
     if is_read_only and await bucket.read(layout.STORE) is None:
         raise InvalidFieldError(

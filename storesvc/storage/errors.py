@@ -60,7 +60,6 @@ def translated(storage: Storage, path: str) -> Generator[None]:
 
     Raises:
         CorruptDataError: The stored object is damaged, or shorter than it was.
-        InvalidFieldError: No store can be at this root.
         StorageDeniedError: The storage rejects the credentials, denies the operation,
             or is read-only.
         StorageFullError: The storage is full.
@@ -110,18 +109,27 @@ def _error(storage: Storage, path: str, text: str) -> StoreError:
         return CorruptDataError(
             f"{where} is damaged or truncated ({reason}); use another checkpoint"
         )
-    if not storage.is_remote and " lock " in text and _has(text, _NO_LOCKS):
-        return InvalidFieldError(
-            f"root {storage.name}: expected a file system with locks ({reason}); mount "
-            "it with locks, or run 'storectl serve' on a machine where it is a local "
-            "disk and connect to that"
-        )
-    if not storage.is_remote and _has(text, _NO_DIRECTORY):
-        return InvalidFieldError(
-            f"root {storage.name}: expected a directory, or a path where one can be "
-            f"created ({reason}); correct the path"
-        )
     return failed(storage, path, reason)
+
+
+def invalid_place(
+    root: str, error: StorageUnavailableError
+) -> InvalidFieldError | None:
+    """Returns the error of a root where no store can be opened; None if the storage
+    may work later."""
+    text = str(error)
+    if " lock " in text and _has(text, _NO_LOCKS):
+        return InvalidFieldError(
+            f"root {root}: expected a file system with locks ({text}); mount it with "
+            "locks, or run 'storectl serve' on a machine where it is a local disk and "
+            "connect to that"
+        )
+    if _has(text, _NO_DIRECTORY):
+        return InvalidFieldError(
+            f"root {root}: expected a directory, or a path where one can be created "
+            f"({text}); correct the path"
+        )
+    return None
 
 
 def _has(text: str, parts: tuple[str, ...]) -> bool:

@@ -211,9 +211,9 @@ def test_a_policy_is_previewed_set_and_applied(tab: Watched, run: store.Run) -> 
 
     page.get_by_role("link", name="Set this policy…").click()
     expect(page.get_by_text(f"storectl retain {run.name} 'latest(1)'")).to_be_visible()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Set policy").click()
     page.get_by_role("link", name="Apply now…").click()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Apply policy").click()
 
     expect(page.get_by_role("heading", name="Deleted")).to_be_visible()
     assert [3] == run.steps()
@@ -230,7 +230,7 @@ def test_a_tag_that_another_user_has_moved_is_a_conflict(
     expect(page.get_by_text(f"storectl tag {run.name}@2 best")).to_be_visible()
     run.tags.set("best", 3)
 
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Set tag").click()
 
     expect(page.get_by_role("alert")).to_be_visible()
     assert [3] == [tag.step for tag in run.tags.list()]
@@ -239,16 +239,16 @@ def test_a_tag_that_another_user_has_moved_is_a_conflict(
 def test_a_checkpoint_is_deleted_and_undeleted(tab: Watched, run: store.Run) -> None:
     page = tab.open(f"/r/{run.name}@2")
     page.get_by_role("link", name="Delete…").click()
-    page.get_by_role("link", name="No").click()
+    page.get_by_role("link", name="Cancel").click()
     assert 2 in run.steps()
 
     page.get_by_role("link", name="Delete…").click()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Delete").click()
     expect(page.get_by_text("it can be undeleted")).to_be_visible()
     assert 2 not in run.steps()
 
     page.get_by_role("link", name="Undelete…").click()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Undelete").click()
     expect(page.get_by_role("link", name="Delete…")).to_be_visible()
     assert 2 in run.steps()
 
@@ -258,7 +258,7 @@ def test_a_label_is_set(tab: Watched, run: store.Run) -> None:
     page.get_by_role("textbox", name="Label").fill("stage")
     page.get_by_role("textbox", name="Text").fill("<b>final</b> & done")
     page.get_by_role("button", name="Set…").nth(1).click()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Set label").click()
 
     expect(page.get_by_text("<b>final</b> & done")).to_be_visible()
     assert {"stage": "<b>final</b> & done"} == run.checkpoint(2).labels
@@ -310,7 +310,7 @@ def test_the_keyboard_alone_suffices(tab: Watched, run: store.Run) -> None:
     _tab_to(page, "Pin…")
     page.keyboard.press("Enter")
     page.wait_for_url("**/change/pin*")
-    _tab_to(page, "Yes")
+    _tab_to(page, "Pin")
     page.keyboard.press("Enter")
 
     expect(page.get_by_role("link", name="Unpin…")).to_be_visible()
@@ -370,7 +370,7 @@ def test_without_javascript_everything_can_be_read_and_changed(
     page.get_by_role("link", name="layers", exact=True).click()  # closes it
     expect(page.get_by_role("link", name="attn/kernel")).to_have_count(0)
     page.get_by_role("link", name="Pin…").click()
-    page.get_by_role("button", name="Yes").click()
+    page.get_by_role("button", name="Pin").click()
 
     assert run.checkpoint(3).pinned
     context.close()

@@ -48,7 +48,7 @@ def asked(console: ServedConsole, path: str) -> tuple[str, dict[str, str], str]:
 
 
 def agreed(console: ServedConsole, path: str) -> httpx.Response:
-    """Answers a question with yes."""
+    """Makes the change that a question asks about."""
     action, fields, _ = asked(console, path)
     return console.http.post(action, data=fields)
 
@@ -156,13 +156,75 @@ def test_a_checkpoint_is_deleted_and_undeleted(
 
 
 def test_a_pinned_checkpoint_is_not_deleted(own: ServedConsole, run: store.Run) -> None:
+    action, fields, _ = asked(own, change("delete", run, step=2))
     run.update(2, pinned=True)
+    run.tags.set("best", 2)
 
-    response = agreed(own, change("delete", run, step=2))
+    question = own.get(change("delete", run, step=2))
+    response = own.http.post(action, data=fields | {"etag": ""})
 
-    assert 409 == response.status_code
+    assert (409, 409) == (question.status_code, response.status_code)
+    assert "kept by a pin and the tag best" in question.text
     assert "kept by a pin" in response.text
     assert 2 in run.steps()
+
+
+@pytest.mark.parametrize(
+    ("action", "values", "status", "words"),
+    [
+        ("tag", {"step": 1, "tag": "My Tag"}, 400, "such as &#39;My-Tag&#39;"),
+        ("tag", {"step": 1, "tag": "latest"}, 400, "expected a letter first, and not"),
+        ("tag", {"step": 9, "tag": "best"}, 404, "the nearest steps"),
+        ("untag", {"tag": "absent"}, 404, "has no tag absent"),
+        ("end-hold", {"hold": "x"}, 400, "hold &#39;x&#39;"),
+        ("label", {"step": 1, "label": "absent"}, 400, "no label &#39;absent&#39;"),
+        ("policy", {"policy": "best(1,los,min)"}, 400, "expected a metric of the"),
+    ],
+)
+def test_what_the_store_would_reject_is_not_asked(
+    own: ServedConsole,
+    run: store.Run,
+    action: str,
+    values: dict[str, object],
+    status: int,
+    words: str,
+) -> None:
+    response = own.get(change(action, run, **values))
+
+    assert status == response.status_code
+    assert words in response.text
+    assert "<form method=" not in response.text
+
+
+def test_the_move_of_a_tag_says_which_step_loses_its_protection(
+    own: ServedConsole, run: store.Run
+) -> None:
+    def effect(step: int) -> str:
+        question = own.document(change("tag", run, step=step, tag="best"))
+        return str(question["effect"])
+
+    assert effect(3).endswith("dropped by a retention policy.")
+    run.tags.set("best", 1)
+    assert effect(3).endswith("step 1 loses its protection.")
+    assert effect(1).endswith("The tag names this checkpoint now.")
+    run.update(1, pinned=True)
+    run.tags.set("prod", 1)
+    assert effect(3).endswith("step 1 stays protected by a pin and the tag prod.")
+    untag = own.document(change("untag", run, tag="best"))["effect"]
+    assert untag.endswith("Step 1 stays, protected by a pin and the tag prod.")
+
+
+def test_a_question_has_its_verb_and_repeats_the_number_to_delete(
+    own: ServedConsole, run: store.Run
+) -> None:
+    html = own.text(change("policy", run, policy="latest(1)"))
+
+    assert '<button class="go">Set policy</button>' in html
+    assert ">Cancel</a>" in html
+    assert "Now that is 2 of 3 checkpoints, with " in html
+    assert f'<a href="/r/{run.name}">' in html.partition("<h1>")[0]
+    pin = own.text(change("pin", run, step=2))
+    assert f'<a href="/r/{run.name}@2">@2</a>' in pin.partition("<h1>")[0]
 
 
 @pytest.mark.slow
@@ -236,12 +298,6 @@ def test_the_command_of_a_change_does_the_same(
     printed(server_address, *shlex.split(command)[1:])
 
     assert seen(twin) == seen(run)
-
-
-def test_an_absent_tag_is_the_error_of_the_store(
-    own: ServedConsole, run: store.Run
-) -> None:
-    assert 404 == agreed(own, change("untag", run, tag="absent")).status_code
 
 
 @pytest.mark.slow

@@ -1,390 +1,69 @@
 """Changes that the console offers: each is a value that a form describes.
 
 A change has the storectl command that does the same, and passes on the etag of what the
-user saw, so that it is rejected if another user changed that in the meantime.
+user saw, so that it is rejected if another user changed that in the meantime. What the
+store would reject anyhow is rejected before the question.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
+from storesvc.format.names import InvalidNameError, check_hold, check_tag
 from storesvc_client import (
     Client,
     ConflictError,
     InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+    RetentionPolicy,
+    Tag,
     format_policy,
     parse_policy,
 )
+from storesvc_client._values.texts import count_text, size_text
 from storesvc_client.console.addresses import checkpoint_url, command, run_url
 from storesvc_client.console.visit import number_of
 
 Fields: TypeAlias = Mapping[str, str]
 
 
-class Change(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """State of the store that a change meets."""
+
+    etag: str = ""
+    """Version of what it changes; "" if there is none yet, or it has none."""
+    remark: str = ""
+    """Meaning of the change for it, in sentences; "" for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
     """A change of one run or checkpoint."""
 
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change, in one sentence."""
-
-    @property
-    def command(self) -> str:
-        """The storectl command that makes it."""
+    run: str
+    step: int | None = None
+    """Step of the checkpoint; None: the change is of the run."""
+    title: str
+    """Question to the user."""
+    verb: str
+    """Text of the button."""
+    effect: str
+    """The effect of the change, in one sentence."""
+    command: str
+    """The storectl command that makes it."""
+    look: Callable[[Client], Seen]
+    """Reads what is there now; raises an error if the change is not possible."""
+    apply: Callable[[Client], object]
+    """Makes the change."""
 
     @property
     def address(self) -> str:
         """Page that shows it."""
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the fields that a form lacks: the etag of what is there now."""
-
-    def apply(self, client: Client) -> None:
-        """Makes the change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfRun:
-    run: str
-
-    @property
-    def address(self) -> str:
-        """Page of the run."""
-        return run_url(self.run)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfCheckpoint:
-    run: str
-    step: int
-    etag: str
-
-    @property
-    def path(self) -> str:
-        """Name of the checkpoint."""
-        return f"{self.run}@{self.step}"
-
-    @property
-    def address(self) -> str:
-        """Page of the checkpoint."""
+        if self.step is None:
+            return run_url(self.run)
         return checkpoint_url(self.run, self.step)
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the etag of the checkpoint, unless the page had it."""
-        if self.etag:
-            return {"etag": self.etag}
-        return {"etag": client.run(self.run).checkpoint(self.step).etag}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTag(_OfCheckpoint):
-    """Sets a tag, or moves it."""
-
-    tag: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"Set the tag {self.tag} on {self.path}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return (
-            "A tagged checkpoint is neither deleted nor dropped by a retention policy. "
-            "If the tag exists, it moves here."
-        )
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("tag", self.path, self.tag)
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the etag of the tag; "" if there is no such tag."""
-        return {"etag": _tag_etag(client, self.run, self.tag)}
-
-    def apply(self, client: Client) -> None:
-        """Sets the tag."""
-        tags = client.run(self.run).tags
-        if not self.etag and _tag_etag(client, self.run, self.tag):
-            raise ConflictError(
-                f"{self.run}: expected no tag {self.tag}, as the page showed, but "
-                "another user has set it since; look at it, then decide again"
-            )
-        tags.set(self.tag, self.step, etag=self.etag or None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteTag(_OfRun):
-    """Deletes a tag."""
-
-    tag: str
-    etag: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"Delete the tag {self.tag} of {self.run}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return "Its checkpoint stays, and may then be deleted by a retention policy."
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("tag", self.run, self.tag, "--delete")
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the etag of the tag."""
-        return {"etag": self.etag or _tag_etag(client, self.run, self.tag)}
-
-    def apply(self, client: Client) -> None:
-        """Deletes the tag."""
-        client.run(self.run).tags.delete(self.tag, etag=self.etag or None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndHold(_OfRun):
-    """Ends a hold, of any process."""
-
-    hold: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"End the hold {self.hold} of {self.run}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return (
-            "Its reader may then fail, if the checkpoint is deleted and purged while "
-            "it reads."
-        )
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("hold", self.run, "--delete", self.hold)
-
-    def with_etag(self, client: Client) -> dict[str, str]:  # noqa: ARG002
-        """Returns no etag: holds have none."""
-        return {}
-
-    def apply(self, client: Client) -> None:
-        """Ends the hold."""
-        client.run(self.run).holds.release(self.hold)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetPin(_OfCheckpoint):
-    """Pins a checkpoint, or ends that."""
-
-    pinned: bool
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"{'Pin' if self.pinned else 'Unpin'} {self.path}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        if self.pinned:
-            return "A pinned checkpoint can be deleted by no user and no policy."
-        return "It may then be deleted, also by the retention policy of the run."
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("update", self.path, "--pin" if self.pinned else "--unpin")
-
-    def apply(self, client: Client) -> None:
-        """Sets the pin."""
-        client.run(self.run).update(
-            self.step, pinned=self.pinned, etag=self.etag or None
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetLabel(_OfCheckpoint):
-    """Sets a label, or removes it."""
-
-    label: str
-    text: str
-    """Text of the label; "" removes it."""
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        verb = "Set" if self.text else "Remove"
-        return f"{verb} the label {self.label} of {self.path}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return "The other labels stay."
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        if self.text:
-            return command("update", self.path, "--label", f"{self.label}={self.text}")
-        return command("update", self.path, "--remove-label", self.label)
-
-    def apply(self, client: Client) -> None:
-        """Sets the label."""
-        run = client.run(self.run)
-        labels = dict(run.checkpoint(self.step).labels)
-        labels.pop(self.label, None)
-        if self.text:
-            labels[self.label] = self.text
-        run.update(self.step, labels=labels, etag=self.etag or None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delete(_OfCheckpoint):
-    """Deletes a checkpoint."""
-
-    uid: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"Delete {self.path}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return "It can be undeleted until the purge delay of the run has passed."
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("rm", self.path)
-
-    def apply(self, client: Client) -> None:
-        """Deletes the checkpoint."""
-        client.run(self.run).delete(
-            self.step, uid=self.uid or None, etag=self.etag or None
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undelete(_OfCheckpoint):
-    """Reverts the deletion of a checkpoint."""
-
-    uid: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"Undelete {self.path}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return "It is in the list of the run again."
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("undelete", self.path)
-
-    def with_etag(self, client: Client) -> dict[str, str]:  # noqa: ARG002
-        """Returns no etag: the uid names the checkpoint."""
-        return {}
-
-    def apply(self, client: Client) -> None:
-        """Reverts the deletion."""
-        client.run(self.run).undelete(self.step, uid=self.uid or None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetPolicy(_OfRun):
-    """Sets the retention policy of a run, or removes it."""
-
-    policy: str
-    """Text of the policy; "" removes it."""
-    etag: str
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        if not self.policy:
-            return f"Remove the retention policy of {self.run}?"
-        return f"Set the retention policy of {self.run}?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        if not self.policy:
-            return "All its checkpoints stay."
-        return (
-            "The server deletes the checkpoints that the policy does not keep: now, "
-            "after each commit, and at each collection."
-        )
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("retain", self.run, self.policy or "--clear")
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the etag of the run."""
-        return {"etag": self.etag or client.run(self.run).info().etag}
-
-    def apply(self, client: Client) -> None:
-        """Sets the policy."""
-        policy = parse_policy(self.policy) if self.policy else None
-        client.run(self.run).retention.set(policy, etag=self.etag or None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyPolicy(_OfRun):
-    """Deletes now what the retention policy of a run does not keep."""
-
-    etag: str
-    """Etag of the run, whose policy the user saw."""
-
-    @property
-    def title(self) -> str:
-        """Question to the user."""
-        return f"Apply the retention policy of {self.run} now?"
-
-    @property
-    def effect(self) -> str:
-        """The effect of the change."""
-        return (
-            "Deletes the checkpoints that the policy does not keep. They can be "
-            "undeleted until the purge delay of the run has passed."
-        )
-
-    @property
-    def command(self) -> str:
-        """The storectl command."""
-        return command("retain", self.run, "--apply")
-
-    def with_etag(self, client: Client) -> dict[str, str]:
-        """Returns the etag of the run."""
-        return {"etag": self.etag or client.run(self.run).info().etag}
-
-    def apply(self, client: Client) -> None:
-        """Applies the policy."""
-        run = client.run(self.run)
-        if self.etag and run.info().etag != self.etag:
-            raise ConflictError(
-                f"{self.run}: expected the policy that the page showed, but another "
-                "user has changed the run since; look at its policy, then decide again"
-            )
-        run.retention.apply()
 
 
 def change_of(action: str, fields: Fields) -> Change:
@@ -401,14 +80,268 @@ def change_of(action: str, fields: Fields) -> Change:
     return _CHANGES[action](fields)
 
 
-def _tag_etag(client: Client, run: str, name: str) -> str:
-    return next((t.etag for t in client.run(run).tags.list() if t.name == name), "")
+def _set_tag(fields: Fields) -> Change:
+    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    tag = _text(fields, "tag", check_tag)
+
+    def look(client: Client) -> Seen:
+        checkpoint = client.run(run).checkpoint(step)
+        tags = [*client.run(run).tags.list()]
+        found = next((one for one in tags if one.name == tag), None)
+        if found is None:
+            return Seen()
+        if found.uid == checkpoint.uid:
+            return Seen(etag=found.etag, remark="The tag names this checkpoint now.")
+        others = [one for one in tags if one.uid == found.uid and one is not found]
+        keepers = _keepers(client, run, found.step, others)
+        rest = f"stays protected by {keepers}" if keepers else "loses its protection"
+        remark = (
+            f"The tag {tag} names step {found.step:,} now; it moves here, and step "
+            f"{found.step:,} {rest}."
+        )
+        return Seen(etag=found.etag, remark=remark)
+
+    def apply(client: Client) -> None:
+        tags = client.run(run).tags
+        if not etag and any(one.name == tag for one in tags.list()):
+            raise ConflictError(
+                f"{run}: expected no tag {tag}, as the page showed, but "
+                "another user has set it since; look at it, then decide again"
+            )
+        tags.set(tag, step, etag=etag or None)
+
+    return Change(
+        run=run,
+        step=step,
+        title=f"Set the tag {tag} on {run}@{step}?",
+        verb="Set tag",
+        effect="A tagged checkpoint is neither deleted nor dropped by a retention "
+        "policy.",
+        command=command("tag", f"{run}@{step}", tag),
+        look=look,
+        apply=apply,
+    )
 
 
-def _text(fields: Fields, name: str) -> str:
+def _delete_tag(fields: Fields) -> Change:
+    run, tag, etag = _text(fields, "run"), _text(fields, "tag"), fields.get("etag", "")
+
+    def look(client: Client) -> Seen:
+        tags = [*client.run(run).tags.list()]
+        found = next((one for one in tags if one.name == tag), None)
+        if found is None:
+            client.run(run).checkpoint(tag)  # its error lists similar tags
+            return Seen()
+        others = [one for one in tags if one.uid == found.uid and one is not found]
+        keepers = _keepers(client, run, found.step, others)
+        rest = f"stays, protected by {keepers}" if keepers else "may then be deleted"
+        return Seen(etag=found.etag, remark=f"Step {found.step:,} {rest}.")
+
+    return Change(
+        run=run,
+        title=f"Delete the tag {tag} of {run}?",
+        verb="Delete tag",
+        effect="The checkpoint stays until a user or a retention policy deletes it.",
+        command=command("tag", run, tag, "--delete"),
+        look=look,
+        apply=lambda client: client.run(run).tags.delete(tag, etag=etag or None),
+    )
+
+
+def _end_hold(fields: Fields) -> Change:
+    run, hold = _text(fields, "run"), _text(fields, "hold", check_hold)
+    return Change(
+        run=run,
+        title=f"End the hold {hold} of {run}?",
+        verb="End hold",
+        effect="Its reader may then fail, if the checkpoint is deleted and purged "
+        "while it reads.",
+        command=command("hold", run, "--delete", hold),
+        look=lambda _: Seen(),  # to end a hold that is no more is no error
+        apply=lambda client: client.run(run).holds.release(hold),
+    )
+
+
+def _set_pin(fields: Fields, *, pinned: bool) -> Change:
+    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    verb, flag = ("Pin", "--pin") if pinned else ("Unpin", "--unpin")
+    return Change(
+        run=run,
+        step=step,
+        title=f"{verb} {run}@{step}?",
+        verb=verb,
+        effect="A pinned checkpoint can be deleted by no user and no policy."
+        if pinned
+        else "It may then be deleted, also by the retention policy of the run.",
+        command=command("update", f"{run}@{step}", flag),
+        look=lambda client: Seen(etag=client.run(run).checkpoint(step).etag),
+        apply=lambda client: client.run(run).update(
+            step, pinned=pinned, etag=etag or None
+        ),
+    )
+
+
+def _set_label(fields: Fields) -> Change:
+    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    label, text = _text(fields, "label"), fields.get("text", "")
+    path, verb = f"{run}@{step}", "Set" if text else "Remove"
+
+    def look(client: Client) -> Seen:
+        checkpoint = client.run(run).checkpoint(step)
+        if label in checkpoint.labels:
+            return Seen(
+                etag=checkpoint.etag, remark=f"It is {checkpoint.labels[label]!r} now."
+            )
+        if not text:
+            raise InvalidRequestError(
+                f"{path} has no label {label!r} to remove; fill in a text to set it"
+            )
+        return Seen(etag=checkpoint.etag)
+
+    def apply(client: Client) -> None:
+        labels = dict(client.run(run).checkpoint(step).labels)
+        labels.pop(label, None)
+        if text:
+            labels[label] = text
+        client.run(run).update(step, labels=labels, etag=etag or None)
+
+    return Change(
+        run=run,
+        step=step,
+        title=f"{verb} the label {label} of {path}?",
+        verb=f"{verb} label",
+        effect="The other labels stay.",
+        command=command("update", path, "--label", f"{label}={text}")
+        if text
+        else command("update", path, "--remove-label", label),
+        look=look,
+        apply=apply,
+    )
+
+
+def _delete(fields: Fields) -> Change:
+    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    uid, path = fields.get("uid", ""), f"{run}@{step}"
+
+    def look(client: Client) -> Seen:
+        checkpoint = client.run(run).checkpoint(step)
+        tags = [one for one in client.run(run).tags.list() if one.step == step]
+        if keepers := _keepers(client, run, step, tags):
+            raise PreconditionError(
+                f"{path} is kept by {keepers}; end that first, then delete it"
+            )
+        return Seen(etag=checkpoint.etag)
+
+    return Change(
+        run=run,
+        step=step,
+        title=f"Delete {path}?",
+        verb="Delete",
+        effect="It can be undeleted until the purge delay of the run has passed.",
+        command=command("rm", path),
+        look=look,
+        apply=lambda client: client.run(run).delete(
+            step, uid=uid or None, etag=etag or None
+        ),
+    )
+
+
+def _undelete(fields: Fields) -> Change:
+    run, step, uid = _text(fields, "run"), _step(fields), fields.get("uid", "")
+    return Change(
+        run=run,
+        step=step,
+        title=f"Undelete {run}@{step}?",
+        verb="Undelete",
+        effect="It is in the list of the run again.",
+        command=command("undelete", f"{run}@{step}"),
+        look=lambda _: Seen(),  # the uid names the checkpoint
+        apply=lambda client: client.run(run).undelete(step, uid=uid or None),
+    )
+
+
+def _set_policy(fields: Fields) -> Change:
+    run, etag = _text(fields, "run"), fields.get("etag", "")
+    text = fields.get("policy", "").strip()
+    policy = parse_policy(text) if text else None
+    return Change(
+        run=run,
+        title=f"{'Set' if policy else 'Remove'} the retention policy of {run}?",
+        verb="Set policy" if policy else "Remove policy",
+        effect=f"The server deletes the checkpoints that {text} does not keep: now, "
+        "after each commit, and at each collection."
+        if policy
+        else "All its checkpoints stay.",
+        command=command("retain", run, format_policy(policy) if policy else "--clear"),
+        look=lambda client: (
+            _look_at_policy(client, run, policy)
+            if policy
+            else Seen(etag=client.run(run).info().etag)
+        ),
+        apply=lambda client: client.run(run).retention.set(policy, etag=etag or None),
+    )
+
+
+def _apply_policy(fields: Fields) -> Change:
+    run, etag = _text(fields, "run"), fields.get("etag", "")
+
+    def apply(client: Client) -> None:
+        if etag and client.run(run).info().etag != etag:
+            raise ConflictError(
+                f"{run}: expected the policy that the page showed, but another "
+                "user has changed the run since; look at its policy, then decide again"
+            )
+        client.run(run).retention.apply()
+
+    return Change(
+        run=run,
+        title=f"Apply the retention policy of {run} now?",
+        verb="Apply policy",
+        effect="Deletes the checkpoints that the policy does not keep. They can be "
+        "undeleted until the purge delay of the run has passed.",
+        command=command("retain", run, "--apply"),
+        look=lambda client: _look_at_policy(client, run, None),
+        apply=apply,
+    )
+
+
+def _look_at_policy(
+    client: Client,
+    run: str,
+    policy: RetentionPolicy | None,
+    *,
+    is_removed: bool = False,
+) -> Seen:
+    """Returns what a policy would delete now; None: the policy of the run."""
+    etag = client.run(run).info().etag
+    if is_removed:
+        return Seen(etag=etag)
+    decisions = client.run(run).retention.preview(policy)
+    deleted = [one for one in decisions if not one.kept]
+    freed = size_text(sum(one.own_bytes for one in deleted))
+    counts = f"{len(deleted):,} of {count_text(len(decisions), 'checkpoint')}"
+    return Seen(etag=etag, remark=f"Now that is {counts}, with {freed} of their own.")
+
+
+def _keepers(client: Client, run: str, step: int, tags: list[Tag]) -> str:
+    """Returns what protects a checkpoint from deletion: its pin, and these tags."""
+    try:
+        pin = ["a pin"] if client.run(run).checkpoint(step).pinned else []
+    except NotFoundError:  # a tag may outlive its checkpoint, and can be moved
+        return ""
+    return " and ".join([*pin, *(f"the tag {one.name}" for one in tags)])
+
+
+def _text(
+    fields: Fields, name: str, check: Callable[[str], None] = lambda _: None
+) -> str:
     value = fields.get(name, "").strip()
     if not value:
         raise InvalidRequestError(f"{name}: expected a text, got none; fill it in")
+    try:
+        check(value)
+    except InvalidNameError as e:
+        raise InvalidRequestError(f"{e}; go back and correct it") from e
     return value
 
 
@@ -417,50 +350,15 @@ def _step(fields: Fields) -> int:
     return number_of("step", text, remedy="use a form of the console")
 
 
-def _policy(fields: Fields) -> str:
-    """Returns the policy as it is usually written; "" for none."""
-    text = fields.get("policy", "").strip()
-    return format_policy(parse_policy(text)) if text else ""
-
-
 _CHANGES: Final[Mapping[str, Callable[[Fields], Change]]] = {
-    "tag": lambda f: SetTag(
-        run=_text(f, "run"),
-        step=_step(f),
-        etag=f.get("etag", ""),
-        tag=_text(f, "tag"),
-    ),
-    "untag": lambda f: DeleteTag(
-        run=_text(f, "run"), tag=_text(f, "tag"), etag=f.get("etag", "")
-    ),
-    "end-hold": lambda f: EndHold(run=_text(f, "run"), hold=_text(f, "hold")),
-    "pin": lambda f: SetPin(
-        run=_text(f, "run"), step=_step(f), etag=f.get("etag", ""), pinned=True
-    ),
-    "unpin": lambda f: SetPin(
-        run=_text(f, "run"), step=_step(f), etag=f.get("etag", ""), pinned=False
-    ),
-    "label": lambda f: SetLabel(
-        run=_text(f, "run"),
-        step=_step(f),
-        etag=f.get("etag", ""),
-        label=_text(f, "label"),
-        text=f.get("text", ""),
-    ),
-    "delete": lambda f: Delete(
-        run=_text(f, "run"),
-        step=_step(f),
-        etag=f.get("etag", ""),
-        uid=f.get("uid", ""),
-    ),
-    "undelete": lambda f: Undelete(
-        run=_text(f, "run"),
-        step=_step(f),
-        etag="",
-        uid=f.get("uid", ""),
-    ),
-    "policy": lambda f: SetPolicy(
-        run=_text(f, "run"), policy=_policy(f), etag=f.get("etag", "")
-    ),
-    "apply": lambda f: ApplyPolicy(run=_text(f, "run"), etag=f.get("etag", "")),
+    "tag": _set_tag,
+    "untag": _delete_tag,
+    "end-hold": _end_hold,
+    "pin": lambda fields: _set_pin(fields, pinned=True),
+    "unpin": lambda fields: _set_pin(fields, pinned=False),
+    "label": _set_label,
+    "delete": _delete,
+    "undelete": _undelete,
+    "policy": _set_policy,
+    "apply": _apply_policy,
 }

@@ -109,15 +109,15 @@ def open_arrays(
     while batch := list(islice(left, _OPENING_AT_ONCE)):
         _check_metadata(location, batch)
         waiting: list[tuple[Any, str, StoredIn | None]] = []
-        for place in batch:
-            with location.opening(), translated(place.name):
+        for array in batch:
+            with location.opening(), translated(array.name):
                 spec = {
-                    "driver": place.driver,
-                    "kvstore": place.kvstore,
-                    "fill_missing_data_reads": not place.is_whole,
+                    "driver": array.driver,
+                    "kvstore": array.kvstore,
+                    "fill_missing_data_reads": not array.is_whole,
                 }
                 opening = ts.open(spec, open=True, read=True, context=shared)
-            waiting.append((opening, place.name, stored.of(place.kvstore)))
+            waiting.append((opening, array.name, stored.of(array.kvstore)))
         yield from map(_opened, waiting)
 
 

@@ -93,8 +93,8 @@ class TreeSource:
         # Start all transfers before waiting for the first.
         wholes = _to_host([self._whole(row) for row in rows])
         digests = bytearray(len(self.tree.leaves) * DIGEST_BYTES)
-        for row, whole in zip(rows, wholes, strict=True):
-            array = np.asarray(whole, self._plan.leaves[row].dtype, order="C")
+        for row, values in zip(rows, wholes, strict=True):
+            array = np.asarray(values, self._plan.leaves[row].dtype, order="C")
             at = row * DIGEST_BYTES
             digests[at : at + DIGEST_BYTES] = digest(_flat(array).data)
         return bytes(digests)

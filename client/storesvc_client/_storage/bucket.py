@@ -322,8 +322,8 @@ class HedgedCall(Generic[T]):
             answers.put((self, one))
 
     def _drop(self) -> None:
-        # Not cancel(), which can deadlock: see storesvc.storage.futures. TensorStore
-        # drops a request when its future is no longer referenced.
+        # Not cancel(), which can deadlock: see await_future. TensorStore drops a
+        # request when its future is no longer referenced.
         for one, answer in self._in_flight.items():
             one.remove_done_callback(answer)
         self._in_flight.clear()

@@ -253,3 +253,24 @@ def test_a_treemap_of_few_tiles_has_all_bytes(count: int, most: int) -> None:
     assert sum(tile.size_bytes for tile in placed.tiles) == sum(
         one.size_bytes for one in leaves
     )
+
+
+def test_equal_layers_are_read_as_text_is() -> None:
+    leaves = [leaf(f"layers/{layer}/kernel", (64, 64)) for layer in range(12)]
+
+    tiles = place_tiles(leaves, WHOLE, most=1500).tiles
+
+    read = sorted(tiles, key=lambda tile: (round(tile.place.y), tile.place.x))
+    assert [f"layers/{layer}/kernel" for layer in range(12)] == [t.key for t in read]
+
+
+def test_the_legend_of_changes_names_each_colour_that_is_drawn() -> None:
+    leaves = [leaf(f"blocks/{at}/w", (64,)) for at in range(1000)]
+
+    root = parsed(treemap(leaves, changed={"blocks/700/w": 1.0}, most=12))
+
+    tiles = [one for one in root.iter(f"{SVG}rect") if "data-key" in one.attrib]
+    drawn = {one.get("fill") for one in tiles} - {"currentColor"}
+    legend = {one.get("fill") for one in root.iter(f"{SVG}rect")} - {"currentColor"}
+    keys = {one.get("fill") for one in root.iter(f"{SVG}rect") if one.get("rx") == "2"}
+    assert drawn == keys == legend

@@ -1,6 +1,7 @@
 """Squarified division of a rectangle: areas in proportion, sides as equal as possible.
 
-The algorithm is that of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000).
+The algorithm is that of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000);
+equal parts, such as layers, are rows that are read as text is.
 
 Example:
     >>> whole = Rectangle(x=0.0, y=0.0, width=6.0, height=4.0)
@@ -8,6 +9,7 @@ Example:
     [12.0, 8.0, 4.0]
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +45,8 @@ def divided(whole: Rectangle, sizes: Sequence[float]) -> list[Rectangle]:
         whole: The rectangle.
         sizes: Sizes above 0, descending.
     """
+    if len(sizes) > 1 and sizes[0] == sizes[-1]:
+        return _rows(whole, len(sizes))
     total = float(sum(sizes))
     unit = whole.area / total if total else 0.0
     placed = list[Rectangle]()
@@ -55,6 +59,23 @@ def divided(whole: Rectangle, sizes: Sequence[float]) -> list[Rectangle]:
         placed += parts
         start = stop
     return placed
+
+
+def _rows(whole: Rectangle, count: int) -> list[Rectangle]:
+    """Returns equal parts, from left to right and from top to bottom."""
+    ratio = whole.height / whole.width if whole.width else 1.0
+    rows = min(max(round(math.sqrt(count * min(ratio, count))), 1), count)
+    ends = [count * (row + 1) // rows for row in range(rows)]
+    parts, y, start = list[Rectangle](), whole.y, 0
+    for end in ends:
+        height = whole.height * (end - start) / count
+        width = whole.width / (end - start)
+        parts += [
+            Rectangle(x=whole.x + at * width, y=y, width=width, height=height)
+            for at in range(end - start)
+        ]
+        y, start = y + height, end
+    return parts
 
 
 def _row(

@@ -81,7 +81,10 @@ def treemap(
         body += _tile(tile, rule, total)
     empty = f", {layout.empty_count:,} without bytes" if layout.empty_count else ""
     counts = f"{count_text(len(every), 'leaf')}{empty}, {size_text(total)}"
-    body += _legend(every, rule, counts, width, height)
+    # a tile has the mean change of its leaves, and so perhaps the colour of none
+    alone = [(leaf,) for leaf in every]
+    parts = alone if changed is None else [tile.leaves for tile in layout.tiles]
+    body += _legend(parts, rule, counts, width, height)
     return document(
         body, label=f"treemap of {counts}, by {rule.title}", width=width, height=height
     )
@@ -164,16 +167,16 @@ def _group(group: Group, total: int) -> Iterator[str]:
 
 
 def _legend(
-    leaves: Sequence[LeafInfo],
+    parts: Iterable[Sequence[LeafInfo]],
     rule: Colouring,
     counts: str,
     width: float,
     height: float,
 ) -> Iterator[str]:
-    """Yields the entries of the legend that leaves belong to, and the counts."""
+    """Yields the entries of the legend that parts belong to, and the counts."""
     sizes = Counter[str]()
-    for leaf in leaves:
-        sizes[rule.entry([leaf])] += leaf.size_bytes
+    for leaves in parts:
+        sizes[rule.entry(leaves)] += sum(leaf.size_bytes for leaf in leaves)
     total, x, y = sum(sizes.values()), 0.0, height - 7
     for name, colour in rule.colours.items():
         if not sizes[name]:

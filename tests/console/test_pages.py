@@ -1,5 +1,6 @@
 """The console shows a store: pages, their links, their JSON, and errors as pages."""
 
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc_client import SaveReport
 from storesvc_client.console import leaf_values
+from storesvc_client.console.pages import trace
 from tests.console.seeded import HOSTILE, LAYERS
 from tests.console.served import ServedConsole
 from tests.support.command_line import document
@@ -370,12 +373,79 @@ def test_a_deleted_checkpoint_can_be_undeleted_from_its_page(
     assert "/change/delete" not in html
 
 
+def test_a_deleted_checkpoint_says_how_its_tree_can_be_read(
+    console: ServedConsole,
+) -> None:
+    text = Elements(console.text(f"{RUN}@100")).text
+
+    assert f"Tree {3 + 2 * LAYERS} leaves Of a deleted checkpoint only the" in text
+    assert "once it is undeleted: storectl undelete prod/llama-8b@100" in text
+
+
+def test_the_facts_of_a_checkpoint_read_as_they_are_meant(
+    console: ServedConsole,
+) -> None:
+    text = Elements(console.text(f"{RUN}@400")).text
+
+    assert re.search(rf"chunks \d+ in {3 + 2 * LAYERS} leaves", text)
+    assert "tags and pins best" in text
+    assert "Text (empty removes it)" in text
+
+
+def test_events_and_checkpoints_show_the_loss_first(
+    console: ServedConsole, run: store.Run
+) -> None:
+    metrics = dict.fromkeys(("accuracy", "lr", "tokens", "a", "train/loss"), 1.0)
+    run.save(1, {"w": np.ones(1)}, metrics=metrics).result()
+
+    for path in (f"/events?of={run.name}", f"/r/{run.name}@1"):
+        words = Elements(console.text(path)).text.split()
+        assert words.index("train/loss") < words.index("accuracy"), path
+
+
 def test_the_phases_of_a_save_are_drawn(console: ServedConsole) -> None:
     text = Elements(console.text("/trace/prod/llama-8b@500")).text
 
     assert "Process 0" in text
     for phase in ("snapshot", "send", "acknowledge"):
         assert phase in text
+
+
+def test_the_times_of_a_save_have_one_unit_and_its_phases_are_explained(
+    console: ServedConsole,
+) -> None:
+    text = Elements(console.text("/trace/prod/llama-8b@500")).text
+
+    assert re.search(r"upload \d+\.\d{3} s from its begin to the commit", text)
+    assert not re.search(r"\d ms\b", text)
+    assert "acknowledge waits, after the last send, until the server" in text
+    assert "await others" not in text  # a phase that did not occur
+
+
+def test_every_phase_of_a_save_is_explained() -> None:
+    source = inspect.getsource(SaveReport)
+    named = source.partition("Seconds by phase")[2].partition("Phases that")[0]
+
+    for phase in trace._PHASES:
+        assert re.search(rf"\b{phase}\b", named)
+    words = re.sub(r"\([^)]*\)", "", " ".join(named.split()).partition(": ")[2])
+    for phase in re.split(r",| and | or ", words.rstrip(". ")):
+        assert phase.strip() in trace._PHASES
+
+
+def test_a_comparison_lists_leaves_in_natural_order(
+    console: ServedConsole, run: store.Run
+) -> None:
+    for step in (1, 2):
+        layers = [np.full(4, step, np.float32)] * 11
+        run.save(step, {"layers": layers}, items={"seed": step}).result()
+
+    html = console.text(f"/diff?a={run.name}@1&b={run.name}@2")
+
+    table = html.partition('id="leaves-title"')[2]
+    assert [*map(str, range(11))] == re.findall(r">layers/(\d+)</a>", table)
+    # equal before and after
+    assert 11 == table.count('<td class="mono soft" colspan="2">float32[4]</td>')
 
 
 def test_a_comparison_counts_what_differs(console: ServedConsole) -> None:
@@ -431,6 +501,23 @@ def test_an_error_is_a_page_with_its_message_and_its_status(
     message = as_json.json()["error"]["message"]
     assert message
     assert " ".join(message.split()) in Elements(response.text).text
+
+
+@pytest.mark.parametrize(
+    ("path", "links"),
+    [
+        (f"{RUN}@401", ["prod/llama-8b@400", "prod/llama-8b@500"]),
+        (f"{RUN}@bestt", ["prod/llama-8b@best"]),
+        ("/r/prod/llama-8c", ["prod/llama-8b"]),
+    ],
+)
+def test_an_error_links_to_what_is_nearest(
+    console: ServedConsole, path: str, links: list[str]
+) -> None:
+    html = console.get(path).text
+
+    for link in links:
+        assert f'<a href="/r/{link}">{link}</a>' in html
 
 
 def test_an_error_names_its_kind_and_its_reason(console: ServedConsole) -> None:

@@ -122,6 +122,9 @@ def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> Non
 def test_the_tree_of_a_large_checkpoint_follows_its_page(
     console: ServedConsole,
 ) -> None:
+    first = console.text("/r/scale/large@1")
+    assert "Reading 100,000 leaves…" in first
+    assert '<table class="tree">' not in first
     whole = console.text("/r/scale/large@1?whole=1")
     again = console.text("/r/scale/large@1")  # it is kept now
 

@@ -8,7 +8,7 @@ Functions of pages are synchronous, as the client is; Starlette runs them in thr
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
@@ -41,12 +41,12 @@ from storesvc_client import (
     UnavailableError,
 )
 from storesvc_client._values.json_values import json_value
-from storesvc_client.console.addresses import with_values
+from storesvc_client.console.addresses import checkpoint_url, run_url, with_values
 from storesvc_client.console.event_feeds import EventFeed, EventFeeds
 from storesvc_client.console.guard import LOOPBACK, Access, Guard
 from storesvc_client.console.navigation import Navigation
 from storesvc_client.console.opened import OpenedCheckpoints
-from storesvc_client.console.page import Page
+from storesvc_client.console.page import Crumb, Page
 from storesvc_client.console.pages import (
     audit,
     change,
@@ -264,7 +264,10 @@ class _Console:
             title=_TITLES.get(status, "That did not work"),
             document={"error": error},
             section="",
-            values={"message": error["message"]},
+            values={
+                "message": error["message"],
+                "nearest": [*_nearest_links(error["metadata"])],
+            },
             status=status,
         )
         return self._response(request, page)
@@ -304,11 +307,20 @@ _TITLES: Final = {
     401: "The store needs another token",
     403: "Not permitted",
     404: "Not found",
-    409: "The store rejected it",
+    409: "Not possible as things are",
     429: "A limit is exceeded",
     500: "The store failed",
     503: "The store does not answer",
 }
+
+
+def _nearest_links(metadata: Mapping[str, str]) -> Iterator[Crumb]:
+    """Yields links to what has a name similar to one that does not exist."""
+    run, names = metadata.get("run", ""), metadata.get("nearest", "")
+    for name in filter(None, names.split(",")):
+        is_run = "/" in name
+        address = run_url(name) if is_run else checkpoint_url(run, name)
+        yield Crumb(name=name if is_run else f"{run}@{name}", address=address)
 
 
 async def _fields(request: Request) -> dict[str, str]:

@@ -18,6 +18,7 @@ from storesvc_client._values.texts import (
     ABSENT,
     count_text,
     number_text,
+    order_metrics,
     printable_lines,
     size_text,
     time_text,
@@ -48,6 +49,7 @@ class Renderer:
             "age": age_text,
             "count": count_text,
             "duration": duration_text,
+            "metrics": _ordered,
             "number": number_text,
             "short_duration": short_duration_text,
             "short_number": short_number_text,
@@ -124,6 +126,11 @@ def short_duration_text(length: timedelta) -> str:
 def short_number_text(value: float | None) -> str:
     """Returns a metric in four digits."""
     return ABSENT if value is None else f"{value:.4g}"
+
+
+def _ordered(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Returns metrics as they are shown: losses first."""
+    return [(name, metrics[name]) for name in order_metrics(metrics)]
 
 
 def _final(value: Any) -> Any:

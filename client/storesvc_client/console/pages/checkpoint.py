@@ -98,6 +98,7 @@ def page(visit: Visit) -> Page:
             else None,
             "is_by_change": "changed" in visit.query,
             "tree_command": command("tree", path),
+            "undelete_command": command("undelete", path),
             **_tree(visit, run, found),
             **_neighbours(run, checkpoint.step),
         },

@@ -7,6 +7,7 @@ from typing import Final
 from markupsafe import Markup
 
 from storesvc_client import Diff, ItemDifference, LeafDifference
+from storesvc_client._values.natural_order import natural_key
 from storesvc_client._values.texts import ABSENT, sizes_text, value_text
 from storesvc_client.console.addresses import command
 from storesvc_client.console.page import Page
@@ -46,6 +47,7 @@ def page(visit: Visit) -> Page:
     (run, which), (other, that) = checkpoint_path(before), checkpoint_path(after)
     found = visit.client.run(run).diff(which, that, of=visit.client.run(other))
     start = visit.number("from")
+    differences = sorted(found.differences, key=lambda leaf: natural_key(leaf.key))
     return Page(
         template="diff.html",
         title="Compare",
@@ -55,7 +57,7 @@ def page(visit: Visit) -> Page:
         | {
             "found": found,
             "counts": _counts(found),
-            "rows": [*map(_row, found.differences[start : start + ROWS])],
+            "rows": [*map(_row, differences[start : start + ROWS])],
             "items": [*map(_item_row, found.items[:ROWS])],
             "layer_bars": _layer_bars(visit, other, found),
             "start": start,

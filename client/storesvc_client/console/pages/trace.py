@@ -1,6 +1,7 @@
 """``/trace/NAMESPACE/RUN@STEP``: how long each part of a save took."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from markupsafe import Markup
 
@@ -9,6 +10,24 @@ from storesvc_client.console.addresses import checkpoint_url, command
 from storesvc_client.console.page import Crumb, Page, crumbs_to_run
 from storesvc_client.console.pictures import save_phases
 from storesvc_client.console.visit import Visit
+
+_PHASES: Final = {
+    "await previous": "waits for the previous save of the run",
+    "plan": "divides the tree into chunks",
+    "snapshot": "copies arrays to memory of the host",
+    "wait": "waits for memory of the staging buffers",
+    "begin": "asks the store to begin the upload",
+    "digest": "computes the digests of chunks",
+    "find": "asks which chunks the store has; they are not sent again",
+    "write": "writes data files",
+    "sync": "makes data files durable",
+    "send": "sends chunks to the server",
+    "acknowledge": "waits, after the last send, until the server has stored all",
+    "finish": "ends the part of this process",
+    "await others": "waits for the other processes of the job",
+    "commit": "makes the checkpoint visible",
+}
+"""Meaning of the phases of a save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +60,11 @@ def page(visit: Visit) -> Page:
                 for writer in writers
             ],
             "longest": longest,
+            "phases": {
+                name: text
+                for name, text in _PHASES.items()
+                if any(s.name == name for writer in writers for s in writer.timeline)
+            },
             "sent_bytes": sum(writer.sent_bytes for writer in writers),
             "reused_bytes": sum(w.total_bytes - w.sent_bytes for w in writers),
         },

@@ -1,8 +1,11 @@
 """A person uses the console in a real browser: Debian's chromium."""
 
+import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -466,6 +469,52 @@ def test_a_page_is_no_wider_than_its_window(
     page = tab.open(path)
 
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_times_are_in_the_zone_of_the_viewer(
+    browser: Browser, console: ServedConsole
+) -> None:
+    context = browser.new_context(timezone_id="Asia/Kathmandu")
+    watched = Watched(context.new_page(), console)
+    for path, row in ((f"{RUN}@500", "committed"), (RUN, "created")):
+        time = watched.open(path).get_by_role("row", name=row).locator("time").last
+        exact = datetime.fromisoformat(time.get_attribute("datetime") or "")
+        there = exact.astimezone(ZoneInfo("Asia/Kathmandu"))
+
+        expect(time).to_have_text(there.strftime("%Y-%m-%d %H:%M:%S"))
+        expect(time).to_have_attribute("title", exact.strftime("%Y-%m-%d %H:%M:%S UTC"))
+    age = watched.open(RUN).locator("td time").first
+    expect(age).to_have_text(re.compile("ago|just now"))
+    expect(age).to_have_attribute("title", re.compile(r"^[\d :-]{19} \(.*\)$"))
+    watched.check()
+    context.close()
+
+
+def test_a_long_name_of_a_metric_makes_no_wide_column(
+    tab: Watched, run: store.Run
+) -> None:
+    names = ("part_of/a_long_name_" * 3 + "x", "y" * 60)
+    run.save(9, {"w": 1}, metrics=dict.fromkeys(names, 1.0)).result()
+    page = tab.open(f"/r/{run.name}")
+
+    for name in names:
+        head = page.locator("th .name", has_text=name)
+        assert head.evaluate("name => name.offsetWidth") < 160
+
+
+def test_a_picture_is_readable_and_a_table_shows_that_it_scrolls_on_a_phone(
+    tab: Watched,
+) -> None:
+    tab.page.set_viewport_size({"width": 390, "height": 800})
+    page = tab.open(f"{RUN}@500")
+
+    text = page.locator(".picture text").first
+    assert text.evaluate("text => text.getBoundingClientRect().height") > 9
+    shadow = page.locator(".scroll").first.evaluate(
+        "box => getComputedStyle(box).backgroundAttachment"
+    )
+    assert "local, local, scroll, scroll" == shadow
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_a_run_in_another_namespace_is_reached_by_its_chip(tab: Watched) -> None:

@@ -221,6 +221,41 @@ def test_a_run_shows_its_marks_and_its_metrics(console: ServedConsole) -> None:
         assert word in text
 
 
+def test_the_list_counts_its_runs_and_says_whose_size_it_shows(
+    console: ServedConsole,
+) -> None:
+    text = Elements(console.text("/?q=llama-8b")).text
+
+    assert "newest step committed its size metric value newest 60 checkpoints" in text
+    assert text.endswith("1 run")
+
+
+def test_the_table_of_a_run_has_the_metrics_of_its_chart(
+    console: ServedConsole, run: store.Run
+) -> None:
+    names = ["train/loss", "accuracy", "eval/top_5", "lr", "tokens"]
+    for step in (0, 1000):
+        run.save(step, {"w": step}, metrics=dict.fromkeys(names, 1.0)).result()
+
+    html = console.text(f"/r/{run.name}")
+
+    offered = re.findall(r"metric=[^>]*>([^<]+)</a>", html)
+    heads = re.findall(r'<span class="name">(.*?)</span></th>', html)
+    assert (names, "eval/<wbr>top_<wbr>5") == (offered, heads[2])
+    assert names == [head.replace("<wbr>", "") for head in heads]
+    # the plot has the ticks of the picture of the checkpoints
+    assert ('data-tick="200' in html, ">200</text>" in html) == (True, True)
+
+
+def test_a_time_is_in_utc_without_a_script(console: ServedConsole) -> None:
+    html = console.text(f"{RUN}@500")
+
+    ((exact, shown),) = set(
+        re.findall(r'committed</th><td><time datetime="([^"]+)">([^<]+)</time>', html)
+    )
+    assert f"{exact[:10]} {exact[11:19]} UTC" == shown
+
+
 def test_a_run_plots_the_metric_that_is_asked_for(console: ServedConsole) -> None:
     html = console.text(f"{RUN}?metric=lr")
 

@@ -47,8 +47,8 @@ def copy_checkpoints(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedConsole]:
-    """The console of a store with long, large and many runs."""
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[store.Client]:
+    """A client of a store with long, large and many runs."""
     root = tmp_path_factory.mktemp("scale") / "store"
     with store.connect(root.as_uri()) as client:
         small = {"w": np.zeros(2, np.float32)}
@@ -57,7 +57,14 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedConsole]
         deep = [{"w": {"kernel": number}} for number in range(LEAVES // 2)]
         client.run("scale/large").save(1, {"flat": flat, "deep": deep}).result()
     copy_checkpoints(root)
-    with store.connect(root.as_uri()) as client, ServedConsole(client) as served:
+    with store.connect(root.as_uri()) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def console(client: store.Client) -> Iterator[ServedConsole]:
+    """The console of that store."""
+    with ServedConsole(client) as served:
         yield served
 
 
@@ -107,6 +114,20 @@ def test_the_pages_of_a_run_lead_to_every_step(
     assert {*map(str, range(200))} <= seen
 
 
+def test_one_jumps_to_a_step_and_to_the_ends_of_a_long_run(
+    console: ServedConsole,
+) -> None:
+    html = unescape(console.text("/r/scale/long?step=4321"))
+
+    row = html.partition('<tr class="here">')[2].partition("</tr>")[0]
+    assert "/r/scale/long@4321" in row
+    assert "5,651 to 5,700 of 10,000 checkpoints" in html
+    for rel, start in (("first", 0), ("prev", 5600), ("next", 5700), ("last", 9950)):
+        assert re.search(rf'rel="{rel}" href="[^"]+&whole=1&from={start}"', html)
+    beyond = console.text(f"/r/scale/long?step={STEPS + 5}")
+    assert "/r/scale/long@9999" in beyond
+
+
 def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> None:
     first, whole = (console.text(f"/r/scale/long{q}") for q in ("", "?whole=1"))
 
@@ -120,9 +141,11 @@ def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> Non
 
 
 def test_the_tree_of_a_large_checkpoint_follows_its_page(
+    client: store.Client,
     console: ServedConsole,
 ) -> None:
-    first = console.text("/r/scale/large@1")
+    with ServedConsole(client) as new:  # which has read no tree
+        first = new.text("/r/scale/large@1")
     assert "Reading 100,000 leaves…" in first
     assert '<table class="tree">' not in first
     whole = console.text("/r/scale/large@1?whole=1")

@@ -4,8 +4,9 @@ Every value that a template prints is escaped, and its unprintable characters ar
 as escapes, so that no label or key can add markup or turn the direction of text.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,8 @@ class Renderer:
         )
         self._environment.filters |= {
             "age": age_text,
+            "breakable": breakable_markup,
+            "clock": clock_markup,
             "count": count_text,
             "duration": duration_text,
             "metrics": _ordered,
@@ -110,6 +113,17 @@ def age_text(time: datetime, now: datetime) -> str:
     if seconds < 10:
         return "just now"
     return f"{short_duration_text(timedelta(seconds=seconds))} ago"
+
+
+def breakable_markup(text: str) -> Markup:
+    """Returns a name that may be wrapped after "/", "_" and the like."""
+    return Markup("<wbr>").join(re.split(r"(?<=[/_.-])", printable_lines(text)))
+
+
+def clock_markup(time: datetime) -> Markup:
+    """Returns a time in UTC, which a script shows in the zone of the viewer."""
+    text = time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Markup('<time datetime="{}">{}</time>').format(time.isoformat(), text)
 
 
 def short_duration_text(length: timedelta) -> str:

@@ -20,6 +20,7 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
+from storesvc_client._values.axes import scale
 from storesvc_client._values.json_values import json_value
 from storesvc_client._values.texts import order_metrics
 from storesvc_client.console.addresses import command, run_url, with_values
@@ -34,8 +35,8 @@ ROWS: Final = 50
 NEWEST: Final = 1_000
 """Checkpoints that a page of a longer run reads at first; ``whole=1`` reads all."""
 
-_METRICS: Final = 3
-"""Metrics with a column of their own."""
+_METRICS: Final = 12
+"""Metrics that the chart offers, and that have a column of their own."""
 
 _SAVES: Final = 50
 """Newest saves whose duration counts."""
@@ -86,16 +87,23 @@ def page(visit: Visit) -> Page:
     run = visit.run
     damaged: list[DataLossError] = []
     start = visit.number("from")
+    asked_step = visit.number("step") if visit.query.get("step") else None
+    is_whole = visit.wants_whole or asked_step is not None
     most = max(NEWEST, start + ROWS)
     found = run.checkpoints(on_damage=damaged.append)
-    checkpoints = [*islice(found, None if visit.wants_whole else most + 1)]
-    is_partial = len(checkpoints) > most and not visit.wants_whole
-    names = _metric_names(checkpoints)
+    checkpoints = [*islice(found, None if is_whole else most + 1)]
+    is_partial = len(checkpoints) > most and not is_whole
+    if asked_step is not None:  # the page with that step, or the next one below
+        later = sum(checkpoint.step > asked_step for checkpoint in checkpoints)
+        start = max(min(later, len(checkpoints) - 1), 0) // ROWS * ROWS
+    names = order_metrics(n for found in checkpoints for n in found.metrics)
     metric = visit.query.get("metric") or main_metric(checkpoints)
     kept = run.retention.get()
     tags = [*run.tags.list(on_damage=damaged.append)]
     holds = [*run.holds.list(on_damage=damaged.append)]
     deleted = [] if is_partial else _deleted(run, damaged)
+    span = _span([*checkpoints, *deleted])
+    _, ticks = scale(span or (0, 0), 0.0, 1.0, whole=True)
     return Page(
         template="run.html",
         title=run.name,
@@ -113,11 +121,12 @@ def page(visit: Visit) -> Page:
             "start": start,
             "total": len(checkpoints),
             "page_rows": ROWS,
-            "whole": {"whole": 1} if "whole" in visit.query else {},
+            "asked_step": asked_step,
+            "whole": {"whole": 1} if is_whole else {},
             "metric": metric,
-            "metric_names": names,
             "columns": names[:_METRICS],
-            "span": _span([*checkpoints, *deleted]),
+            "span": span,
+            "tick": ticks[1][0] - ticks[0][0] if len(ticks) > 1 else 0,
             "timeline": timeline([*checkpoints, *deleted], tags, holds),
             "plot": metric_plot(run.name, metric, checkpoints) if metric else None,
             "deleted": deleted,
@@ -198,10 +207,6 @@ def _span(checkpoints: Sequence[Checkpoint]) -> tuple[int, int] | None:
 
 def _deleted(run: Run, damaged: list[DataLossError]) -> list[Checkpoint]:
     return [*run.checkpoints(deleted=True, on_damage=damaged.append)]
-
-
-def _metric_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    return order_metrics(n for found in checkpoints for n in found.metrics)
 
 
 def _preview(run: Run, asked: str | None, *, has_policy: bool) -> Preview | None:

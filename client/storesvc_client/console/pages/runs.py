@@ -77,6 +77,7 @@ def page(visit: Visit) -> Page:
             "start": start,
             "total": len(matching),
             "page_rows": ROWS,
+            "newest": _NEWEST,
             "starting": sorted(set(uploads) - known),
             "damaged": damaged,
         },
@@ -98,7 +99,7 @@ def _row(client: Client, info: RunInfo, uploads: Counter[str]) -> RunRow:
         tags=tuple(tags),
         uploads=uploads[info.name],
         metric=metric,
-        spark=sparkline(values, f"{metric} of {info.name}"),
+        spark=sparkline(values, f"{metric} of the newest checkpoints of {info.name}"),
     )
 
 

@@ -37,18 +37,43 @@ if (list) {
   source.addEventListener("message", (message) => {
     list.insertAdjacentHTML("afterbegin", JSON.parse(message.data));
     list.firstElementChild.classList.add("new");
+    localise();
     while (list.childElementCount > SHOWN_EVENTS) list.lastElementChild.remove();
   });
   addEventListener("pagehide", () => source.close());
 }
 
-// 3. The plot of a metric. The picture of the server stays until the points are here.
+// 3. Times are in the zone of the viewer; their title has them in UTC, too. An age keeps
+// its text.
+function localise() {
+  for (const time of document.querySelectorAll("time[datetime]:not([data-utc])")) {
+    const isAge = time.title !== "";
+    const utc = isAge ? time.title : time.textContent;
+    const local = new Date(time.dateTime).toLocaleString("sv"); // 2026-11-28 21:38:00
+    time.dataset.utc = utc;
+    time.title = isAge ? `${local} (${utc})` : utc;
+    if (!isAge) time.textContent = local;
+  }
+}
+
+localise();
+document.addEventListener("htmx:afterSettle", localise);
+
+// 4. The plot of a metric. The picture of the server stays until the points are here.
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
 // The picture of the checkpoints below has these margins at this width.
 const PICTURE = { width: 1180, left: 84, right: 34 };
+
+// Distances between ticks of steps.
+const STEPS = Array.from({ length: 48 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
+
+// The value under the pointer, else the newest one.
+function shownValue(plot, value, series) {
+  return (value ?? plot.data[series].at(-1) ?? "").toLocaleString();
+}
 
 function draw(place, points, zoom) {
   const share = place.clientWidth / PICTURE.width;
@@ -57,16 +82,26 @@ function draw(place, points, zoom) {
     grid: { stroke: colour("--line"), width: 1 },
     ticks: { stroke: colour("--line"), width: 1 },
   };
+  // as the picture of the checkpoints has them, unless a part is shown, or on a phone
+  const { from, to, tick } = place.dataset;
+  const hasRoom = Number(tick) > 0 && place.clientWidth > 640;
+  const isPart = (low, high) => !hasRoom || high - low < to - from;
+  const steps = {
+    ...axis,
+    incrs: (_plot, _axis, low, high) => (isPart(low, high) ? STEPS : [Number(tick)]),
+    space: (_plot, _axis, low, high) => (isPart(low, high) ? 60 : 1),
+  };
   const options = {
     width: place.clientWidth,
     height: 260,
-    padding: [12, PICTURE.right * share, 0, 0],
+    padding: [12, Math.max(PICTURE.right * share, 26), 0, 0],
     scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: PICTURE.left * share }],
+    axes: [steps, { ...axis, size: Math.max(PICTURE.left * share, 44) }],
     series: [
-      { label: "step" },
+      { label: "step", value: shownValue },
       {
         label: place.dataset.metric,
+        value: shownValue,
         stroke: colour("--accent"),
         width: 2,
         points: { show: points.steps.length < 80, size: 6 },
@@ -128,7 +163,7 @@ function enlivenAll() {
 enlivenAll();
 document.addEventListener("htmx:afterSettle", enlivenAll);
 
-// 4. The treemap. A tile leads to its leaf, or to the tree below its key.
+// 5. The treemap. A tile leads to its leaf, or to the tree below its key.
 document.addEventListener("click", (event) => {
   const tile = event.target.closest("[data-tiles] [data-key]");
   if (!tile) return;

@@ -544,6 +544,7 @@ def test_an_error_is_a_page_with_its_message_and_its_status(
         (f"{RUN}@401", ["prod/llama-8b@400", "prod/llama-8b@500"]),
         (f"{RUN}@bestt", ["prod/llama-8b@best"]),
         ("/r/prod/llama-8c", ["prod/llama-8b"]),
+        (f"{RUN}@500?key=params/embet", ["prod/llama-8b@500?key=params/embed"]),
     ],
 )
 def test_an_error_links_to_what_is_nearest(
@@ -552,7 +553,8 @@ def test_an_error_links_to_what_is_nearest(
     html = console.get(path).text
 
     for link in links:
-        assert f'<a href="/r/{link}">{link}</a>' in html
+        name = link.rpartition("=")[2]
+        assert f'<a href="/r/{link.replace("params/", "params%2F")}">{name}</a>' in html
 
 
 def test_an_error_names_its_kind_and_its_reason(console: ServedConsole) -> None:

@@ -41,7 +41,12 @@ from storesvc_client import (
     UnavailableError,
 )
 from storesvc_client._values.json_values import json_value
-from storesvc_client.console.addresses import checkpoint_url, run_url, with_values
+from storesvc_client.console.addresses import (
+    checkpoint_url,
+    leaf_url,
+    run_url,
+    with_values,
+)
 from storesvc_client.console.event_feeds import EventFeed, EventFeeds
 from storesvc_client.console.guard import LOOPBACK, Access, Guard
 from storesvc_client.console.navigation import Navigation
@@ -321,6 +326,9 @@ def _nearest_links(metadata: Mapping[str, str]) -> Iterator[Crumb]:
         is_run = "/" in name
         address = run_url(name) if is_run else checkpoint_url(run, name)
         yield Crumb(name=name if is_run else f"{run}@{name}", address=address)
+    run, _, step = metadata.get("checkpoint", "").partition("@")
+    for key in filter(None, metadata.get("nearest_keys", "").split("\n")):
+        yield Crumb(name=key, address=leaf_url(run, step, key))
 
 
 async def _fields(request: Request) -> dict[str, str]:

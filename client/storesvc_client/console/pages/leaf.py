@@ -86,9 +86,15 @@ def _leaf_of(opened: OpenCheckpoint, key: str) -> LeafInfo:
     try:
         return opened.leaves[key]
     except KeyError:
-        nearest = ", ".join(nearest_keys(key, opened.leaves.keys()))
-        hint = f"nearest: {nearest}" if nearest else "list its leaves"
-        raise NotFoundError(f"{opened.name} has no leaf {key!r}; {hint}") from None
+        nearest = nearest_keys(key, opened.leaves.keys())
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "list its leaves"
+        raise NotFoundError(
+            f"{opened.name} has no leaf {key!r}; {hint}",
+            metadata={
+                "checkpoint": opened.name,
+                "nearest_keys": "\n".join(nearest),
+            },
+        ) from None
 
 
 def _neighbours(opened: OpenCheckpoint, key: str) -> Mapping[str, str | None]:

@@ -264,6 +264,18 @@ def test_equal_layers_are_read_as_text_is() -> None:
     assert [f"layers/{layer}/kernel" for layer in range(12)] == [t.key for t in read]
 
 
+def test_a_tile_without_room_for_its_name_has_its_number() -> None:
+    leaves = [
+        leaf(f"transformer_block_{block:03d}/w{at}", (64,))
+        for block in range(100)
+        for at in range(500)
+    ]
+
+    shown = set(texts(parsed(treemap(leaves, width=780, height=360))))
+
+    assert {f"…{block:03d}" for block in range(100)} <= shown
+
+
 def test_the_legend_of_changes_names_each_colour_that_is_drawn() -> None:
     leaves = [leaf(f"blocks/{at}/w", (64,)) for at in range(1000)]
 

@@ -116,9 +116,11 @@ def _tile(tile: Tile, rule: Colouring, total: int) -> Iterator[str]:
 
 
 def _label(tile: Tile, room: float) -> str:
-    """Returns the text in a tile: its name, and that of the group that it opens."""
+    """Returns the text in a tile: its name, and that of the group that it opens; of a
+    numbered one at least the number."""
     names = [f"{tile.opens}/{tile.name}", tile.opens] if tile.opens else []
-    for name in (*names, tile.name):
+    number = tile.name[len(tile.name.rstrip("0123456789")) :]
+    for name in (*names, tile.name, *([f"…{number}"] if number else [])):
         if text_width(name) <= room:
             return printable(name)
     shortened = fitted(tile.name, room)

@@ -248,7 +248,7 @@ def test_no_change_is_made_that_cannot_be_recorded(
         }
         with other.run("prod/a").holds.create(1) as _:
             (held,) = run.holds.list()
-            client._connection.patience = 0.1  # the error is transient
+            client._connection.patience = 1  # the error is transient
             kept = log.file.rename(log.file.with_suffix(".kept"))
             log.file.mkdir()  # no entry can be written
             before = [*run.checkpoints()], [*run.tags.list()], [*run.holds.list()]

@@ -78,6 +78,7 @@ NEEDS = {
     r"^storectl console": "a browser, and Ctrl-C; tests/console has both",
     r"(?<!--store )gs://": "a bucket",
     r"-s ckpt\.example|-c lab": "another machine",
+    r"--rename llama_hf": "a Llama; tests/export/test_renames.py has some",
     r"^storectl import": "checkpoints of another project; docs/migration.md has them",
 }
 """Lines of ``sh`` blocks that are not run, and what they need that a test lacks."""

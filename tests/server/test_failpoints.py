@@ -31,9 +31,9 @@ from tests.support.server_process import EndedError, ServerProcess
 RUN = "tests/points"
 PARENT = "namespaces/tests/runs/points"
 WHOLE = elements(0) + elements(1) + elements(2)
-KEPT, DELETED, PURGED, SAVED, ABORTED, FORGOTTEN = range(6)
+KEPT, DELETED, PURGED, SAVED, ABORTED, FORGOTTEN, COLLECTED = range(7)
 """Steps, by the operations on them below. KEPT and DELETED are committed before, PURGED
-is deleted, and FORGOTTEN was aborted a day ago."""
+is deleted, COLLECTED is purged, and FORGOTTEN was aborted a day ago."""
 
 
 @dataclass
@@ -106,13 +106,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which each operation has work to do."""
     root = tmp_path_factory.mktemp("template") / "store"
     with embedded(root) as address:
-        for step in (KEPT, DELETED, PURGED):
+        for step in (KEPT, DELETED, PURGED, COLLECTED):
             Writer(address, RUN, step).save()
         Caller(address).abort(FORGOTTEN)
         forget_uploads(root)
         Caller(address).abort()
     with store.connect(root.as_uri()) as client:
         client.run(RUN).delete(PURGED, purge_delay=timedelta(days=1))
+        client.run(RUN).delete(COLLECTED)
+        client.run(RUN).purge(COLLECTED)
     return root
 
 

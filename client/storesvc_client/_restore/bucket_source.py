@@ -171,6 +171,7 @@ class _Restore:
         finally:
             for call in self._in_flight:
                 call.end()
+            self._taken.clear()  # their callbacks refer to this object
             for part in self._parts.values():
                 part.close()
 

@@ -362,10 +362,10 @@ def test_storectl_diff_prints_a_table_and_its_sums(
 
     assert (0, "") == (result.exit_code, result.stderr)
     assert [
-        "KEY    WHAT     BEFORE        AFTER      CHUNKS",
-        "embed  removed  float32[3,4]  -               1",
-        "more   added    -             int8[2]         1",
-        "scale  content  float64[]     float64[]  1 of 1",
+        "KEY    WHAT     BEFORE        AFTER    CHUNKS",
+        "embed  removed  float32[3,4]  -             1",
+        "more   added    -             int8[2]       1",
+        "scale  content  float64[]     same     1 of 1",
         "1 added, 1 content, 1 removed; 5 leaves the same",
     ] == result.stdout.splitlines()
 
@@ -398,4 +398,4 @@ def test_storectl_diff_takes_whole_checkpoints_only() -> None:
     result = storectl("127.0.0.1:1", "diff", "prod/run@3", "prod/run@4:params/**")
 
     assert 2 == result.exit_code
-    assert "expected a checkpoint as a whole, such as prod/run@4" in result.stderr
+    assert "'prod/run@4:params/**': expected a run or a checkpoint" in result.stderr

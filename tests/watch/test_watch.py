@@ -145,7 +145,9 @@ def test_a_checkpoint_that_was_purged_since_is_reported_by_name(
         events.close()
 
 
-@pytest.mark.parametrize("parent", ["namespaces/-", "tests", "namespaces/a/runs/B", ""])
+@pytest.mark.parametrize(
+    "parent", ["namespaces/-", "tests", "namespaces/a/runs/b.", ""]
+)
 def test_only_one_namespace_or_run_is_watched(server_address: str, parent: str) -> None:
     stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
 

@@ -121,7 +121,7 @@ def test_a_trainer_resumes_with_the_options_that_its_message_names(
         return trainer(Trainer, tmp_path, store_run=run, changes=changes, **more)
 
     trainer(Trainer, tmp_path, store_run=run, changes={"max_training_steps": 1}).train()
-    with pytest.raises(store.MismatchError, match=r"to restore what fits$") as error:
+    with pytest.raises(store.MismatchError, match=r"to restore what fits") as error:
         made(2)
     assert "store_resume=dict(...)" in error.value.__notes__[0]
     named = str(error.value).rpartition(", or add ")[2].rpartition(", to restore")[0]

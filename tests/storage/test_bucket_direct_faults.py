@@ -373,7 +373,7 @@ def write_limits(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "write_limits",
-    [Limits(floor_seconds=600, answer_seconds=1.0, least_bytes_per_second=FAST)],
+    [Limits(floor_seconds=600, answer_seconds=4.0, least_bytes_per_second=FAST)],
     indirect=True,
     ids=["late"],
 )

@@ -429,7 +429,7 @@ USES = {
     "collect": "list(client.collect())",
     "export": "run.export(1, url + '-out', format='safetensors')",
 }
-"""What a forked child may try."""
+"""Calls that a forked child may try."""
 
 _FORKS = """
 child = multiprocessing.get_context("fork").Process(target=work)

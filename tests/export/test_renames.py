@@ -138,7 +138,7 @@ LAYOUTS: dict[str, tuple[str | None, Callable[[store.Run, Any], store.Save]]] = 
     "save_model": ("graphstate/**", lambda run, m: save_model(run, 1, m)),
     "save_state": ("graphstate/**", lambda run, m: save_state(run, _state(m))),
 }
-"""What is selected, and how a Llama is saved."""
+"""The selection of an export, and the way in which a Llama is saved."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is stored as more bytes than its array can have is rejected before it is read,
+"""Chunks that are stored as more bytes than they can have are rejected unread,
 in every storage: chunks, chunks in shards, metadata, manifests and nodes."""
 
 import os

@@ -1,4 +1,4 @@
-"""What a manager returns while a save is in the background, as Orbax's does."""
+"""A manager returns the same as Orbax's while a save is in the background."""
 
 import threading
 from collections.abc import Callable

@@ -14,7 +14,7 @@ import storesvc_client as store
 from tests.support.server_process import ServerProcess
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What a client of HTTP/2 sends first, with empty settings."""
+"""The first bytes of a client of HTTP/2, with empty settings."""
 
 TREE: Final = {f"leaf-{n}": np.arange(1000 + n) for n in range(20)}
 

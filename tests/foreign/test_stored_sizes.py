@@ -1,4 +1,4 @@
-"""Chunks that are stored as more bytes than they can have are rejected unread,
+"""Objects that are stored as more bytes than they can have are rejected unread,
 in every storage: chunks, chunks in shards, metadata, manifests and nodes."""
 
 import os

@@ -342,6 +342,25 @@ except store.StoreError:
     assert (0, "", "") == _end(_BREAK + script, url)
 
 
+def test_an_error_that_save_itself_raised_is_not_reported_again(url: str) -> None:
+    script = """
+from storesvc_client._pytree.tree_source import TreeSource
+copy = TreeSource.copy
+def fail(self, ordinal, into):
+    raise MemoryError("no room")
+TreeSource.copy = fail
+run = store.connect(url).run("a/b")
+try:
+    run.save(1, state)
+except MemoryError:
+    TreeSource.copy = copy
+run.save(1, state)
+"""
+    assert (0, "", "") == _end(script, url)
+    with store.connect(url) as client:
+        assert [1] == client.run("a/b").steps()
+
+
 def test_a_script_that_raises_saves_what_it_began(url: str) -> None:
     script = """
 store.connect(url).run("a/b").save(1, state)

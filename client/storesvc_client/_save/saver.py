@@ -342,6 +342,7 @@ class RunSaver:
                 copying.result()
             except BaseException as e:  # Ctrl-C: the caller may change the tree now
                 slab_queue.fail(e)
+                save.ignore_error()  # the caller gets it here
                 raise
         return save, slab_queue
 

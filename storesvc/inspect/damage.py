@@ -20,7 +20,7 @@ from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 
-Kind: TypeAlias = "api.Damage.Kind.ValueType"
+DamageKind: TypeAlias = "api.Damage.Kind.ValueType"
 
 MISSING = api.Damage.KIND_MISSING
 CHECKSUM = api.Damage.KIND_CHECKSUM
@@ -40,13 +40,13 @@ class Damage:
     """Key of the leaf; "": the checkpoint as a whole."""
     index: tuple[int, ...] = ()
     """Index of the chunk in the grid of the leaf."""
-    kind: Kind
+    kind: DamageKind
     message: str
     chunk: int | None = None
     """Ordinal of the chunk; None: the leaf or the checkpoint as a whole."""
 
 
-def chunk_damage(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
+def chunk_damage(tree: Tree, chunk: int, kind: DamageKind, what: str) -> Damage:
     """Returns a damage of a chunk."""
     row, within = tree.locate(chunk)
     return Damage(

@@ -24,7 +24,7 @@ STS_URL: Final = "https://sts.googleapis.com/v1/token"
 SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
 """Scope of the server's token; the token service accepts no narrower one."""
 
-TIMEOUT_SECONDS: Final = 10.0
+GCS_TIMEOUT_SECONDS: Final = 10.0
 """Timeout of one request."""
 
 _LEAST_LIFE: Final = timedelta(minutes=10)
@@ -132,8 +132,8 @@ def _bounded_request() -> Any:
 
     class BoundedRequest(Request):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get("timeout") or TIMEOUT_SECONDS
-            kwargs["timeout"] = min(given, TIMEOUT_SECONDS)
+            given = kwargs.get("timeout") or GCS_TIMEOUT_SECONDS
+            kwargs["timeout"] = min(given, GCS_TIMEOUT_SECONDS)
             return super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return BoundedRequest()

@@ -15,7 +15,7 @@ from storesvc.errors import (
     InvalidPageTokenError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.rpc.status import MAX_MESSAGE_BYTES
+from storesvc.rpc.status import MAX_TEXT_BYTES
 from storesvc_proto.v1 import errors_pb2
 
 DEFAULT_PAGE: Final = 100
@@ -122,7 +122,7 @@ def page(
         if isinstance(thing, CorruptDataError):
             row = errors_pb2.DamagedRecord(
                 name=name.resource,
-                message=str(thing)[:MAX_MESSAGE_BYTES],
+                message=str(thing)[:MAX_TEXT_BYTES],
                 position=len(made.rows),
             )
         else:

@@ -50,7 +50,7 @@ class RunCalls:
     ) -> checkpoint_api.UpdateRunResponse:
         name = RunName.from_resource(request.run.name)
         write_id = requests.write_id_of(request)
-        given, fields = change_of(request)
+        given, fields = run_change(request)
         if given.HasField("retention"):
             await self._store.retention.check(name, given.retention)
         record = await self._store.runs.update(
@@ -73,7 +73,7 @@ class RunCalls:
                 await write(context, messages.retention_response(page))
 
 
-def change_of(
+def run_change(
     request: checkpoint_api.UpdateRunRequest,
 ) -> tuple[pb.RunRecord, list[RunField]]:
     """Returns the values that UpdateRun sets, and the names of their fields.

@@ -19,7 +19,7 @@ from storesvc_proto.v1 import errors_pb2 as pb
 DOMAIN: Final = "storesvc"
 """``google.rpc.ErrorInfo.domain``."""
 
-MAX_MESSAGE_BYTES: Final = 1000
+MAX_TEXT_BYTES: Final = 1000
 """Maximum bytes of a status message. It is sent twice in headers, and gRPC drops
 headers above 8 KiB completely."""
 
@@ -204,9 +204,7 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
     if seconds is not None:
         delay = Duration(seconds=seconds)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(
-        code=wire.code, message=_cut(str(error), MAX_MESSAGE_BYTES)
-    )
+    status = status_pb2.Status(code=wire.code, message=_cut(str(error), MAX_TEXT_BYTES))
     for detail in details:
         status.details.add().Pack(detail)
     return status

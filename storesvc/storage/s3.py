@@ -31,7 +31,7 @@ from storesvc.storage.location import Storage
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-TIMEOUT_SECONDS: Final = 10.0
+DELETE_TIMEOUT_SECONDS: Final = 10.0
 """Timeout of one attempt."""
 
 AT_ONCE: Final = 32
@@ -150,7 +150,7 @@ class S3Deletes:
             url, method="DELETE", headers={"If-Match": etag}
         )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):  # noqa: S310
+            with urllib.request.urlopen(request, timeout=DELETE_TIMEOUT_SECONDS):  # noqa: S310
                 return True
         except urllib.error.HTTPError as e:
             if e.code in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.NOT_FOUND):

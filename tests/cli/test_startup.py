@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli.group import COMMANDS, module_of
+from storesvc_client.cli.group import COMMANDS
 from tests.support.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
@@ -43,10 +43,11 @@ def imported_by_storectl(*arguments: str) -> set[str]:
 
 
 def commands_of(modules: set[str]) -> set[str]:
+    """Returns the modules of commands among modules."""
     return {
-        name
-        for name in COMMANDS
-        if f"storesvc_client.cli.commands.{module_of(name)}" in modules
+        module
+        for module in COMMANDS.values()
+        if f"storesvc_client.cli.commands.{module}" in modules
     }
 
 
@@ -57,8 +58,8 @@ def test_help_imports_nothing_that_connects_to_a_store() -> None:
 
 
 def test_a_command_imports_no_other() -> None:
-    assert {"ls"} == commands_of(imported_by_storectl("ls", "--help"))
-    assert set(COMMANDS) == commands_of(imported_by_storectl("--help"))
+    assert {COMMANDS["ls"]} == commands_of(imported_by_storectl("ls", "--help"))
+    assert set(COMMANDS.values()) == commands_of(imported_by_storectl("--help"))
 
 
 @pytest.mark.parametrize("path", ["runs", "checkpoints"])

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import storesvc_client as store
 from storesvc_client._foreign.formats import safetensors
-from storesvc_client._foreign.formats.safetensors_header import DTYPES
+from storesvc_client._foreign.formats.safetensors_header import TENSOR_DTYPES
 from storesvc_client._foreign.local_location import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from tests.support.foreign_reading import (
@@ -161,7 +161,7 @@ def test_a_repository_in_the_cache_of_hugging_face_is_its_revision_main(
 def test_each_dtype_that_the_package_writes_is_read(tmp_path: Path) -> None:
     types = {
         name: np.dtype(getattr(ml_dtypes, name, None) or name)
-        for name, bits in DTYPES.values()
+        for name, bits in TENSOR_DTYPES.values()
         if bits >= 8 and "fnuz" not in name
     }
     weights = {

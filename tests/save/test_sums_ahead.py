@@ -11,7 +11,7 @@ from storesvc.format.chunks import Sums
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._save.slab_queue import SlabQueue
-from storesvc_client._save.sums_ahead import THREADS, SumsAhead
+from storesvc_client._save.sums_ahead import SUM_THREADS, SumsAhead
 from storesvc_client._values.progress import Meter
 from tests.support.contract import CHUNK, elements, sums
 
@@ -145,7 +145,7 @@ def test_slabs_that_were_summed_up_are_taken_before_the_others(meter: Meter) -> 
 
 def test_slabs_that_come_one_by_one_are_all_summed_up(meter: Meter) -> None:
     """Each comes when all before it are summed up, and nothing else is left."""
-    chunks = 4 * THREADS
+    chunks = 4 * SUM_THREADS
     slab_queue, _ = queue_of(chunks, is_open=True)
     known = KnownSums(chunks)
     with SumsAhead(slab_queue, known, meter):

@@ -202,7 +202,7 @@ def test_a_deletion_outlasts_transient_errors(
 def test_stalled_deletions_do_not_block_other_calls(
     within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(s3_deletes, "DELETE_TIMEOUT_SECONDS", 1.0)
 
     async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n}" for n in range(s3_deletes.AT_ONCE)]
@@ -244,7 +244,7 @@ def test_unanswered_writes_are_retried(
 ) -> None:
     limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=1)
     monkeypatch.setattr(hedging, "CHANGES", limits)
-    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(s3_deletes, "DELETE_TIMEOUT_SECONDS", 1.0)
 
     async def test(bucket: TensorStoreBucket) -> None:
         record = pb.StoreRecord(uid="1")

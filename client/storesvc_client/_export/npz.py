@@ -22,7 +22,7 @@ from storesvc_client._export.tensors import Tensor, plan_tensors
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
-SUFFIX: Final = ".npz"
+NPZ_SUFFIX: Final = ".npz"
 
 HELD: Final = frozenset(name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1)
 """Names of the dtypes that NumPy's file format has."""
@@ -41,9 +41,9 @@ def write_npz(call: ExportCall) -> Written:
     """
     source, meter = call.source, call.meter
     folder, name = split_file(call.where)
-    if not name.endswith(SUFFIX):
+    if not name.endswith(NPZ_SUFFIX):
         raise InvalidRequestError(
-            f"target {call.where!r}: expected a file whose name ends in {SUFFIX}"
+            f"target {call.where!r}: expected a file whose name ends in {NPZ_SUFFIX}"
         )
     tensors = plan_tensors(
         source,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
+from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.slabs import FilledSlab
-from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._foreign.chunk_units import RegionRead, Unit
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._save.slab_queue import SlabQueue

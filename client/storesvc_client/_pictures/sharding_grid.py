@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from storesvc.format.trees import SavedSharding
 
-MOST_CELLS: Final = 1024
+MOST_SHARDS: Final = 1024
 """Maximum number of cells; a cell of a larger grid stands for several blocks."""
 
 _MOST_DEVICES: Final = 1 << 20
@@ -60,7 +60,7 @@ def sharding_grid(
     counts = _block_counts(shape, sharding)
     devices = _devices(sharding)
     plane = Plane.of(counts)
-    cells = [*plane.cells(MOST_CELLS)]
+    cells = [*plane.cells(MOST_SHARDS)]
     side = cells[0].side
     columns, rows = -(-plane.columns // side), -(-plane.rows // side)
     wide = min(width / columns, _LARGEST)

@@ -43,7 +43,7 @@ READ_BYTES: Final = min(PROCESSORS, 4) * (128 << 20)
 verifies and copies during one request. More would only touch more new memory, which
 costs as much as a copy."""
 
-BLOCK_BYTES: Final = 4 << 20
+BUCKET_BLOCK_BYTES: Final = 4 << 20
 """Maximum bytes of neighbouring chunks that one request reads. A larger block amortises
 the latency of a request better, but fewer fit into the budget, and throughput falls."""
 
@@ -81,7 +81,7 @@ class BucketSource:
                 self._manifest,
                 alone=np.empty(0, np.int64),  # a response must be copied in any case
                 together=np.array(ordinals, np.int64),
-                at_most=BLOCK_BYTES,
+                at_most=BUCKET_BLOCK_BYTES,
                 gap_bytes=GAP_BYTES,
             )
         with Threads(PROCESSORS, "storesvc-direct") as pool:

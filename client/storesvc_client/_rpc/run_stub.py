@@ -16,7 +16,7 @@ from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
-T = TypeVar("T", bound=Message)
+M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 
 
@@ -62,15 +62,15 @@ class RunStub:
         found = ask(self.service.GetCheckpoint, request, deadline).checkpoint
         return received(CheckpointName.from_resource, found.name)
 
-    def ask(self, method: Callable[..., T], request: Message) -> T:
+    def ask(self, method: Callable[..., M], request: Message) -> M:
         """Returns the response to an idempotent request; retries transient errors."""
         return self.connection.ask(method, request)
 
     def rows(
         self,
-        method: Callable[..., T],
+        method: Callable[..., M],
         request: Any,
-        rows_of: Callable[[T], Sequence[R]],
+        rows_of: Callable[[M], Sequence[R]],
         on_damage: OnDamage,
     ) -> Iterator[R]:
         """Yields the rows of a list call, page by page."""

@@ -15,7 +15,7 @@ from storesvc_client._chunks.slabs import SumsInProgress
 from storesvc_client._save.slab_queue import SlabQueue
 from storesvc_client._values.progress import Meter
 
-THREADS: Final = min(os.cpu_count() or 1, 8)
+SUM_THREADS: Final = min(os.cpu_count() or 1, 8)
 """Threads that compute checksums."""
 
 
@@ -38,11 +38,11 @@ class SumsAhead:
         self._sums = sums
         self._meter = meter
         self._is_stopped = False
-        self._threads = Threads(THREADS, "storesvc-sums")
+        self._threads = Threads(SUM_THREADS, "storesvc-sums")
         self._working: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        self._working = [self._threads.submit(self._work) for _ in range(THREADS)]
+        self._working = [self._threads.submit(self._work) for _ in range(SUM_THREADS)]
         return self
 
     def __exit__(

@@ -15,18 +15,40 @@ from storesvc_client.cli.errors import Interrupted, Refusal, json_line
 from storesvc_client.cli.global_options import accept_global_options, global_options
 from storesvc_client.cli.suggestions import command_hint, error_text, option_hint
 
-COMMANDS: Final = (
-    *("ls", "tree", "stat", "get", "cat", "export", "diff", "verify", "trace", "watch"),
-    *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("import", "cp", "uploads", "du", "quota", "gc", "config"),
-    *("login", "whoami", "auth", "audit", "ping", "serve", "console", "demo"),
-)
-"""The commands in the order of ``--help``; each has its own module."""
-
-
-def module_of(command: str) -> str:
-    """Returns the name of the module of a command, and of the command in it."""
-    return f"{command}_" if iskeyword(command) else command
+COMMANDS: Final = {
+    "ls": "ls",
+    "tree": "tree",
+    "stat": "stat",
+    "get": "get",
+    "cat": "cat",
+    "export": "export",
+    "diff": "diff",
+    "verify": "verify",
+    "trace": "trace",
+    "watch": "watch",
+    "tag": "tag",
+    "update": "update",
+    "hold": "hold",
+    "rm": "rm",
+    "undelete": "undelete",
+    "retain": "retain",
+    "import": "import_",
+    "cp": "cp",
+    "uploads": "uploads",
+    "du": "du",
+    "quota": "quota",
+    "gc": "gc",
+    "config": "config",
+    "login": "login",
+    "whoami": "whoami",
+    "auth": "auth",
+    "audit": "audit",
+    "ping": "ping",
+    "serve": "serve",
+    "console": "console",
+    "demo": "demo",
+}
+"""The commands in the order of ``--help``, and the module of each."""
 
 
 @contextmanager
@@ -127,9 +149,8 @@ class _Group(click.Group):
 
 @cache
 def _command(name: str) -> click.Command:
-    found = module_of(name)
-    module = import_module(f"storesvc_client.cli.commands.{found}")
-    command: click.Command = getattr(module, found)
+    module = import_module(f"storesvc_client.cli.commands.{COMMANDS[name]}")
+    command: click.Command = getattr(module, f"{name}_" if iskeyword(name) else name)
     accept_global_options(command)
     return command
 

@@ -28,6 +28,7 @@ from storesvc_client._pytree.leaf_names import (
     tree_path_to_string,
 )
 from storesvc_client._pytree.paths import (
+    GraphPath,
     flatten_dict,
     int_key_to_string,
     is_flatten,
@@ -35,7 +36,6 @@ from storesvc_client._pytree.paths import (
     unflatten_dict,
 )
 from storesvc_client.trees.nnx.graphs import (
-    GraphPath,
     GraphState,
     graph_leaves,
     graph_paths,

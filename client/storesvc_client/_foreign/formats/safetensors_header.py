@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from storesvc.format.dtypes import DTYPES as STORED_DTYPES
+from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import shape_problem
 from storesvc_client._foreign.bounded_json import integers, parse_object
 from storesvc_client.errors import DataLossError, PreconditionError
@@ -23,7 +23,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 LENGTH_BYTES: Final = 8
 """Bytes before the header."""
 
-DTYPES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
+TENSOR_DTYPES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
     {
         "BOOL": ("bool", 8),
         "F4": ("float4_e2m1fn", 4),
@@ -134,14 +134,16 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
         raise DataLossError(f"{place}: expected dtype, shape and data_offsets")
     shape = integers(entry["shape"], what=f"{place}, shape")
     offsets = integers(entry["data_offsets"], what=f"{place}, data_offsets")
-    form = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    form = (
+        TENSOR_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    )
     if form is None:
         raise PreconditionError(
-            f"{place}: expected one of the dtypes {', '.join(DTYPES)}, got "
+            f"{place}: expected one of the dtypes {', '.join(TENSOR_DTYPES)}, got "
             f"{ascii(entry['dtype'])[:40]}"
         )
     dtype, bits = form
-    if dtype not in STORED_DTYPES:
+    if dtype not in DTYPES:
         raise PreconditionError(
             f"{place}: the installed ml_dtypes has no {dtype}; install a newer one"
         )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.paths import GraphPath
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.values import LeafInfo, PathPart
@@ -35,7 +36,6 @@ from storesvc_client.trees.nnx.config_classes import (
     takes_config,
 )
 from storesvc_client.trees.nnx.graphs import (
-    GraphPath,
     GraphState,
     fill_graph,
     graph_leaves,

@@ -27,7 +27,6 @@ from storesvc_client._pytree.paths import (
 from storesvc_client._values.gc_pause import collector_paused
 
 __all__ = [
-    "GraphPath",
     "GraphState",
     "Identity",
     "class_of",

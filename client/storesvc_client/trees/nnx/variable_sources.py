@@ -20,6 +20,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
+from storesvc_client._pytree.paths import GraphPath
 from storesvc_client._pytree.placement import would_narrow
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import Indivisible
@@ -27,7 +28,6 @@ from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import PARTS, Blueprint, stand_in
 from storesvc_client.trees.nnx.graphs import (
-    GraphPath,
     GraphState,
     graph_leaves,
     refine_graphs,

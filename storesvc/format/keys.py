@@ -11,14 +11,189 @@ injective, so two paths share a key only where their parts have the same texts
 'layers/0/%2E%2E'
 >>> split_key('layers/0/%2E%2E')
 ('layers', '0', '..')
+
+Items: values that a checkpoint holds next to its tree, as rows of its leaf table.
+
+The key of an item begins with a part that the escape gives to no path of a tree, so no
+leaf can be taken for an item, whatever its path. Rows of items follow the rows of the
+tree; so the ordinals of a tree's chunks do not depend on the items saved with it.
+
+>>> item_key("config")
+'%item/config'
+>>> item_of("%item/data/3")
+ItemName(item='data', process=3)
+>>> describe("params/w"), describe("%item/data/3")
+("leaf 'params/w'", "item 'data' of process 3")
 """
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from operator import lt
-from typing import Final
+from typing import Final, Protocol
+
+from storesvc.format.names import InvalidNameError, check_item
+from storesvc_proto.v1 import tree_pb2 as pb
+
+MAX_ITEMS: Final = 64
+"""Maximum names of items of a checkpoint."""
+
+MAX_ENCODED_BYTES: Final = 1 << 30
+"""Maximum bytes of an encoded value."""
+
+ENCODED_KINDS: Final = frozenset(
+    {
+        pb.LEAF_KIND_TEXT,
+        pb.LEAF_KIND_JSON,
+        pb.LEAF_KIND_BYTES,
+        pb.LEAF_KIND_INTEGER,
+    }
+)
+"""Kinds of leaves whose elements are the bytes of an encoded value."""
+
+ITEM_KINDS: Final = ENCODED_KINDS - {pb.LEAF_KIND_INTEGER}
+"""Kinds of items."""
+
+_PREFIX: Final = "%item/"
+_PROCESS: Final = re.compile(r"0|[1-9][0-9]{0,5}")
+
+
+class InvalidItemError(ValueError):
+    """The items of a leaf table break a rule."""
+
+    def __init__(self, message: str, item: str) -> None:
+        super().__init__(message)
+        self.item = item
+        """Name of the item; its key if that has no name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemName:
+    """The name of an item, or of the part of it that one process wrote."""
+
+    item: str
+    process: int | None = None
+    """Number of the process; None: the item is one value for all processes."""
+
+    @property
+    def key(self) -> str:
+        """Key of its row."""
+        return item_key(self.item, self.process)
+
+    @property
+    def path_kinds(self) -> str:
+        """Path kinds of its row."""
+        return "rk" if self.process is None else "rkp"
+
+
+class ItemRow(Protocol):
+    """The columns of a leaf table that the rules of items are about."""
+
+    @property
+    def key(self) -> str:
+        """Key of the row."""
+
+    @property
+    def path_kinds(self) -> str:
+        """One letter for each part of the key."""
+
+    @property
+    def kind(self) -> "pb.LeafKind.ValueType":
+        """Kind of the leaf."""
+
+
+def kind_text(kind: "pb.LeafKind.ValueType") -> str:
+    """Returns the name of a kind of encoded values: "text", "json", "bytes" or
+    "integer"."""
+    return pb.LeafKind.Name(kind).removeprefix("LEAF_KIND_").lower()
+
+
+def is_item(key: str) -> bool:
+    """Returns whether a key is that of an item, valid or not."""
+    return key.startswith(_PREFIX)
+
+
+def item_key(item: str, process: int | None = None) -> str:
+    """Returns the key of an item, or of the value that one process wrote."""
+    return f"{_PREFIX}{item}" if process is None else f"{_PREFIX}{item}/{process}"
+
+
+def item_of(key: str) -> ItemName:
+    """Returns the item of a key.
+
+    Raises:
+        InvalidItemError: The key is not that of an item.
+    """
+    item, slash, process = key.removeprefix(_PREFIX).partition("/")
+    try:
+        check_item(item)
+    except InvalidNameError as e:
+        raise InvalidItemError(str(e), item) from e
+    if slash and not _PROCESS.fullmatch(process):
+        raise InvalidItemError(
+            f"item {item!r}: expected the number of a process, got {process!r}", item
+        )
+    return ItemName(item, int(process) if slash else None)
+
+
+def describe(key: str) -> str:
+    """Returns the name of a leaf or an item in messages."""
+    if not is_item(key):
+        return f"leaf {key!r}"
+    item, slash, process = key.removeprefix(_PREFIX).partition("/")
+    return f"item {item!r} of process {process}" if slash else f"item {item!r}"
+
+
+def count_tree_rows(keys: Sequence[str]) -> int:
+    """Returns how many rows, the first ones, belong to the tree and not to items."""
+    return len(keys) - sum(1 for _ in takewhile(is_item, reversed(keys)))
+
+
+def check_items(rows: Sequence[ItemRow]) -> None:
+    """Rejects rows that cannot be the items of a checkpoint.
+
+    Raises:
+        InvalidItemError: A name, kind or path kind breaks a rule, a name has values
+            of only some processes, or there are too many names.
+    """
+    processes: dict[str, set[int]] = {}
+    kinds: dict[str, pb.LeafKind.ValueType] = {}
+    for row in rows:
+        name = item_of(row.key)
+        if row.path_kinds != name.path_kinds:
+            raise InvalidItemError(
+                f"{describe(row.key)}: expected the path kinds {name.path_kinds!r}, "
+                f"got {row.path_kinds!r}",
+                name.item,
+            )
+        if row.kind not in ITEM_KINDS:
+            raise InvalidItemError(
+                f"{describe(row.key)}: expected text, JSON or bytes, got the kind "
+                f"{pb.LeafKind.Name(row.kind)}",
+                name.item,
+            )
+        if kinds.setdefault(name.item, row.kind) != row.kind:
+            raise InvalidItemError(
+                f"item {name.item!r}: expected values of one kind from all processes, "
+                f"got {kind_text(kinds[name.item])} and {kind_text(row.kind)}",
+                name.item,
+            )
+        if name.process is not None:
+            processes.setdefault(name.item, set()).add(name.process)
+    for item, found in processes.items():
+        if found != set(range(len(found))):
+            raise InvalidItemError(
+                f"item {item!r}: expected a value of each of the processes 0 to "
+                f"{max(found)}, got {len(found)} values",
+                item,
+            )
+    if len(kinds) > MAX_ITEMS:
+        raise InvalidItemError(
+            f"expected at most {MAX_ITEMS} items, got {len(kinds)}", max(kinds)
+        )
+
 
 MAX_KEY_BYTES: Final = 4096
 """Maximum UTF-8 bytes of a key."""

@@ -19,7 +19,7 @@ from storesvc.format.chunks import (
     unpack_places,
     unpack_sums,
 )
-from storesvc.format.items import InvalidItemError
+from storesvc.format.keys import InvalidItemError
 from storesvc.format.trees import InvalidTreeError, Tree, pack_leaves, unpack_leaves
 from storesvc_proto.v1 import tree_pb2 as pb
 

@@ -41,23 +41,278 @@ data_file_table:
 
     num_files, path_prefix_length (none for the first), path_suffix_length,
     base_path_length 0, path_suffix bytes
+
+Encodes columns of OCDBT nodes: numbers as varints, names without shared prefixes.
+
+A node may have 100,000 entries, so NumPy processes them, not a Python loop.
+
+Builds the nodes of an OCDBT tree, level by level from the leaves to the root.
+
+``storesvc.format.ocdbt`` describes their fields.
+
+Builds OCDBT key spaces that show stored chunks as Zarr arrays.
+
+Any TensorStore client can open one. Chunks are referenced where they are stored. The
+``zarr.json`` of the arrays are stored in the node file, before the nodes; arrays with
+the same shape, dtype and chunk shape share one.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
-from storesvc.format.chunks import MAX_VALUE, ChunkLocations
-from storesvc.format.ocdbt_columns import varints
-from storesvc.format.ocdbt_nodes import (
-    Node,
-    NodeFile,
-    file_table,
-    framed,
-    interior,
-    leaves,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format import dtypes
+from storesvc.format.checksums import crc32c
+from storesvc.format.chunks import I64, MAX_VALUE, ChunkLocations
+
+U64: TypeAlias = NDArray[np.uint64]
+
+
+def varints(values: "Sequence[int] | I64") -> bytes:
+    """Encodes a column of unsigned numbers as varints (LEB128): seven bits per byte,
+    lowest first; the top bit is set on all bytes but the last."""
+    column: U64 = np.asarray(values, np.uint64)
+    if not len(column):
+        return b""
+    width = max(1, -(-int(column.max()).bit_length() // 7))
+    rest = column[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
+    more = rest > 0x7F
+    written = (rest & 0x7F).astype(np.uint8) | (more.astype(np.uint8) << 7)
+    here = rest > 0
+    here[:, 0] = True
+    return written[here].tobytes()
+
+
+def shared_lengths(names: list[bytes]) -> I64:
+    """Returns the number of bytes that each name shares with the previous one.
+
+    Raises:
+        ValueError: The names are not strictly ascending.
+    """
+    shared = np.zeros(len(names), np.int64)
+    if len(names) < 2:
+        return shared
+    sizes = lengths(names)
+    start = np.cumsum(sizes) - sizes
+    text = b"".join((*names, bytes(8)))
+    # Eight bytes at any offset are one word, so most pairs take a few steps.
+    words = np.ndarray((len(text) - 7,), "<u8", text, strides=(1,))
+    least = np.minimum(sizes[:-1], sizes[1:])
+    pairs = np.flatnonzero(least)
+    while len(pairs):
+        at = shared[pairs + 1]
+        differ = words[start[pairs] + at] ^ words[start[pairs + 1] + at]
+        lowest = (differ & -differ).astype(np.float64)
+        same = np.where(differ == 0, 8, (np.frexp(lowest)[1] - 1) >> 3)
+        shared[pairs + 1] = np.minimum(at + same, least[pairs])
+        pairs = pairs[(same == 8) & (at + 8 < least[pairs])]
+    octets = np.frombuffer(text, np.uint8)
+    before, after = octets[start[:-1] + shared[1:]], octets[start[1:] + shared[1:]]
+    inside = shared[1:] < least
+    ascending = np.where(inside, before < after, sizes[:-1] < sizes[1:])
+    if not ascending.all():
+        row = int(np.argmin(ascending))
+        raise ValueError(
+            f"expected strictly ascending names, got {names[row + 1][:40]!r} "
+            f"after {names[row][:40]!r}"
+        )
+    return shared
+
+
+def lengths(names: list[bytes]) -> I64:
+    """Returns the number of bytes of each name."""
+    return np.fromiter(map(len, names), np.int64, len(names))
+
+
+NODE_BYTES: Final = 1 << 20
+"""Maximum decoded size of a node, as TensorStore counts it.
+
+A reader without a cache decodes a whole node for each key: among 100,000 keys in 0.4
+ms, and in 2 ms with TensorStore's own 8 MiB.
+"""
+
+_MAGIC: Final = 0x0CDB20DE
+_FRAME_BYTES: Final = 4 + 8 + 4  # magic_value, length, crc32c_checksum
+_MAX_STATISTIC: Final = 2**64 - 1  # larger statistics are clipped
+
+# Memory that TensorStore counts for an entry, without its name.
+_LEAF_ENTRY_BYTES: Final = 32
+_INTERIOR_ENTRY_BYTES: Final = 56
+
+
+class Statistics(NamedTuple):
+    """Statistics of a node and its descendants."""
+
+    num_keys: int
+    num_tree_bytes: int
+    num_indirect_value_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A reference from a parent to a node."""
+
+    first_key: bytes
+    common: int
+    """Number of leading bytes that all keys below share; no node below repeats them."""
+    offset: int
+    """Offset in the file of the nodes."""
+    length: int
+    statistics: Statistics
+
+
+class NodeFile:
+    """The growing file of the nodes."""
+
+    def __init__(self, name: str, offset: int) -> None:
+        self.path = name.encode()
+        self.written: list[bytes] = []
+        self._end = offset
+
+    def add(
+        self, body: Sequence[bytes], keys: list[bytes], common: int, below: Statistics
+    ) -> Node:
+        """Appends a node, and returns a reference to it.
+
+        Args:
+            body: Columns of the node.
+            keys: Keys of its entries.
+            common: Number of leading bytes that the keys share and the node omits.
+            below: Statistics of its descendants.
+        """
+        framed_node = framed(_MAGIC, body)
+        offset, length = self._end, len(framed_node)
+        self.written.append(framed_node)
+        self._end += length
+        return Node(
+            first_key=keys[0],
+            common=common,
+            offset=offset,
+            length=length,
+            statistics=Statistics(
+                below.num_keys,
+                below.num_tree_bytes + length,
+                min(below.num_indirect_value_bytes, _MAX_STATISTIC),
+            ),
+        )
+
+
+def leaves(file: NodeFile, names: list[bytes], places: ChunkLocations) -> list[Node]:
+    """Writes the leaf nodes, which hold the location of each key's value."""
+    shared = shared_lengths(names)
+    # Files are numbered in the order of their paths, which keeps file tables short.
+    paths = sorted({path.encode() for path in places.files})
+    numbers = {path: number for number, path in enumerate(paths)}
+    renumbered = [numbers[path.encode()] for path in places.files]
+    path = np.array(renumbered, np.int64)[places.file]
+    parts = _parts(_LEAF_ENTRY_BYTES + lengths(paths)[path] + lengths(names), least=1)
+    level = []
+    for part in parts:
+        keys, value_length = names[part], places.length[part]
+        # The root omits nothing: it has no parent to hold the common bytes.
+        common = _common(keys, shared[part]) if len(parts) > 1 else 0
+        used, ids = np.unique(path[part], return_inverse=True)
+        body = (
+            b"\0",  # height
+            file_table([paths[number] for number in used.tolist()]),
+            varints([len(keys)]),
+            *_key_columns(keys, shared[part], common),
+            varints(value_length),
+            b"\1" * len(keys),  # value_kind
+            varints(ids),
+            varints(places.offset[part]),
+        )
+        below = Statistics(len(keys), 0, sum(value_length.tolist()))
+        level.append(file.add(body, keys, common, below))
+    return level
+
+
+def interior(file: NodeFile, level: list[Node], height: int) -> list[Node]:
+    """Writes the level above a level."""
+    names = [node.first_key for node in level]
+    shared = shared_lengths(names)
+    sizes = _INTERIOR_ENTRY_BYTES + len(file.path) + lengths(names)
+    parts = _parts(sizes, least=2)
+    above = []
+    for part in parts:
+        keys, children = names[part], level[part]
+        commons = [child.common for child in children]
+        common = min(_common(keys, shared[part]), *commons) if len(parts) > 1 else 0
+        columns = list(zip(*(child.statistics for child in children), strict=True))
+        body = (
+            bytes([height]),
+            file_table([file.path]),
+            varints([len(keys)]),
+            *_key_columns(
+                keys, shared[part], common, varints([c - common for c in commons])
+            ),
+            b"\0" * len(keys),  # data_file_id
+            varints([child.offset for child in children]),
+            varints([child.length for child in children]),
+            *map(varints, columns),
+        )
+        below = Statistics(*map(sum, columns))
+        above.append(file.add(body, keys, common, below))
+    return above
+
+
+def _common(keys: list[bytes], shared: I64) -> int:
+    """Number of leading bytes that all keys of a node share."""
+    return int(shared[1:].min()) if len(keys) > 1 else len(keys[0])
+
+
+def _key_columns(
+    keys: list[bytes], shared: I64, common: int, subtree_commons: bytes = b""
+) -> tuple[bytes, ...]:
+    """The columns of the keys, without the bytes that all of them share."""
+    kept_from = [common, *shared[1:].tolist()]
+    suffixes = [key[start:] for key, start in zip(keys, kept_from, strict=True)]
+    return (
+        varints(shared[1:] - common),
+        varints(lengths(suffixes)),
+        subtree_commons,
+        b"".join(suffixes),
+    )
+
+
+def file_table(paths: list[bytes]) -> bytes:
+    """Encodes a table of files, in the order of their paths."""
+    shared = shared_lengths(paths)
+    suffixes = [path[at:] for path, at in zip(paths, shared.tolist(), strict=True)]
+    columns = (
+        varints([len(paths)]),
+        varints(shared[1:]),
+        varints(lengths(suffixes)),
+        b"\0" * len(paths),  # base_path_length
+        *suffixes,
+    )
+    return b"".join(columns)
+
+
+def framed(magic: int, body: Sequence[bytes]) -> bytes:
+    """Encodes a node or a manifest: a header, its body, a checksum."""
+    content = b"".join((b"\0\0", *body))  # version, compression_format
+    length = _FRAME_BYTES + len(content)
+    data = struct.pack(">I", magic) + struct.pack("<Q", length) + content
+    return data + struct.pack("<I", crc32c(data))
+
+
+def _parts(sizes: I64, *, least: int) -> list[slice]:
+    """Divides entries into nodes; only a node of `least` entries may be too large."""
+    ends = np.cumsum(sizes)
+    parts: list[slice] = []
+    start = 0
+    while start < len(sizes):
+        limit = ends[start] - sizes[start] + NODE_BYTES
+        stop = int(np.searchsorted(ends, limit, side="right"))
+        parts.append(slice(start, min(max(stop, start + least), len(sizes))))
+        start = parts[-1].stop
+    return parts
+
 
 MAX_DECODED_NODE_BYTES: Final = 8 << 20
 """Maximum size of nodes that TensorStore adds: its default."""
@@ -175,3 +430,80 @@ def _check(
                 f"locations: expected numbers from 0 to {limit}, got "
                 f"{column.min()} to {column.max()}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The objects of an OCDBT key space."""
+
+    nodes: list[bytes]
+    """Contents of the node file, in order."""
+    root: bytes
+    """The OCDBT manifest that references the root node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZarrArray:
+    """An array of a key space."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    dtype: str
+    data_type: str = ""
+    """Its name in ``zarr.json``; "": that of the format."""
+
+
+def view_of_arrays(
+    arrays: Sequence[ZarrArray],
+    chunk_keys: Sequence[str],
+    places: ChunkLocations,
+    *,
+    node_file: str,
+    uuid: bytes,
+    commit_time_ns: int,
+) -> View:
+    """Returns the key space of some arrays.
+
+    Args:
+        arrays: The arrays; their names differ.
+        chunk_keys: Key of each chunk of all arrays.
+        places: Location of each of these chunks, relative to the base of the database.
+        node_file: Name of the node file, relative to the base.
+        uuid: Identity of the key space; 16 bytes.
+        commit_time_ns: Nanoseconds since the epoch.
+
+    Raises:
+        ValueError: A value exceeds the limits of the format.
+    """
+    values: dict[bytes, int] = {}
+    """Offset of each distinct ``zarr.json`` in the node file."""
+    at = 0
+    rows = []
+    for array in arrays:
+        value = dtypes.metadata_bytes(
+            array.shape, array.chunk_shape, array.dtype, array.data_type
+        )
+        if value not in values:
+            values[value] = at
+            at += len(value)
+        rows.append((node_file, values[value], len(value)))
+    keys = [dtypes.metadata_key(array.name) for array in arrays]
+    keys += chunk_keys
+    metadata = ChunkLocations.of_rows(rows)
+    both = ChunkLocations(
+        files=(node_file, *places.files),
+        file=np.concatenate([metadata.file, places.file + 1]),
+        offset=np.concatenate([metadata.offset, places.offset]),
+        length=np.concatenate([metadata.length, places.length]),
+    )
+    order = sorted(range(len(keys)), key=[key.encode() for key in keys].__getitem__)
+    encoded = encode(
+        [keys[row] for row in order],
+        both.take(np.array(order, np.int64)),
+        node_file=node_file,
+        node_offset=at,
+        uuid=uuid,
+        commit_time_ns=commit_time_ns,
+    )
+    return View(nodes=[*values, encoded.nodes], root=encoded.manifest)

@@ -16,19 +16,21 @@ from typing import Final, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format import zarr
+from storesvc.format import dtypes as zarr
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, shape_problem
-from storesvc.format.items import (
+from storesvc.format.keys import (
     ENCODED_KINDS,
     MAX_ENCODED_BYTES,
+    InvalidKeyError,
     check_items,
+    check_keys,
     count_tree_rows,
     describe,
+    fits_key,
     is_item,
     item_of,
 )
-from storesvc.format.keys import InvalidKeyError, check_keys, fits_key
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_PART_ROWS: Final = 4096

@@ -12,9 +12,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from storesvc.format import zarr
+from storesvc.format import dtypes
 from storesvc.format.checksums import crc32c, digest
-from storesvc.format.items import describe
+from storesvc.format.keys import describe
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -80,8 +80,8 @@ def chunk_damages(
     for chunk in chunks:
         stored = view[at : at + int(manifest.places.length[chunk])]
         at += len(stored)
-        elements = stored[: -zarr.CHECKSUM_BYTES]
-        carried = int.from_bytes(stored[-zarr.CHECKSUM_BYTES :], "little")
+        elements = stored[: -dtypes.CHECKSUM_BYTES]
+        carried = int.from_bytes(stored[-dtypes.CHECKSUM_BYTES :], "little")
         expected, got = int(manifest.sums.crc32c[chunk]), crc32c(elements)
         if got != expected:
             what = f"expected bytes with the checksum {expected:08x}, got {got:08x}"
@@ -124,7 +124,7 @@ def key_space_damages(
             what = f"expected the key space to show it at {_text(place)}, got "
             yield chunk_damage(tree, chunk, KEY_SPACE, what + _text(shown.get(key)))
     for leaf in tree.leaves:
-        shown_keys.discard(zarr.metadata_key(leaf.key))
+        shown_keys.discard(dtypes.metadata_key(leaf.key))
     for key in sorted(shown_keys):
         yield Damage(
             key=_leaf_key(tree, key),
@@ -155,7 +155,7 @@ class LeafMetadata:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self.keys = [zarr.metadata_key(leaf.key) for leaf in tree.leaves]
+        self.keys = [dtypes.metadata_key(leaf.key) for leaf in tree.leaves]
         """Keys of the ``zarr.json`` in the key space, by row of the leaf."""
         self._known: dict[tuple[object, ...], bytes] = {}
 
@@ -164,7 +164,7 @@ class LeafMetadata:
         leaf = self._tree.leaves[row]
         parts = (leaf.shape, leaf.chunk_shape, leaf.dtype)
         if parts not in self._known:
-            self._known[parts] = zarr.metadata_bytes(*parts)
+            self._known[parts] = dtypes.metadata_bytes(*parts)
         return self._known[parts]
 
     def unshown(self, shown: Mapping[str, Place]) -> dict[int, Damage]:
@@ -221,7 +221,7 @@ def _chunk_keys(tree: Tree) -> Iterator[str]:
     """Yields the keys of all chunks, in the order of their ordinals."""
     for leaf, grid in zip(tree.leaves, tree.grids, strict=True):
         for number in range(grid.count):
-            yield zarr.chunk_key(leaf.key, grid.index(number))
+            yield dtypes.chunk_key(leaf.key, grid.index(number))
 
 
 def _leaf_key(tree: Tree, key: str) -> str:

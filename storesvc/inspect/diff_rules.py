@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from storesvc.format.chunks import I64
-from storesvc.format.items import ENCODED_KINDS, is_item, kind_text
+from storesvc.format.keys import ENCODED_KINDS, is_item, kind_text
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

@@ -36,11 +36,10 @@ from storesvc.errors import (
     CorruptDataError,
 )
 from storesvc.fair_semaphore import FairSemaphore
-from storesvc.format.chunks import ChunkLocations
+from storesvc.format.chunks import ChunkLocations, Read, plan_reads
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
-from storesvc.format.reads import Read, plan_reads
 from storesvc.inspect import damage
 from storesvc.inspect.damage import Damage, LeafMetadata
 from storesvc.inspect.verify_report import Report, Tally

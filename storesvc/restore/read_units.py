@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from storesvc.format.chunks import I64
-from storesvc.format.frames import Part, parts_of
 from storesvc.format.manifests import Manifest
+from storesvc.format.wire import Part, parts_of
 
 WINDOW_BYTES: Final = 8 << 20
 """Window of a data file; a unit exceeds it by one chunk at most."""

@@ -15,8 +15,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import MAX_RANK
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
 from storesvc.rpc.requests import MAX_ENTRIES
 from storesvc.save.batches import FRAME_BYTES

@@ -10,9 +10,9 @@ from typing import Final
 from storesvc.errors import InvalidChunkError, StalledError
 from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import ChunkLocations, Sums
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
-from storesvc.format.zarr import CHECKSUM_BYTES
 
 BATCH_BYTES: Final = 64 << 20
 """Size at which a batch ends; it exceeds this by one chunk at most."""

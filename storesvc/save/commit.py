@@ -40,10 +40,10 @@ from storesvc.format.chunks import (
     Sums,
     merge,
 )
-from storesvc.format.key_spaces import View
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
+from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
 from storesvc.offload import offload
 from storesvc.save.discards import Discards

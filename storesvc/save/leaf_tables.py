@@ -18,7 +18,7 @@ from storesvc.errors import (
     LimitExceededError,
 )
 from storesvc.format.checksums import DIGEST_BYTES, digest
-from storesvc.format.items import InvalidItemError as InvalidItemRowError
+from storesvc.format.keys import InvalidItemError as InvalidItemRowError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
-from storesvc.format.items import ENCODED_KINDS, describe, kind_text
+from storesvc.format.keys import ENCODED_KINDS, describe, kind_text
 from storesvc.format.trees import Leaf, Tree
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from storesvc.format.key_spaces import View, ZarrArray, view_of_arrays
 from storesvc.format.manifests import Manifest
+from storesvc.format.ocdbt import View, ZarrArray, view_of_arrays
 
 
 def key_space_of(

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Final, Literal, TypeAlias
 
 from storesvc.access.call import current
-from storesvc.format.trace_ids import parse_traceparent, trace_of_upload
+from storesvc.format.names import parse_traceparent, trace_of_upload
 from storesvc.telemetry.scope import scope
 from storesvc.telemetry.subject import subject_of
 

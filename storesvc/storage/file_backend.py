@@ -12,8 +12,8 @@ from functools import partial
 from typing import Final, TypeVar
 
 from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part
 from storesvc.format.layout import is_pooled
+from storesvc.format.wire import Part
 from storesvc.storage import deadlines, kvstore
 from storesvc.storage.bucket import (
     ALWAYS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part
+from storesvc.format.wire import Part
 from storesvc.storage import deadlines, rooted_files
 from storesvc.storage.data_file import NewFile
 from storesvc.storage.directories import Directories, clear_interrupted_write

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from storesvc.errors import CorruptDataError
-from storesvc.format.frames import Part
+from storesvc.format.wire import Part
 from storesvc.storage import rooted_files
 
 

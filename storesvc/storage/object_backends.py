@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part, cut
+from storesvc.format.wire import Part, cut
 from storesvc.storage import deadlines, hedging, kvstore
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import (

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Self, TypeAlias, TypeVar
 
 from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part
+from storesvc.format.wire import Part
 from storesvc.storage.bucket import (
     ALWAYS,
     Generation,

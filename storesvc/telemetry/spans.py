@@ -1,6 +1,6 @@
 """Projects events to spans, and exports them to a collector by OTLP.
 
-The spans of an upload belong to the trace of its id (``storesvc.format.trace_ids``),
+The spans of an upload belong to the trace of its id (``storesvc.format.names``),
 with a root span from its begin to its commit; other calls belong to the trace that the
 caller names (W3C Trace Context). Each of these calls has a span; within it, the commit
 and slow requests to the storage have one each. A call without a trace has a span of its
@@ -31,7 +31,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from storesvc.format.trace_ids import TraceIds, parse_traceparent, trace_of_upload
+from storesvc.format.names import TraceIds, parse_traceparent, trace_of_upload
 from storesvc.telemetry.events import (
     CallEnded,
     Committed,

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import storesvc_client as store
-from storesvc.format.chunks import ChunkLocations, Sums
+from storesvc.format.chunks import READ_BYTES, ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
-from storesvc.format.reads import READ_BYTES
 from storesvc.format.trees import Leaf, Tree
 from storesvc.inspect.diff_rules import differences
 from storesvc.inspect.verify import MAX_READS

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from storesvc.format import frames
+from storesvc.format import wire
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
@@ -113,7 +113,7 @@ def main() -> None:
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
     save = 4 * chunk_streams.STREAMS * batches.FRAME_BYTES // MIB
-    restore = 4 * server_source.STREAMS * frames.FRAME_BYTES // MIB
+    restore = 4 * server_source.STREAMS * wire.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
     bound = READ_BUFFER_BYTES + kept
     print(

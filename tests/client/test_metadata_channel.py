@@ -7,7 +7,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from storesvc.format.trace_ids import parse_traceparent
+from storesvc.format.names import parse_traceparent
 from storesvc_client._rpc.metadata_channel import call_metadata
 
 

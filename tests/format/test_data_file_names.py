@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc.format import ocdbt, zarr
+from storesvc.format import dtypes, ocdbt
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.names import InvalidNameError, check_data_file
@@ -172,7 +172,7 @@ def test_a_key_space_with_such_a_name_is_reported_as_damage(
     record = saved.record
     node = f"{record.upload}/{ID}"
     leaf = saved.manifest.tree.leaves[0]
-    length = len(zarr.metadata_bytes(leaf.shape, leaf.chunk_shape, leaf.dtype))
+    length = len(dtypes.metadata_bytes(leaf.shape, leaf.chunk_shape, leaf.dtype))
     places = ChunkLocations.of_rows([("../../../../../secret", 0, length)])
     view = ocdbt.encode(
         ["x/zarr.json"], places, node_file=node, commit_time_ns=1, uuid=bytes(16)

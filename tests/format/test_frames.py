@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.checksums import crc32c, digest
-from storesvc.format.frames import FRAME_BYTES, cut, parts_of
-from storesvc.format.wire import Frame
-from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc.format.dtypes import CHECKSUM_BYTES
+from storesvc.format.wire import FRAME_BYTES, Frame, cut, parts_of
 from storesvc.rpc.upload_requests import part_of
 from storesvc_client._chunks.frames import SentFrame, frame_of, frames
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from storesvc.format.items import (
+from storesvc.format.keys import (
     MAX_ENCODED_BYTES,
     MAX_ITEMS,
     InvalidItemError,
     ItemName,
     describe,
+    escape_part,
     is_item,
     item_of,
 )
-from storesvc.format.keys import escape_part
 from storesvc.format.trees import (
     InvalidTreeError,
     Leaf,

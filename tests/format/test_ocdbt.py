@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storesvc.errors import CorruptDataError
-from storesvc.format import ocdbt, ocdbt_nodes
+from storesvc.format import ocdbt
 from storesvc.format.chunks import MAX_VALUE, ChunkLocations
 from storesvc.storage.ocdbt_reader import KeySpace, ValueLocation
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
@@ -255,7 +255,7 @@ def test_any_keys_and_places_are_read_as_encoded(
     }
     store.write({f"pool/{name}": content for name, content in data.items()})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ocdbt_nodes, "NODE_BYTES", node_bytes)
+        patch.setattr(ocdbt, "NODE_BYTES", node_bytes)
         key_space = store.add(encoded(values))
 
     expected = {key: data[f][at : at + n] for key, (f, at, n) in values.items()}
@@ -292,7 +292,7 @@ def test_places_of_any_size_are_kept(values: dict[str, tuple[str, int, int]]) ->
 def test_a_deep_tree_is_searched_as_a_flat_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ocdbt_nodes, "NODE_BYTES", 16 << 10)
+    monkeypatch.setattr(ocdbt, "NODE_BYTES", 16 << 10)
     count = 100_000
     keys = sorted(f"params/{at // 500}/kernel/c/{at % 500}" for at in range(count))
     places = ChunkLocations(
@@ -331,7 +331,7 @@ def test_a_deep_tree_is_searched_as_a_flat_one(
 def test_a_flipped_bit_anywhere_is_an_error(
     bit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ocdbt_nodes, "NODE_BYTES", 120)
+    monkeypatch.setattr(ocdbt, "NODE_BYTES", 120)
     store = Store()
     values = {"a/0": b"zero", "a/1": b"one", "b/c": b"two"}
     store.add_values(values)
@@ -352,12 +352,12 @@ def test_a_flipped_bit_anywhere_is_an_error(
 def test_nodes_that_refer_to_themselves_are_damage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def looped(file: ocdbt_nodes.NodeFile, *_: object) -> list[ocdbt_nodes.Node]:
-        statistics = ocdbt_nodes.Statistics(1, 1, 1)
-        itself = ocdbt_nodes.Node(
+    def looped(file: ocdbt.NodeFile, *_: object) -> list[ocdbt.Node]:
+        statistics = ocdbt.Statistics(1, 1, 1)
+        itself = ocdbt.Node(
             first_key=b"k", common=0, offset=0, length=38, statistics=statistics
         )
-        (root,) = ocdbt_nodes.interior(file, [itself], 1)
+        (root,) = ocdbt.interior(file, [itself], 1)
         assert (root.offset, root.length) == (itself.offset, itself.length)
         return [root]
 
@@ -446,7 +446,7 @@ def the_golden_key_space() -> ocdbt.Encoded:
     }
     values["é/c"] = ("b0", 2**40, 2**33)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ocdbt_nodes, "NODE_BYTES", 300)
+        patch.setattr(ocdbt, "NODE_BYTES", 300)
         return encoded(values)
 
 

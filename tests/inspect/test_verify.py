@@ -16,7 +16,7 @@ import pytest
 import storesvc_client as store
 from storesvc.catalog.slots import FREE
 from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
-from storesvc.format import reads
+from storesvc.format import chunks
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.inspect import verify as verification
@@ -332,7 +332,7 @@ def reports(saved: Saved) -> Callable[..., list[Report]]:
 def test_a_report_comes_every_second(
     reports: Callable[..., list[Report]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "READ_BYTES", 1)  # every chunk is a read
+    monkeypatch.setattr(chunks, "READ_BYTES", 1)  # every chunk is a read
 
     counts = [report.chunk_count for report in reports()]
 
@@ -342,7 +342,7 @@ def test_a_report_comes_every_second(
 def test_an_abandoned_verification_releases_the_semaphore(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "READ_BYTES", 1)
+    monkeypatch.setattr(chunks, "READ_BYTES", 1)
 
     async def verify() -> None:
         bucket = await TensorStoreBucket.open(saved.root.as_uri())

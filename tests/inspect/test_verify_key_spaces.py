@@ -11,7 +11,7 @@ import pytest
 import tensorstore as ts
 
 import storesvc_client as store
-from storesvc.format import zarr
+from storesvc.format import dtypes
 from storesvc.format.checksums import digest
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -59,7 +59,7 @@ def test_a_damaged_key_space_is_reported_once_a_leaf(
 def test_a_key_space_that_shows_a_chunk_elsewhere_is_reported(
     run: store.Run, saved: Saved
 ) -> None:
-    saved.show(zarr.chunk_key("x", (2,)), b"other")
+    saved.show(dtypes.chunk_key("x", (2,)), b"other")
 
     found = run.verify(3)
 
@@ -68,7 +68,7 @@ def test_a_key_space_that_shows_a_chunk_elsewhere_is_reported(
 
 
 def test_a_key_space_without_a_chunk_is_reported(run: store.Run, saved: Saved) -> None:
-    saved.show(zarr.chunk_key("x", (1,)), None)
+    saved.show(dtypes.chunk_key("x", (1,)), None)
 
     assert of_chunks("key_space", 1) == found_in(run.verify(3))
 
@@ -88,9 +88,9 @@ def test_a_key_space_that_shows_a_leaf_that_was_never_saved_is_reported(
 def test_metadata_that_describes_something_else_is_reported(
     run: store.Run, saved: Saved, other: str
 ) -> None:
-    true = zarr.metadata_bytes((CHUNKS * CHUNK,), (CHUNK,), "uint8")
+    true = dtypes.metadata_bytes((CHUNKS * CHUNK,), (CHUNK,), "uint8")
     value = {"nothing": None, "shorter": b"{}"}.get(other, true.replace(b"50", b"51"))
-    saved.show(zarr.metadata_key("x"), value)
+    saved.show(dtypes.metadata_key("x"), value)
 
     found = run.verify(3)
 
@@ -102,7 +102,7 @@ def test_a_damaged_chunk_is_reported_once_by_its_first_cause(
     run: store.Run, saved: Saved
 ) -> None:
     saved.change(2, lambda stored: stored.reverse())
-    saved.show(zarr.chunk_key("x", (2,)), b"other")
+    saved.show(dtypes.chunk_key("x", (2,)), b"other")
 
     assert of_chunks("checksum", 2) == found_in(run.verify(3))
 

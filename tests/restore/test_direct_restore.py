@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from storesvc.format.chunks import Read
 from storesvc.format.grids import whole
-from storesvc.format.reads import Read
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BufferBudget

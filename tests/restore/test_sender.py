@@ -11,9 +11,9 @@ import pytest
 
 import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
-from storesvc.format.frames import FRAME_BYTES, Part
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.wire import FRAME_BYTES, Part
 from storesvc.restore import read_units
 from storesvc.restore import sender as sending
 from storesvc.restore.sender import Sender

@@ -25,7 +25,7 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.format.frames import Part
+from storesvc.format.wire import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.errors import translated
 from storesvc.storage.local_files import TICK_SECONDS

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part
 from storesvc.format.layout import RESERVE
+from storesvc.format.wire import Part
 from storesvc.storage.bucket import (
     ALWAYS,
     Generation,

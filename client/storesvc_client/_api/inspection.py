@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-from storesvc.format.items import is_item
+from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.run_stub import RunStub

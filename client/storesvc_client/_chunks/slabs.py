@@ -16,8 +16,8 @@ import numpy as np
 
 from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import I64, Sums
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._values.progress import Meter
 

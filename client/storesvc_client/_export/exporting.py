@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
-from storesvc.format.items import item_of
+from storesvc.format.keys import item_of
 from storesvc_client._export.renames import RenameTable, read_table
 from storesvc_client._export.report import ExportReport, Written
 from storesvc_client._export.source import ExportCall, Source

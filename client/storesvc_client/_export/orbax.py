@@ -24,9 +24,9 @@ from uuid import uuid4
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import whole
-from storesvc.format.items import item_of
-from storesvc.format.key_spaces import view_of_arrays
+from storesvc.format.keys import item_of
 from storesvc.format.layout import ROOT
+from storesvc.format.ocdbt import view_of_arrays
 from storesvc.storage.directories import sync_directory
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._export.bucket_copies import copy_within_bucket

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import crc32c
 from storesvc.format.chunks import ChunkLocations
-from storesvc.format.dtypes import DTYPES
-from storesvc.format.zarr import CHECKSUM_BYTES, chunk_key
+from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES, chunk_key
 from storesvc.storage import rooted_files
 from storesvc.storage.directories import sync_directory
 from storesvc_client._export.elements import (

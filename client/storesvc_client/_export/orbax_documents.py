@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from storesvc.format.dtypes import NEWER, zarr_data_type
-from storesvc.format.key_spaces import ZarrArray
 from storesvc.format.keys import split_key
+from storesvc.format.ocdbt import ZarrArray
 from storesvc.format.trees import SavedSharding
 from storesvc_client._export.source import Source
 from storesvc_client._export.tensors import exported_dtype

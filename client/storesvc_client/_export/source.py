@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.grids import Region
-from storesvc.format.items import describe
+from storesvc.format.keys import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
 from storesvc_client._chunks.buffer import Buffer

@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.format.chunks import Read
 from storesvc.format.grids import Region, part
-from storesvc.format.reads import Read
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading

@@ -15,8 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Region
-from storesvc.format.items import InvalidItemError, ItemName, is_item
-from storesvc.format.keys import InvalidKeyError, join_key
+from storesvc.format.keys import (
+    InvalidItemError,
+    InvalidKeyError,
+    ItemName,
+    is_item,
+    join_key,
+)
 from storesvc.format.trees import (
     InvalidTreeError,
     Leaf,

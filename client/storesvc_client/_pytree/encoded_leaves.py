@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Grid, choose_chunk_shape, whole
-from storesvc.format.items import ENCODED_KINDS, kind_text
+from storesvc.format.keys import ENCODED_KINDS, kind_text
 from storesvc_client._pytree.chunk_layout import Layout, layout_of
 from storesvc_client._values.item_values import Encoded, encode_python
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -25,8 +25,8 @@ from jax.tree_util import (
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import shape_problem
-from storesvc.format.items import ENCODED_KINDS
 from storesvc.format.keys import (
+    ENCODED_KINDS,
     InvalidKeyError,
     check_key,
     check_keys,

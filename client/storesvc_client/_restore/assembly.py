@@ -23,10 +23,9 @@ from typing import Final, Protocol
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.dtypes import DTYPES
+from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import (
     Bytes,

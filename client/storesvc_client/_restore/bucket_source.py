@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from storesvc.format.chunks import Read
 from storesvc.format.manifests import Manifest
-from storesvc.format.reads import Read
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from storesvc.format.reads import Read
+from storesvc.format.chunks import Read
 from storesvc_client._restore.assembly import Assembly
 
 BUDGET_BYTES: Final = 1 << 30

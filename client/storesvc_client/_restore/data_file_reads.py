@@ -11,10 +11,9 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64, ChunkLocations
+from storesvc.format.chunks import I64, ChunkLocations, Read, plan_reads
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
-from storesvc.format.reads import Read, plan_reads
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._values.gc_pause import collector_paused

@@ -21,9 +21,9 @@ from typing import Final
 import numpy as np
 
 from storesvc.format.checksums import crc32c
+from storesvc.format.chunks import Read
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
-from storesvc.format.reads import Read
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.host_memory import allocate

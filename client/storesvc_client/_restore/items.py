@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from storesvc.format.items import item_of
+from storesvc.format.keys import item_of
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._values.arguments import shown
 from storesvc_client._values.item_values import decoded

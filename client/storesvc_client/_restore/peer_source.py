@@ -26,9 +26,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes

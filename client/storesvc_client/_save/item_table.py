@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from storesvc.format.items import MAX_ITEMS, ItemName, kind_text
+from storesvc.format.keys import MAX_ITEMS, ItemName, kind_text
 from storesvc.format.names import InvalidNameError, check_item
 from storesvc_client._job.job import JointSave, process_name
 from storesvc_client._values.arguments import shown

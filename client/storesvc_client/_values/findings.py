@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from storesvc.format.items import item_of
+from storesvc.format.keys import item_of
 from storesvc_client._values.resource_names import received
 from storesvc_client._values.texts import count_text
 from storesvc_client._values.values import Checkpoint

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from storesvc.format.items import MAX_ENCODED_BYTES, ItemName, describe
+from storesvc.format.keys import MAX_ENCODED_BYTES, ItemName, describe
 from storesvc_client._values.state_values import at, type_name
 from storesvc_client._values.stateful import take_state
 from storesvc_client.errors import DataLossError

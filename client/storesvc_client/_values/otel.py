@@ -2,7 +2,7 @@
 
 Nothing is imported here: a process that has not imported ``opentelemetry.trace`` has no
 tracer provider, and its spans would go nowhere; likewise for ``opentelemetry.metrics``.
-The spans of a save belong to the trace of its upload (``storesvc.format.trace_ids``),
+The spans of a save belong to the trace of its upload (``storesvc.format.names``),
 so the spans of all processes and servers join. A restore belongs to the current span of
 its caller, or begins a trace; its span is the current one while it lasts, and calls
 carry the current span to the server. Measurements are the events of ``report_events``.
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
 
-from storesvc.format.trace_ids import TraceIds, trace_of_upload, traceparent
+from storesvc.format.names import TraceIds, trace_of_upload, traceparent
 from storesvc_client._values.report_events import Event
 from storesvc_client._values.report_spans import Span
 

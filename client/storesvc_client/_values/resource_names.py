@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from storesvc.format.items import InvalidItemError
+from storesvc.format.keys import InvalidItemError
 from storesvc.format.names import InvalidNameError, RunName, check_id
 from storesvc_client.errors import DataLossError, InvalidRequestError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from storesvc.format.items import MAX_ENCODED_BYTES
+from storesvc.format.keys import MAX_ENCODED_BYTES
 from storesvc_client.errors import DataLossError, InvalidRequestError, MismatchError
 
 MAX_FILES: Final = 10_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from storesvc.format.items import MAX_ITEMS
+from storesvc.format.keys import MAX_ITEMS
 from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
 from storesvc_client._foreign.bounded_json import as_object, read_json
 from storesvc_client._foreign.file_stamps import stamp_of_folders

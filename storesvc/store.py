@@ -41,8 +41,12 @@ from storesvc.save.reuse import Reuse
 from storesvc.save.staging_tables import OwnTables
 from storesvc.save.upload_status import UploadStatuses
 from storesvc.save.uploads import Uploads
-from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
-from storesvc.storage.condition_probe import check_conditions
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Generation,
+    PreconditionError,
+    check_conditions,
+)
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.watch.watcher import Watcher

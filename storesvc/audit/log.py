@@ -27,7 +27,7 @@ from storesvc.format.audit_chain import (
     digest_of,
     line_of,
 )
-from storesvc.storage.directories import sync_directory
+from storesvc.storage.rooted_files import sync_directory
 from storesvc.telemetry.events import AuditFailed, publish
 
 _TAIL_BYTES: Final = 64 << 10

@@ -20,7 +20,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.audit.search import PageSearch
 from storesvc.errors import AuditUnavailableError, InvalidPageTokenError
 from storesvc.format.names import InvalidNameError
-from storesvc.storage.futures import run_in_daemon_thread
+from storesvc.storage.hedged_calls import run_in_daemon_thread
 
 SCAN_BYTES: Final = 8 << 20
 """Maximum bytes of the log that are searched for a page."""

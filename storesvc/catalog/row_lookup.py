@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from storesvc.errors import CorruptDataError
-from storesvc.storage.bounded_gather import AT_ONCE, each
+from storesvc.storage.hedged_calls import AT_ONCE, each
 
 S = TypeVar("S")
 T = TypeVar("T")

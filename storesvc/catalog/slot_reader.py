@@ -18,8 +18,8 @@ from storesvc.catalog.slots import state_of
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
-from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _PASSES: Final = 10

@@ -12,8 +12,8 @@ from storesvc.errors import (
     TagNotFoundError,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Generation
+from storesvc.storage.hedged_calls import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _NEAREST: Final = 3

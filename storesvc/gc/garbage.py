@@ -24,8 +24,8 @@ from storesvc.gc.lease_expiry import LeaseExpiry
 from storesvc.gc.mark import Fate, Marks, RunState, State
 from storesvc.gc.run_state import RunReader
 from storesvc.lifecycle.references import Reference, References
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import each
 
 RETRY_PERIOD: Final = timedelta(hours=24)
 """Time for which the record of an ended upload answers repeated requests."""

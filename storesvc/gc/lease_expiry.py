@@ -22,8 +22,8 @@ from storesvc.format.names import HoldName, RunName
 from storesvc.gc import mark
 from storesvc.gc.mark import RunState
 from storesvc.save.uploads import DEFAULT_LEASE
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
+from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

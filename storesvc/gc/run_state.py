@@ -21,8 +21,8 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gc.mark import RunState, uploads_needing_records
 from storesvc.gc.read_agreement import agree
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import each
 from storesvc.telemetry.events import RunContents
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -20,8 +20,8 @@ from storesvc.catalog.slots import FREE
 from storesvc.failpoints import Failpoint, reach
 from storesvc.gc.garbage import Garbage
 from storesvc.gc.mark import RunState
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
+from storesvc.storage.hedged_calls import each
 
 _PROGRESS_DELETES: Final = 256
 """Deletions between two reports of progress."""

@@ -17,7 +17,7 @@ from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPaths, upload_of_data_file
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import RunReader
-from storesvc.storage.bounded_gather import each
+from storesvc.storage.hedged_calls import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 

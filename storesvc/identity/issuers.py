@@ -20,9 +20,9 @@ from urllib.error import URLError
 from storesvc.errors import InvalidTokenError, IssuerUnreachableError
 from storesvc.identity.issuer_config import Issuer
 from storesvc.storage.config_files import read_file
-from storesvc.storage.futures import run_in_daemon_thread
+from storesvc.storage.hedged_calls import run_in_daemon_thread
+from storesvc.storage.hedging import LogThrottle
 from storesvc.storage.location import shows_plaintext
-from storesvc.storage.log_throttle import LogThrottle
 
 if TYPE_CHECKING:
     from joserfc.jwk import KeySet

@@ -19,7 +19,7 @@ from storesvc.lending.config import Lending
 from storesvc.lending.credentials import Issuer, LentCredential
 from storesvc.lending.gcs import STS_URL, GcsIssuer
 from storesvc.lending.s3 import S3Issuer
-from storesvc.storage.futures import run_in_daemon_thread
+from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc.storage.location import Storage
 
 TIMEOUT_SECONDS: Final = 30.0

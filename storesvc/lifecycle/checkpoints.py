@@ -33,8 +33,8 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.record_update import update_record
 from storesvc.lifecycle.references import References
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
+from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)

@@ -22,8 +22,8 @@ from storesvc.catalog.records import read_record
 from storesvc.clock import Clock
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName, TagName
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

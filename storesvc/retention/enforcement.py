@@ -30,7 +30,7 @@ from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecy
 from storesvc.lifecycle.references import References
 from storesvc.retention.policy import Candidate, decide, metrics_of
 from storesvc.retention.validation import check, check_metrics
-from storesvc.storage.bounded_gather import each
+from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 

@@ -32,7 +32,7 @@ from storesvc.format.names import InvalidNameError
 from storesvc.quota.quotas import namespace_of
 from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.rpc.status import abort, note_status
-from storesvc.storage.log_throttle import LogThrottle
+from storesvc.storage.hedging import LogThrottle
 from storesvc.telemetry.events import BugFound, publish
 
 MAX_MESSAGE_BYTES: Final = 4 << 20

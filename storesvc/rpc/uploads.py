@@ -33,7 +33,7 @@ from storesvc.rpc.upload_requests import (
 )
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import OpenUpload
-from storesvc.storage.bounded_gather import beside
+from storesvc.storage.hedged_calls import beside
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

@@ -57,8 +57,8 @@ from storesvc.save.reuse import (
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.save.writer_reports import longest
 from storesvc.save.zarr_view import key_space_of
-from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import Generation, PreconditionError
+from storesvc.storage.hedged_calls import beside, together
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb

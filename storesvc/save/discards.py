@@ -14,7 +14,7 @@ from storesvc.errors import StoreError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
-from storesvc.storage.bounded_gather import together
+from storesvc.storage.hedged_calls import together
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 MAX_DEFERRED: Final = 64

@@ -50,8 +50,8 @@ from storesvc.save.staging_tables import (
     unpack_table,
 )
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Generation
+from storesvc.storage.hedged_calls import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2

@@ -57,8 +57,8 @@ from storesvc.save.batches import Batch
 from storesvc.save.direct_chunks import check_direct_chunks
 from storesvc.save.staging_tables import NewTable, OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bounded_gather import beside
-from storesvc.storage.new_object import NewObject
+from storesvc.storage.file_threads import NewObject
+from storesvc.storage.hedged_calls import beside
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import ChunksMoved, Path, publish
 from storesvc_proto.v1 import tree_pb2

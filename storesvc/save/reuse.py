@@ -35,7 +35,7 @@ from storesvc.format.trees import Tree
 from storesvc.offload import offload
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bounded_gather import each
+from storesvc.storage.hedged_calls import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 MAX_VERSIONS: Final = 16

@@ -34,7 +34,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.offload import offload
-from storesvc.storage.bounded_gather import each
+from storesvc.storage.hedged_calls import each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2

@@ -15,8 +15,8 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.save.receipts import Receipts
 from storesvc.save.uploads import Uploads
-from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Bucket
+from storesvc.storage.hedged_calls import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

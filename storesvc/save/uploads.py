@@ -41,8 +41,8 @@ from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.leases import Leases
 from storesvc.save.plan_mismatch import differing_rows, first_difference
-from storesvc.storage.bounded_gather import beside, together
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.hedged_calls import beside, together
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 

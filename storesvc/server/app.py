@@ -27,7 +27,7 @@ from storesvc.rpc.measurement import MeasuringInterceptor
 from storesvc.rpc.read_only import ReadOnly
 from storesvc.rpc.security import OPEN, Security
 from storesvc.server.tls import Tls
-from storesvc.storage.errors import invalid_place
+from storesvc.storage.bucket import invalid_place
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 

@@ -1,21 +1,203 @@
 """Sends the calls of a storage on the network, with hedges and retries.
 
 ``hedging`` decides when; this module sends, waits and abandons.
+
+Runs calls of the bucket at the same time.
+
+Bounds how long a storage may take to answer.
+
+Awaits what a storage library does outside the event loop.
+
+`await_future` awaits a TensorStore future, `run_in_daemon_thread` a blocking call.
+Neither delays the exit of the process or of a cancelled caller.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Generic, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, assert_never
 
-from storesvc.storage.hedging import CallSchedule, Hedging, Limits, Step
-from storesvc.storage.log_throttle import LogThrottle
-from storesvc.telemetry.events import Retried, publish
+from storesvc.storage.hedging import CallSchedule, Hedging, Limits, LogThrottle, Step
+from storesvc.storage.location import MEMORY_DRIVER, Storage
+from storesvc.telemetry.events import Retried, Stalled, publish
 
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+AT_ONCE: Final = 128
+"""Small objects that one call reads or writes concurrently."""
+
+S = TypeVar("S")
 T = TypeVar("T")
 
+
+async def each(
+    look: Callable[[S], Awaitable[T]], things: Iterable[S], *, at_once: int = AT_ONCE
+) -> list[T]:
+    """Returns the result of `look` for each item, in the order of the items.
+
+    Args:
+        look: Called once for each item.
+        things: The items.
+        at_once: Maximum concurrent calls.
+    """
+    slots = asyncio.Semaphore(at_once)
+
+    async def bounded(thing: S) -> T:
+        async with slots:
+            return await look(thing)
+
+    return await asyncio.gather(*map(bounded, things))
+
+
+@asynccontextmanager
+async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Runs a call while the context lasts; yields its task, whose result the caller
+    awaits if it needs it. Cancels the call at the end, and waits until it has ended."""
+    task = asyncio.create_task(call)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # asyncio would log one that no caller retrieves
+
+
+async def together(*calls: Coroutine[Any, Any, None]) -> None:
+    """Runs calls at the same time. The first error cancels the others, and is raised
+    once they have ended."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for call in calls:
+                tasks.create_task(call)
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+
+
+ANSWER_SECONDS: Final = 60.0
+"""Maximum time of a response, retries included, before the time for its bytes."""
+
+LEAST_BYTES_PER_SECOND: Final = 1 << 20
+"""Throughput by which the size of a request or response extends its deadline."""
+
+DISK_SECONDS: Final = 30.0
+"""Maximum time of a read from a local disk, before the time for its bytes. Shorter than
+the deadline of the call, so that the error that names the file comes first."""
+
+LATE_SECONDS: Final = 15.0
+"""Time after which a warning is logged, before the time for the bytes."""
+
+
 _log = logging.getLogger(__name__)
+_throttle = LogThrottle()
+
+
+def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
+    """Returns the deadline of a call in seconds; None for a bucket in memory.
+
+    A local disk has a deadline too: it may be a network file system that hangs.
+
+    Args:
+        storage: The storage to be called.
+        size_bytes: Size of the request or of the response.
+    """
+    if storage.spec["driver"] == MEMORY_DRIVER:
+        return None
+    return ANSWER_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
+
+
+async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
+    """Awaits a call of a storage within its deadline; arguments as of ``seconds_of``.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+    """
+    seconds = seconds_of(storage, size_bytes=size_bytes)
+    if seconds is None:
+        return await asked
+    late_seconds = seconds - ANSWER_SECONDS + LATE_SECONDS
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(late_seconds, _log_late, storage, late_seconds, loop.time)
+    try:
+        async with asyncio.timeout(seconds):
+            return await asked
+    finally:
+        late.cancel()
+
+
+def _log_late(storage: Storage, seconds: float, clock: Callable[[], float]) -> None:
+    publish(Stalled(storage=storage.spec["driver"]))
+    if _throttle.admits(storage.name, now=clock()):
+        _log.warning("%s has not answered for %.0f s", storage.name, seconds)
+
+
+P = ParamSpec("P")
+
+
+async def await_future(future: "ts.Future[T]") -> T:
+    """Returns the result of a TensorStore future; on cancellation drops the future
+    without `cancel()`, which can deadlock.
+
+    Replaces ``await future``: if that is cancelled while the result arrives,
+    ``tensorstore.Future.cancel`` holds the interpreter lock while it waits for a
+    TensorStore thread, which waits for that lock (seen in 0.1.86, once in some 50,000
+    cancellations at the moment of the result). A future without references is dropped
+    as well, and blocks nothing.
+
+    Raises:
+        Exception: The error of the future.
+    """
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def notify(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle)
+
+    future.add_done_callback(notify)
+    try:
+        await done
+    finally:
+        future.remove_done_callback(notify)
+    return future.result()
+
+
+async def run_in_daemon_thread(
+    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Returns the result of a blocking function, run in a new daemon thread; on
+    cancellation leaves the thread running.
+
+    ``asyncio.to_thread`` uses executor threads, which the interpreter joins at exit: a
+    storage that does not answer would delay the exit by the timeout of its client.
+    """
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+
+    def run(result: Future[T]) -> None:
+        try:
+            result.set_result(function(*args, **kwargs))
+        except BaseException as e:  # noqa: BLE001 - the awaiting caller raises it
+            result.set_exception(e)
+        # An error refers to the frames that it passed: if one of them referred to the
+        # result, sockets of the function would wait for the garbage collector.
+        del result
+
+    threading.Thread(
+        target=run, args=(result,), name="storesvc-blocking-call", daemon=True
+    ).start()
+    waiting = [asyncio.wrap_future(result)]
+    del result
+    return await waiting.pop()
 
 
 class HedgedSender:

@@ -11,9 +11,9 @@ import tensorstore as ts
 
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import ROOT
-from storesvc.storage.errors import translated
-from storesvc.storage.futures import await_future
+from storesvc.storage.bucket import translated
 from storesvc.storage.gcs import endpoint_in_environment
+from storesvc.storage.hedged_calls import await_future
 from storesvc.storage.location import MEMORY_DRIVER
 
 if TYPE_CHECKING:

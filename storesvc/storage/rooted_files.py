@@ -9,15 +9,43 @@ only the server may read, or a FIFO, which blocks the process that opens it. So:
 3. Only a regular file is read or written.
 
 The root itself may be a link: the operator chose it.
+
+Writes data files on a root of files.
+
+A data file has a unique name, is written once from its beginning to its end, and is
+never changed. No record names the remains of a killed write; they are collected with
+the rest of its upload.
+
+Keeps the directories of a root of files durable and clear of interrupted writes.
+
+TensorStore syncs a file and its directory. The entry of a directory that TensorStore
+creates is in the parent, which nothing syncs: after a power cut a file system may have
+the file, and no directory entry that leads to it. So every directory is created here,
+and its entry synced, before anything is put into it.
+
+TensorStore writes a file next to its path, in ``<path>.__lock``, which is also the lock
+of the path, and then renames it. A killed process leaves that file. The next write
+overwrites it from its beginning and does not truncate it (seen in 0.1.86), so a shorter
+write would end in bytes of the killed one: `clear_interrupted_write` truncates it.
 """
 
 import errno
+import fcntl
 import os
 import stat
-from collections.abc import Generator
+import struct
+import threading
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
+
+from cachetools import LRUCache
+
+from storesvc.format.checksums import Buffer
+from storesvc.storage.location import LOCK_SUFFIX
 
 _LIST: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # O_PATH needs no permission to list the directory; only Linux has it.
@@ -264,3 +292,196 @@ def _irregular(
 
 def _kind(mode: int) -> str:
     return next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a device")
+
+
+HOW_TO_FREE_SPACE: Final = (
+    "free space: 'storectl rm RUN@STEP --purge' ends a checkpoint, 'storectl uploads "
+    "RUN --abort UPLOAD' a save that has failed, and 'storectl gc --grace 0s' removes "
+    "what they leave"
+)
+"""Remedy for a full disk, in the messages of both sides. Without a grace period, the
+collection also removes what was purged just now."""
+
+_PARTS_AT_ONCE: Final = 1024
+"""Maximum buffers of one ``writev`` call on Linux (IOV_MAX)."""
+
+
+class NewFile:
+    """A data file that is being written.
+
+    As a context manager: the file is durable at the end of the block, or removed if the
+    block raised. The directory entry is not durable: sync the directory before any
+    record names the file.
+    """
+
+    def __init__(self, root: Path, path: str) -> None:
+        """Creates the file.
+
+        Args:
+            root: A directory.
+            path: Relative to the root; none of its directories may be a link.
+
+        Raises:
+            OSError: The file exists, or cannot be created.
+        """
+        self._root = root
+        self._path = path
+        self._descriptor = create_file(root, path)
+        self.size_bytes = 0
+
+    def append(self, parts: Sequence[Buffer]) -> None:
+        """Appends buffers to the file; releases the interpreter lock while it writes.
+
+        Args:
+            parts: Contiguous buffers of bytes.
+
+        Raises:
+            OSError: The storage is full, or failed.
+        """
+        for at in range(0, len(parts), _PARTS_AT_ONCE):
+            self._write([memoryview(p) for p in parts[at : at + _PARTS_AT_ONCE]])
+
+    def _write(self, parts: list[memoryview]) -> None:
+        while parts:
+            written = os.writev(self._descriptor, parts)
+            self.size_bytes += written
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            # A short write: one call writes at most 2 GiB, or what fits on the disk.
+            if parts:
+                parts[0] = parts[0][written:]
+
+    def keep(self) -> None:
+        """Makes the contents durable and closes the file.
+
+        Raises:
+            OSError: The storage failed; the file is removed.
+        """
+        # Sync before close: after it, the kernel reports no error of a delayed write.
+        try:
+            os.fsync(self._descriptor)
+        except OSError:
+            self.discard()  # after a failed sync the contents on disk are unknown
+            raise
+        os.close(self._descriptor)
+
+    def discard(self) -> None:
+        """Closes and removes the file."""
+        os.close(self._descriptor)
+        with suppress(OSError):
+            remove_file(self._root, self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.keep()
+        else:
+            self.discard()
+
+
+KEPT: Final = 10_000
+"""Maximum directories that are remembered as durable; others are synced again."""
+
+_WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+_FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags that follow no link, and do not block on a FIFO."""
+
+
+class Directories:
+    """The directories below one root. Every method blocks: call it from a thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._synced: LRUCache[str, bool] = LRUCache(KEPT)
+        self._lock = threading.Lock()  # LRUCache is not thread-safe
+
+    def first_names(self, limit: int) -> list[str]:
+        """Returns up to `limit` names of entries of the root itself."""
+        try:
+            with os.scandir(self._root) as entries:
+                return [entry.name for entry in islice(entries, limit)]
+        except OSError:  # it does not exist, or the first write will report the error
+            return []
+
+    def make(self, path: str) -> None:
+        """Creates the directory of a path, durably.
+
+        Raises:
+            IrregularFileError: A directory of the path is a link.
+            OSError: The storage failed.
+        """
+        self._make(path.rpartition("/")[0])
+
+    def sync(self, path: str) -> None:
+        """Makes the presence or absence of a path durable.
+
+        Raises:
+            IrregularFileError: A directory of the path is a link.
+            OSError: The storage failed.
+        """
+        with opened_directory(self._root, path) as directory:
+            os.fsync(directory)
+
+    def remove_below(self, prefix: str) -> None:
+        """Removes everything whose path begins with a prefix, directories included.
+
+        Raises:
+            IrregularFileError: A directory of the prefix is a link.
+            OSError: The storage failed.
+        """
+        gone = remove_below(self._root, prefix)
+        with self._lock:
+            for directory in gone:
+                self._synced.pop(directory, None)
+
+    def _make(self, directory: str) -> None:
+        with self._lock:
+            is_synced = self._synced.get(directory, False)
+        if is_synced and (self._root / directory).is_dir():
+            return
+        if directory:
+            self._make(directory.rpartition("/")[0])
+            make_directory(self._root, directory)
+            # Also if it existed: the process that created it may have died before.
+            self.sync(directory)
+        else:
+            self._root.mkdir(parents=True, exist_ok=True)
+            sync_directory(self._root.parent)
+        with self._lock:
+            self._synced[directory] = True
+
+
+def clear_interrupted_write(path: Path) -> None:
+    """Truncates the file that a killed write of `path` left; a write in progress is not
+    touched."""
+    lock = path.with_name(path.name + LOCK_SUFFIX)
+    try:
+        descriptor = os.open(lock, _FLAGS)
+    except OSError:  # usually there is none
+        return
+    try:
+        # A write holds this lock until it has renamed the file: if we get the lock, and
+        # the file still has its name, no write is in progress.
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

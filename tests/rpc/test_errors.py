@@ -12,7 +12,7 @@ import storesvc_client as store
 import storesvc_client.errors
 import storesvc_client.orbax
 from storesvc.errors import StorageDeniedError
-from storesvc.storage import errors as storage_errors
+from storesvc.storage import bucket as storage_errors
 from storesvc.storage.location import storage_at
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

@@ -26,8 +26,8 @@ from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
-from storesvc.storage.bounded_gather import beside
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
+from storesvc.storage.hedged_calls import beside
 from storesvc.storage.opened_storage import OpenedStorage
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store

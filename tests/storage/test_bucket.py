@@ -26,9 +26,8 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.wire import Part
-from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
-from storesvc.storage.errors import translated
-from storesvc.storage.local_files import TICK_SECONDS
+from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError, translated
+from storesvc.storage.file_threads import TICK_SECONDS
 from storesvc.storage.location import (
     CONCURRENCY,
     is_this_machine,

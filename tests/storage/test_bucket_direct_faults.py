@@ -17,9 +17,8 @@ import pytest
 import storesvc_client as store
 from storesvc.rpc import streams
 from storesvc.storage import hedging
-from storesvc.storage.hedging import Limits
+from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc.storage.location import storage_at
-from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
 from storesvc_client._save import data_files
 from storesvc_client._storage.bucket import BucketRoot

@@ -10,15 +10,15 @@ from typing import Final
 
 import pytest
 
-from storesvc.storage import directories
-from storesvc.storage.directories import Directories
+from storesvc.storage import rooted_files
+from storesvc.storage.rooted_files import Directories
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
 def test_the_cache_of_known_directories_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directories, "KEPT", 10)
+    monkeypatch.setattr(rooted_files, "KEPT", 10)
     kept = Directories(tmp_path)
     for number in range(25):
         kept.make(f"{number}/file")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from storesvc.storage.futures import await_future
+from storesvc.storage.hedged_calls import await_future
 
 
 def promised() -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from storesvc.storage import directories
+from storesvc.storage import rooted_files
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
@@ -35,7 +35,7 @@ def test_temporary_files_of_running_writes_are_kept(tmp_path: Path) -> None:
 
     def clear() -> None:
         while not stop.is_set():
-            directories.clear_interrupted_write(tmp_path / "a")
+            rooted_files.clear_interrupted_write(tmp_path / "a")
 
     clearing = threading.Thread(target=clear)
     clearing.start()

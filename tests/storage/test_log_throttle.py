@@ -1,6 +1,6 @@
 """The log throttle admits one line per key every ten seconds."""
 
-from storesvc.storage.log_throttle import PAUSE_SECONDS, LogThrottle
+from storesvc.storage.hedging import PAUSE_SECONDS, LogThrottle
 
 
 def test_one_line_per_key_is_admitted_every_ten_seconds() -> None:

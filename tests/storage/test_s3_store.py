@@ -25,8 +25,8 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
+from storesvc.storage import gcs as s3_deletes
 from storesvc.storage import hedging
-from storesvc.storage import s3 as s3_deletes
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.storage.hedging import Limits
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket

@@ -24,7 +24,7 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.storage.new_object import NewObject
+from storesvc.storage.file_threads import NewObject
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import storesvc_client as store
-from storesvc.storage import deadlines, hedging
+from storesvc.storage import hedged_calls, hedging
 from storesvc.storage.hedging import Limits
 from storesvc.telemetry.events import (
     Event,
@@ -85,7 +85,7 @@ def test_a_late_list_is_a_stall(
     emulator: FakeGcs, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = gcs_root()
-    monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(hedged_calls, "LATE_SECONDS", 0.1)
     with store.connect(root) as client:
         client.run("tests/late").save(1, {"x": 1}).result()
         emulator.fault("GET .*/o[?]", Delay(0.5))

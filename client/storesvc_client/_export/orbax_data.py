@@ -21,7 +21,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES, chunk_key
 from storesvc.storage import rooted_files
-from storesvc.storage.directories import sync_directory
+from storesvc.storage.rooted_files import sync_directory
 from storesvc_client._export.elements import (
     Piece,
     cast_array,

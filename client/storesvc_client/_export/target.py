@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from storesvc.storage.directories import sync_directory
 from storesvc.storage.location import Storage
+from storesvc.storage.rooted_files import sync_directory
 from storesvc_client._storage.outside import (
     OutsideFiles,
     files_error,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from storesvc.format.checksums import Buffer
-from storesvc.storage import data_file, rooted_files
+from storesvc.storage import rooted_files
 from storesvc_client._chunks.host_memory import BlockPool, Bytes
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
 from storesvc_client.errors import (
@@ -121,7 +121,7 @@ class FilePool:
         place = f"{self._pool}{name}"
         try:
             rooted_files.make_directories(self._root, place)
-            with data_file.NewFile(self._root, place) as file:
+            with rooted_files.NewFile(self._root, place) as file:
                 yield file
         except StoreError:  # some classes are OSErrors too
             raise
@@ -137,7 +137,7 @@ class FilePool:
 def _translated(e: OSError, pool: Path) -> StoreError:
     if e.errno == errno.ENOSPC:
         return LimitError(
-            f"{pool}: the storage is full; {data_file.HOW_TO_FREE_SPACE}, then save "
+            f"{pool}: the storage is full; {rooted_files.HOW_TO_FREE_SPACE}, then save "
             "again",
             reason="STORAGE_FULL",
         )

@@ -32,11 +32,10 @@ from storesvc.errors import (
 )
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
-from storesvc.storage.errors import translated
+from storesvc.storage.bucket import translated
 from storesvc.storage.gcs import bucket_of, endpoint_in_environment
-from storesvc.storage.hedging import Hedging
+from storesvc.storage.hedging import Hedging, LogThrottle
 from storesvc.storage.location import GRPC_DRIVER, Storage
-from storesvc.storage.log_throttle import LogThrottle
 from storesvc_client._storage.own_store import OwnStore
 from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
 

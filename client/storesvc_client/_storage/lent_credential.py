@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from storesvc.storage.futures import run_in_daemon_thread
+from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc_client.errors import StoreError
 
 RENEWED_AT: Final = 0.8

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.checksums import Buffer
-from storesvc.storage.errors import denied, failed, unauthenticated
+from storesvc.storage.bucket import denied, failed, unauthenticated
 from storesvc.storage.gcs import endpoint_of, own_credentials
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
 from storesvc_client._storage.object_requests import (

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.rollbacks import Reserve
 from storesvc.catalog.runs import Runs
 from storesvc.clock import Clock, SystemClock
 from storesvc.errors import (

@@ -2,26 +2,59 @@
 
 Readers see a slot as a checkpoint if it is COMMITTED or, where they ask for deleted
 checkpoints, DELETED or PURGING; any other slot is absent to them.
+
+Looks up the rows of a list concurrently, until the list is full.
+
+A damaged record is a row, too: the list shows its error and continues.
+
+Reads the slots of a run: one by its step, or the newest.
+
+A list returns the slots, and reads then return their states, one after another. While
+they run, a skipped slot may be committed and one below it deleted, so that the result
+was the newest at no time. So skipped slots are read again, until none has changed.
+
+Composes the errors of runs, checkpoints and tags that do not exist, with the nearest
+existing ones.
 """
 
+import asyncio
+import difflib
 import logging
-from collections.abc import AsyncGenerator, Container, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from storesvc.access.call import may_list
 from storesvc.byte_cache import TREES_BYTES, ByteCache
-from storesvc.catalog import suggestions
-from storesvc.catalog.records import corrupted_in_transit, read_listed
-from storesvc.catalog.rollbacks import data_missing, rolled_back
-from storesvc.catalog.row_lookup import rows, sound
-from storesvc.catalog.slot_reader import SlotReader
-from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
-from storesvc.catalog.transitions import is_deleted, replaced
+from storesvc.catalog.records import (
+    corrupted_in_transit,
+    damaged,
+    read_listed,
+    read_record,
+)
+from storesvc.catalog.rollbacks import Rollbacks, data_missing, rolled_back
+from storesvc.catalog.slots import (
+    CHECKPOINTS,
+    COMMITTED,
+    UPLOADING,
+    is_deleted,
+    replaced,
+    state_of,
+)
 from storesvc.errors import (
     CheckpointNotFoundError,
+    ConflictError,
     CorruptDataError,
     RunNotFoundError,
     TagNotFoundError,
@@ -36,7 +69,318 @@ from storesvc.format.manifests import (
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+async def rows(
+    look: Callable[[S], Awaitable[T | None]], names: Sequence[S], *, limit: int
+) -> list[tuple[S, T | CorruptDataError]]:
+    """Returns rows in the order of their names: each name with its record, or with the
+    error of a damaged one.
+
+    Args:
+        look: Looks up one name; None means that it is no row.
+        names: The names; only as many are looked up as the limit needs.
+        limit: Maximum number of rows.
+    """
+    found: list[tuple[S, T | CorruptDataError]] = []
+    count = limit  # usually each name is a row
+    while names and len(found) < limit:
+        batch, names = names[:count], names[count:]
+        looks = await each(lambda name: or_damage(look(name)), batch)
+        seen = zip(batch, looks, strict=True)
+        found += [(name, one) for name, one in seen if one is not None]
+        count = max(limit - len(found), AT_ONCE)
+    return found[:limit]
+
+
+async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
+    """Returns the result of a read, or its error if the data are damaged, so that a
+    list continues with the next row."""
+    try:
+        return await reading
+    except CorruptDataError as e:
+        return e
+
+
+def sound(found: T | CorruptDataError) -> T:
+    """Returns a row of a list; raises the error of a damaged one.
+
+    Raises:
+        CorruptDataError: The row is damaged.
+    """
+    if isinstance(found, CorruptDataError):
+        raise found
+    return found
+
+
+_PASSES: Final = 10
+"""Passes after which a result that may be stale is returned."""
+
+_MAX_PASSES: Final = 50
+_PAUSE_SECONDS: Final = 0.01
+"""Pause after the first empty pass; each pause is longer than the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass over the slots of a run, from the newest down."""
+
+    found: Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]
+    """Matching slots by step; a damaged one may have any state."""
+    skipped: Mapping[int, Generation | None]
+    """Generations of the other slots above the last matching one."""
+
+
+class SlotReader:
+    """Reads the slots of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._rollbacks = Rollbacks(bucket)
+
+    async def slot(
+        self, run: RunName, step: int
+    ) -> tuple[pb.CheckpointRecord, Generation] | None:
+        """Returns the slot of a step and its generation, committed or not.
+
+        Raises:
+            CorruptDataError: The slot is damaged, or belongs to another step.
+            FormatUnsupportedError: This release does not know the slot's state.
+        """
+        path, of = RunPaths(run).checkpoint(step), f"{run}@{step}"
+        try:
+            found = await read_record(self._bucket, path, pb.CheckpointRecord, of=of)
+            if found is not None and found[0].step != step:
+                how = f"expected step {step}, got {found[0].step}"
+                raise damaged(path, how, of=of)
+        except CorruptDataError as e:
+            raise _isolated(e, run, step) from e
+        if found is not None:
+            state_of(found[0])
+        return found
+
+    async def checked(
+        self, run: RunName, step: int
+    ) -> tuple[pb.CheckpointRecord, Generation] | None:
+        """Returns the slot of a step and its generation, for readers of checkpoints.
+
+        Raises:
+            CorruptDataError: The slot is damaged, belongs to another step, or was
+                rolled back to a version before its commit.
+        """
+        found = await self.slot(run, step)
+        damage = await self._rollbacks.damage(run, found)
+        if damage is not None:
+            raise _isolated(damage, run, step)
+        return found
+
+    async def steps(
+        self, run: RunName, *, after: int | None = None, before: int | None = None
+    ) -> list[int]:
+        """Returns the steps that have a slot, newest first.
+
+        Args:
+            run: The run.
+            after: Returns only higher steps.
+            before: Returns only lower steps.
+        """
+        places = RunPaths(run)
+        found = await self._bucket.list(
+            places.checkpoints,
+            after="" if after is None else places.checkpoint(after),
+        )
+        steps = map(places.step_of, reversed(found))
+        return [s for s in steps if s is not None and (before is None or s < before)]
+
+    async def newest(
+        self, run: RunName, states: Container[int], *, before: int | None, limit: int
+    ) -> Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]:
+        """Returns the newest slots of some states by step, or errors of damaged slots.
+
+        A slot that matched during the whole call is never missing.
+
+        Args:
+            run: The run.
+            states: States of the slots to return.
+            before: Returns only slots of lower steps.
+            limit: Maximum number of slots.
+
+        Raises:
+            ConflictError: Slots changed during each pass, and none was found.
+        """
+        for passes in count(1):
+            steps = await self.steps(run, before=before)
+            one = await self._pass(run, steps, states, limit)
+            if not one.skipped:
+                break
+            above = one.found[-1][0] if len(one.found) == limit else None
+            later = await self.steps(run, after=above, before=before)
+            if set(later) <= set(steps) and await self._is_unchanged(run, one.skipped):
+                break
+            # In a run that changes all the time, a result that may be stale is better
+            # than none; "no checkpoint" must be certain.
+            if one.found and passes >= _PASSES:
+                break
+            if passes >= _MAX_PASSES:
+                raise ConflictError(
+                    f"{run}: its checkpoints changed during each of {passes} reads; "
+                    "try again",
+                    run=str(run),
+                )
+            if not one.found:
+                await asyncio.sleep(passes * _PAUSE_SECONDS)
+        return one.found
+
+    async def _pass(
+        self, run: RunName, steps: Sequence[int], states: Container[int], limit: int
+    ) -> _Pass:
+        found: list[tuple[int, pb.CheckpointRecord | CorruptDataError]] = []
+        skipped: dict[int, Generation | None] = {}
+        # Usually the first slots match. Others are reservations of saves in progress,
+        # or freed, and are read in larger batches.
+        count = limit
+        while steps and len(found) < limit:
+            batch, steps = steps[:count], steps[count:]
+            slots = await each(lambda step: or_damage(self.checked(run, step)), batch)
+            for step, slot in zip(batch, slots, strict=True):
+                if len(found) == limit:
+                    break
+                if isinstance(slot, CorruptDataError):
+                    found.append((step, slot))
+                elif slot is not None and slot[0].state in states:
+                    found.append((step, slot[0]))
+                else:
+                    skipped[step] = slot and slot[1]
+            count = max(limit - len(found), AT_ONCE)
+        return _Pass(found, skipped)
+
+    async def _is_unchanged(
+        self, run: RunName, skipped: Mapping[int, Generation | None]
+    ) -> bool:
+        """Returns whether slots still have their generations."""
+        slots = await each(lambda step: or_damage(self.slot(run, step)), skipped)
+        for before, slot in zip(skipped.values(), slots, strict=True):
+            if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
+                return False
+        return True
+
+
+def _isolated(damage: CorruptDataError, run: RunName, step: int) -> CorruptDataError:
+    text = f"{damage}; other steps can be used as before"
+    return CorruptDataError(text, run=str(run), step=str(step))
+
+
+_NEAREST: Final = 3
+"""Maximum suggestions."""
+
+_SIMILARITY: Final = 0.5
+"""Minimum ratio of ``difflib`` between two similar names."""
+
+
+def run_not_found(name: RunName, existing: Iterable[RunName]) -> RunNotFoundError:
+    """Returns the error of a run that has no record, or has nothing but its record.
+
+    Args:
+        name: The run.
+        existing: Runs of its namespace that have a record. Runs of others must not be
+            named to a caller that may not know them.
+    """
+    others = [*existing]
+    if name in others:  # a save has begun once
+        return RunNotFoundError(
+            f"run {name} has no checkpoint: none was committed yet, or all were "
+            "purged; save one",
+            run=str(name),
+            nearest="",
+        )
+    names = [*map(str, others)]
+    nearest = difflib.get_close_matches(
+        str(name), names, n=_NEAREST, cutoff=_SIMILARITY
+    )
+    known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
+    return RunNotFoundError(
+        f"run {name} does not exist ({known}); list the runs to see all",
+        run=str(name),
+        nearest=",".join(nearest),
+    )
+
+
+async def checkpoint_not_found(
+    name: CheckpointName,
+    steps: Callable[[], Awaitable[list[int]]],
+    committed: Callable[[int], Awaitable[pb.CheckpointRecord | None]],
+) -> CheckpointNotFoundError:
+    """Returns the error of a checkpoint that does not exist.
+
+    Args:
+        name: The checkpoint.
+        steps: Returns the steps of its run that have a slot.
+        committed: Returns the committed checkpoint of a step; None if there is none.
+    """
+    if name.which == LATEST:
+        return CheckpointNotFoundError(
+            f"{name.run} has no committed checkpoint yet; save one",
+            run=str(name.run),
+            nearest="",
+        )
+    if isinstance(name.which, str):
+        return CheckpointNotFoundError(
+            f"{name}: the tag points to a purged checkpoint; point it at another step",
+            run=str(name.run),
+            nearest="",
+        )
+    wanted = name.which
+    rest = sorted(await steps(), key=lambda step: abs(step - wanted))
+    found: list[int] = []
+    while rest and len(found) < _NEAREST:
+        batch, rest = rest[:_NEAREST], rest[_NEAREST:]
+        slots = await each(lambda step: or_damage(committed(step)), batch)
+        found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
+    near = sorted(found[:_NEAREST])
+    return CheckpointNotFoundError(
+        f"{name} does not exist; the nearest steps of {name.run} are "
+        f"{', '.join(map(str, near)) or 'none'}",
+        run=str(name.run),
+        step=str(wanted),
+        nearest=",".join(map(str, near)),
+    )
+
+
+async def tag_not_found(
+    name: TagName,
+    existing: Iterable[str],
+    read: Callable[[TagName], Awaitable[tuple[pb.TagRecord, Generation] | None]],
+) -> TagNotFoundError:
+    """Returns the error of a tag that does not exist.
+
+    Args:
+        name: The tag.
+        existing: Names of its run's tags, deleted ones included.
+        read: Reads the record of a tag.
+    """
+    similar = difflib.get_close_matches(
+        name.tag, existing, n=AT_ONCE, cutoff=_SIMILARITY
+    )
+    names = [TagName(name.run, tag) for tag in similar]
+    found = await rows(read, names, limit=len(names))
+    # Deleted and damaged tags are no suggestions.
+    live = [
+        other.tag for other, tag in found if isinstance(tag, tuple) and tag[0].upload
+    ]
+    nearest = live[:_NEAREST]
+    return TagNotFoundError(
+        f"{name.run} has no tag {name.tag} (nearest: {', '.join(nearest) or 'none'}); "
+        "list its tags to see all",
+        run=str(name.run),
+        tag=name.tag,
+        nearest=",".join(nearest),
+    )
+
 
 _LISTED: Final = frozenset({COMMITTED})
 
@@ -192,7 +536,7 @@ class Catalog:
         """Returns the error of a checkpoint that does not exist."""
         if not await self._exists(name.run):
             return await self._run_not_found(name.run)
-        return await suggestions.checkpoint_not_found(
+        return await checkpoint_not_found(
             name,
             partial(self._slots.steps, name.run),
             lambda step: self._slot_in(name.run, step, _LISTED),
@@ -232,7 +576,7 @@ class Catalog:
     async def tag_not_found(self, name: TagName) -> TagNotFoundError:
         """Returns the error of a tag that does not exist."""
         existing = await self.tag_names(name.run)
-        return await suggestions.tag_not_found(name, existing, self.tag_slot)
+        return await tag_not_found(name, existing, self.tag_slot)
 
     async def manifest(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
         """Returns the manifest of a checkpoint; cached, because it never changes.
@@ -391,7 +735,7 @@ class Catalog:
 
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
         existing = await self.run_names(name.namespace)
-        return suggestions.run_not_found(name, filter(may_list, existing))
+        return run_not_found(name, filter(may_list, existing))
 
 
 def _is_listed(summary: RunSummary) -> bool:

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
-from storesvc.catalog.announcements import PATIENCE
 from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.slots import PATIENCE
 from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,

@@ -13,7 +13,7 @@ from storesvc.catalog.records import (
     timestamp,
     write_record,
 )
-from storesvc.catalog.transitions import check_etag, is_repeated
+from storesvc.catalog.slots import check_etag, is_repeated
 from storesvc.clock import Clock
 from storesvc.errors import ConflictError, EtagMismatchError, InvalidFieldError
 from storesvc.format import layout

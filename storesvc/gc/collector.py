@@ -25,10 +25,10 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.lease_clock import Observations
+from storesvc.catalog.rollbacks import Reserve
 from storesvc.catalog.runs import Runs
+from storesvc.catalog.slots import Observations
 from storesvc.clock import Clock
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.failpoints import Failpoint, reach

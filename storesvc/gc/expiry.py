@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from storesvc.catalog import slots, transitions
-from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog import slots
 from storesvc.catalog.records import read_record, timestamp
+from storesvc.catalog.rollbacks import Reserve
 from storesvc.clock import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.format import layout
@@ -136,7 +136,7 @@ class Expiry:
         self, run: RunName, state: RunState, expired: list[ExpiredUpload]
     ) -> list[pb.CheckpointRecord]:
         now = self._clock.now()
-        due = [s for s in state.slots.values() if transitions.is_due(s, now)]
+        due = [s for s in state.slots.values() if slots.is_due(s, now)]
         if not due:
             return []
         ended = {Reference(kind="upload", name=upload.upload) for upload in expired}
@@ -168,4 +168,4 @@ class Expiry:
         return found
 
     def _freed(self, slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-        return transitions.freed(slot, when=self._clock.now())
+        return slots.freed(slot, when=self._clock.now())

@@ -12,8 +12,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.rollbacks import data_missing
+from storesvc.catalog.slots import Observations
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.format import layout

@@ -14,8 +14,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.slots import Observations
 from storesvc.clock import Clock
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName

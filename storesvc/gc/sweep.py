@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog.rollbacks import Reserve
 from storesvc.catalog.runs import Runs
 from storesvc.catalog.slots import FREE
 from storesvc.failpoints import Failpoint, reach

@@ -20,12 +20,11 @@ from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
 from storesvc.access.call import principal_name
-from storesvc.catalog import transitions
+from storesvc.catalog import slots as transitions
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, write_record
-from storesvc.catalog.slots import CHECKPOINTS, PURGING
-from storesvc.catalog.transitions import Change
+from storesvc.catalog.slots import CHECKPOINTS, PURGING, Change
 from storesvc.clock import Clock
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout

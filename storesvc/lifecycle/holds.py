@@ -21,9 +21,8 @@ from typing import Final
 
 from storesvc.access import call as access
 from storesvc.access.permissions import Permission
-from storesvc.catalog import transitions
-from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.lease_clock import MARGIN
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import (
     duration,
     read_record,
@@ -31,8 +30,7 @@ from storesvc.catalog.records import (
     timestamp,
     write_record,
 )
-from storesvc.catalog.row_lookup import rows
-from storesvc.catalog.slots import COMMITTED, DELETED, PURGING
+from storesvc.catalog.slots import COMMITTED, DELETED, MARGIN, PURGING
 from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,
@@ -113,7 +111,7 @@ class Holds:
             if found is None:
                 await self._roll_back(name, written)
             if slot is not None:
-                raise transitions.is_deleted(name.run, slot)
+                raise slots.is_deleted(name.run, slot)
             raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
         return await update_record(attempt, record=str(name), hold=name.hold)
@@ -236,7 +234,7 @@ class Holds:
         slot, generation = found
         if slot.state != PURGING or is_new:
             return slot
-        spared = transitions.spared(slot)
+        spared = slots.spared(slot)
         place = RunPaths(run).checkpoint(slot.step)
         await write_record(self._bucket, place, spared, condition=generation)
         return spared

@@ -17,8 +17,8 @@ from typing import Literal
 
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record
+from storesvc.catalog.slots import Observations
 from storesvc.clock import Clock
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName, TagName

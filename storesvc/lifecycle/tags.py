@@ -18,13 +18,11 @@ from typing import TypeVar
 
 from storesvc.access import call as access
 from storesvc.access.permissions import Permission
-from storesvc.catalog import transitions
-from storesvc.catalog.announcements import NOTHING
-from storesvc.catalog.catalog import Catalog
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
-from storesvc.catalog.row_lookup import rows
-from storesvc.catalog.slots import COMMITTED, DELETED
+from storesvc.catalog.slots import COMMITTED, DELETED, NOTHING
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError, InvalidFieldError, TagProtectedError
 from storesvc.format.layout import RunPaths
@@ -202,7 +200,7 @@ class Tags:
         with suppress(PreconditionError):
             await self._roll_back(name, record, generation, before)
         if found is not None:
-            raise transitions.is_deleted(name.run, found[0])
+            raise slots.is_deleted(name.run, found[0])
         raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
     async def _roll_back(
@@ -274,7 +272,7 @@ class Tags:
 
 
 def _is_repeated(found: tuple[pb.TagRecord, Generation] | None, write_id: str) -> bool:
-    return found is not None and transitions.is_repeated(found[0].write_id, write_id)
+    return found is not None and slots.is_repeated(found[0].write_id, write_id)
 
 
 def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None:
@@ -282,7 +280,7 @@ def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None
     is_set = before is not None and bool(before.upload)
     if before and is_set and before.protected:
         access.require(Permission.TAGS_MANAGE, name.run)
-    transitions.check_etag(
+    slots.check_etag(
         f"tag {name}", etag, etag_of(before) if before and is_set else "none"
     )
     if before and is_set and before.protected and not etag:

@@ -4,7 +4,7 @@ from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
-from storesvc.catalog.transitions import Change
+from storesvc.catalog.slots import Change
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName, parse_step

@@ -7,9 +7,8 @@ from itertools import chain
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalog
+from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import read_record
-from storesvc.catalog.row_lookup import rows
 from storesvc.errors import CorruptDataError, UploadNotFoundError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName

@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, timedelta
 from typing import Final, NamedTuple
 
-from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.slots import Observations
 from storesvc.errors import StoreError
 from storesvc.format import layout
 from storesvc.format.names import RunName

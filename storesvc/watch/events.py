@@ -30,8 +30,8 @@ from itertools import accumulate, chain, pairwise
 from typing import Final, TypeAlias
 
 from storesvc.catalog import slots
-from storesvc.catalog.announcements import NOTHING, PATIENCE
 from storesvc.catalog.records import etag_of
+from storesvc.catalog.slots import NOTHING, PATIENCE
 from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.catalog import slot_reader
+from storesvc.catalog import catalog as slot_reader
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import timestamp
 from storesvc.errors import (

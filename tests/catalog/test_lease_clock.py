@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.catalog.lease_clock import MARGIN, Observations
+from storesvc.catalog.slots import MARGIN, Observations
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 LENGTH = timedelta(seconds=60)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from storesvc.catalog import slots
-from storesvc.catalog.disk_reserve import RESERVE_BYTES
 from storesvc.catalog.records import read_record
+from storesvc.catalog.rollbacks import RESERVE_BYTES
 from storesvc.errors import StorageFullError
 from storesvc.format import layout
 from storesvc.format.names import CheckpointName, HoldName, TagName

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.catalog.disk_reserve import RESERVE_BYTES
+from storesvc.catalog.rollbacks import RESERVE_BYTES
 from storesvc.failpoints import VARIABLE
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.catalog import transitions
-from storesvc.catalog.slots import COMMITTED, FREE, PURGING
-from storesvc.catalog.transitions import purging
+from storesvc.catalog import slots as transitions
+from storesvc.catalog.slots import COMMITTED, FREE, PURGING, purging
 from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPaths

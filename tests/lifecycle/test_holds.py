@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.catalog.lease_clock import MARGIN
-from storesvc.catalog.slots import CHECKPOINTS, DELETED, FREE, PURGING
+from storesvc.catalog.slots import CHECKPOINTS, DELETED, FREE, MARGIN, PURGING
 from storesvc.errors import CheckpointDeletedError, HoldExpiredError, StoreError
 from storesvc.failpoints import armed
 from storesvc.format.names import CheckpointName, HoldName, RunName

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.catalog.row_lookup import sound
+from storesvc.catalog.catalog import sound
 from storesvc.catalog.slots import CHECKPOINTS
 from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPaths

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.catalog.slots import COMMITTED, DELETED
-from storesvc.catalog.transitions import Change
+from storesvc.catalog.slots import COMMITTED, DELETED, Change
 from storesvc.errors import InvalidPolicyError, StoreError
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths

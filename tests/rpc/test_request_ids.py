@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from storesvc.catalog.transitions import is_repeated
+from storesvc.catalog.slots import is_repeated
 from storesvc.errors import RequestIdReusedError
 from storesvc.format.names import RunName
 from storesvc.rpc.requests import write_id_of

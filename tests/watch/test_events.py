@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from storesvc.catalog import slots
-from storesvc.catalog.announcements import NOTHING, PATIENCE
 from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.slots import NOTHING, PATIENCE
 from storesvc.errors import InvalidResumeTokenError
 from storesvc.watch import events
 from storesvc.watch.events import (

@@ -35,11 +35,10 @@ from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import RecentCommits, RetentionEnforcer
 from storesvc.save.commit import Commits
-from storesvc.save.receipts import Receipts
+from storesvc.save.receipts import Receipts, UploadStatuses
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
 from storesvc.save.staging_tables import OwnTables
-from storesvc.save.upload_status import UploadStatuses
 from storesvc.save.uploads import Uploads
 from storesvc.storage.bucket import (
     IF_ABSENT,

@@ -16,7 +16,7 @@ from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, Context
 from storesvc.rpc.streams import write
 from storesvc.save import batches, leaf_tables
-from storesvc.save.table_parts import MAX_TREE_BYTES
+from storesvc.save.leaf_tables import MAX_TREE_BYTES
 from storesvc.store import Store
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 

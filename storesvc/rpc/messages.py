@@ -18,7 +18,7 @@ from storesvc.format.names import (
 )
 from storesvc.lifecycle.holds import expire_time
 from storesvc.retention.enforcement import Outcome
-from storesvc.save.upload_status import UploadStatus
+from storesvc.save.receipts import UploadStatus
 from storesvc.watch.watcher import WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api

@@ -21,7 +21,7 @@ from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
 from storesvc.rpc.requests import MAX_ENTRIES
 from storesvc.save.batches import FRAME_BYTES
 from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
-from storesvc.save.writer_reports import MAX_PHASES
+from storesvc.save.receipts import MAX_PHASES
 from storesvc_proto.v1 import tree_pb2
 
 MAX_SMALL_BYTES: Final = 256 << 10

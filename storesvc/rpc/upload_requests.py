@@ -17,8 +17,8 @@ from storesvc.rpc import requests
 from storesvc.rpc.permissions import authorize
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.streams import check_part, missing, unexpected
+from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
-from storesvc.save.writer_reports import check_report
 from storesvc_proto.v1 import report_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 

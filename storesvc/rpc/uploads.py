@@ -31,7 +31,7 @@ from storesvc.rpc.upload_requests import (
     upload_name,
     writer_report,
 )
-from storesvc.save.table_parts import LeafParts, SumParts, unpacked
+from storesvc.save.leaf_tables import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import OpenUpload
 from storesvc.storage.hedged_calls import beside
 from storesvc.store import Store

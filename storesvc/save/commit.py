@@ -10,6 +10,13 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
 5. Delete the staging tables and the parts of the upload; a server over a bucket
    answers first.
+
+Deletes what committed uploads leave: their staging tables and their parts.
+
+A checkpoint needs none of it, and garbage collection deletes what a crash leaves. So
+``storectl serve`` over a bucket, where deletions take several requests, answers a
+commit first and deletes in the background: between ``defer`` and ``drain``. Elsewhere,
+as in an embedded store, ``delete`` waits.
 """
 
 import asyncio
@@ -46,8 +53,8 @@ from storesvc.format.names import UploadName
 from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
 from storesvc.offload import offload
-from storesvc.save.discards import Discards
-from storesvc.save.receipts import Receipt, Receipts
+from storesvc.save.plan_mismatch import key_space_of
+from storesvc.save.receipts import Receipt, Receipts, longest
 from storesvc.save.reuse import (
     Claims,
     Reuse,
@@ -55,8 +62,6 @@ from storesvc.save.reuse import (
     find_claims,
 )
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.save.writer_reports import longest
-from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.hedged_calls import beside, together
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
@@ -64,10 +69,59 @@ from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 
-_WRITES: Final = 4
-"""Attempts to write a slot that the upload owns."""
+MAX_DEFERRED: Final = 64
+"""Uploads whose deletion may be in the background at a time; commits beyond it wait for
+their own, so that a storage that deletes slowly slows commits down."""
 
 _log = logging.getLogger(__name__)
+
+
+class Discards:
+    """Deletes the staging of committed uploads."""
+
+    def __init__(self, bucket: TensorStoreBucket) -> None:
+        self._bucket = bucket
+        self._is_deferred = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def defer(self) -> None:
+        """Deletes in the background from now on."""
+        self._is_deferred = True
+
+    async def drain(self, seconds: float) -> None:
+        """Waits for the deletions in the background; the next ones are waited for.
+
+        Args:
+            seconds: Maximum time; garbage collection deletes what is left.
+        """
+        self._is_deferred = False
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+
+    async def delete(self, name: UploadName) -> None:
+        """Deletes the staging of an upload, or begins to; a failure is logged."""
+        if not self._is_deferred or len(self._tasks) >= MAX_DEFERRED:
+            await self._delete(name)
+            return
+        task = asyncio.create_task(self._delete(name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _delete(self, name: UploadName) -> None:
+        places = RunPaths(name.run)
+        try:
+            await reach(Failpoint.COMMIT_BEFORE_DISCARD)
+            await together(
+                self._bucket.delete_below(places.staging_of(name.upload)),
+                self._bucket.delete_below(places.upload_parts(name.upload)),
+            )
+        except StoreError:
+            # The commit stands; garbage collection deletes the rest.
+            _log.warning("%s: its staging was not deleted", name, exc_info=True)
+
+
+_WRITES: Final = 4
+"""Attempts to write a slot that the upload owns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ Each process of a job plans a save by itself, from the same program. A process t
 another version of the program, or of jax, would store different chunks under the same
 names. If several processes hold a leaf that only one of them writes, such as a Python
 number, a different value on another process would be lost.
+
+Zarr view of a checkpoint: builds an OCDBT key space from its manifest.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,39 @@ import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.keys import ENCODED_KINDS, describe, kind_text
+from storesvc.format.manifests import Manifest
+from storesvc.format.ocdbt import View, ZarrArray, view_of_arrays
 from storesvc.format.trees import Leaf, Tree
+
+
+def key_space_of(
+    manifest: Manifest, *, node_file: str, uuid: bytes, commit_time_ns: int
+) -> View:
+    """Returns the key space that shows the leaves of a manifest as Zarr arrays.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        node_file: Name of the node file, relative to the pool.
+        uuid: Identity of the key space; 16 bytes.
+        commit_time_ns: Nanoseconds since the epoch.
+    """
+    tree = manifest.tree
+    return view_of_arrays(
+        [
+            ZarrArray(
+                name=leaf.key,
+                shape=leaf.shape,
+                chunk_shape=leaf.chunk_shape,
+                dtype=leaf.dtype,
+            )
+            for leaf in tree.leaves
+        ],
+        tree.chunk_keys(np.arange(tree.chunk_count)),
+        manifest.places,
+        node_file=node_file,
+        uuid=uuid,
+        commit_time_ns=commit_time_ns,
+    )
 
 
 def first_difference(expected: Tree, got: Tree) -> tuple[str, str]:

@@ -3,35 +3,52 @@
 A receipt lists the chunks of one writer with their checksums and locations. It is
 written only if every chunk is stored, by the writer itself or by a source that the
 upload may claim from; the commit is decided from the receipts alone.
+
+Upload status: reads what became of an upload, and lists the live uploads of runs.
+
+Checks the reports of writers, and chooses which are kept with a checkpoint.
+
+The record of a checkpoint is read with each list, so it keeps the reports of the few
+writers that took longest: the others waited for them.
 """
 
 import asyncio
+import math
+import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
+    Iterable,
     Mapping,
     Sequence,
 )
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
+from google.protobuf.timestamp_pb2 import Timestamp
 from numpy.typing import NDArray
 
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import read_record
 from storesvc.errors import (
     ChunksIncompleteError,
     CorruptDataError,
     InvalidChunkError,
+    InvalidFieldError,
     StorageUnavailableError,
+    UploadNotFoundError,
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.chunks import I64, ChunkLocations, Sums, merge
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import UploadName
+from storesvc.format.names import RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.offload import offload
 from storesvc.save.reuse import (
@@ -50,8 +67,8 @@ from storesvc.save.staging_tables import (
     unpack_table,
 )
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bucket import Generation
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.hedged_calls import AT_ONCE, each
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
@@ -362,3 +379,154 @@ def _places_of(
             missing=str(len(missing)),
         )
     return merge([(sums.take(c.rows), claimed_places(c)) for c in claims])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadStatus:
+    """An upload, its lease and its progress."""
+
+    name: UploadName
+    record: pb.UploadRecord
+    slot: pb.CheckpointRecord | None
+    """The slot, while this upload owns it."""
+    renew_time: Timestamp
+    """Time of the last renewal of the lease."""
+    finished_writers: frozenset[int]
+
+
+class UploadStatuses:
+    """Reads the status of uploads."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalog: Catalog,
+        uploads: Uploads,
+        receipts: Receipts,
+    ) -> None:
+        self._bucket = bucket
+        self._catalog = catalog
+        self._uploads = uploads
+        self._receipts = receipts
+
+    async def get(self, name: UploadName) -> UploadStatus:
+        """Returns the status of an upload, live or ended.
+
+        Raises:
+            UploadNotFoundError: The upload does not exist.
+        """
+        record = await self._uploads.record(name)
+        found = await self._catalog.slot(name.run, record.step)
+        slot = found and found[0]
+        lease = await read_record(
+            self._bucket, RunPaths(name.run).lease(name.upload), pb.LeaseRecord
+        )
+        return UploadStatus(
+            name,
+            record,
+            slot if slot and slots.owns(name, record, slot) else None,
+            renew_time=lease[0].renew_time if lease else record.create_time,
+            finished_writers=await self._receipts.finished_writers(name),
+        )
+
+    async def list_live(
+        self, runs: Sequence[RunName], *, after: UploadName | None, limit: int
+    ) -> list[tuple[UploadName, UploadStatus | CorruptDataError]]:
+        """Returns the live uploads of runs by run and id, with the error for each one
+        whose records are damaged.
+
+        Args:
+            runs: The runs, ascending.
+            after: Returns only uploads after this one; None: all.
+            limit: Maximum number of uploads.
+        """
+        found: list[tuple[UploadName, UploadStatus | CorruptDataError]] = []
+        left = [run for run in runs if after is None or run >= after.run]
+        while left and len(found) < limit:
+            batch, left = left[:AT_ONCE], left[AT_ONCE:]
+            begun = chain.from_iterable(await each(self._begun, batch))
+            names = [name for name in begun if after is None or name > after]
+            found += await rows(self._live, names, limit=limit - len(found))
+        return found
+
+    async def _begun(self, run: RunName) -> list[UploadName]:
+        """Returns the uploads of a run that are live, or have left objects behind."""
+        places = RunPaths(run)
+        # A record stays long after its upload has ended. A live upload also has a leaf
+        # table below its name, which it wrote before its slot.
+        ids = sorted(
+            {
+                id_
+                for place in await self._bucket.list(places.uploads)
+                if (id_ := places.upload_of(place)) and place != places.upload(id_)
+            }
+        )
+        return [UploadName(run, id_) for id_ in ids]
+
+    async def _live(self, name: UploadName) -> UploadStatus | None:
+        try:
+            status = await self.get(name)
+        except UploadNotFoundError:  # collected in the meantime
+            return None
+        is_live = status.slot and status.slot.state == slots.UPLOADING
+        return status if is_live else None
+
+
+MAX_PHASES: Final = 32
+MAX_WRITERS: Final = 16
+"""Maximum reports in the record of a checkpoint."""
+
+_NAME: Final = re.compile(r"[a-z ]{1,32}")
+
+
+def check_report(report: report_pb2.WriterReport) -> None:
+    """Rejects a malformed report.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+    """
+    if len(report.phases) > MAX_PHASES:
+        raise InvalidFieldError(
+            f"report.phases: expected at most {MAX_PHASES}, got {len(report.phases)}"
+        )
+    if not 0 <= report.sent_bytes <= report.total_bytes:
+        raise InvalidFieldError(
+            f"report.sent_bytes: expected 0 to {report.total_bytes}, which is "
+            f"report.total_bytes, got {report.sent_bytes}"
+        )
+    try:
+        report.start_time.ToDatetime()
+    except ValueError as e:
+        raise InvalidFieldError(
+            f"report.start_time: expected a time of the years 1 to 9999, got "
+            f"{report.start_time.seconds} s since 1970"
+        ) from e
+    _check_seconds("report.seconds", report.seconds)
+    for at, phase in enumerate(report.phases):
+        place = f"report.phases[{at}]"
+        if not _NAME.fullmatch(phase.name):
+            raise InvalidFieldError(
+                f"{place}.name: expected 1 to 32 lower-case letters and spaces, got "
+                f"{phase.name[:40]!r}"
+            )
+        _check_seconds(f"{place}.start_seconds", phase.start_seconds)
+        _check_seconds(f"{place}.end_seconds", phase.end_seconds)
+        _check_seconds(f"{place}.busy_seconds", phase.busy_seconds)
+        if phase.end_seconds < phase.start_seconds:
+            raise InvalidFieldError(
+                f"{place}.end_seconds: expected {phase.start_seconds:g} or more, got "
+                f"{phase.end_seconds:g}"
+            )
+
+
+def longest(
+    reports: Iterable[report_pb2.WriterReport],
+) -> list[report_pb2.WriterReport]:
+    """Returns the reports that a record keeps, ascending by writer."""
+    by_seconds = sorted(reports, key=lambda report: (-report.seconds, report.writer))
+    return sorted(by_seconds[:MAX_WRITERS], key=lambda report: report.writer)
+
+
+def _check_seconds(place: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidFieldError(f"{place}: expected 0 or more, got {seconds:g}")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from storesvc.errors import LimitExceededError
-from storesvc.save import batch_admission
-from storesvc.save.batch_admission import BatchAdmission, Permit
+from storesvc.save import batches
+from storesvc.save.batches import BatchAdmission, Permit
 
 
 def ignore() -> None:
@@ -75,8 +75,8 @@ def test_a_namespace_does_not_keep_out_another_of_the_same_peer() -> None:
 def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_admission, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(batches, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(batches, "FIRST_SECONDS", 0.2)
 
     async def test() -> list[str]:
         admission, recalled = BatchAdmission(3), list[str]()
@@ -110,8 +110,8 @@ def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
 def test_a_client_that_sends_fast_enough_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_admission, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(batches, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(batches, "WAIT_SECONDS", 2.0)
 
     async def test() -> None:
         admission = BatchAdmission(1)
@@ -135,7 +135,7 @@ def test_a_burst_buys_no_long_pause() -> None:
         with permit.awaiting_client():
             return permit.spare_seconds
 
-    assert asyncio.run(test()) <= batch_admission.CREDIT_SECONDS
+    assert asyncio.run(test()) <= batches.CREDIT_SECONDS
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import storesvc_client as store
-from storesvc.save import batch_admission
+from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._rpc import retry as _retrying
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -141,9 +141,9 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
 def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 0.1)
-    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 0.1)
+    monkeypatch.setattr(batches, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(batches, "CREDIT_SECONDS", 0.1)
+    monkeypatch.setattr(batches, "CLIENT_SECONDS", 0.1)
     with ThreadServer("memory://") as server:
         writer = Writer(server.address, "slow/run", 1)
         writer.begin()
@@ -167,10 +167,10 @@ def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
 def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(batches, "FIRST_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "CREDIT_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "CLIENT_SECONDS", 3600.0)
     with (
         ThreadServer("memory://") as server,
         stalled_streams(server, MAX_BATCHES, within_a_chunk()),
@@ -188,10 +188,10 @@ def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
 def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(batches, "FIRST_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "CREDIT_SECONDS", 3600.0)
+    monkeypatch.setattr(batches, "CLIENT_SECONDS", 3600.0)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.1)
     with ThreadServer("memory://") as server, store.connect(server.address) as client:
         state = {"x": np.arange(1000)}

@@ -17,8 +17,13 @@ from storesvc.format.chunks import I64
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.restore.read_scheduler import Reader, ReadScheduler, Urgency
-from storesvc.restore.read_units import Unit, plan_units
+from storesvc.restore.read_scheduler import (
+    Reader,
+    ReadScheduler,
+    Unit,
+    Urgency,
+    plan_units,
+)
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import ChunksMoved, publish
 

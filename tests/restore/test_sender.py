@@ -14,7 +14,7 @@ from storesvc.errors import StorageUnavailableError
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.wire import FRAME_BYTES, Part
-from storesvc.restore import read_units
+from storesvc.restore import read_scheduler
 from storesvc.restore import sender as sending
 from storesvc.restore.sender import Sender
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
@@ -92,7 +92,7 @@ async def opened(root: Path) -> Opened:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "READ_BUFFER_BYTES", READ_BUFFER_BYTES)
-    monkeypatch.setattr(read_units, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(read_scheduler, "WINDOW_BYTES", 2 << 20)
 
 
 def run(test: Coroutine[Any, Any, T]) -> T:

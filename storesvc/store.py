@@ -24,13 +24,10 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.gc.collector import Collector
-from storesvc.gc.run_state import RunReader
-from storesvc.gc.usage import UsageReader
-from storesvc.inspect.diff import Comparisons
-from storesvc.inspect.verify import Verifier
+from storesvc.gc.run_state import RunReader, UsageReader
+from storesvc.inspect.verify import Comparisons, Verifier
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
-from storesvc.lifecycle.holds import Holds
-from storesvc.lifecycle.references import References
+from storesvc.lifecycle.holds import Holds, References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import RecentCommits, RetentionEnforcer

@@ -3,18 +3,21 @@
 A damaged read is repeated, because the response may have been corrupted in transit. A
 failed precondition is checked against the nonce of the seal, because a retry below may
 have failed against our own write.
+
+Record updates: the compare-and-swap loop of holds, tags and checkpoints.
 """
 
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.errors import CorruptDataError, FormatUnsupportedError
+from storesvc.errors import ConflictError, CorruptDataError, FormatUnsupportedError
 from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 from storesvc.storage.bucket import (
@@ -24,6 +27,38 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
+
+ATTEMPTS: Final = 8
+"""Attempts of one update, while other calls change the same record."""
+
+T = TypeVar("T")
+
+
+async def update_record(
+    attempt: Callable[[], Awaitable[T]], *, record: str, **metadata: str
+) -> T:
+    """Repeats an update until its conditional write succeeds, and returns its result.
+
+    Args:
+        attempt: Reads the record, decides, and writes it on the condition that it is
+            unchanged since the read. It raises ``PreconditionError`` if the record
+            changed; any other error ends the update.
+        record: Name of the record, for the error.
+        **metadata: Metadata of the error.
+
+    Raises:
+        ConflictError: The record changed during each of ``ATTEMPTS`` attempts.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return await attempt()
+        except PreconditionError:
+            continue
+    raise ConflictError(
+        f"{record}: other calls changed it {ATTEMPTS} times in a row; try again",
+        **metadata,
+    )
+
 
 _NONCE_BYTES: Final = 8
 

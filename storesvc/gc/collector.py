@@ -16,34 +16,57 @@ The order of the steps makes a pass safe to cut off anywhere: a later pass conti
 
 Concurrent passes of several processes are safe: garbage stays garbage, and each record
 is deleted on the condition that it is unchanged since it was judged.
+
+Finds the garbage of a run, from the state read and from earlier observations.
+
+``mark`` decides; this module reads what it needs, and determines how long something has
+been unused. If a record has the time at which an upload ended, that time counts;
+without one, and where clocks differ, the observations of this process count.
+
+Deletes the garbage of a run, in an order that is safe to cut off anywhere.
+
+1. Objects that refer to data files, then data files: no reader finds a file table whose
+   files are gone.
+2. Unlisted leftovers of the uploads of which nothing else remains. They go before the
+   objects by which a later pass would find these uploads again.
+3. Records of uploads.
+4. FREE slots, each after the run's epoch floor was raised to its epoch, so that epochs
+   never start again; on the condition that the slot is unchanged.
+5. Expired holds and the records of deleted tags, on the same condition.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.rollbacks import Reserve
+from storesvc.catalog.rollbacks import Reserve, data_missing
 from storesvc.catalog.runs import Runs
-from storesvc.catalog.slots import Observations
+from storesvc.catalog.slots import FREE, Observations
 from storesvc.clock import Clock
-from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
+from storesvc.errors import (
+    CorruptDataError,
+    StorageDeniedError,
+    StorageUnavailableError,
+    StoreError,
+)
 from storesvc.failpoints import Failpoint, reach
-from storesvc.format.names import RunName
+from storesvc.format import layout
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import RunName, TagName
 from storesvc.gc import mark
-from storesvc.gc.expiry import Expirations, Expiry
-from storesvc.gc.garbage import Garbage, GarbageFinder
-from storesvc.gc.history import History
-from storesvc.gc.lease_expiry import LeaseExpiry
+from storesvc.gc.expiry import Expirations, Expiry, History, LeaseExpiry
+from storesvc.gc.mark import Fate, Marks, RunState, State
 from storesvc.gc.run_state import RunReader, contents_of
-from storesvc.gc.sweep import Sweeper
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
-from storesvc.lifecycle.references import Reference, References
+from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
-from storesvc.storage.bucket import Bucket
+from storesvc.storage.bucket import Bucket, Generation, PreconditionError
+from storesvc.storage.hedged_calls import each
 from storesvc.telemetry.events import (
     RetentionApplied,
     RunCollected,
@@ -51,6 +74,297 @@ from storesvc.telemetry.events import (
     Span,
     publish,
 )
+
+RETRY_PERIOD: Final = timedelta(hours=24)
+"""Time for which the record of an ended upload answers repeated requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbage:
+    """The garbage that was found in a run."""
+
+    marks: Marks
+    holds: Mapping[str, Generation]
+    """Paths of expired holds, with the generations read."""
+    tags: Mapping[str, Generation]
+    """Paths of deleted tags, with the generations read."""
+
+    def __len__(self) -> int:
+        marks = self.marks
+        kinds: tuple[Collection[object], ...] = (
+            marks.garbage,
+            marks.records,
+            marks.free_steps,
+            self.holds,
+            self.tags,
+        )
+        return sum(map(len, kinds))
+
+
+class GarbageFinder:
+    """Finds the garbage of the runs of a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalog: Catalog,
+        reader: RunReader,
+        leases: LeaseExpiry,
+        references: References,
+        observations: Observations,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._bucket = bucket
+        self._catalog = catalog
+        self._reader = reader
+        self._leases = leases
+        self._references = references
+        self._observations = observations
+        self._clock = clock
+
+    async def lost(self, state: RunState) -> dict[str, Reference]:
+        """Returns the uploads that lost their step although a tag or a hold names them.
+
+        This happens if a slot was rolled back and the step was saved again. Their
+        objects may be all that is left of a checkpoint.
+        """
+        known = await asyncio.to_thread(mark.fates, state)
+        ended = {
+            upload
+            for upload, fate in known.items()
+            if fate.state is State.ENDED and fate.slot is None
+        }
+        if not ended:
+            return {}
+        named = await self._references.named(state.places.name)
+        return {upload: named[upload] for upload in sorted(ended & named.keys())}
+
+    async def find(self, state: RunState, past_grace: Collection[str]) -> Garbage:
+        """Returns the garbage of a run.
+
+        Args:
+            state: The state read, with slots that agree.
+            past_grace: Uploads that ended longer than a grace period ago, and are not
+                lost.
+
+        Raises:
+            CorruptDataError: The objects that are needed are unknown, so none may be
+                deleted.
+        """
+        # In threads: a hundred thousand objects would block the event loop.
+        known = await asyncio.to_thread(mark.fates, state)
+        unrecorded = mark.unrecorded(state, known)
+        if unrecorded:
+            raise CorruptDataError(
+                f"upload {unrecorded[0]}: expected a record of the live upload, got "
+                "none; the chunks that it may claim are unknown, so nothing of the run "
+                "is collected"
+            )
+        past_retries = self._past_retries(state, known)
+        named: set[str] = set()
+        tables = mark.tables(state, known, past_grace=past_grace)
+        found = await each(self._reader.file_table, tables)
+        for (place, must_be), table in zip(tables.items(), found, strict=True):
+            if table is not None:
+                named.update(table.file)
+            elif must_be:
+                raise _without_table(state, known, place)
+        marks = await asyncio.to_thread(
+            mark.mark,
+            state,
+            known,
+            past_grace=past_grace,
+            past_retries=past_retries,
+            named=named,
+        )
+        run = state.places.name
+        self._forget(state)
+        return Garbage(
+            marks=marks,
+            holds=await self._leases.holds(run, state),
+            tags=await self._tags(run),
+        )
+
+    def past_grace(self, state: RunState, grace: timedelta) -> set[str]:
+        """Returns the uploads that ended longer than a grace period ago.
+
+        The clocks of other processes are trusted here: the grace period serves readers
+        without a hold, and with a wrong clock the worst case is that such a reader
+        finds its objects deleted. No checkpoint and no upload depends on it.
+        """
+        now = self._clock.now()
+        found = set()
+        for upload, fate in mark.fates(state).items():
+            if fate.state is not State.ENDED:
+                continue
+            key = f"{state.places.upload(upload)} ended"
+            if self._was_seen(key, fate.since, grace) or (
+                fate.since is not None and now - fate.since >= grace
+            ):
+                found.add(upload)
+        return found
+
+    def _past_retries(self, state: RunState, known: Mapping[str, Fate]) -> set[str]:
+        """Returns the uploads whose record is no longer needed, whatever the clocks."""
+        found, listed = set(), set(state.listed)
+        for upload, fate in known.items():
+            if state.places.upload(upload) not in listed:
+                continue
+            record = state.records.get(upload)
+            begun = record and mark.moment(record.create_time)
+            since = max(filter(None, (fate.since, begun)), default=None)
+            key = f"{state.places.upload(upload)} {fate.state.value} answers"
+            if self._was_seen(key, since, RETRY_PERIOD):
+                found.add(upload)
+        return found
+
+    def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
+        """Returns whether something has been so for a length of time.
+
+        Either this process has observed it that long by its own monotonic clock, or the
+        recorded time is further back than any clock error.
+        """
+        now = self._clock.now()
+        return self._observations.is_over(
+            key,
+            str(since).encode(),
+            length=length,
+            renew_time=since or now,
+            clock_now=now,
+            elapsed=self._clock.elapsed(),
+        )
+
+    async def _tags(self, run: RunName) -> dict[str, Generation]:
+        """Returns the deleted tags whose records are no longer needed.
+
+        Announcements are trimmed in order: if the one of the deletion is gone, the
+        journal has none of the tag.
+        """
+
+        async def look(tag: str) -> tuple[str, Generation] | None:
+            found = await self._catalog.tag_slot(TagName(run, tag))
+            if found is None or found[0].upload:
+                return None
+            announced = layout.announcement(run.namespace, found[0].sequence)
+            if await self._bucket.read(announced) is not None:
+                return None
+            return RunPaths(run).tag(tag), found[1]
+
+        found = await each(look, await self._catalog.tag_names(run))
+        return dict(one for one in found if one is not None)
+
+    def _forget(self, state: RunState) -> None:
+        """Removes the observations of uploads and holds that no longer exist."""
+        there = set(state.listed)
+        for upload in state.uploads():
+            record = state.places.upload(upload)
+            there |= {state.places.lease(upload), f"{record} ended"}
+            there |= {f"{record} {one.value} answers" for one in State}
+        self._observations.forget(state.places.root, but=there)
+
+
+def _without_table(
+    state: RunState, known: Mapping[str, Fate], table: str
+) -> CorruptDataError:
+    """Returns the error for a missing file table of a checkpoint."""
+    places = state.places
+    slot = known[places.upload_of(table) or ""].slot
+    assert slot is not None
+    if places.manifest(slot.upload, slot.manifest_digest) not in state.listed:
+        return data_missing(places.name, slot)
+    return CorruptDataError(f"{table} is missing")
+
+
+_PROGRESS_DELETES: Final = 256
+"""Deletions between two reports of progress."""
+
+
+class Sweeper:
+    """Deletes the garbage of the runs of a bucket."""
+
+    def __init__(
+        self, bucket: Bucket, catalog: Catalog, runs: Runs, reserve: Reserve
+    ) -> None:
+        self._bucket = bucket
+        self._catalog = catalog
+        self._runs = runs
+        self._reserve = reserve
+
+    async def delete(
+        self, state: RunState, garbage: Garbage
+    ) -> AsyncGenerator[int, None]:
+        """Deletes garbage; yields the number of objects deleted so far."""
+        count, marks = 0, garbage.marks
+        prefixes = [p for gone in marks.gone for p in state.places.all_of(gone)]
+        for delete, places in (
+            # 1. Tables before data files (``mark`` sorts them): a pass that is cut off
+            #    in between leaves files that the next list shows, and no table that
+            #    names missing files.
+            (self._delete_object, marks.garbage),
+            # 2. Before the records: the next pass knows of these uploads only by them.
+            (self._delete_below, prefixes),
+            # 3. After all objects: without its record an upload that left objects
+            #    behind would have to be observed for a grace period again.
+            (self._delete_object, marks.records),
+        ):
+            for at in range(0, len(places), _PROGRESS_DELETES):
+                part = places[at : at + _PROGRESS_DELETES]
+                await each(delete, part)
+                count += len(part) if places is not prefixes else 0
+                yield count
+        # 4. After the records: an upload with a record but no slot counts as begun, so
+        #    a pass that is cut off in between would keep it again.
+        count += await self._delete_free_slots(state, marks.free_steps)
+        # 5. In any order: no other object is found through these.
+        count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
+        yield count
+
+    async def _delete_object(self, place: str) -> None:
+        await reach(Failpoint.COLLECT_BEFORE_DELETE)
+        await self._reserve.spent_on(self._bucket.delete, place)
+
+    async def _delete_below(self, prefix: str) -> None:
+        await self._reserve.spent_on(self._bucket.delete_below, prefix)
+
+    async def _delete_free_slots(self, state: RunState, steps: Iterable[int]) -> int:
+        """Deletes FREE slots; returns their number."""
+        run = state.places.name
+
+        async def still_free(step: int) -> tuple[str, int, Generation] | None:
+            found = await self._catalog.slot(run, step)
+            if found is None or found[0].state != FREE:
+                return None
+            if found[0].upload != state.slots[step].upload:
+                return None
+            return state.places.checkpoint(step), found[0].epoch, found[1]
+
+        found = [slot for slot in await each(still_free, steps) if slot is not None]
+        if not found:
+            return 0
+        # The floor first: after a crash in the other order the epochs of the step would
+        # begin at 1 again.
+        floor = max(epoch for _, epoch, _ in found)
+        await reach(Failpoint.COLLECT_BEFORE_FLOOR)
+        await self._reserve.spent_on(self._runs.raise_epoch_floor, run, floor)
+        return await self._delete_unchanged({place: g for place, _, g in found})
+
+    async def _delete_unchanged(self, records: Mapping[str, Generation]) -> int:
+        """Deletes records with the generation read; returns their number."""
+
+        async def delete(record: tuple[str, Generation]) -> bool:
+            place, generation = record
+            await reach(Failpoint.COLLECT_BEFORE_EMPTYING)
+            try:
+                await self._reserve.spent_on(
+                    self._bucket.delete, place, generation=generation
+                )
+            except PreconditionError:
+                return False  # changed, so in use again
+            return True
+
+        return sum(await each(delete, records.items()))
+
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """Minimum time since something lost its use, for readers without a hold."""

@@ -2,28 +2,310 @@
 
 These are the first steps of a pass over a run. ``preview`` returns what ``apply`` would
 do, and changes nothing.
+
+Finds expired leases of uploads and holds, and aborts expired uploads.
+
+An upload is aborted through its slot, as in AbortUpload: the slot becomes FREE, on the
+condition that it is unchanged since it was read. So an upload that has begun but not
+yet reserved its step can no longer reserve it. ``lease_clock`` decides whether a lease
+is over, from the observations of this process.
+
+Compares a run with its history before a pass of the collector changes anything.
+
+The collector aborts an unfinished upload once its lease is over, and then deletes its
+objects. So a committed upload must not look unfinished because an earlier version of
+its slot was restored, for example from a backup. ``rollbacks`` defines the evidence; if
+there is any, the pass over the run is postponed and changes nothing.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog import slots
-from storesvc.catalog.records import read_record, timestamp
-from storesvc.catalog.rollbacks import Reserve
+from storesvc.catalog.catalog import Catalog
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.rollbacks import (
+    Reserve,
+    contradiction,
+    has_manifest,
+    rolled_back,
+    slot_missing,
+)
+from storesvc.catalog.slots import FREE, Observations
 from storesvc.clock import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.format import layout
-from storesvc.format.names import RunName
-from storesvc.gc.history import History
-from storesvc.gc.lease_expiry import ExpiredUpload, LeaseExpiry
-from storesvc.gc.mark import RunState
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import HoldName, RunName
+from storesvc.gc import mark
+from storesvc.gc.mark import Fate, RunState
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
-from storesvc.lifecycle.references import Reference, References
+from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import Outcome, RetentionEnforcer
-from storesvc.storage.bucket import Bucket
+from storesvc.save.uploads import DEFAULT_LEASE
+from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
+from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpiredUpload:
+    """An upload whose lease is over."""
+
+    upload: str
+    create_time: datetime
+    """Time at which it began, by the clock of a server."""
+    sign: bytes
+    """The last lease record, serialised; b"": none."""
+    before: pb.CheckpointRecord | None
+    """The slot as it was read."""
+    after: pb.CheckpointRecord
+    """The FREE slot to write."""
+
+
+class LeaseExpiry:
+    """Finds expired leases in the runs of a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalog: Catalog,
+        observations: Observations,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._bucket = bucket
+        self._catalog = catalog
+        self._observations = observations
+        self._clock = clock
+
+    async def uploads(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
+        """Returns the uploads whose lease is over."""
+
+        async def look(upload: str) -> ExpiredUpload | None:
+            return await self._expired(run, state, upload)
+
+        known = mark.fates(state)
+        found = await each(look, mark.leases(state, known))
+        return [expired for expired in found if expired is not None]
+
+    async def abort(self, run: RunName, expired: ExpiredUpload) -> bool:
+        """Aborts an expired upload; returns False if it was renewed or lost its
+        slot."""
+        # 1. The slot must be unchanged since the lease was judged.
+        step = expired.after.step
+        found = await self._catalog.slot(run, step)
+        if (found and found[0]) != expired.before:
+            return False
+        # 2. So must the lease: it may have been renewed since.
+        sign = await self._sign(run, expired.upload)
+        if _bytes_of(sign) != expired.sign:
+            return False
+        # 3. Free the slot on the condition that it is still the one of step 1. A
+        #    renewal after step 2 finds the slot FREE, and its upload ended.
+        try:
+            await write_record(
+                self._bucket,
+                RunPaths(run).checkpoint(step),
+                expired.after,
+                condition=found[1] if found else IF_ABSENT,
+            )
+        except PreconditionError:
+            return False
+        return True
+
+    async def holds(self, run: RunName, state: RunState) -> dict[str, Generation]:
+        """Returns the paths of expired holds, with the generations read."""
+        places = RunPaths(run)
+
+        async def look(place: str) -> tuple[str, Generation] | None:
+            of = str(HoldName(run, holds[place]))
+            found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
+            if found is None:
+                return None
+            hold, seen = found[0], _bytes_of(found[0])
+            if not self._is_over(place, seen, hold.ttl.ToTimedelta(), hold.renew_time):
+                return None
+            return place, found[1]
+
+        listed = [p for p in state.listed if p.startswith(places.holds)]
+        holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
+        found = await each(look, holds)
+        return dict(one for one in found if one is not None)
+
+    async def _expired(
+        self, run: RunName, state: RunState, upload: str
+    ) -> ExpiredUpload | None:
+        record, owned = state.records.get(upload), state.owners.get(upload)
+        begun = record or owned
+        assert begun is not None
+        sign = await self._sign(run, upload)
+        length = record.lease_duration.ToTimedelta() if record else DEFAULT_LEASE
+        renewed = sign.renew_time if sign else begun.create_time
+        # Becoming the owner of a slot renews the lease too.
+        seen = _bytes_of(owned) + _bytes_of(sign)
+        if not self._is_over(RunPaths(run).lease(upload), seen, length, renewed):
+            return None
+        reserved = pb.CheckpointRecord(
+            upload=upload, step=begun.step, epoch=begun.epoch
+        )
+        return ExpiredUpload(
+            upload=upload,
+            create_time=begun.create_time.ToDatetime(UTC),
+            sign=_bytes_of(sign),
+            before=state.slots.get(begun.step),
+            after=slots.released(reserved, timestamp(self._clock.now())),
+        )
+
+    async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:
+        """Returns the lease record of an upload; None: it has none."""
+        place = RunPaths(run).lease(upload)
+        found = await read_record(self._bucket, place, pb.LeaseRecord)
+        return found and found[0]
+
+    def _is_over(
+        self, key: str, seen: bytes, length: timedelta, renewed: Timestamp
+    ) -> bool:
+        return self._observations.is_over(
+            key,
+            seen,
+            length=length,
+            renew_time=renewed.ToDatetime(UTC),
+            clock_now=self._clock.now(),
+            elapsed=self._clock.elapsed(),
+        )
+
+
+def _bytes_of(record: Message | None) -> bytes:
+    return record.SerializeToString(deterministic=True) if record else b""
+
+
+_ONLY_COMMITTED: Final = {
+    pb.Announcement.KIND_DELETE: "deletion",
+    pb.Announcement.KIND_UNDELETE: "undeletion",
+    pb.Announcement.KIND_TAG: "tag",
+    pb.Announcement.KIND_UNTAG: "removed tag",
+    pb.Announcement.KIND_UPDATE: "update",
+}
+"""Changes that are announced only for committed checkpoints. A commit is announced
+before it is made, so its announcement alone does not prove it."""
+
+
+class History:
+    """Checks the slots of the runs of a bucket against their histories."""
+
+    def __init__(
+        self, catalog: Catalog, journal: Journal, references: References
+    ) -> None:
+        self._catalog = catalog
+        self._journal = journal
+        self._references = references
+
+    async def check(
+        self, run: RunName, state: RunState, expired: Sequence[ExpiredUpload]
+    ) -> None:
+        """Rejects a run with a slot that was rolled back.
+
+        Args:
+            run: The run.
+            state: The state read of it.
+            expired: Its uploads whose lease is over.
+
+        Raises:
+            CorruptDataError: Names the slot and the evidence of the rollback.
+        """
+        known = mark.fates(state)
+        await self._check_orphans(run, state, known)
+        unfinished = mark.unfinished(known)
+        if not unfinished:
+            return
+        named = await self._references.named(run)
+        announced = await self._announced(run, expired)
+        for upload in unfinished:
+            step = mark.step_of(state, upload, known[upload])
+            slot, why = state.slots.get(step), ""
+            objects = state.objects.get(upload, ())
+            if upload in named:
+                why = f"{named[upload]} names it"
+            elif slot is not None:  # an absent slot may have been removed on purpose
+                why = contradiction(
+                    state.places, upload, objects, owns_slot=slot.upload == upload
+                ) or announced.get(upload, "")
+            # The evidence was read after the slot, and may be of a commit in between.
+            if not why or not await self._is_still(run, step, slot):
+                continue
+            if slot is None:
+                raise slot_missing(run, step, str(named[upload]))
+            raise rolled_back(run, step, upload, why)
+
+    async def _check_orphans(
+        self, run: RunName, state: RunState, known: Mapping[str, Fate]
+    ) -> None:
+        """Rejects a slot older than the commit of an upload that it does not name.
+
+        The upload was not deleted since, and has no record: only the journal shows its
+        commit.
+        """
+        orphans = {
+            upload
+            for upload in mark.orphans(state, known)
+            if has_manifest(state.places, upload, state.objects.get(upload, ()))
+        }
+        if not orphans:
+            return
+        for upload, (number, one) in (await self._last(run, orphans)).items():
+            slot = state.slots.get(one.step)
+            if slot is None or one.kind == pb.Announcement.KIND_DELETE:
+                continue  # the slot was removed on purpose, or the checkpoint purged
+            stamp = slot.delete_time if slot.state == FREE else slot.create_time
+            is_older = stamp.ToDatetime(UTC) <= one.create_time.ToDatetime(UTC)
+            if is_older and await self._is_still(run, one.step, slot):
+                why = f"announcement {number} of the journal is of it, and later"
+                raise rolled_back(run, one.step, upload, why)
+
+    async def _last(
+        self, run: RunName, uploads: Collection[str]
+    ) -> dict[str, tuple[int, pb.Announcement]]:
+        """Returns the last announced change of each upload that the journal has."""
+        found: dict[str, tuple[int, pb.Announcement]] = {}
+        began = datetime.fromtimestamp(0, UTC)
+        changes = self._journal.changes(run, uploads, since=began)
+        async with aclosing(changes):
+            async for number, one in changes:
+                found.setdefault(one.upload, (number, one))
+                if len(found) == len(uploads):
+                    break
+        return found
+
+    async def _announced(
+        self, run: RunName, expired: Sequence[ExpiredUpload]
+    ) -> dict[str, str]:
+        """Returns the evidence in the journal that expired uploads were committed."""
+        begun = {one.upload: one.create_time for one in expired}
+        if not begun:
+            return {}
+        since, found = min(begun.values()), {}
+        async with aclosing(self._journal.changes(run, begun, since=since)) as changes:
+            async for number, one in changes:
+                if change := _ONLY_COMMITTED.get(one.kind):
+                    why = f"announcement {number} of the journal is of its {change}"
+                    found[one.upload] = why
+        return found
+
+    async def _is_still(
+        self, run: RunName, step: int, seen: pb.CheckpointRecord | None
+    ) -> bool:
+        found = await self._catalog.slot(run, step)
+        return (found and found[0]) == seen
+
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,22 @@
 
 These functions take what was read from the bucket and return damages. A damaged chunk
 is reported once, with the first cause that was found.
+
+Diff rules: decides which leaves of two checkpoints differ, from the manifests alone.
+
+Leaves are matched by key. If shape and dtype agree, the digests of the chunks decide
+whether the bytes agree. This requires the same chunk grid on both sides; with different
+grids the result is UNKNOWN.
+
+Tally of a verification: counts chunks and damages, and cuts them into reports.
+
+Memory is bounded, however much is damaged: damages beyond a maximum are only counted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -14,11 +25,128 @@ from numpy.typing import NDArray
 
 from storesvc.format import dtypes
 from storesvc.format.checksums import crc32c, digest
-from storesvc.format.keys import describe
+from storesvc.format.chunks import I64
+from storesvc.format.keys import ENCODED_KINDS, describe, is_item, kind_text
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import checkpoint_service_pb2
 from storesvc_proto.v1 import maintenance_service_pb2 as api
+
+Kind: TypeAlias = "checkpoint_service_pb2.LeafDifference.Kind.ValueType"
+
+ADDED = checkpoint_service_pb2.LeafDifference.KIND_ADDED
+REMOVED = checkpoint_service_pb2.LeafDifference.KIND_REMOVED
+SHAPE = checkpoint_service_pb2.LeafDifference.KIND_SHAPE
+DTYPE = checkpoint_service_pb2.LeafDifference.KIND_DTYPE
+CONTENT = checkpoint_service_pb2.LeafDifference.KIND_CONTENT
+UNKNOWN = checkpoint_service_pb2.LeafDifference.KIND_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One leaf that differs."""
+
+    kind: Kind
+    before: Leaf | None
+    after: Leaf | None
+    """At least one of the two is set."""
+    changed_chunks: int = 0
+    """Number of chunks whose bytes differ, if they can be compared."""
+
+    @property
+    def is_of_item(self) -> bool:
+        """True if it is a difference of an item, not of a leaf of the tree."""
+        return is_item(self.leaf.key)
+
+    @property
+    def leaf(self) -> Leaf:
+        """The leaf in the second checkpoint; a removed leaf in the first."""
+        leaf = self.after or self.before
+        assert leaf is not None
+        return leaf
+
+
+def differences(before: Manifest, after: Manifest) -> list[Difference]:
+    """Returns the leaves and items of two checkpoints that differ, ascending by key."""
+    found: dict[str, Difference] = {}
+    comparable: list[tuple[int, int]] = []
+    old, new = before.tree, after.tree
+    for leaf in old.leaves:
+        if leaf.key not in new.by_key:
+            found[leaf.key] = Difference(REMOVED, leaf, None)
+    for row, leaf in enumerate(new.leaves):
+        at = old.by_key.get(leaf.key)
+        if at is None:
+            found[leaf.key] = Difference(ADDED, None, leaf)
+        elif kind := _outer_kind(old.leaves[at], leaf):
+            count = leaf.grid.count if kind == CONTENT else 0
+            found[leaf.key] = Difference(kind, old.leaves[at], leaf, count)
+        else:
+            comparable.append((at, row))
+    changed = changed_chunks(before, after, comparable).tolist()
+    for (at, row), count in zip(comparable, changed, strict=True):
+        if count:
+            leaf = new.leaves[row]
+            found[leaf.key] = Difference(CONTENT, old.leaves[at], leaf, count)
+    return [found[key] for key in sorted(found)]
+
+
+def changed_chunks(
+    before: Manifest, after: Manifest, rows: Sequence[tuple[int, int]]
+) -> I64:
+    """Returns the number of different chunks for pairs of leaves with the same grid.
+
+    Args:
+        before: Manifest of the first checkpoint.
+        after: Manifest of the second checkpoint.
+        rows: For each pair the row of the leaf in each manifest.
+
+    Returns:
+        One count (int64) for each pair.
+    """
+    pairs = np.array(rows, np.int64).reshape(-1, 2)
+    counts = np.diff(after.tree.first_chunk)[pairs[:, 1]]
+    of_pair = np.repeat(np.arange(len(pairs)), counts)
+    ends = np.cumsum(counts)
+    within = np.arange(len(of_pair)) - np.repeat(ends - counts, counts)
+    one = before.sums.digests[_first(before.tree, pairs[:, 0])[of_pair] + within]
+    other = after.sums.digests[_first(after.tree, pairs[:, 1])[of_pair] + within]
+    differ = (one != other).any(axis=1)
+    return np.bincount(of_pair[differ], minlength=len(pairs)).astype(np.int64)
+
+
+def dtype_text(leaf: Leaf) -> str:
+    """Returns the dtype of a leaf; for PRNG keys with their implementation; for encoded
+    values their kind."""
+    if leaf.kind in ENCODED_KINDS:
+        return kind_text(leaf.kind)
+    return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
+
+
+def shape_of(leaf: Leaf) -> tuple[int, ...]:
+    """Returns the shape of a leaf; for PRNG keys without the words of their data."""
+    return leaf.shape[:-1] if leaf.prng_impl else leaf.shape
+
+
+def _outer_kind(before: Leaf, after: Leaf) -> "Kind | None":
+    """Returns the first difference of two leaves apart from their bytes, or None."""
+    if shape_of(before) != shape_of(after):
+        # The number of bytes of an encoded value is part of its content.
+        if {before.kind, after.kind} <= ENCODED_KINDS:
+            return CONTENT if before.kind == after.kind else DTYPE
+        return SHAPE
+    if dtype_text(before) != dtype_text(after):
+        return DTYPE
+    if before.chunk_shape != after.chunk_shape and 0 not in after.shape:
+        return UNKNOWN
+    return None
+
+
+def _first(tree: Tree, rows: I64) -> I64:
+    first: I64 = tree.first_chunk[rows]
+    return first
+
 
 DamageKind: TypeAlias = "api.Damage.Kind.ValueType"
 
@@ -237,3 +365,73 @@ def _text(place: Place | None) -> str:
         return "nothing"
     file, offset, length = place
     return f"{length} bytes at {offset} of {file}"
+
+
+MAX_DAMAGES: Final = 10_000
+"""Maximum damages of a checkpoint that are reported one by one."""
+
+DAMAGES_A_REPORT: Final = 100
+"""Maximum damages of a report: it fits a message even with the longest keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The progress of a verification since it began."""
+
+    chunk_count: int
+    """Chunks read so far."""
+    stored_bytes: int
+    """Stored bytes of these chunks."""
+    damages: tuple[Damage, ...]
+    """Damages found since the last report."""
+
+
+class Tally:
+    """The result of a verification, as far as it has not been reported."""
+
+    def __init__(self, chunk_count: int) -> None:
+        self.damaged = np.zeros(chunk_count, np.bool_)
+        """For each ordinal whether its chunk is damaged, reported or not."""
+        self._chunk_count = 0
+        self._stored_bytes = 0
+        self._found: deque[Damage] = deque()
+        self._reported_count = 0
+        self._first_excess: list[Damage] = []
+        self._excess_count = 0
+
+    def add(self, found: Iterable[Damage]) -> None:
+        """Adds damages; beyond ``MAX_DAMAGES`` only counts them."""
+        for damage in found:
+            if damage.chunk is not None:
+                self.damaged[damage.chunk] = True
+            if self._reported_count < MAX_DAMAGES:
+                self._found.append(damage)
+                self._reported_count += 1
+            else:
+                self._first_excess = self._first_excess or [damage]
+                self._excess_count += 1
+
+    def advance(self, chunk_count: int, stored_bytes: int) -> None:
+        """Adds chunks that were read."""
+        self._chunk_count += chunk_count
+        self._stored_bytes += stored_bytes
+
+    def close(self) -> None:
+        """Adds one damage that stands for all beyond ``MAX_DAMAGES``."""
+        for first in self._first_excess:
+            message = (
+                f"{self._excess_count} more damages, beginning with {first.message}"
+            )
+            summary = Damage(
+                key=first.key, index=first.index, kind=first.kind, message=message
+            )
+            self._found.append(summary)
+
+    def reports(self) -> Iterator[Report]:
+        """Yields all that was not reported yet, in one report or more."""
+        while True:
+            count = min(len(self._found), DAMAGES_A_REPORT)
+            damages = tuple(self._found.popleft() for _ in range(count))
+            yield Report(self._chunk_count, self._stored_bytes, damages)
+            if not self._found:
+                return

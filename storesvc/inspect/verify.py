@@ -9,6 +9,8 @@ meantime; therefore the slot is read again before anything is reported as missin
 
 The number of reads in flight bounds the memory, over all verifications of the process.
 Checksums are computed in threads.
+
+Diffs of checkpoints: compares their manifests, without reading their chunks.
 """
 
 import asyncio
@@ -16,13 +18,15 @@ import logging
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Callable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -39,15 +43,79 @@ from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.chunks import ChunkLocations, Read, plan_reads
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
-from storesvc.format.names import InvalidNameError, RunName, check_data_file
+from storesvc.format.names import (
+    CheckpointName,
+    InvalidNameError,
+    RunName,
+    check_data_file,
+)
 from storesvc.inspect import damage
-from storesvc.inspect.damage import Damage, LeafMetadata
-from storesvc.inspect.verify_report import Report, Tally
+from storesvc.inspect.damage import (
+    Damage,
+    Difference,
+    LeafMetadata,
+    Report,
+    Tally,
+    differences,
+)
 from storesvc.storage.ocdbt_reader import ValueLocation
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import DamageFound, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api
+
+COMPARISONS_AT_ONCE: Final = 2
+"""Maximum comparisons in a process; each may hold two manifests of the largest size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The differences between two checkpoints."""
+
+    before: pb.CheckpointRecord
+    after: pb.CheckpointRecord
+    same_leaf_count: int
+    differences: Sequence[Difference]
+
+
+class Comparisons:
+    """Compares checkpoints."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._turns = FairSemaphore(COMPARISONS_AT_ONCE, purpose="compares checkpoints")
+
+    @asynccontextmanager
+    async def between(
+        self, before: CheckpointName, after: CheckpointName
+    ) -> AsyncIterator[Comparison]:
+        """Yields the differences between two checkpoints, of one run or of two runs.
+
+        Raises:
+            RunNotFoundError: A run does not exist.
+            CheckpointNotFoundError: A checkpoint does not exist.
+            CorruptDataError: A manifest is missing or damaged.
+            LimitExceededError: Other comparisons took too long.
+        """
+        old = await self._catalog.checkpoint(before)
+        new = await self._catalog.checkpoint(after)
+        async with self._turns.held(before.run.namespace):
+            found = await asyncio.to_thread(
+                differences,
+                await self._catalog.manifest(before.run, old),
+                await self._catalog.manifest(after.run, new),
+            )
+            different = sum(
+                difference.after is not None and not difference.is_of_item
+                for difference in found
+            )
+            yield Comparison(
+                before=old,
+                after=new,
+                same_leaf_count=new.leaf_count - different,
+                differences=found,
+            )
+
 
 VERIFICATIONS_AT_ONCE: Final = 2
 """Maximum verifications in a process; each holds a manifest."""

@@ -23,15 +23,14 @@ from storesvc.access.call import principal_name
 from storesvc.catalog import slots as transitions
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import etag_of, read_record, write_record
+from storesvc.catalog.records import etag_of, read_record, update_record, write_record
 from storesvc.catalog.slots import CHECKPOINTS, PURGING, Change
 from storesvc.clock import Clock
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.lifecycle.record_update import update_record
-from storesvc.lifecycle.references import References
+from storesvc.lifecycle.holds import References
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -21,14 +21,19 @@ from storesvc.access.permissions import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
+from storesvc.catalog.records import (
+    etag_of,
+    sealed,
+    timestamp,
+    update_record,
+    write_record,
+)
 from storesvc.catalog.slots import COMMITTED, DELETED, NOTHING
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError, InvalidFieldError, TagProtectedError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.lifecycle.record_update import update_record
-from storesvc.lifecycle.references import referenced_slot
+from storesvc.lifecycle.holds import referenced_slot
 from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,

@@ -30,7 +30,7 @@ from storesvc.access.call import Call, principal_name
 from storesvc.access.policy import Namespace, SomeRun
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
-from storesvc.gc.usage import StoredBytes
+from storesvc.gc.run_state import StoredBytes
 from storesvc.quota.limits import Bucket, QuotaRule, rule_of
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES

@@ -27,9 +27,14 @@ from storesvc.errors import (
 )
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
-from storesvc.lifecycle.references import References
-from storesvc.retention.policy import Candidate, decide, metrics_of
-from storesvc.retention.validation import check, check_metrics
+from storesvc.lifecycle.holds import References
+from storesvc.retention.policy import (
+    Candidate,
+    check,
+    check_metrics,
+    decide,
+    metrics_of,
+)
 from storesvc.storage.hedged_calls import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2

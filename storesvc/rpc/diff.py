@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.inspect.diff import Comparison
-from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
+from storesvc.inspect.damage import Difference, dtype_text, shape_of
+from storesvc.inspect.verify import Comparison
 from storesvc.rpc import messages
 from storesvc.rpc.boundary import Context, share_key
 from storesvc.rpc.message_budget import MessageBudget

@@ -8,9 +8,8 @@ import storesvc
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.gc.collector import FailureLimit, Progress
-from storesvc.gc.usage import Usage
-from storesvc.inspect.damage import Damage
-from storesvc.inspect.verify_report import Report
+from storesvc.gc.run_state import Usage
+from storesvc.inspect.damage import Damage, Report
 from storesvc.restore import sender
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, Context

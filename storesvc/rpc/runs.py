@@ -7,7 +7,7 @@ from storesvc.catalog.runs import RUN_FIELDS, RunField
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
-from storesvc.retention.validation import check
+from storesvc.retention.policy import check
 from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.paging import list_page

@@ -20,7 +20,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.format.seal import seal, unseal
-from storesvc.gc.garbage import RETRY_PERIOD
+from storesvc.gc.collector import RETRY_PERIOD
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import NOW, PLACES, RUN, Process, started

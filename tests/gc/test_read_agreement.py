@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, FREE, UPLOADING
-from storesvc.gc.read_agreement import agree
+from storesvc.gc.mark import agree
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.examples import examples
 

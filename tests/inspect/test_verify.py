@@ -19,9 +19,9 @@ from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import chunks
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.inspect import damage as verify_report
 from storesvc.inspect import verify as verification
-from storesvc.inspect import verify_report
-from storesvc.inspect.verify_report import Report
+from storesvc.inspect.damage import Report
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -19,7 +19,7 @@ from storesvc.access.permissions import Permission
 from storesvc.access.principals import Authentication, Principal
 from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
-from storesvc.gc.usage import StoredBytes
+from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import quotas
 from storesvc.quota.limits import BURST_SECONDS, Bucket, QuotaRule, rule_of
 from storesvc.quota.quotas import Quotas

@@ -13,7 +13,7 @@ import pytest
 import storesvc_client as store
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
-from storesvc.gc.usage import LEAST_BYTES, StoredBytes
+from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import quotas
 from storesvc.quota.limits import QuotaRule
 from storesvc.quota.quotas import Quotas

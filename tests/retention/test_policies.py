@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
-from storesvc.retention.policy import Candidate, decide, metrics_of
-from storesvc.retention.validation import MAX_DEPTH, MAX_RULES, check
+from storesvc.retention.policy import (
+    MAX_DEPTH,
+    MAX_RULES,
+    Candidate,
+    check,
+    decide,
+    metrics_of,
+)
 from storesvc_client._values.durations import (
     MAX_DURATION,
     duration_message,

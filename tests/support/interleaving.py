@@ -27,8 +27,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
-from storesvc.lifecycle.holds import Holds
-from storesvc.lifecycle.references import References
+from storesvc.lifecycle.holds import Holds, References
 from storesvc.lifecycle.tags import Tags
 from storesvc.storage.bucket import (
     ALWAYS,

@@ -27,7 +27,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import PreconditionError
-from storesvc.watch import change_cache, watcher
+from storesvc.watch import watcher
 from storesvc.watch.watcher import Watcher, WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.faulty_bucket import (
@@ -396,7 +396,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
 def test_a_slow_watch_neither_delays_others_nor_takes_more_memory(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(change_cache, "KEPT", 20)
+    monkeypatch.setattr(watcher, "KEPT", 20)
 
     async def test(bucket: FaultyBucket) -> None:
         process = Process(bucket)

@@ -10,9 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from storesvc.access.permissions import Permission, least_role
-from storesvc.access.policy import Policy, Resource
-from storesvc.access.principals import ANONYMOUS, Principal
+from storesvc.access.policy import (
+    ANONYMOUS,
+    Permission,
+    Policy,
+    Principal,
+    Resource,
+    least_role,
+)
 from storesvc.errors import PermissionDeniedError, RunNotFoundError, StoreError
 from storesvc.format.names import RunName
 

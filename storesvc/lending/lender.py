@@ -2,25 +2,352 @@
 
 A lender checks nothing about its caller: `storesvc.rpc` has checked permissions, and
 that the upload is open or the hold live.
+
+The configuration of lending, as the policy file has it.
+
+Values of lent credentials. Their text never has the secret.
+
+Limited tokens for Google Cloud Storage, by Credential Access Boundaries.
+
+The server's own token is exchanged for one that has fewer rights. Its life is what is
+left of the life of the server's token: Google has no shorter one.
+
+Limited credentials for S3: an assumed role with a session policy.
+
+The role must permit to read and create objects below the root of the store; the session
+has what both the role and the policy permit.
 """
 
 import asyncio
+import re
+import threading
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Final
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from storesvc.access.call import principal_name
 from storesvc.clock import Clock, SystemClock
-from storesvc.errors import LendingUnsupportedError, StorageUnavailableError
+from storesvc.errors import (
+    InvalidFieldError,
+    LendingUnsupportedError,
+    StorageDeniedError,
+    StorageUnavailableError,
+    StoreError,
+)
 from storesvc.format.names import HoldName, UploadName
 from storesvc.lending import boundary
-from storesvc.lending.boundary import Boundary
-from storesvc.lending.config import Lending
-from storesvc.lending.credentials import Issuer, LentCredential
-from storesvc.lending.gcs import STS_URL, GcsIssuer
-from storesvc.lending.s3 import S3Issuer
+from storesvc.lending.boundary import Boundary, gcs_options, s3_policy
+from storesvc.storage.gcs import source_credentials
 from storesvc.storage.hedged_calls import run_in_daemon_thread
-from storesvc.storage.location import Storage
+from storesvc.storage.location import Storage, shows_plaintext
+
+if TYPE_CHECKING:
+    from google.auth.credentials import Credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lending:
+    """Limits of the credentials that a server lends for its storage."""
+
+    lifetime: timedelta = timedelta(hours=1)
+    """Maximum time until clients renew a credential. The provider may end it sooner."""
+    gcs: bool = False
+    """True to lend for a bucket on Google Cloud Storage."""
+    s3_role_arn: str = ""
+    """Role to assume for a bucket on S3; empty: lends none there."""
+    s3_sts_endpoint: str = ""
+    """URL of the token service of S3; empty: the default of AWS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcsToken:
+    """An OAuth 2.0 access token for Google Cloud Storage."""
+
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Keys:
+    """Temporary keys for S3."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(repr=False)
+
+
+Secret: TypeAlias = GcsToken | S3Keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentCredential:
+    """A credential that is limited to a prefix."""
+
+    prefix: str
+    """URI of the only prefix that it permits."""
+    expire_time: datetime
+    secret: Secret
+
+
+class Issuer(Protocol):
+    """Obtains limited credentials from a provider."""
+
+    def issue(self, boundary: Boundary, *, session: str) -> tuple[Secret, datetime]:
+        """Returns a credential, and when the provider ends it; blocks.
+
+        Args:
+            boundary: What it permits.
+            session: Name of the session in the provider's logs.
+
+        Raises:
+            StorageDeniedError: The provider rejects the server's own credentials.
+            StorageUnavailableError: The provider does not answer.
+        """
+
+
+STS_URL: Final = "https://sts.googleapis.com/v1/token"
+"""The token service of Google."""
+
+SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
+"""Scope of the server's token; the token service accepts no narrower one."""
+
+GCS_TIMEOUT_SECONDS: Final = 10.0
+"""Timeout of one request."""
+
+_LEAST_LIFE: Final = timedelta(minutes=10)
+"""Life of the server's token below which it is refreshed before it is exchanged."""
+
+_EXCHANGE: Final = "urn:ietf:params:oauth:grant-type:token-exchange"
+_TOKEN_TYPE: Final = "urn:ietf:params:oauth:token-type:access_token"  # noqa: S105 - a name
+_MAX_REASON: Final = 200
+
+
+class GcsIssuer:
+    """Exchanges the server's token for limited ones. Thread-safe."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        source: "Credentials",
+        *,
+        clock: Clock,
+        sts_url: str = STS_URL,
+    ) -> None:
+        self._storage = storage
+        self._source = source
+        self._clock = clock
+        self._sts_url = sts_url
+        self._refreshing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, storage: Storage, *, clock: Clock, sts_url: str = STS_URL
+    ) -> "GcsIssuer":
+        """Returns an issuer with the server's own credentials; blocks.
+
+        Raises:
+            InvalidFieldError: There are no credentials, or packages are missing.
+        """
+        source = source_credentials(storage, (SCOPE,))
+        return cls(storage, source, clock=clock, sts_url=sts_url)
+
+    def issue(self, boundary: Boundary, *, session: str) -> tuple[GcsToken, datetime]:
+        """See ``Issuer.issue``; Google's logs have no name for a session."""
+        del session
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            token, until = self._own_token()
+            asked = self._clock.now()
+            answer = self._exchange(token, boundary)
+            lent = GcsToken(token=str(answer["access_token"]))
+        except GoogleAuthError as e:
+            raise self._error(e) from e
+        except (KeyError, TypeError, ValueError) as e:
+            raise self._failed("it returned no token") from e
+        # User accounts get no expiry of their own: theirs is that of the source.
+        life = answer.get("expires_in")
+        ends = [asked + timedelta(seconds=float(life))] if life is not None else []
+        ends += [until] if until is not None else []
+        return lent, min(ends, default=asked + timedelta(hours=1))
+
+    def _exchange(self, token: str, boundary: Boundary) -> Any:
+        from google.oauth2 import sts
+
+        client = sts.Client(self._sts_url)
+        return client.exchange_token(
+            _bounded_request(),
+            grant_type=_EXCHANGE,
+            subject_token=token,
+            subject_token_type=_TOKEN_TYPE,
+            requested_token_type=_TOKEN_TYPE,
+            additional_options=gcs_options(boundary),
+        )
+
+    def _own_token(self) -> tuple[str, datetime | None]:
+        """Returns the server's own token, and when it expires."""
+        with self._refreshing:
+            until = _aware(self._source.expiry)
+            is_short = until is not None and until - self._clock.now() < _LEAST_LIFE
+            if not self._source.token or is_short:
+                self._source.refresh(_bounded_request())
+            return str(self._source.token), _aware(self._source.expiry)
+
+    def _error(self, cause: Any) -> StoreError:
+        from google.auth.exceptions import TransportError
+
+        reason = str(cause.args[0] if cause.args else cause).partition("\n")[0]
+        if isinstance(cause, TransportError) or cause.retryable:
+            return self._failed(reason[:_MAX_REASON])
+        return StorageDeniedError(
+            f"{self._storage.name}: Google lends no token to the server "
+            f"({reason[:_MAX_REASON]}); give the server's account access to the "
+            "bucket, and check that the bucket has uniform bucket-level access",
+            storage=self._storage.name,
+        )
+
+    def _failed(self, reason: str) -> StorageUnavailableError:
+        return StorageUnavailableError(
+            f"{self._storage.name}: Google's token service failed: {reason}; try again",
+            storage=self._storage.name,
+        )
+
+
+def _bounded_request() -> Any:
+    """Returns a transport with a timeout for each request."""
+    from google.auth.transport.requests import Request
+
+    class BoundedRequest(Request):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("timeout") or GCS_TIMEOUT_SECONDS
+            kwargs["timeout"] = min(given, GCS_TIMEOUT_SECONDS)
+            return super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return BoundedRequest()
+
+
+def _aware(expiry: datetime | None) -> datetime | None:
+    """Returns an expiry of Google's library, which is in UTC, with its zone."""
+    return None if expiry is None else expiry.replace(tzinfo=UTC)
+
+
+LEAST_LIFE: Final = timedelta(minutes=15)
+MOST_LIFE: Final = timedelta(hours=12)
+"""Limits of STS."""
+
+DEFAULT_REGION: Final = "us-east-1"
+
+_CONNECT_SECONDS: Final = 5
+_READ_SECONDS: Final = 10
+_NOT_IN_NAMES: Final = re.compile(r"[^\w+=,.@-]", re.ASCII)
+_MAX_NAME: Final = 64
+
+
+class S3Issuer:
+    """Assumes a role for each credential. Thread-safe."""
+
+    def __init__(self, storage: Storage, client: Any, lending: Lending) -> None:
+        self._storage = storage
+        self._client = client
+        self._role_arn = lending.s3_role_arn
+        self._life = min(lending.lifetime, MOST_LIFE)
+
+    @classmethod
+    def open(cls, storage: Storage, lending: Lending) -> "S3Issuer":
+        """Returns an issuer with the server's own credentials; sends no request.
+
+        Raises:
+            InvalidFieldError: Packages are missing.
+            LendingUnsupportedError: S3 has no credentials of so short a life.
+        """
+        if lending.lifetime < LEAST_LIFE:
+            raise LendingUnsupportedError(
+                f"lending: lifetime: expected at least 15m for a bucket on S3, got "
+                f"{lending.lifetime.total_seconds():g}s; correct the policy file"
+            )
+        if lending.s3_sts_endpoint and shows_plaintext(lending.s3_sts_endpoint):
+            raise LendingUnsupportedError(
+                f"lending: s3_sts_endpoint: expected https://..., got "
+                f"{lending.s3_sts_endpoint!r}, which sends keys over plaintext; use "
+                "https"
+            )
+        try:
+            from botocore.config import Config
+            from botocore.session import get_session
+        except ModuleNotFoundError as e:
+            raise InvalidFieldError(
+                f"lending: credentials of S3 need {e.name}; pip install "
+                "'storesvc[server,s3]'"
+            ) from e
+        session = get_session()
+        region = session.get_config_variable("region")
+        client = session.create_client(
+            "sts",
+            region_name=storage.spec.get("aws_region") or region or DEFAULT_REGION,
+            endpoint_url=lending.s3_sts_endpoint or None,
+            config=Config(
+                connect_timeout=_CONNECT_SECONDS,
+                read_timeout=_READ_SECONDS,
+                retries={"total_max_attempts": 2},
+            ),
+        )
+        return cls(storage, client, lending)
+
+    def issue(self, boundary: Boundary, *, session: str) -> tuple[S3Keys, datetime]:
+        """See ``Issuer.issue``."""
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+        try:
+            answer = self._client.assume_role(
+                RoleArn=self._role_arn,
+                RoleSessionName=session_name(session),
+                Policy=s3_policy(boundary, role_arn=self._role_arn),
+                DurationSeconds=int(self._life.total_seconds()),
+            )
+        except (ClientError, NoCredentialsError) as e:
+            if _is_transient(e):
+                raise self._failed(e) from e
+            raise StorageDeniedError(
+                f"{self._storage.name}: the token service does not let the server "
+                f"assume {self._role_arn} ({_text(e)}); let the role trust the "
+                "server's account",
+                storage=self._storage.name,
+            ) from e
+        except BotoCoreError as e:
+            raise self._failed(e) from e
+        found = answer["Credentials"]
+        keys = S3Keys(
+            access_key_id=found["AccessKeyId"],
+            secret_access_key=found["SecretAccessKey"],
+            session_token=found["SessionToken"],
+        )
+        return keys, found["Expiration"].astimezone(UTC)
+
+    def _failed(self, cause: Exception) -> StorageUnavailableError:
+        return StorageUnavailableError(
+            f"{self._storage.name}: the token service of S3 failed: {_text(cause)}; "
+            "try again",
+            storage=self._storage.name,
+        )
+
+
+def session_name(principal: str) -> str:
+    """Returns the name of a session for a principal, as CloudTrail shows it."""
+    name = _NOT_IN_NAMES.sub("-", f"storesvc-{principal or 'anonymous'}")
+    return name[:_MAX_NAME]
+
+
+def _is_transient(cause: Any) -> bool:
+    """Returns whether the service failed, rather than reject the request."""
+    answer = getattr(cause, "response", {})
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = answer.get("Error", {}).get("Code", "")
+    return bool(status >= 500) or "Throttl" in code
+
+
+def _text(cause: Exception) -> str:
+    return str(cause).partition("\n")[0][:_MAX_REASON]
+
 
 TIMEOUT_SECONDS: Final = 30.0
 """Maximum wait for a credential."""

@@ -33,7 +33,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
+from storesvc.access.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import (

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
+from storesvc.access.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.journal import Journal

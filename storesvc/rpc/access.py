@@ -3,8 +3,7 @@
 import difflib
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
-from storesvc.access.principals import Principal
+from storesvc.access.policy import Permission, Principal
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.quota.quotas import Quotas

@@ -8,9 +8,15 @@ from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.access.principals import Authentication
-from storesvc.audit.entries import AuditFilter, Entry, Stage, Unreadable
-from storesvc.audit.reader import AuditReader, Bookmark
+from storesvc.access.policy import Authentication
+from storesvc.audit.reader import (
+    AuditFilter,
+    AuditReader,
+    Bookmark,
+    Entry,
+    Stage,
+    Unreadable,
+)
 from storesvc.errors import AuditLogDisabledError, InvalidFieldError
 from storesvc.rpc import paging
 from storesvc.rpc.boundary import Context

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from storesvc.access.call import Call, current
-from storesvc.access.principals import ANONYMOUS, Principal
+from storesvc.access.policy import ANONYMOUS, Principal
 from storesvc.errors import IdentityRequiredError, TokenExpiredError
 from storesvc.rpc.boundary import (
     Context,

@@ -10,7 +10,7 @@ from storesvc.access.call import current
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError, LendingUnsupportedError
 from storesvc.format.names import HoldName, UploadName
-from storesvc.lending.credentials import GcsToken, LentCredential, S3Keys
+from storesvc.lending.lender import GcsToken, LentCredential, S3Keys
 from storesvc.rpc import requests
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.security import Lender

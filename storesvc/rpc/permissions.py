@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
-from storesvc.access.policy import AllRuns, Namespace, Resource, SomeRun
+from storesvc.access.policy import AllRuns, Namespace, Permission, Resource, SomeRun
 from storesvc.errors import InvalidFieldError, PermissionDeniedError
 from storesvc.format.names import (
     CheckpointName,

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from storesvc.access.call import CallObserver
-from storesvc.access.policy import Policy
-from storesvc.access.principals import ANONYMOUS, LOCAL, Principal
+from storesvc.access.policy import ANONYMOUS, LOCAL, Policy, Principal
 from storesvc.audit.reader import AuditReader
 from storesvc.format.names import HoldName, UploadName
 from storesvc.identity.authenticator import is_local
-from storesvc.lending.credentials import LentCredential
-from storesvc.quota.limits import QuotaRule
+from storesvc.lending.lender import LentCredential
+from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.boundary import Context
 from storesvc_proto.v1 import access_service_pb2 as access_api
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc.access.call import require
-from storesvc.access.permissions import Permission
+from storesvc.access.policy import Permission
 from storesvc.errors import InvalidFieldError
 from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName

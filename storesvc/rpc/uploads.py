@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Final, TypeVar
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
+from storesvc.access.policy import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.fair_semaphore import FairSemaphore

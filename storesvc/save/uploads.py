@@ -25,7 +25,7 @@ from typing import Final
 from cachetools import LRUCache
 
 from storesvc.access import call as access
-from storesvc.access.permissions import Permission
+from storesvc.access.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import duration, read_record, timestamp, write_record

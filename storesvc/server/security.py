@@ -10,16 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from storesvc.access.policy import Policy
-from storesvc.audit.log import AuditLog
-from storesvc.audit.observer import AuditObserver
+from storesvc.audit.log import AuditLog, AuditObserver
 from storesvc.audit.reader import AuditReader
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.authenticator import Authenticator
-from storesvc.identity.issuer_config import Issuer
-from storesvc.identity.policy_document import PolicyDocument
-from storesvc.identity.policy_file import PolicyFile
+from storesvc.identity.policy_document import PolicyDocument, PolicyFile
+from storesvc.identity.tokens import Issuer
 from storesvc.lending.lender import Lender
-from storesvc.quota.limits import QuotaRule
+from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.status import WIRE, reason_name
 from storesvc.storage.location import storage_at

@@ -24,8 +24,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from storesvc.access.call import is_restricted, may, principal_name
-from storesvc.access.permissions import Permission
-from storesvc.access.policy import Namespace
+from storesvc.access.policy import Namespace, Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.access.permissions import ROLES, Permission
-from storesvc.access.policy import AllRuns, Binding, Namespace, Policy, Resource
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.policy import (
+    ROLES,
+    AllRuns,
+    Authentication,
+    Binding,
+    Namespace,
+    Permission,
+    Policy,
+    Principal,
+    Resource,
+)
 from storesvc.format.names import RunName
 
 NAMES = st.sampled_from(["user:a", "user:b", "k8s:train/trainer", "local", ""])

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.audit.log import AuditLog
-from storesvc.audit.observer import (
+from storesvc.audit.log import (
     DENIAL_BURST,
     DENIAL_SECONDS,
     ENDED,
     INTENDED,
     PARTS,
+    AuditLog,
 )
 from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
 from storesvc.rpc.read_only import READING

@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.permissions import ROLES
-from storesvc.access.policy import Policy
-from storesvc.audit.backwards import MAX_LINE_BYTES
-from storesvc.audit.entries import AuditFilter, Entry
-from storesvc.audit.log import AuditLog
-from storesvc.audit.observer import AuditObserver
-from storesvc.audit.reader import SCAN_BYTES, AuditPage, AuditReader, Bookmark
+from storesvc.access.policy import ROLES, Policy
+from storesvc.audit.log import AuditLog, AuditObserver
+from storesvc.audit.reader import (
+    MAX_LINE_BYTES,
+    SCAN_BYTES,
+    AuditFilter,
+    AuditPage,
+    AuditReader,
+    Bookmark,
+    Entry,
+)
 from storesvc.errors import AuditUnavailableError
 from storesvc.format.audit_chain import FIRST, digest_of, line_of
 from storesvc.rpc import paging

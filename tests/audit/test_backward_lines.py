@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.access.policy import AllRuns, Namespace, Resource
-from storesvc.access.principals import Authentication
-from storesvc.audit.backwards import BackwardLines, Line, Position
-from storesvc.audit.entries import (
+from storesvc.access.policy import AllRuns, Authentication, Namespace, Resource
+from storesvc.audit.reader import (
     OLD_IN_A_ROW,
     AuditFilter,
+    BackwardLines,
     Entry,
+    Line,
+    PageSearch,
+    Position,
     Stage,
     Unreadable,
     parsed,
 )
-from storesvc.audit.search import PageSearch
 from storesvc.format.names import RunName
 
 TIME = "2026-11-24T07:55:00.123456789Z"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.policy import Authentication, Principal
 from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
 from storesvc.format.audit_chain import FIRST, line_of

@@ -7,8 +7,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from storesvc.access.permissions import Permission
-from storesvc.access.principals import ANONYMOUS, LOCAL, Authentication, Principal
+from storesvc.access.policy import (
+    ANONYMOUS,
+    LOCAL,
+    Authentication,
+    Permission,
+    Principal,
+)
 from storesvc.format.names import RunName
 from storesvc.identity.policy_document import parse
 from storesvc.identity.tokens import principal_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from storesvc.errors import InvalidCertificateError
-from storesvc.identity.certificates import principal_of
+from storesvc.identity.authenticator import principal_of
 from tests.support.certificates import Authority
 
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from joserfc.jwk import RSAKey
 
 import storesvc_client as store
-from storesvc.identity import issuers
+from storesvc.identity import tokens
 from storesvc.server.security import security_of
 from storesvc_client.cli.group import main
 from tests.support.faulty_server import serving
@@ -178,7 +178,7 @@ def test_a_person_logs_in_with_a_code(
 def test_keys_are_rotated_without_a_restart(
     provider: OpenIdProvider, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuers, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "RETRY_SECONDS", 0.0)
     old = provider.job_token()
     with store.connect(address, token=old) as client:
         assert client.identity().groups == ("provider/ml",)

@@ -20,7 +20,7 @@ from joserfc.jwk import RSAKey
 
 import storesvc_client as store
 from storesvc.errors import InvalidTokenError
-from storesvc.identity import issuer_config, issuers
+from storesvc.identity import tokens
 from storesvc.identity.tokens import MAX_TOKEN_BYTES, principal_of
 from storesvc.server.security import security_of
 from storesvc_proto.v1 import access_service_pb2 as api
@@ -278,7 +278,7 @@ def test_unknown_keys_cause_one_read_of_the_issuer(tmp_path: Path) -> None:
 def test_a_new_key_after_an_unknown_one_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuers, "RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(tokens, "RETRY_SECONDS", 1.0)
     new = RSAKey.generate_key(2048, {"kid": "rsa-2", "use": "sig"})
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
@@ -301,8 +301,8 @@ def test_a_new_key_after_an_unknown_one_is_waited_for(
 def test_a_key_that_was_withdrawn_serves_no_token_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuers, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(issuers, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "FRESH_SECONDS", 0.0)
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
@@ -397,9 +397,9 @@ def test_a_broken_issuer_is_unreachable_and_no_bug(
     assert found == "ISSUER_UNREACHABLE"
 
 
-def configured(principal: str, **keys: Any) -> issuer_config.Issuer:
+def configured(principal: str, **keys: Any) -> tokens.Issuer:
     """Returns an issuer."""
-    return issuer_config.Issuer(
+    return tokens.Issuer(
         name="corp",
         issuer="https://issuer.example",
         audiences=(AUDIENCE,),
@@ -408,7 +408,7 @@ def configured(principal: str, **keys: Any) -> issuer_config.Issuer:
     )
 
 
-def name_of(issuer: issuer_config.Issuer, **claims: Any) -> str:
+def name_of(issuer: tokens.Issuer, **claims: Any) -> str:
     """Returns the principal of claims."""
     now = datetime.now(UTC)
     times = {"iat": now.timestamp(), "exp": now.timestamp() + 60}

@@ -8,8 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from storesvc.access.policy import Binding, Policy
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.policy import Authentication, Binding, Policy, Principal
 from storesvc.rpc.boundary import Context
 from storesvc.rpc.security import Security
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api

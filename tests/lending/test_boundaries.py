@@ -17,7 +17,7 @@ from storesvc.lending.boundary import (
     of_upload,
     s3_policy,
 )
-from storesvc.lending.s3 import session_name
+from storesvc.lending.lender import session_name
 from storesvc.storage.location import storage_at
 from tests.fake_gcs.grants import CREATE, DELETE, GET, LIST
 from tests.fake_gcs.sts import grants_of

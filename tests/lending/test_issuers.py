@@ -16,7 +16,7 @@ from storesvc.clock import SystemClock
 from storesvc.errors import StorageDeniedError, StorageUnavailableError
 from storesvc.format.names import RunName
 from storesvc.lending.boundary import Boundary, gcs_options, of_pool
-from storesvc.lending.gcs import GcsIssuer
+from storesvc.lending.lender import GcsIssuer
 from storesvc.storage.location import storage_at
 from tests.fake_gcs import FakeGcs, Tokens
 

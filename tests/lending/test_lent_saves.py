@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.lending.config import Lending
+from storesvc.lending.lender import Lending
 from storesvc_client._save import data_files
 from storesvc_client._storage import object_requests
 from storesvc_proto.v1 import access_service_pb2 as access_api

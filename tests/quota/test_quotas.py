@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.access.call import Call
-from storesvc.access.permissions import Permission
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.policy import Authentication, Permission, Principal
 from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import quotas
-from storesvc.quota.limits import BURST_SECONDS, Bucket, QuotaRule, rule_of
-from storesvc.quota.quotas import Quotas
+from storesvc.quota.quotas import BURST_SECONDS, Bucket, QuotaRule, Quotas, rule_of
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_permissions import reason_of

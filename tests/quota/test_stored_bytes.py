@@ -15,8 +15,7 @@ from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import quotas
-from storesvc.quota.limits import QuotaRule
-from storesvc.quota.quotas import Quotas
+from storesvc.quota.quotas import QuotaRule, Quotas
 from storesvc.server.security import security_of
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame

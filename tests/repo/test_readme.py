@@ -42,7 +42,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.permissions import ROLES, Permission
+from storesvc.access.policy import ROLES, Permission
 from storesvc.identity.policy_document import parse as parse_policy_file
 from storesvc_client._export.renames import parse_table
 from storesvc_client.cli import main

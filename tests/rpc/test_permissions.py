@@ -9,8 +9,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from storesvc.access.permissions import ROLES
-from storesvc.access.policy import Policy
+from storesvc.access.policy import ROLES, Policy
 from storesvc.rpc.permissions import RULES
 from storesvc.rpc.registry import SERVICES
 from storesvc.telemetry.events import CallEnded, Event, subscribe, unsubscribe

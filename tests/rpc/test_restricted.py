@@ -13,9 +13,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from storesvc.access.call import current, may
-from storesvc.access.permissions import Permission
-from storesvc.access.policy import AllRuns, Policy
-from storesvc.access.principals import Authentication, Principal
+from storesvc.access.policy import (
+    AllRuns,
+    Authentication,
+    Permission,
+    Policy,
+    Principal,
+)
 from storesvc.rpc import calls
 from storesvc.rpc.security import Security
 from storesvc_proto.v1 import access_service_pb2 as access_api

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from storesvc.access.policy import Binding, Policy
-from storesvc.access.principals import ANONYMOUS, Authentication, Principal
+from storesvc.access.policy import ANONYMOUS, Authentication, Binding, Policy, Principal
 from storesvc.audit.reader import AuditReader
 from storesvc.rpc.security import Security
 from tests.support.faulty_server import serving

@@ -1,14 +1,24 @@
-"""The rpc that lists the entries of the audit log."""
+"""The rpc that lists the entries of the audit log.
+
+The rpc that lends credentials for the storage.
+
+It checks that the upload is open, or the hold live: a credential is lent only to what
+the server itself would serve. Permissions are checked before it is called.
+
+Rpcs of the access service: who the caller is, and what it may do.
+"""
 
 import difflib
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final, TypeVar, assert_never
 
 from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.access.policy import Authentication
+from storesvc.access import call as access
+from storesvc.access.call import current
+from storesvc.access.policy import Authentication, Permission, Principal
 from storesvc.audit.reader import (
     AuditFilter,
     AuditReader,
@@ -17,11 +27,22 @@ from storesvc.audit.reader import (
     Stage,
     Unreadable,
 )
-from storesvc.errors import AuditLogDisabledError, InvalidFieldError
-from storesvc.rpc import paging
-from storesvc.rpc.boundary import Context
+from storesvc.catalog.records import timestamp
+from storesvc.errors import (
+    AuditLogDisabledError,
+    InvalidFieldError,
+    LendingUnsupportedError,
+)
+from storesvc.format.names import HoldName, UploadName
+from storesvc.lending.lender import GcsToken, LentCredential, S3Keys
+from storesvc.quota.quotas import Quotas
+from storesvc.rpc import paging, requests
 from storesvc.rpc.permissions import RULES, resource_of
+from storesvc.rpc.security import Lender, Security
+from storesvc.rpc.status import Context
+from storesvc.store import Store
 from storesvc_proto.v1 import access_service_pb2 as access_api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 E = TypeVar("E")
 
@@ -165,3 +186,139 @@ def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry
         latency.FromNanoseconds(round(row.latency_ms * 1e6))
         message.latency.CopyFrom(latency)
     return message
+
+
+class LendingCalls:
+    """Lends credentials."""
+
+    _store: Store
+    _lender: Lender | None
+
+    async def LendCredentials(
+        self, request: access_api.LendCredentialsRequest, context: Context
+    ) -> access_api.LendCredentialsResponse:
+        match request.WhichOneof("purpose"):
+            case "upload":
+                lent = await self._lent_to_write(request.upload)
+            case "hold":
+                lent = await self._lent_to_read(HoldName.from_resource(request.hold))
+            case None:
+                raise InvalidFieldError("purpose: expected upload or hold, got none")
+        if call := current.get():
+            call.detail["prefix"] = lent.prefix
+            call.detail["expire_time"] = lent.expire_time.isoformat()
+        return lent_message(lent)
+
+    async def _lent_to_write(self, ref: upload_api.WriterRef) -> LentCredential:
+        name, lender = UploadName.from_resource(ref.upload), self._given_lender()
+        upload = await self._store.uploads.open(name, ref.epoch)
+        count = upload.record.writer_count
+        requests.check_writer("upload.writer", ref.writer, count)
+        return await lender.lend_write(name)
+
+    async def _lent_to_read(self, name: HoldName) -> LentCredential:
+        lender = self._given_lender()
+        await self._store.holds.live(name)
+        return await lender.lend_read(name)
+
+    def _given_lender(self) -> Lender:
+        if self._lender is None:
+            raise LendingUnsupportedError(
+                "lending: expected a server with [lending] in its policy file, got one "
+                "without; ask its administrator for it, or connect without "
+                "lend_credentials="
+            )
+        return self._lender
+
+
+def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
+    """Returns the response with a credential."""
+    response = access_api.LendCredentialsResponse(
+        prefix=lent.prefix, expire_time=timestamp(lent.expire_time)
+    )
+    match lent.secret:
+        case GcsToken(token=token):
+            response.gcs_token = token
+        case S3Keys() as keys:
+            response.s3.access_key_id = keys.access_key_id
+            response.s3.secret_access_key = keys.secret_access_key
+            response.s3.session_token = keys.session_token
+        case secret:
+            assert_never(secret)
+    return response
+
+
+class AccessService(AuditCalls, LendingCalls):
+    """Answers what a caller may do, lends credentials, and lists the audit log."""
+
+    def __init__(self, store: Store, security: Security, quotas: Quotas) -> None:
+        self._store = store
+        self._security = security
+        self._lender = security.lender
+        self._audit = security.audit
+        self._quotas = quotas
+
+    async def GetLoginOptions(
+        self, request: access_api.GetLoginOptionsRequest, context: Context
+    ) -> access_api.GetLoginOptionsResponse:
+        options = self._security.login_options()
+        return access_api.GetLoginOptionsResponse(options=options)
+
+    async def GetIdentity(
+        self, request: access_api.GetIdentityRequest, context: Context
+    ) -> access_api.GetIdentityResponse:
+        return identity_message(access.principal(), restricted=access.is_restricted())
+
+    async def TestPermissions(
+        self, request: access_api.TestPermissionsRequest, context: Context
+    ) -> access_api.TestPermissionsResponse:
+        resource = resource_of(request.resource)
+        asked = permissions_of(request)
+        permitted = [each for each in asked if access.may(each, resource)]
+        return access_api.TestPermissionsResponse(permissions=permitted)
+
+    async def GetQuota(
+        self, request: access_api.GetQuotaRequest, context: Context
+    ) -> access_api.GetQuotaResponse:
+        namespace = requests.namespace_of(request.parent)
+        if namespace is None:
+            raise InvalidFieldError(
+                f"parent {request.parent!r}: expected one namespace, got all; get the "
+                "quotas of each one"
+            )
+        found = await self._quotas.describe(namespace)
+        return access_api.GetQuotaResponse(quotas=found)
+
+
+def identity_message(
+    principal: Principal, *, restricted: bool
+) -> access_api.GetIdentityResponse:
+    """Returns the message for a caller."""
+    expires = principal.expire_time
+    return access_api.GetIdentityResponse(
+        principal=principal.name,
+        groups=sorted(principal.groups),
+        authentication=AUTHENTICATIONS[principal.authentication],
+        expire_time=timestamp(expires) if expires else None,
+        is_restricted=restricted,
+    )
+
+
+def permissions_of(
+    request: access_api.TestPermissionsRequest,
+) -> list[Permission]:
+    """Returns the permissions that TestPermissions asks for.
+
+    Raises:
+        InvalidFieldError: One does not exist.
+    """
+    known = [*Permission]
+    for name in request.permissions:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidFieldError(
+                f"permissions: got {name[:80]!r}, which does not exist{hint}; expected "
+                f"some of {', '.join(known)}"
+            )
+    return [Permission(name) for name in request.permissions] or known

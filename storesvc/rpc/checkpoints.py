@@ -1,22 +1,336 @@
-"""Rpcs of checkpoints, and the watch of their events."""
+"""Rpcs of checkpoints, and the watch of their events.
 
+Rpcs that compare checkpoints.
+
+Rpcs of holds.
+
+Rpcs of runs and their retention policies.
+
+Rpcs of tags.
+"""
+
+import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
+from storesvc.catalog.runs import RUN_FIELDS, RunField
 from storesvc.catalog.slots import Change
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format import trees
-from storesvc.format.names import CheckpointName, RunName, parse_step
+from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, parse_step
+from storesvc.inspect.damage import Difference, dtype_text, shape_of
+from storesvc.inspect.verify import Comparison
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
+from storesvc.lifecycle.holds import DEFAULT_TTL
+from storesvc.retention.policy import check
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import Context, share_key
-from storesvc.rpc.message_budget import MessageBudget
 from storesvc.rpc.paging import list_page
-from storesvc.rpc.streams import write
+from storesvc.rpc.status import Context, share_key
+from storesvc.rpc.streams import MessageBudget, write
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
+from storesvc_proto.v1 import retention_pb2
+
+PAGE: Final = 500
+"""Differences per message: it fits with keys and shapes of maximum length."""
+
+
+class DiffCalls:
+    """Compares checkpoints."""
+
+    _store: Store
+    _sent: MessageBudget
+
+    async def DiffCheckpoints(
+        self, request: checkpoint_api.DiffCheckpointsRequest, context: Context
+    ) -> None:
+        before, after = map(CheckpointName.from_resource, (request.base, request.name))
+        async with self._store.comparisons.between(before, after) as found:
+            summary = summary_message(before.run, after.run, found)
+            pages = await asyncio.to_thread(pages_of, found.differences)
+        # Outside the comparison, so that no other one waits while the client reads.
+        with self._sent.share(share_key(context)) as share:
+            await share.take(sum(page.ByteSize() for page in pages))
+            response = checkpoint_api.DiffCheckpointsResponse(summary=summary)
+            await write(context, response)
+            for page in pages:
+                await write(context, page, share)
+
+
+def pages_of(
+    differences: Sequence[Difference],
+) -> list[checkpoint_api.DiffCheckpointsResponse]:
+    """Returns the messages for differences."""
+    return [
+        checkpoint_api.DiffCheckpointsResponse(
+            differences=map(difference_message, differences[at : at + PAGE])
+        )
+        for at in range(0, len(differences), PAGE)
+    ]
+
+
+def summary_message(
+    before: RunName, after: RunName, found: Comparison
+) -> checkpoint_api.DiffSummary:
+    """Returns the message for the summary of a comparison."""
+    return checkpoint_api.DiffSummary(
+        base=messages.checkpoint_message(before, found.before),
+        checkpoint=messages.checkpoint_message(after, found.after),
+        same_leaf_count=found.same_leaf_count,
+        different_leaf_count=sum(not each.is_of_item for each in found.differences),
+    )
+
+
+def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
+    """Returns the message for the difference of a leaf."""
+    message = checkpoint_api.LeafDifference(
+        key=difference.leaf.key,
+        kind=difference.kind,
+        changed_chunk_count=difference.changed_chunks,
+        chunk_count=difference.leaf.grid.count,
+    )
+    if difference.before is not None:
+        message.base_dtype = dtype_text(difference.before)
+        message.base_shape.extend(shape_of(difference.before))
+    if difference.after is not None:
+        message.dtype = dtype_text(difference.after)
+        message.shape.extend(shape_of(difference.after))
+    return message
+
+
+MAX_TTL: Final = timedelta(days=30)
+"""Maximum lease of a hold."""
+
+
+class HoldCalls:
+    """Creates, renews, deletes and lists holds."""
+
+    _store: Store
+
+    async def CreateHold(
+        self, request: checkpoint_api.CreateHoldRequest, context: Context
+    ) -> checkpoint_api.CreateHoldResponse:
+        checkpoint = CheckpointName.from_resource(request.parent)
+        hex_id = requests.checked_request_id(request.request_id).replace("-", "")
+        name, ttl = HoldName(checkpoint.run, hex_id), ttl_of(request)
+        owner = requests.checked_owner("owner", request.owner)
+        record = await self._store.holds.create(
+            name, checkpoint, owner=owner, ttl=ttl, uid=request.uid
+        )
+        hold = messages.hold_message(name, record)
+        return checkpoint_api.CreateHoldResponse(hold=hold)
+
+    async def RenewHold(
+        self, request: checkpoint_api.RenewHoldRequest, context: Context
+    ) -> checkpoint_api.RenewHoldResponse:
+        name = HoldName.from_resource(request.name)
+        hold = messages.hold_message(name, await self._store.holds.renew(name))
+        return checkpoint_api.RenewHoldResponse(hold=hold)
+
+    async def DeleteHold(
+        self, request: checkpoint_api.DeleteHoldRequest, context: Context
+    ) -> checkpoint_api.DeleteHoldResponse:
+        await self._store.holds.delete(HoldName.from_resource(request.name))
+        return checkpoint_api.DeleteHoldResponse()
+
+    async def ListHolds(
+        self, request: checkpoint_api.ListHoldsRequest, context: Context
+    ) -> checkpoint_api.ListHoldsResponse:
+        run, holds = RunName.from_resource(request.parent), self._store.holds
+        page = await list_page(
+            request,
+            f"{request.parent}/holds",
+            find=lambda last, limit: holds.list(run, after=last or "", limit=limit),
+            parse=str,
+            key=lambda name: name.hold,
+            show=messages.hold_message,
+        )
+        return checkpoint_api.ListHoldsResponse(
+            holds=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+
+def ttl_of(request: checkpoint_api.CreateHoldRequest) -> timedelta:
+    """Returns the lease of a new hold.
+
+    Raises:
+        InvalidFieldError: It is not positive, or too long.
+    """
+    if not request.HasField("ttl"):
+        return DEFAULT_TTL
+    ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)
+    if not ttl:
+        raise InvalidFieldError("ttl: expected more than 0 s, got 0 s")
+    return ttl
+
+
+class RunCalls:
+    """Reads and updates runs, and applies their retention policies."""
+
+    _store: Store
+
+    async def ListRuns(
+        self, request: checkpoint_api.ListRunsRequest, context: Context
+    ) -> checkpoint_api.ListRunsResponse:
+        space, catalog = requests.namespace_of(request.parent), self._store.catalog
+        page = await list_page(
+            request,
+            request.parent,
+            find=lambda last, limit: catalog.runs(space, after=last, limit=limit),
+            parse=RunName.parse,
+            key=str,
+            show=lambda _, run: messages.run_message(run),
+        )
+        return checkpoint_api.ListRunsResponse(
+            runs=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+    async def GetRun(
+        self, request: checkpoint_api.GetRunRequest, context: Context
+    ) -> checkpoint_api.GetRunResponse:
+        summary = await self._store.catalog.run(RunName.from_resource(request.name))
+        return checkpoint_api.GetRunResponse(run=messages.run_message(summary))
+
+    async def UpdateRun(
+        self, request: checkpoint_api.UpdateRunRequest, context: Context
+    ) -> checkpoint_api.UpdateRunResponse:
+        name = RunName.from_resource(request.run.name)
+        write_id = requests.write_id_of(request)
+        given, fields = run_change(request)
+        if given.HasField("retention"):
+            await self._store.retention.check(name, given.retention)
+        record = await self._store.runs.update(
+            name, given, fields, etag=request.etag, write_id=write_id
+        )
+        if "retention" in fields:
+            self._store.recent_commits.add(name)
+        summary = replace(await self._store.catalog.run(name), record=record)
+        return checkpoint_api.UpdateRunResponse(run=messages.run_message(summary))
+
+    async def ApplyRetention(
+        self, request: checkpoint_api.ApplyRetentionRequest, context: Context
+    ) -> None:
+        name, policy = RunName.from_resource(request.name), trial_policy(request)
+        retention = self._store.retention
+        is_trial = request.validate_only
+        pages = retention.preview(name, policy) if is_trial else retention.apply(name)
+        async with aclosing(pages):
+            async for page in pages:
+                await write(context, messages.retention_response(page))
+
+
+def run_change(
+    request: checkpoint_api.UpdateRunRequest,
+) -> tuple[pb.RunRecord, list[RunField]]:
+    """Returns the values that UpdateRun sets, and the names of their fields.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+        InvalidPolicyError: The policy breaks a bound.
+        PolicyKeepsNothingError: The policy could keep no checkpoint.
+    """
+    paths = set(request.update_mask.paths)
+    if not paths or not paths <= set(RUN_FIELDS):
+        raise InvalidFieldError(
+            f"update_mask: expected some of {', '.join(RUN_FIELDS)}, got "
+            f"{', '.join(sorted(paths))[:200] or 'none'}"
+        )
+    given, record = request.run, pb.RunRecord()
+    requests.check_entries("run.labels", given.labels)
+    record.labels.update(given.labels)
+    if given.HasField("retention"):
+        check(given.retention)
+        record.retention.CopyFrom(given.retention)
+    if given.HasField("purge_delay"):
+        requests.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
+        record.purge_delay.CopyFrom(given.purge_delay)
+    return record, [field for field in RUN_FIELDS if field in paths]
+
+
+def trial_policy(
+    request: checkpoint_api.ApplyRetentionRequest,
+) -> retention_pb2.RetentionPolicy | None:
+    """Returns the policy for ApplyRetention to try; None: the policy of the run.
+
+    Raises:
+        InvalidFieldError: The request has a policy, but would apply it.
+        InvalidPolicyError: It breaks a bound.
+        PolicyKeepsNothingError: It could keep no checkpoint.
+    """
+    if not request.HasField("policy"):
+        return None
+    if not request.validate_only:
+        raise InvalidFieldError(
+            "policy: expected validate_only with it, got an apply; to apply a policy, "
+            "set it with UpdateRun first"
+        )
+    check(request.policy)
+    return request.policy
+
+
+class TagCalls:
+    """Sets, deletes and lists tags."""
+
+    _store: Store
+
+    async def SetTag(
+        self, request: checkpoint_api.SetTagRequest, context: Context
+    ) -> checkpoint_api.SetTagResponse:
+        name = TagName.from_resource(request.name)
+        record = await self._store.tags.set(
+            name,
+            checkpoint_of(request, name),
+            protected=request.protected if request.HasField("protected") else None,
+            etag=request.etag,
+            write_id=requests.write_id_of(request),
+        )
+        return checkpoint_api.SetTagResponse(tag=messages.tag_message(name, record))
+
+    async def DeleteTag(
+        self, request: checkpoint_api.DeleteTagRequest, context: Context
+    ) -> checkpoint_api.DeleteTagResponse:
+        name = TagName.from_resource(request.name)
+        write_id = requests.write_id_of(request)
+        await self._store.tags.delete(name, etag=request.etag, write_id=write_id)
+        return checkpoint_api.DeleteTagResponse()
+
+    async def ListTags(
+        self, request: checkpoint_api.ListTagsRequest, context: Context
+    ) -> checkpoint_api.ListTagsResponse:
+        run, tags = RunName.from_resource(request.parent), self._store.tags
+        page = await list_page(
+            request,
+            f"{request.parent}/tags",
+            find=lambda last, limit: tags.list(run, after=last or "", limit=limit),
+            parse=str,
+            key=lambda name: name.tag,
+            show=messages.tag_message,
+        )
+        return checkpoint_api.ListTagsResponse(
+            tags=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+
+def checkpoint_of(
+    request: checkpoint_api.SetTagRequest, name: TagName
+) -> CheckpointName:
+    """Returns the checkpoint to which SetTag points a tag.
+
+    Raises:
+        InvalidFieldError: It belongs to another run.
+    """
+    checkpoint = CheckpointName.from_resource(request.checkpoint)
+    if checkpoint.run != name.run:
+        raise InvalidFieldError(
+            f"checkpoint: expected one of {name.run}, got {checkpoint}; a tag names "
+            "checkpoints of its own run"
+        )
+    return checkpoint
+
 
 _MUTABLE: Final = ("labels", "metrics", "pinned")
 

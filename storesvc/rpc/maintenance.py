@@ -1,23 +1,62 @@
-"""Rpcs of the maintenance service: limits, verification, collection, usage."""
+"""Rpcs of the maintenance service: limits, verification, collection, usage.
 
+Rpcs of the chunk service.
+"""
+
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
 import storesvc
+from storesvc.call_timer import Stopwatch
+from storesvc.errors import InvalidFieldError
 from storesvc.format import trees
+from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.gc.collector import FailureLimit, Progress
 from storesvc.gc.run_state import Usage
 from storesvc.inspect.damage import Damage, Report
 from storesvc.restore import sender
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, Context
+from storesvc.rpc.status import MAX_MESSAGE_BYTES, Context
 from storesvc.rpc.streams import write
 from storesvc.save import batches, leaf_tables
 from storesvc.save.leaf_tables import MAX_TREE_BYTES
 from storesvc.store import Store
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+
+_log = logging.getLogger(__name__)
+
+
+class ChunkService:
+    """Sends stored chunks unchanged, as serialised responses."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def ReadChunks(
+        self, request: chunk_api.ReadChunksRequest, context: Context
+    ) -> None:
+        name, watch = CheckpointName.from_resource(request.name), Stopwatch()
+        manifest = await self._manifest(name, request.uid)
+        frames = self._store.sender.send(name.run, manifest, request.chunk)
+        async with aclosing(frames), aclosing(watch.waits("storage", frames)) as read:
+            async for frame in read:
+                with watch.phase("client"):
+                    await write(context, frame)
+                watch.size_bytes += len(frame)
+        _log.info("ReadChunks %s: %s", name, watch)
+
+    async def _manifest(self, name: CheckpointName, uid: str) -> Manifest:
+        """Returns the manifest of a checkpoint, deleted or not, by its uid."""
+        if not uid:
+            raise InvalidFieldError(
+                f"uid: expected the uid of {name}, got none; read its manifest first"
+            )
+        record = await self._store.catalog.checkpoint_of_uid(name, uid)
+        return await self._store.catalog.manifest(name.run, record)
 
 
 class MaintenanceService:

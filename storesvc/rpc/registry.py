@@ -3,10 +3,17 @@
 The handlers are like gRPC's generated ones, with two differences. Messages that carry
 chunks are not serialised or parsed by gRPC, because the service avoids copying them.
 And requests are parsed here, so that malformed bytes are an error of the contract.
+
+The health service (``grpc.health.v1``): a server is SERVING until it drains.
+
+grpcio's own implementation is not used: if one watch ends there, the other watches miss
+changes, and their clients would continue to call a server that stops.
 """
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -14,23 +21,24 @@ import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from storesvc.quota.quotas import Quotas
-from storesvc.rpc.access import AccessService
-from storesvc.rpc.boundary import KINDS, Context
-from storesvc.rpc.checkpoints import CheckpointCalls
-from storesvc.rpc.chunks import ChunkService
-from storesvc.rpc.diff import DiffCalls
-from storesvc.rpc.holds import HoldCalls
-from storesvc.rpc.maintenance import MaintenanceService
-from storesvc.rpc.message_budget import MessageBudget
+from storesvc.rpc.audit import AccessService
+from storesvc.rpc.checkpoints import (
+    CheckpointCalls,
+    DiffCalls,
+    HoldCalls,
+    RunCalls,
+    TagCalls,
+)
+from storesvc.rpc.maintenance import ChunkService, MaintenanceService
 from storesvc.rpc.permissions import authorize
-from storesvc.rpc.request_limits import check_counts, check_size
-from storesvc.rpc.requests import parsed
-from storesvc.rpc.runs import RunCalls
+from storesvc.rpc.requests import check_counts, check_size, parsed
 from storesvc.rpc.security import Security
-from storesvc.rpc.streams import released
-from storesvc.rpc.tags import TagCalls
+from storesvc.rpc.status import KINDS, Context, host_of, note_status
+from storesvc.rpc.streams import MessageBudget, released
 from storesvc.rpc.uploads import UploadService
 from storesvc.store import Store
 from storesvc_proto.v1 import (
@@ -40,6 +48,63 @@ from storesvc_proto.v1 import (
     maintenance_service_pb2,
     upload_service_pb2,
 )
+
+MAX_WATCHES: Final = 4096
+"""Maximum watches of a process, of 25 kB each. A host may have as many as it leaves to
+others."""
+
+
+class HealthCalls(HealthServicer):
+    """Reports the health of the server (name "") and of each service."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._names = frozenset({"", *services})
+        self._drains = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._watches = Counter[str]()
+
+    def drain(self) -> None:
+        """Reports NOT_SERVING from now on, so that clients use another server."""
+        self._drains.set()
+
+    def end(self) -> None:
+        """Ends the watches, which have no end of their own."""
+        self._ends.set()
+
+    async def Check(
+        self, request: HealthCheckRequest, context: Context
+    ) -> HealthCheckResponse:
+        if request.service not in self._names:
+            note_status(grpc.StatusCode.NOT_FOUND, "")
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return self._health(request)
+
+    async def Watch(
+        self, request: HealthCheckRequest, context: Context
+    ) -> AsyncIterator[HealthCheckResponse]:
+        host = host_of(context.peer())
+        if self._watches[host] >= MAX_WATCHES - self._watches.total():
+            # As the protocol has it, its client goes on as if the server were healthy.
+            note_status(grpc.StatusCode.UNIMPLEMENTED, "")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "too many watches")
+        self._watches[host] += 1
+        try:
+            if not self._drains.is_set():
+                yield self._health(request)
+                await self._drains.wait()
+            yield self._health(request)
+            await self._ends.wait()
+        finally:
+            self._watches[host] -= 1
+            self._watches += Counter()  # forgets hosts without a watch
+
+    def _health(self, request: HealthCheckRequest) -> HealthCheckResponse:
+        if request.service not in self._names:
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        if self._drains.is_set():
+            return HealthCheckResponse(status=HealthCheckResponse.NOT_SERVING)
+        return HealthCheckResponse(status=HealthCheckResponse.SERVING)
+
 
 SENT_BYTES: Final = 128 << 20
 """Memory for response messages that clients have not yet read, except chunks."""

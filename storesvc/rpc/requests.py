@@ -5,22 +5,40 @@ parsed here, they are an error of the contract.
 
 All checks of fields are here or next to the handler of the rpc, so the layers below rpc
 can rely on valid arguments.
+
+Limits the size of requests before they are processed.
+
+An empty entry of a repeated field takes two bytes of a message, but a hundred times
+that as a Python object. So the server counts the entries of every repeated field while
+they are in protobuf's compact form, and rejects a request with more than any client
+needs. ``COUNTS`` has each repeated field of each request; a test fails if one is
+missing.
 """
 
 import hashlib
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final, TypeAlias, TypeVar
+from functools import cache
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
-from storesvc.errors import InvalidFieldError
+from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
+from storesvc.format.dtypes import CHECKSUM_BYTES
+from storesvc.format.grids import MAX_RANK
 from storesvc.format.names import check_id
 from storesvc.gc.collector import DEFAULT_GRACE
+from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
+from storesvc.save.batches import FRAME_BYTES
+from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
+from storesvc.save.receipts import MAX_PHASES
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+from storesvc_proto.v1 import tree_pb2
 
 ChangeRequest: TypeAlias = (
     checkpoint_api.SetTagRequest
@@ -190,3 +208,189 @@ def check_entries(field: str, entries: Mapping[str, str | float]) -> None:
             raise InvalidFieldError(
                 f"{field}[{key[:40]!r}]: expected texts of 1 to {MAX_TEXT_BYTES} bytes"
             )
+
+
+MAX_SMALL_BYTES: Final = 256 << 10
+"""Maximum bytes of a request without a table: twice the largest retention policy."""
+
+MAX_PART_CHUNKS: Final = 1 << 18
+"""Maximum rows in one part of a chunk table: a row takes at least 21 of 4 Mi bytes."""
+
+_MAX_FRAME_PIECES: Final = FRAME_BYTES // (CHECKSUM_BYTES + 1)
+"""The number of chunks of minimum size that fit into a frame."""
+
+_MAX_RULES: Final = MAX_SMALL_BYTES // 2
+"""The number that fits into a request: ``retention.validation`` has the actual limits,
+with errors of their own."""
+
+LARGE: Final = frozenset(
+    {
+        "storesvc.v1.BeginUploadRequest",
+        "storesvc.v1.JoinUploadRequest",
+        "storesvc.v1.FindChunksRequest",
+        "storesvc.v1.WriteChunksRequest",
+        "storesvc.v1.FinishWriterRequest",
+    }
+)
+"""Requests that may have the maximum size of a message."""
+
+MAX_READ_BYTES: Final = 10 * MAX_READ_CHUNKS + (4 << 10)
+"""Maximum bytes of a ReadChunksRequest: a varint takes ten bytes at most."""
+
+COUNTS: Final = MappingProxyType(
+    {
+        # one entry per leaf
+        "storesvc.v1.LeafTable.key": MAX_LEAVES,
+        "storesvc.v1.LeafTable.path_kinds": MAX_LEAVES,
+        "storesvc.v1.LeafTable.kind": MAX_LEAVES,
+        "storesvc.v1.LeafTable.dtype": MAX_LEAVES,
+        "storesvc.v1.LeafTable.rank": MAX_LEAVES,
+        "storesvc.v1.LeafTable.sharding": MAX_LEAVES,
+        "storesvc.v1.LeafTable.prng_impl": MAX_LEAVES,
+        # one entry per dimension
+        "storesvc.v1.LeafTable.shape": MAX_LEAVES * MAX_RANK,
+        "storesvc.v1.LeafTable.chunk_shape": MAX_LEAVES * MAX_RANK,
+        "storesvc.v1.LeafTable.dtypes": MAX_VALUES,
+        "storesvc.v1.LeafTable.shardings": MAX_VALUES,
+        "storesvc.v1.LeafTable.prng_impls": MAX_VALUES,
+        "storesvc.v1.LeafTable.structure": MAX_PIECES,
+        # a mesh has no more axes than an array has dimensions
+        "storesvc.v1.Sharding.axis_names": MAX_RANK,
+        "storesvc.v1.Sharding.axis_sizes": MAX_RANK,
+        "storesvc.v1.Sharding.spec": MAX_RANK,
+        "storesvc.v1.DimensionAxes.axes": MAX_RANK,
+        "storesvc.v1.WriterReport.phases": MAX_PHASES,
+        "storesvc.v1.ChunkTable.ordinal": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.crc32c": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.digests": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.file": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.offset": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.length": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.files": 1 << 16,
+        "storesvc.v1.ChunkFrame.chunk": _MAX_FRAME_PIECES,
+        "storesvc.v1.ChunkFrame.offset": _MAX_FRAME_PIECES,
+        "storesvc.v1.ChunkFrame.length": _MAX_FRAME_PIECES,
+        "storesvc.v1.ReadChunksRequest.chunk": MAX_READ_CHUNKS,
+        "storesvc.v1.Upload.labels": MAX_ENTRIES,
+        "storesvc.v1.Upload.metrics": MAX_ENTRIES,
+        # output only
+        "storesvc.v1.Upload.unfinished_writers": 0,
+        "storesvc.v1.Checkpoint.labels": MAX_ENTRIES,
+        "storesvc.v1.Checkpoint.metrics": MAX_ENTRIES,
+        "storesvc.v1.Run.labels": MAX_ENTRIES,
+        "storesvc.v1.RetentionPolicies.policies": _MAX_RULES,
+        "storesvc.v1.KeepSteps.steps": _MAX_RULES,
+        "storesvc.v1.TestPermissionsRequest.permissions": MAX_ENTRIES,
+        "google.protobuf.FieldMask.paths": MAX_ENTRIES,
+    }
+)
+"""Maximum entries of each repeated field in one message of a request."""
+
+_TABLE_FIELDS: Final = frozenset(
+    field.full_name
+    for message in tree_pb2.DESCRIPTOR.message_types_by_name.values()
+    for field in message.fields
+)
+
+
+class _Field(NamedTuple):
+    """A repeated field, or a field with repeated fields inside."""
+
+    name: str
+    full_name: str
+    limit: int | None
+    """Maximum entries; None: the field itself is not repeated."""
+    inner: Descriptor | None
+    """Message type of the entries; None: it has no repeated fields."""
+
+
+def check_size(request: str, size_bytes: int) -> None:
+    """Rejects a serialized request that is larger than any client needs, before the
+    event loop spends time on parsing it.
+
+    Args:
+        request: Full name of its message.
+        size_bytes: Its size.
+
+    Raises:
+        LimitExceededError: It is larger.
+    """
+    if size_bytes <= MAX_SMALL_BYTES or request in LARGE:
+        return
+    is_read = request == "storesvc.v1.ReadChunksRequest"
+    limit_bytes = MAX_READ_BYTES if is_read else MAX_SMALL_BYTES
+    if size_bytes > limit_bytes:
+        name = request.rpartition(".")[2]
+        raise LimitExceededError(
+            f"{name}: expected at most {limit_bytes} bytes, got {size_bytes}; send a "
+            "smaller request"
+        )
+
+
+def check_counts(message: Message, place: str = "") -> None:
+    """Rejects a message with too many entries in a repeated field.
+
+    Args:
+        message: The message.
+        place: Path of its fields for the error, ending in a dot.
+
+    Raises:
+        LimitExceededError: A field of a table has too many.
+        InvalidFieldError: Another field has too many.
+    """
+    for field in _counted(message.DESCRIPTOR):
+        if field.limit is None:
+            if message.HasField(field.name):
+                check_counts(getattr(message, field.name), f"{place}{field.name}.")
+            continue
+        entries = getattr(message, field.name)
+        if len(entries) > field.limit:
+            raise _too_many(field, place, len(entries))
+        if field.inner is not None:
+            for entry in entries:
+                check_counts(entry, f"{place}{field.name}.")
+
+
+def _too_many(field: _Field, place: str, count: int) -> StoreError:
+    text = (
+        f"{place}{field.name}: expected at most {field.limit} entries, got {count}; "
+        "send fewer in one request"
+    )
+    is_table = field.full_name in _TABLE_FIELDS
+    return LimitExceededError(text) if is_table else InvalidFieldError(text)
+
+
+@cache
+def _counted(message: Descriptor) -> tuple[_Field, ...]:
+    """Returns the fields of a message that are repeated, or contain repeated ones."""
+    found = []
+    for field in message.fields:
+        inner = _inner(field)
+        if field.is_repeated:
+            limit = COUNTS[field.full_name]
+            found.append(_Field(field.name, field.full_name, limit, inner))
+        elif inner is not None:
+            found.append(_Field(field.name, field.full_name, None, inner))
+    return tuple(found)
+
+
+def _inner(field: FieldDescriptor) -> Descriptor | None:
+    """Returns the message type of a field if it has repeated fields at any depth."""
+    message: Descriptor | None = field.message_type
+    if message is None or message.GetOptions().map_entry:
+        return None
+    return message if holds_repeated(message) else None
+
+
+def holds_repeated(message: Descriptor) -> bool:
+    """Returns whether a message has a repeated field at any depth."""
+    seen, left = set(), [message]
+    while left:
+        one = left.pop()
+        if one.full_name in seen:
+            continue
+        seen.add(one.full_name)
+        if any(field.is_repeated for field in one.fields):
+            return True
+        left += [f.message_type for f in one.fields if f.message_type is not None]
+    return False

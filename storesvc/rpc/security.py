@@ -11,7 +11,7 @@ from storesvc.format.names import HoldName, UploadName
 from storesvc.identity.authenticator import is_local
 from storesvc.lending.lender import LentCredential
 from storesvc.quota.quotas import QuotaRule
-from storesvc.rpc.boundary import Context
+from storesvc.rpc.status import Context
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 

@@ -1,10 +1,28 @@
-"""Translates the errors of the service into gRPC statuses; no other module does."""
+"""Translates the errors of the service into gRPC statuses; no other module does.
+
+The boundary of the service: ends each failed call with the status of its error.
+
+`ErrorInterceptor` wraps every rpc of the contract, so that handlers only raise:
+
+1. An error of the service becomes its status (``status``), with one ``ErrorInfo``.
+2. A call that is still running shortly before its deadline fails with the cause of the
+   delay. gRPC's own DEADLINE_EXCEEDED would not name one.
+3. Any other exception is a bug: it is logged with its traceback and an id, and the
+   client gets only the id.
+"""
 
 import asyncio
+import inspect
+import logging
+import time
 import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
+import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -13,7 +31,17 @@ from grpc_status import rpc_status
 
 from storesvc import errors
 from storesvc.access.call import current
-from storesvc.telemetry.scope import scope
+from storesvc.errors import (
+    InvalidFieldError,
+    StalledError,
+    StorageUnavailableError,
+    StoreError,
+)
+from storesvc.format.names import InvalidNameError
+from storesvc.quota.quotas import namespace_of
+from storesvc.rpc.requests import MESSAGE_TYPE
+from storesvc.storage.hedging import LogThrottle
+from storesvc.telemetry.events import BugFound, publish, scope
 from storesvc_proto.v1 import errors_pb2 as pb
 
 DOMAIN: Final = "storesvc"
@@ -264,3 +292,157 @@ def _clear(error: BaseException, _: "asyncio.Task[object]") -> None:
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__, seen = None, seen.__context__
+
+
+MAX_MESSAGE_BYTES: Final = 4 << 20
+"""Maximum bytes of a message in either direction: gRPC's default."""
+
+CALL_SECONDS: Final = 60.0
+"""Maximum time for the work of a call after its table has arrived."""
+
+_RESPONSE_SECONDS: Final = 1.0
+"""Time reserved before the deadline for sending the error."""
+
+_DEADLINE: Final = (
+    "the call waited for the storage, or for its stream, until shortly before its "
+    "deadline; retry, or allow more time"
+)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+_CONTRACT: Final = "/storesvc.v1."
+
+KINDS: Final[dict[tuple[bool, bool], Callable[..., Handler]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""Constructors of handlers, by whether the requests and the responses are streams."""
+
+_log = logging.getLogger(__name__)
+_lines = LogThrottle()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Translates the errors of all rpcs of the contract into statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the handler of a call, wrapped in the translation of its errors."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not is_of_contract(handler_call_details.method):
+            return handler
+        return replaced(handler, translating(method_of(handler)))
+
+
+def is_of_contract(method: str) -> bool:
+    """Returns whether an rpc ("/package.Service/Method") belongs to this contract."""
+    return method.startswith(_CONTRACT)
+
+
+def method_of(handler: Any) -> Callable[[Any, Context], Any]:
+    """Returns the method that a handler calls."""
+    method: Callable[[Any, Context], Any] = (
+        handler.unary_unary
+        or handler.unary_stream
+        or handler.stream_unary
+        or handler.stream_stream
+    )
+    return method
+
+
+def replaced(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:
+    """Returns a handler of the same kind that calls another method."""
+    make = KINDS[handler.request_streaming, handler.response_streaming]
+    return make(
+        method,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def translating(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    """Returns a method whose errors end its call with their statuses."""
+
+    async def call(request: Any, context: Context) -> Any:
+        async with _translated(context):
+            return await method(request, context)
+
+    async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with (
+            _translated(context),
+            aclosing(method(request, context)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    return generate if inspect.isasyncgenfunction(method) else call
+
+
+@asynccontextmanager
+async def _translated(context: Context) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_seconds_left(context)) as limit:
+            yield
+    except InvalidNameError as e:
+        await abort(context, InvalidFieldError(str(e)))
+    except StoreError as e:
+        _log_throttled(e)
+        await abort(context, e)
+    except TimeoutError:
+        if limit.expired():
+            await abort(context, StorageUnavailableError(_DEADLINE))
+        late = f"the call took longer than {CALL_SECONDS:.0f} s; retry it"
+        await abort(context, StalledError(late))
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # noqa: BLE001 - a boundary: details go to the log only
+        bug = uuid.uuid4().hex[:8]
+        _log.exception("bug %s", bug)
+        note_status(grpc.StatusCode.INTERNAL, "")
+        publish(BugFound())
+        await context.abort(
+            grpc.StatusCode.INTERNAL,
+            f"a bug of the server, {bug} in its log; please report it",
+        )
+
+
+def _seconds_left(context: Context) -> float | None:
+    """Returns the maximum duration of a call here; None: it has no deadline."""
+    # None without a deadline, in spite of its type
+    left = cast("float | None", context.time_remaining())
+    return None if left is None else left - min(left / 4, _RESPONSE_SECONDS)
+
+
+def _log_throttled(error: StoreError) -> None:
+    """Logs the errors of a storage, and requests that cannot be parsed."""
+    if "read_only" in error.metadata:  # logged at the start; each restore causes one
+        return
+    if "storage" in error.metadata:
+        kind = (type(error), error.metadata["storage"])
+    elif MESSAGE_TYPE in error.metadata:
+        kind = (type(error), MESSAGE_TYPE)
+    else:
+        return
+    if _lines.admits(kind, now=time.monotonic()):
+        _log.warning("%s", error)
+
+
+def share_key(context: Context) -> str:
+    """Returns whose calls share memory and turns: of a namespace if callers are
+    restricted, else of the client's host."""
+    call = current.get()
+    if call is not None and call.policy is not None and (name := namespace_of(call)):
+        return f"namespaces/{name}"
+    return host_of(context.peer())
+
+
+def host_of(peer: str) -> str:
+    """Returns the host of a peer in gRPC's notation, without its port."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer

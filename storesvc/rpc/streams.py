@@ -2,21 +2,216 @@
 
 A stalled client must not occupy the server: a stream whose client sends nothing, or
 reads nothing, for too long fails with `StalledError`.
+
+Bounds the memory of the messages that a server keeps for slow clients.
+
+A stream that collects its request, or keeps its response, holds bytes of a budget.
+These rules ensure that no client keeps memory from others:
+
+- If the budget is short, the slowest clients are cut off, starting with the peer that
+  holds most, if they are slower than ``LEAST_BYTES_PER_SECOND``.
+- A single peer cannot hold the whole budget.
+- A stream that gets no memory within ``WAIT_SECONDS`` fails with an error that permits
+  a retry. If all streams wait for each other, the one that holds least fails at once.
+
+Example::
+
+    with budget.share(peer) as share:
+        async for part in parts:
+            await share.take(len(part))
+            share.count(len(part))
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from storesvc.errors import InvalidFieldError, LimitExceededError, StalledError
-from storesvc.rpc.boundary import Context
-from storesvc.rpc.message_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
-from storesvc.rpc.request_limits import check_counts
+from storesvc.rpc.requests import check_counts
+from storesvc.rpc.status import Context
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+LEAST_BYTES_PER_SECOND: Final = 64 << 10
+"""Minimum rate of a client while others wait: below the rate of a modem. A part of a
+table (2 MiB) would take more than half a minute."""
+
+CREDIT_SECONDS: Final = 2.0
+"""Time that a client may be idle before its rate counts."""
+
+WAIT_SECONDS: Final = 20.0
+"""Maximum wait of a stream for memory: below the deadlines of calls."""
+
+RETRY_SECONDS: Final = 1
+"""Retry delay without memory."""
+
+_TICK_SECONDS: Final = 0.1
+
+_LEAST_BYTES: Final = 16 << 10
+"""Minimum that a stream counts for: its own objects."""
+
+
+class Share:
+    """The memory that one stream holds of a budget."""
+
+    def __init__(self, budget: "MessageBudget", peer: str, *, now: float) -> None:
+        self._budget = budget
+        self.peer = peer
+        self.is_cut = False
+        """True if the stream was cut off: its client was slow while others waited."""
+        self._limit: asyncio.Timeout | None = None
+        self.waits = False
+        """True while it waits for memory; then its client is not the slow side."""
+        self.size_bytes = _LEAST_BYTES
+        self._moved_bytes = 0
+        self._client_seconds = -CREDIT_SECONDS
+        self._awaits_since: float | None = now
+
+    async def take(self, size_bytes: int) -> None:
+        """Adds bytes to the share once the budget has them.
+
+        Raises:
+            LimitExceededError: The budget had none in time.
+        """
+        await self._budget.take(self, size_bytes)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Returns bytes to the budget."""
+        self.size_bytes -= size_bytes
+
+    def count(self, size_bytes: int) -> None:
+        """Counts bytes that the client sent or read."""
+        self._moved_bytes += size_bytes
+
+    @asynccontextmanager
+    async def awaiting_client(self, seconds: float) -> AsyncIterator[None]:
+        """Counts the duration of the context as time of the client.
+
+        Raises:
+            TimeoutError: It exceeded the seconds, or the stream was cut off.
+        """
+        clock = asyncio.get_running_loop().time
+        self._awaits_since = clock()
+        try:
+            async with asyncio.timeout(0 if self.is_cut else seconds) as self._limit:
+                yield
+        finally:
+            self._limit = None
+            self._client_seconds += clock() - self._awaits_since
+            self._awaits_since = None
+
+    def cut(self) -> None:
+        """Cuts off the stream while it waits for its client."""
+        self.is_cut = True
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def spare_seconds(self, now: float) -> float:
+        """Returns the time credit of the client; negative: it is slow."""
+        seconds = self._client_seconds
+        if self._awaits_since is not None:
+            seconds += now - self._awaits_since
+        return self._moved_bytes / LEAST_BYTES_PER_SECOND - seconds
+
+
+class MessageBudget:
+    """Bounds the bytes of the messages of all streams; for one event loop."""
+
+    def __init__(self, limit_bytes: int, peer_bytes: int, *, purpose: str) -> None:
+        """Creates a budget with all of its memory free.
+
+        Args:
+            limit_bytes: Maximum bytes of all streams.
+            peer_bytes: Maximum bytes of the streams of one peer.
+            purpose: Contents of the memory, for error messages: "tables".
+        """
+        self._limit_bytes = limit_bytes
+        self._peer_bytes = peer_bytes
+        self._purpose = purpose
+        self._shares: set[Share] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that all streams hold together."""
+        return sum(share.size_bytes for share in self._shares)
+
+    @contextmanager
+    def share(self, peer: str) -> Iterator[Share]:
+        """Yields the share of a stream; returns its memory when the context ends.
+
+        Args:
+            peer: Host of the client.
+        """
+        share = Share(self, peer, now=asyncio.get_running_loop().time())
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+
+    async def take(self, share: Share, size_bytes: int) -> None:
+        """Adds bytes to a share once the budget has them.
+
+        Raises:
+            LimitExceededError: The budget had none in time.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + WAIT_SECONDS
+        # A request above the limit of a peer waits for all of it.
+        size_bytes = min(size_bytes, self._peer_bytes - share.size_bytes)
+        share.waits = True
+        try:
+            while (short := self._short_bytes(share, size_bytes)) > 0:
+                self._cut_slow(short, clock())
+                if clock() >= until or self._is_stuck(share):
+                    raise self._exceeded()
+                await asyncio.sleep(_TICK_SECONDS)
+        finally:
+            share.waits = False
+        share.size_bytes += size_bytes
+
+    def _short_bytes(self, share: Share, size_bytes: int) -> int:
+        """Returns how many bytes are missing; 0 or less: none."""
+        of_peer = self._held_by_peer(share.peer)
+        return max(
+            self.held_bytes + size_bytes - self._limit_bytes,
+            of_peer + size_bytes - self._peer_bytes,
+        )
+
+    def _held_by_peer(self, peer: str) -> int:
+        return sum(s.size_bytes for s in self._shares if s.peer == peer)
+
+    def _cut_slow(self, short_bytes: int, now: float) -> None:
+        """Cuts off enough slow streams to free the bytes."""
+        coming = sum(s.size_bytes for s in self._shares if s.is_cut)
+        slow = [
+            s
+            for s in self._shares
+            if not (s.is_cut or s.waits) and s.spare_seconds(now) < 0
+        ]
+        slow.sort(key=lambda s: (-self._held_by_peer(s.peer), s.spare_seconds(now)))
+        for share in slow:
+            if coming >= short_bytes:
+                return
+            coming += share.size_bytes
+            share.cut()
+
+    def _is_stuck(self, share: Share) -> bool:
+        """Returns whether all streams wait for each other, and this one holds least."""
+        return all(s.waits for s in self._shares) and share == min(
+            self._shares, key=lambda s: (s.size_bytes, id(s))
+        )
+
+    def _exceeded(self) -> LimitExceededError:
+        return LimitExceededError(
+            f"the server keeps at most {self._limit_bytes} bytes of {self._purpose} in "
+            "memory, and other clients use all of them; retry in a moment",
+            retry_seconds=RETRY_SECONDS,
+        )
+
 
 STALL_SECONDS: Final = 60.0
 """Maximum time between two messages of a client."""

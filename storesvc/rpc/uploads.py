@@ -1,42 +1,277 @@
-"""Rpcs of the upload service: they write checkpoints."""
+"""Rpcs of the upload service: they write checkpoints.
+
+Receives the parts of a table from a stream, within a memory budget.
+
+A client may send the parts as slowly as ``LEAST_BYTES_PER_SECOND``. While it sends, its
+stream holds only the bytes that have arrived, of a budget from which the slowest
+streams are cut off. Only the work after the last part holds the semaphore of the
+service.
+
+Parses and checks the requests of the upload service.
+
+The requests that carry chunks are parsed without a copy of the chunks' bytes.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from storesvc.access import call as access
+from storesvc.access.call import require
 from storesvc.access.policy import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
+from storesvc.errors import (
+    InvalidFieldError,
+    LimitExceededError,
+    StalledError,
+    StoreError,
+)
 from storesvc.fair_semaphore import FairSemaphore
-from storesvc.format.names import RunName, UploadName
+from storesvc.format import wire
+from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.offload import offload
 from storesvc.quota.quotas import Quotas
-from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import CALL_SECONDS, Context, share_key
-from storesvc.rpc.message_budget import MessageBudget
+from storesvc.rpc import messages, requests, streams
 from storesvc.rpc.paging import list_page
-from storesvc.rpc.streams import StreamTimeout, first, following, released
-from storesvc.rpc.table_streams import PartStream
-from storesvc.rpc.upload_requests import (
-    new_upload,
-    opening_of,
-    part_of,
-    stored_parts,
-    upload_name,
-    writer_report,
+from storesvc.rpc.permissions import authorize
+from storesvc.rpc.requests import check_counts
+from storesvc.rpc.status import CALL_SECONDS, Context, share_key
+from storesvc.rpc.streams import (
+    LEAST_BYTES_PER_SECOND,
+    RETRY_SECONDS,
+    MessageBudget,
+    PartedRequest,
+    Share,
+    StreamTimeout,
+    check_part,
+    first,
+    following,
+    missing,
+    released,
+    unexpected,
 )
 from storesvc.save.leaf_tables import LeafParts, SumParts, unpacked
-from storesvc.save.uploads import OpenUpload
+from storesvc.save.receipts import check_report
+from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.storage.hedged_calls import beside
 from storesvc.store import Store
-from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import report_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+T = TypeVar("T", bound=PartedRequest)
+
+
+class PartStream(Generic[T]):
+    """The messages of one stream after its opening."""
+
+    def __init__(self, stream: AsyncIterator[T], part: str) -> None:
+        self._stream = stream
+        self._part = part
+        self._share: Share | None = None
+
+    @asynccontextmanager
+    async def sharing(
+        self, budget: MessageBudget, context: Context
+    ) -> AsyncIterator["PartStream[T]"]:
+        """Accounts the bytes of ``keep`` to a budget while the context lasts."""
+        with budget.share(share_key(context)) as self._share:
+            async with released(self._stream):
+                yield self
+
+    async def keep(self, size_bytes: int) -> None:
+        """Adds bytes of the received messages to the budget.
+
+        Raises:
+            LimitExceededError: The budget has no memory for them.
+        """
+        assert self._share is not None
+        await self._share.take(size_bytes)
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """Yields the messages.
+
+        Raises:
+            LimitExceededError: A message has too many entries, or the client is slow
+                while others wait for memory.
+            InvalidFieldError: A message has another part.
+            StalledError: The client is slower than permitted.
+        """
+        share = self._share
+        assert share is not None
+        clock = asyncio.get_running_loop().time
+        while True:
+            grace = streams.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
+            try:
+                async with share.awaiting_client(grace):
+                    message = await anext(self._stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as e:
+                raise _late(share) from e
+            check_part(message, self._part)
+            check_counts(message)
+            share.count(message.ByteSize())
+            yield message
+
+
+def _late(share: Share) -> StoreError:
+    if share.is_cut:
+        return LimitExceededError(
+            f"the stream sent less than {LEAST_BYTES_PER_SECOND} bytes per second "
+            "while others waited for memory; send the table again",
+            retry_seconds=RETRY_SECONDS,
+        )
+    return StalledError(
+        f"the stream sent nothing for {streams.STALL_SECONDS:.0f} s, or less than "
+        f"{LEAST_BYTES_PER_SECOND} bytes per second; send its table in a new one"
+    )
+
+
+MAX_WRITERS: Final = 65536
+"""Maximum writers of an upload."""
+
+MAX_LEASE: Final = timedelta(days=30)
+"""Maximum lease of an upload."""
+
+_FRAME_TAG: Final = wire.tag(upload_api.WriteChunksRequest.FRAME_FIELD_NUMBER)
+
+
+def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
+    """Returns the upload that BeginUpload describes.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+    """
+    if not 0 <= upload.step <= MAX_STEP:
+        raise InvalidFieldError(f"upload.step: expected 0 or more, got {upload.step}")
+    if not 1 <= upload.writer_count <= MAX_WRITERS:
+        raise InvalidFieldError(
+            f"upload.writer_count: expected 1 to {MAX_WRITERS}, got "
+            f"{upload.writer_count}"
+        )
+    lease = requests.duration(
+        "upload.lease_duration", upload.lease_duration, most=MAX_LEASE
+    )
+    requests.check_entries("upload.labels", upload.labels)
+    requests.check_entries("upload.metrics", upload.metrics)
+    return NewUpload(
+        step=upload.step,
+        writer_count=upload.writer_count,
+        labels=dict(sorted(upload.labels.items())),
+        metrics=dict(sorted(upload.metrics.items())),
+        lease=lease or DEFAULT_LEASE,
+        base=base_of(run, upload.base),
+        owner=requests.checked_owner("upload.owner", upload.owner),
+        body=upload.SerializeToString(deterministic=True),
+    )
+
+
+def base_of(run: RunName, base: str) -> CheckpointName | None:
+    """Returns the base of an upload; None: it has none.
+
+    Raises:
+        InvalidFieldError: The base belongs to another run.
+    """
+    if not base:
+        return None
+    name = CheckpointName.from_resource(base)
+    if name.run != run:
+        raise InvalidFieldError(
+            f"upload.base: expected a checkpoint of {run}, got {name}; bytes are not "
+            "shared between runs"
+        )
+    return name
+
+
+def upload_name(parent: str, request_id: str) -> UploadName:
+    """Returns the name of the upload that a request id creates.
+
+    Raises:
+        InvalidFieldError: The id is not a UUID in its canonical form.
+    """
+    hex_id = requests.checked_request_id(request_id).replace("-", "")
+    return UploadName(RunName.from_resource(parent), hex_id)
+
+
+def writer_report(
+    opening: upload_api.FinishWriterRequest,
+) -> report_pb2.WriterReport | None:
+    """Returns the report of a writer; None: it sent none.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+    """
+    if not opening.HasField("report"):
+        return None
+    # What this release does not know is not kept either: the record of the checkpoint
+    # would grow by it.
+    opening.report.DiscardUnknownFields()
+    requests.checked_owner("report.owner", opening.report.owner)
+    check_report(opening.report)
+    return opening.report
+
+
+def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:
+    """Returns the frame of a serialised WriteChunksRequest, or one without a frame.
+
+    Raises:
+        InvalidFieldError: The bytes are no such request.
+    """
+    found = wire.split(request, _FRAME_TAG)
+    if found is not None:
+        return found
+    message = requests.parsed(upload_api.WriteChunksRequest, request)
+    if message.HasField("frame"):
+        return Frame(message.frame, memoryview(message.frame.data))
+    return message
+
+
+async def opening_of(
+    stream: AsyncIterator[Frame | upload_api.WriteChunksRequest],
+) -> upload_api.WriterRef:
+    """Returns the opening of a WriteChunks stream, its first message, once the
+    permissions that it requires are checked.
+
+    Raises:
+        InvalidFieldError: There is none, or it has another part.
+        PermissionDeniedError: The caller may not write the upload.
+    """
+    opening = await anext(stream, None)
+    if opening is None:
+        raise missing("open")
+    if isinstance(opening, Frame):
+        raise unexpected("open", "frame")
+    check_part(opening, "open")
+    await authorize("WriteChunks", opening)
+    return opening.open
+
+
+async def stored_parts(
+    run: RunName, stream: AsyncIterator[Frame | upload_api.WriteChunksRequest]
+) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
+    """Yields the parts of the messages after the opening.
+
+    Raises:
+        InvalidFieldError: A message has another part.
+        PermissionDeniedError: The caller may not refer to data files of the run.
+    """
+    async for request in stream:
+        if isinstance(request, Frame):
+            check_counts(request.columns)
+            yield request
+        else:
+            check_part(request, "frame", "placed")
+            check_counts(request)
+            require(Permission.UPLOADS_PLACE, run)
+            yield request.placed
+
 
 WORK_BYTES: Final = 384 << 20
 """Memory for tables that are unpacked or checked concurrently (an estimate)."""

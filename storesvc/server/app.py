@@ -20,12 +20,11 @@ from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.format import layout
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import registry
-from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
-from storesvc.rpc.calls import CallInterceptor
-from storesvc.rpc.health import HealthCalls
-from storesvc.rpc.measurement import MeasuringInterceptor
-from storesvc.rpc.read_only import ReadOnly
+from storesvc.rpc.calls import CallInterceptor, MeasuringInterceptor
+from storesvc.rpc.permissions import ReadOnly
+from storesvc.rpc.registry import HealthCalls
 from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.status import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.server.tls import Tls
 from storesvc.storage.bucket import invalid_place
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket

@@ -10,8 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from storesvc.access.call import current
 from storesvc.format.names import parse_traceparent, trace_of_upload
-from storesvc.telemetry.scope import scope
-from storesvc.telemetry.subject import subject_of
+from storesvc.telemetry.events import scope, subject_of
 
 LogFormat: TypeAlias = Literal["text", "json"]
 

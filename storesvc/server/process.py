@@ -1,4 +1,7 @@
-"""Runs the server as a process."""
+"""Runs the server as a process.
+
+Sends the spans of a server to a collector, by OTLP over HTTP.
+"""
 
 import asyncio
 import logging
@@ -7,12 +10,13 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import storesvc
 from storesvc import failpoints
@@ -34,8 +38,43 @@ from storesvc.server.gc_scheduler import (
 from storesvc.server.metrics import MetricsPort, measured
 from storesvc.server.security import Audit, audited, security_of
 from storesvc.server.tls import Tls
-from storesvc.server.traces import traced
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
+from storesvc.telemetry.events import subscribe, unsubscribe
+
+
+@asynccontextmanager
+async def traced(endpoint: str) -> AsyncIterator[None]:
+    """Sends spans while the context lasts.
+
+    Args:
+        endpoint: URL of the collector, without ``/v1/traces``; empty: none are sent.
+
+    Raises:
+        InvalidFieldError: The URL is invalid, or the packages are not installed.
+    """
+    if not endpoint:
+        yield
+        return
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise InvalidFieldError(
+            f"OTLP endpoint {endpoint!r}: expected a URL of a collector, such as "
+            "http://localhost:4318"
+        )
+    try:
+        from storesvc.telemetry.spans import Spans
+    except ModuleNotFoundError as e:
+        raise InvalidFieldError(
+            f"spans need {e.name}, which is not installed: pip install 'storesvc[otel]'"
+        ) from e
+    spans = Spans(endpoint, version=storesvc.__version__)
+    subscribe(spans)
+    try:
+        yield
+    finally:
+        unsubscribe(spans)
+        spans.close()
+
 
 DISCARD_SECONDS: Final = 2.0
 """Maximum time for deletions in the background, and for retention, after the drain; the

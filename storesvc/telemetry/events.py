@@ -13,13 +13,77 @@ Example:
     >>> seen
     [Retried(operation='read', kind='hedge')]
     >>> unsubscribe(seen.append)
+
+The call that the current task serves, as far as its measurement needs it.
+
+`storesvc.rpc` sets it before anything else of a call runs. Events that are published
+during the call, in its task or in threads that it waits for, belong to it.
+
+Names the subject of a call: the run, step or upload of a resource name.
+
+Example:
+    >>> subject_of("namespaces/prod/runs/llama/checkpoints/500")
+    {'run': 'prod/llama', 'step': '500'}
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
+
+
+@dataclass(slots=True, kw_only=True)
+class CallScope:
+    """Counts of one call."""
+
+    method: str
+    """``package.Service/Method``."""
+    request_id: str
+    """Identifies the call in logs, spans, the audit log and errors."""
+    parent: str = ""
+    """``traceparent`` of the caller (W3C Trace Context); empty: none."""
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    status: str = ""
+    """Name of the gRPC status that was sent; empty: none yet."""
+    reason: str = ""
+    """Reason of the error in the contract."""
+    parts: list[object] = field(default_factory=list)
+    """Parts of the call that become spans or span events, for ``spans``."""
+
+
+scope: ContextVar[CallScope | None] = ContextVar("storesvc_scope", default=None)
+"""The call that this task serves; None: none."""
+
+
+MAX_CHARACTERS: Final = 1000
+"""Maximum length of a name: requests are measured before they are checked."""
+
+_KEYS: Final = {
+    "checkpoints": "step",
+    "uploads": "upload",
+    "tags": "tag",
+    "holds": "hold",
+}
+
+
+def subject_of(name: str) -> dict[str, str]:
+    """Returns the parts of a resource name for logs and spans; empty for other
+    texts, and for names that are longer than any."""
+    if len(name) > MAX_CHARACTERS:
+        return {}
+    match name.split("/"):
+        case ["namespaces", namespace]:
+            return {"namespace": namespace}
+        case ["namespaces", namespace, "runs", run]:
+            return {"run": f"{namespace}/{run}"}
+        case ["namespaces", namespace, "runs", run, kind, one, *_] if kind in _KEYS:
+            return {"run": f"{namespace}/{run}", _KEYS[kind]: one}
+        case _:
+            return {}
+
 
 Operation: TypeAlias = Literal["read", "write", "sync", "list", "delete"]
 """Kinds of requests to a storage; a sync makes durable what another process wrote."""

@@ -41,9 +41,9 @@ from storesvc.telemetry.events import (
     Stalled,
     StorageRequested,
     StoreCollected,
+    scope,
+    subject_of,
 )
-from storesvc.telemetry.scope import scope
-from storesvc.telemetry.subject import subject_of
 
 SLOW_SECONDS: Final = 0.25
 """Duration above which a request to the storage, or a call without a trace, has a

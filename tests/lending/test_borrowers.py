@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from storesvc.access.policy import Authentication, Binding, Policy, Principal
-from storesvc.rpc.boundary import Context
 from storesvc.rpc.security import Security
+from storesvc.rpc.status import Context
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.contract import Writer

@@ -17,10 +17,9 @@ from grpc_status import rpc_status
 from storesvc.errors import RunNotFoundError
 from storesvc.format.names import InvalidNameError
 from storesvc.rpc import registry
-from storesvc.rpc.access import AccessService
-from storesvc.rpc.boundary import ErrorInterceptor
-from storesvc.rpc.chunks import ChunkService
-from storesvc.rpc.maintenance import MaintenanceService
+from storesvc.rpc.audit import AccessService
+from storesvc.rpc.maintenance import ChunkService, MaintenanceService
+from storesvc.rpc.status import ErrorInterceptor
 from storesvc.rpc.uploads import UploadService
 from storesvc_proto.v1 import (
     access_service_pb2,

@@ -11,7 +11,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.checksums import crc32c
-from storesvc.rpc.request_limits import COUNTS
+from storesvc.rpc.requests import COUNTS
 from storesvc_client.errors import StoreError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

@@ -18,8 +18,8 @@ from storesvc.errors import LimitExceededError
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.rpc import message_budget, uploads
-from storesvc.rpc.message_budget import MessageBudget
+from storesvc.rpc import streams, uploads
+from storesvc.rpc.streams import MessageBudget
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -115,7 +115,7 @@ def test_the_slowest_client_is_cut_where_others_need_the_memory(
 ) -> None:
     monkeypatch.setattr(uploads, "TABLES_BYTES", 1 << 20)
     monkeypatch.setattr(uploads, "PEER_BYTES", 1 << 20)
-    monkeypatch.setattr(message_budget, "CREDIT_SECONDS", -30.0)
+    monkeypatch.setattr(streams, "CREDIT_SECONDS", -30.0)
     document = tree_pb2.LeafTable(structure=[b"x" * (700 << 10)])
     part = api.BeginUploadRequest(leaves=document)
     with serving(tmp_path) as address:

@@ -68,7 +68,7 @@ def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answ
 
     reported = [line for line in server.log[before:].splitlines() if "WARNING" in line]
     assert 1 <= len(reported) <= at_most(seconds)
-    kind = "WARNING storesvc.rpc.boundary"
+    kind = "WARNING storesvc.rpc.status"
     said = "the storage denies this to our credentials (who are you); let them"
     assert f"] {root}/data/tests/warned/checkpoints/" in reported[0]
     assert kind in reported[0]

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from storesvc.rpc import health
+from storesvc.rpc import registry
 from storesvc.watch import watcher
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -80,7 +80,7 @@ def test_one_caller_leaves_watches_to_others(
 def test_one_host_leaves_health_watches_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "MAX_WATCHES", 8)
+    monkeypatch.setattr(registry, "MAX_WATCHES", 8)
     with serving(tmp_path / "store") as address:
         stub: Any = health_pb2_grpc.HealthStub(grpc.insecure_channel(address))
         streams = []

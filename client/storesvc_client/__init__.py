@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.handle import Save
-    from storesvc_client._values.access import Identity
-    from storesvc_client._values.audit import AuditEntry
-    from storesvc_client._values.findings import (
-        Damage,
-        Diff,
-        ItemDifference,
-        LeafDifference,
-        Verification,
-    )
+    from storesvc_client._values.access import Identity, Quota
     from storesvc_client._values.item_values import PerProcess, Replicated
     from storesvc_client._values.options import Distributed, SaveOptions
     from storesvc_client._values.plots import Plot
@@ -50,11 +42,14 @@ if TYPE_CHECKING:
         KeepSteps,
         KeepTagged,
         RetentionPolicy,
+        format_policy,
+        parse_policy,
     )
-    from storesvc_client._values.policy_text import format_policy, parse_policy
-    from storesvc_client._values.progress import Progress, ProgressCallback
-    from storesvc_client._values.progress_bar import progress_bar
-    from storesvc_client._values.quotas import Quota
+    from storesvc_client._values.progress import (
+        Progress,
+        ProgressCallback,
+        progress_bar,
+    )
     from storesvc_client._values.reports import (
         PhaseSpan,
         ProcessReading,
@@ -65,19 +60,25 @@ if TYPE_CHECKING:
         WriterReport,
     )
     from storesvc_client._values.telemetry import StepLogger
-    from storesvc_client._values.transfers import Transfer
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
     from storesvc_client._values.values import (
+        AuditEntry,
         Checkpoint,
+        Damage,
+        Diff,
         Event,
         HoldInfo,
+        ItemDifference,
         ItemInfo,
+        LeafDifference,
         LeafInfo,
         RetentionDecision,
         RunInfo,
         ServerInfo,
         Tag,
+        Transfer,
         UploadInfo,
+        Verification,
     )
     from storesvc_client.errors import (
         AlreadyExistsError,
@@ -186,7 +187,7 @@ __all__ = [
 
 _HOMES: Final = {
     "AuditEntries": "_api.audit",
-    "AuditEntry": "_values.audit",
+    "AuditEntry": "_values.values",
     "Client": "_api.client",
     "connect": "_api.client",
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
@@ -203,13 +204,13 @@ _HOMES: Final = {
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Identity": "_values.access",
-    "Quota": "_values.quotas",
+    "Quota": "_values.access",
     "LeafStatistics": "_pictures.leaf_statistics",
     "Picture": "_pictures.picture",
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
-    "Transfer": "_values.transfers",
-    "progress_bar": "_values.progress_bar",
+    "Transfer": "_values.values",
+    "progress_bar": "_values.progress",
     "Run": "_api.run",
     "Save": "_save.handle",
     **dict.fromkeys(
@@ -225,11 +226,11 @@ _HOMES: Final = {
         ),
         "_values.policies",
     ),
-    **dict.fromkeys(("format_policy", "parse_policy"), "_values.policy_text"),
+    **dict.fromkeys(("format_policy", "parse_policy"), "_values.policies"),
     **dict.fromkeys(("Minutes", "Raise", "Steps", "Tolerate"), "_values.triggers"),
     **dict.fromkeys(
         ("Damage", "Diff", "ItemDifference", "LeafDifference", "Verification"),
-        "_values.findings",
+        "_values.values",
     ),
     **dict.fromkeys(
         (

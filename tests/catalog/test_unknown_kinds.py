@@ -15,8 +15,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.retention import policy as policies
 from storesvc.watch import events
-from storesvc_client._values.policies import KeepAny, RetentionPolicy
-from storesvc_client._values.policy_messages import policy_message
+from storesvc_client._values.policies import KeepAny, RetentionPolicy, policy_message
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 from tests.support import stored_records

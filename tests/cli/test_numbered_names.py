@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.natural_order import natural_key
-from storesvc_client._values.numbered_names import numbered_series
+from storesvc_client._values.texts import natural_key, numbered_series
 from tests.support.command_line import document, printed
 
 

@@ -18,8 +18,7 @@ import pytest
 from orbax.checkpoint._src.logging import abstract_logger, step_statistics
 
 import storesvc_client as store
-from storesvc_client._values.report_events import restore_events, save_events
-from storesvc_client._values.telemetry import Telemetry
+from storesvc_client._values.telemetry import Telemetry, restore_events, save_events
 from tests.support.jax_job import run_job
 from tests.support.monitored import Heard, listening
 from tests.support.server_process import ServerProcess

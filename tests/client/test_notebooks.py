@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 import storesvc_client as store
 from storesvc_client._rpc import retry
 from storesvc_client._values import progress
-from storesvc_client._values.html import Column, heading, note, table
-from storesvc_client._values.listing import Listing
 from storesvc_client._values.notebook import (
     MAX_ROWS,
+    Column,
+    Listing,
+    heading,
+    note,
     restore_report_html,
     save_report_html,
+    table,
     verification_html,
 )
 from storesvc_client._values.texts import printable

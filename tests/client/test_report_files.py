@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.report_files import MAX_REPORT_BYTES, parse_report
-from storesvc_client._values.timelines import report_text
+from storesvc_client._values.reports import MAX_REPORT_BYTES, parse_report, report_text
 
 
 @pytest.fixture(scope="module")

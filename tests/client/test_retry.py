@@ -6,7 +6,7 @@ import pytest
 
 from storesvc_client import LimitError, UnavailableError
 from storesvc_client._rpc import retry
-from storesvc_client._values.durations import Deadline
+from storesvc_client._values.arguments import Deadline
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._restore.peer_plan import SpreadPlan
 from storesvc_client._restore.peer_source import PeerSource
-from storesvc_client._values.durations import Deadline
+from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.support.thread_job import ThreadJob, ThreadProcess
 

@@ -16,7 +16,7 @@ import storesvc_client as store
 from storesvc_client._job import wait_log
 from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import together
-from storesvc_client._values.durations import Deadline
+from storesvc_client._values.arguments import Deadline
 from tests.support.examples import examples
 from tests.support.thread_job import ThreadJob, ThreadProcess
 

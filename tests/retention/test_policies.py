@@ -21,14 +21,13 @@ from storesvc.retention.policy import (
     decide,
     metrics_of,
 )
-from storesvc_client._values.durations import (
+from storesvc_client._values.arguments import (
     MAX_DURATION,
     duration_message,
     duration_text,
     parse_duration,
 )
-from storesvc_client._values.policies import KeepAll, KeepAny
-from storesvc_client._values.policy_messages import policy_message, policy_of
+from storesvc_client._values.policies import KeepAll, KeepAny, policy_message, policy_of
 from storesvc_proto.v1 import retention_pb2 as pb
 from tests.support.examples import examples
 

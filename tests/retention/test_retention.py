@@ -23,7 +23,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
 from storesvc.retention.enforcement import PAGE, Outcome, RetentionEnforcer
-from storesvc_client._values.policy_messages import policy_message
+from storesvc_client._values.policies import policy_message
 from storesvc_client.cli import main
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -62,7 +62,7 @@ PARTS: Final[Mapping[str, Sequence[str]]] = {
 
 TYPES: Final = (
     "storesvc.format.names.Which",
-    "storesvc_client._values.durations.DurationLike",
+    "storesvc_client._values.arguments.DurationLike",
     "storesvc_client._values.key_patterns.Patterns",
     "storesvc_client._pytree.partition_rules.Rules",
     "storesvc_client._values.options.SnapshotMode",

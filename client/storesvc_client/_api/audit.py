@@ -11,18 +11,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.paging import FOLLOWING
-from storesvc_client._values.audit import (
-    AuditEntry,
-    authentication_number,
-    stage_number,
-)
+from storesvc_client._values.arguments import is_text, parent_resource
 from storesvc_client._values.call_kinds import (
     AUTHENTICATIONS,
     STAGES,
     AuditStage,
     Authentication,
 )
-from storesvc_client._values.resource_names import is_text, parent_resource
+from storesvc_client._values.values import (
+    AuditEntry,
+    authentication_number,
+    stage_number,
+)
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub

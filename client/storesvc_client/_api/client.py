@@ -27,17 +27,17 @@ from storesvc_client._session import (
     new_staging,
 )
 from storesvc_client._storage.root import check_root, direct_root, lent_bucket
-from storesvc_client._values.access import Identity
-from storesvc_client._values.call_kinds import AuditStage, Authentication
-from storesvc_client._values.durations import DurationLike, checked_duration
-from storesvc_client._values.listing import listed
-from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
-from storesvc_client._values.quotas import Quota
-from storesvc_client._values.resource_names import (
+from storesvc_client._values.access import Identity, Quota
+from storesvc_client._values.arguments import (
+    DurationLike,
+    checked_duration,
     namespace_resource,
     parent_resource,
     run_name,
 )
+from storesvc_client._values.call_kinds import AuditStage, Authentication
+from storesvc_client._values.notebook import listed
+from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
 from storesvc_client._values.telemetry import StepLogger, Telemetry
 from storesvc_client._values.values import Event, RunInfo, ServerInfo, UploadInfo
 from storesvc_client.errors import InvalidRequestError, UnavailableError

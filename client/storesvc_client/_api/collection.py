@@ -8,8 +8,12 @@ from storesvc.format.names import RunName
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.durations import DurationLike, duration_message
-from storesvc_client._values.resource_names import parent_resource, received
+from storesvc_client._values.arguments import (
+    DurationLike,
+    duration_message,
+    parent_resource,
+    received,
+)
 from storesvc_client.errors import UnavailableError, translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub

@@ -21,8 +21,12 @@ from storesvc_client._api.tags import Tags
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.transfers import Transfer, with_provenance
-from storesvc_client._values.values import Checkpoint, RunInfo
+from storesvc_client._values.values import (
+    Checkpoint,
+    RunInfo,
+    Transfer,
+    with_provenance,
+)
 from storesvc_client.errors import (
     AlreadyExistsError,
     InvalidRequestError,

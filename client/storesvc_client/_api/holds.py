@@ -10,8 +10,8 @@ from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
-from storesvc_client._values.durations import DurationLike
-from storesvc_client._values.listing import listed
+from storesvc_client._values.arguments import DurationLike
+from storesvc_client._values.notebook import listed
 from storesvc_client._values.values import HoldInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

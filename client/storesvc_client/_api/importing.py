@@ -8,7 +8,7 @@ from storesvc_client._save.description import checked_step
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_labels
 from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.transfers import Transfer
+from storesvc_client._values.values import Transfer
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.findings import (
+from storesvc_client._values.values import (
+    Checkpoint,
     Damage,
     Diff,
     ItemDifference,
     LeafDifference,
     Verification,
 )
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     UnavailableError,
     translated,

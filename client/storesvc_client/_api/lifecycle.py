@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from storesvc.format.names import Which
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._values.arguments import (
+    DurationLike,
     checked_flag,
     checked_labels,
     checked_metrics,
     checked_text,
+    duration_message,
 )
-from storesvc_client._values.durations import DurationLike, duration_message
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     InvalidRequestError,

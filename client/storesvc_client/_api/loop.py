@@ -40,8 +40,13 @@ from storesvc_client._api.sigterm import NoTermination, Termination, termination
 from storesvc_client._api.taken_steps import TakenSteps
 from storesvc_client._job.decisions import Decisions
 from storesvc_client._save.handle import Save, take_error
-from storesvc_client._values.arguments import checked_choice, checked_flag, shown
-from storesvc_client._values.durations import DurationLike, as_timedelta
+from storesvc_client._values.arguments import (
+    DurationLike,
+    as_timedelta,
+    checked_choice,
+    checked_flag,
+    shown,
+)
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,

@@ -7,8 +7,7 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from storesvc_client._values.policies import Rule
-from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.policies import Rule, format_policy
 from storesvc_client.errors import (
     DataLossError,
     NotFoundError,

@@ -15,9 +15,7 @@ from typing import Final
 from storesvc.format.names import CheckpointName
 from storesvc_client._api.lifecycle import update_checkpoint
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.arguments import MAX_TEXT_BYTES
-from storesvc_client._values.durations import Deadline
-from storesvc_client._values.resource_names import received
+from storesvc_client._values.arguments import MAX_TEXT_BYTES, Deadline, received
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import DataLossError, StoreError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

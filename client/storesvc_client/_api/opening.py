@@ -8,11 +8,11 @@ from storesvc.format.names import LATEST, CheckpointName, Which
 from storesvc_client._api.newest_whole import NewestWhole
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
-from storesvc_client._values.arguments import checked_choice
-from storesvc_client._values.durations import (
+from storesvc_client._values.arguments import (
     NEVER,
     Deadline,
     DurationLike,
+    checked_choice,
     checked_duration,
 )
 from storesvc_client._values.options import (

@@ -5,10 +5,9 @@ from typing import Final
 
 from storesvc_client._api.run_record import get_run, set_purge_delay, update_run
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.durations import DurationLike
-from storesvc_client._values.listing import Rows
-from storesvc_client._values.policies import RetentionPolicy
-from storesvc_client._values.policy_messages import policy_message, policy_of
+from storesvc_client._values.arguments import DurationLike
+from storesvc_client._values.notebook import Rows
+from storesvc_client._values.policies import RetentionPolicy, policy_message, policy_of
 from storesvc_client._values.values import RetentionDecision, RunInfo
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

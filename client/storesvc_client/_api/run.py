@@ -24,8 +24,7 @@ from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.handle import Save
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import Session
-from storesvc_client._values.durations import DurationLike
-from storesvc_client._values.findings import Diff, Verification
+from storesvc_client._values.arguments import DurationLike
 from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.options import (
     ALL_PROCESSES,
@@ -44,7 +43,14 @@ from storesvc_client._values.plots import Plot, plot_of
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
-from storesvc_client._values.values import Checkpoint, Event, RunInfo, Tag
+from storesvc_client._values.values import (
+    Checkpoint,
+    Diff,
+    Event,
+    RunInfo,
+    Tag,
+    Verification,
+)
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 if TYPE_CHECKING:

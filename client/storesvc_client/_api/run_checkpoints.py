@@ -12,8 +12,8 @@ from storesvc_client._api.lifecycle import (
 )
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.durations import DurationLike
-from storesvc_client._values.listing import listed
+from storesvc_client._values.arguments import DurationLike
+from storesvc_client._values.notebook import listed
 from storesvc_client._values.reports import SaveTrace, WriterReport
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import NotFoundError

@@ -4,8 +4,12 @@ import uuid
 from collections.abc import Mapping
 
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._values.arguments import checked_labels, checked_text
-from storesvc_client._values.durations import DurationLike, duration_message
+from storesvc_client._values.arguments import (
+    DurationLike,
+    checked_labels,
+    checked_text,
+    duration_message,
+)
 from storesvc_client._values.values import RunInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

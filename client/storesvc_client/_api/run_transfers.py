@@ -9,7 +9,7 @@ from storesvc_client._api.importing import imported
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.transfers import Transfer
+from storesvc_client._values.values import Transfer
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

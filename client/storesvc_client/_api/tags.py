@@ -7,7 +7,7 @@ from storesvc.format.names import InvalidNameError, TagName, Which
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._values.arguments import checked_flag, checked_text
-from storesvc_client._values.listing import listed
+from storesvc_client._values.notebook import listed
 from storesvc_client._values.values import Tag
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

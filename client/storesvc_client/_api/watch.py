@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._values.resource_names import is_text
+from storesvc_client._values.arguments import is_text
 from storesvc_client._values.values import Event
 from storesvc_client.errors import (
     DataLossError,

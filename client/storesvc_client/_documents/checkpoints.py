@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from storesvc_client._values.json_values import json_value
-from storesvc_client._values.texts import ABSENT, dtype_text, mesh_text
+from storesvc_client._values.texts import ABSENT, dtype_text, json_value, mesh_text
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -91,7 +90,7 @@ def _model(structure: bytes) -> dict[str, Any] | None:
     """Returns the model that a checkpoint describes; None without a description."""
     if not structure:
         return None
-    from storesvc_client._values.documents import unpack_document
+    from storesvc_client._values.item_values import unpack_document
 
     fields = unpack_document(structure)
     return {name: fields.get(name) for name in ("model", "versions", "config")}

@@ -20,7 +20,7 @@ from storesvc.format.ocdbt import ZarrArray
 from storesvc.format.trees import SavedSharding
 from storesvc_client._export.source import Source
 from storesvc_client._export.tensors import exported_dtype
-from storesvc_client._values.containers import Container
+from storesvc_client._values.item_values import Container
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb

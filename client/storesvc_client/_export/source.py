@@ -16,7 +16,7 @@ from storesvc.storage.location import Storage
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._export.renames import Renames
 from storesvc_client._export.target import OpenTarget
-from storesvc_client._values.containers import Container
+from storesvc_client._values.item_values import Container
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import KINDS, UNKNOWN, Checkpoint
 from storesvc_client.errors import PreconditionError

@@ -19,7 +19,7 @@ from storesvc.format.keys import split_key
 from storesvc.format.trees import Leaf
 from storesvc_client._export.renames import Renamed, Renames
 from storesvc_client._export.source import Source
-from storesvc_client._values.documents import unpack_document
+from storesvc_client._values.item_values import unpack_document
 from storesvc_client._values.key_patterns import matching_keys
 from storesvc_client.errors import (
     InvalidRequestError,

@@ -25,8 +25,12 @@ from storesvc_client._save.transfer import (
 )
 from storesvc_client._session import Session
 from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.transfers import Transfer, label_text, with_provenance
-from storesvc_client._values.values import Checkpoint
+from storesvc_client._values.values import (
+    Checkpoint,
+    Transfer,
+    label_text,
+    with_provenance,
+)
 from storesvc_client.errors import (
     AlreadyExistsError,
     DataLossError,

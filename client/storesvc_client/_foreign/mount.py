@@ -31,10 +31,15 @@ from storesvc_client._foreign.tree_rows import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
-from storesvc_client._values.arguments import checked_patterns, checked_texts
-from storesvc_client._values.documents import CONTAINERS
-from storesvc_client._values.durations import Deadline, DurationLike, checked_duration
-from storesvc_client._values.listing import listed
+from storesvc_client._values.arguments import (
+    Deadline,
+    DurationLike,
+    checked_duration,
+    checked_patterns,
+    checked_texts,
+)
+from storesvc_client._values.item_values import CONTAINERS
+from storesvc_client._values.notebook import listed
 from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import RestoreReport

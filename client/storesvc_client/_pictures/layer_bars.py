@@ -26,10 +26,8 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
-from storesvc_client._values.findings import Diff
-from storesvc_client._values.natural_order import natural_key
-from storesvc_client._values.texts import count_text, printable, size_text
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.texts import count_text, natural_key, printable, size_text
+from storesvc_client._values.values import Diff, LeafInfo
 
 MOST_GROUPS: Final = 40
 """Maximum number of layers with a bar of their own."""

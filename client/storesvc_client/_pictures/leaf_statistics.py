@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from storesvc_client._values.html import Column, heading, note, table
+from storesvc_client._values.notebook import Column, heading, note, table
 from storesvc_client._values.texts import (
     count_text,
     dtype_text,

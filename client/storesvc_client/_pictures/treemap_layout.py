@@ -12,8 +12,7 @@ from heapq import heappop, heappush
 from typing import Final
 
 from storesvc_client._pictures.rectangles import Rectangle, divided
-from storesvc_client._values.natural_order import natural_key
-from storesvc_client._values.texts import count_text
+from storesvc_client._values.texts import count_text, natural_key
 from storesvc_client._values.values import LeafInfo
 
 HEADER: Final = 17.0

@@ -33,9 +33,9 @@ from storesvc.format.keys import (
     escape_part,
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.encoded_leaves import EncodedLeaf, family, with_encoded
 from storesvc_client._pytree.leaf_names import part_text
-from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.item_values import encode_python
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -27,7 +27,7 @@ from storesvc_client._pytree.leaves import (
 )
 from storesvc_client._pytree.paths import path_text
 from storesvc_client._pytree.plain_containers import nest
-from storesvc_client._values.containers import Container
+from storesvc_client._values.item_values import Container
 from storesvc_client._values.key_patterns import patterns_of
 from storesvc_client._values.values import path_of
 from storesvc_proto.v1 import tree_pb2 as pb

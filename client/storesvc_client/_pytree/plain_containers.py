@@ -22,7 +22,7 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
 from storesvc_client._pytree.leaves import KeyCache
-from storesvc_client._values.containers import (
+from storesvc_client._values.item_values import (
     EMPTY,
     TUPLE,
     Container,

@@ -21,7 +21,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.host_memory import allocate, collector_paused
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.encoded_leaves import is_encoded
 from storesvc_client._pytree.leaves import list_problems
@@ -36,9 +36,7 @@ from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.placement import Placement, Placer, allows_wide
 from storesvc_client._pytree.save_plan import region_of
 from storesvc_client._values.arguments import checked_cast
-from storesvc_client._values.containers import Container
-from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.item_values import decoded
+from storesvc_client._values.item_values import Container, decoded
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb

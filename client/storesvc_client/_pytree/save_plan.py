@@ -19,6 +19,7 @@ from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._chunks.slabs import Slab, slabs_of
 from storesvc_client._job.assignment import (
     Held,
@@ -44,7 +45,6 @@ from storesvc_client._pytree.leaves import (
     storable,
 )
 from storesvc_client._pytree.plain_containers import pack_containers
-from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.item_values import PlannedItem
 from storesvc_proto.v1 import tree_pb2 as pb
 

@@ -36,7 +36,7 @@ from storesvc_client._chunks.buffer_layout import (
     lay_out,
 )
 from storesvc_client._chunks.host_memory import allocate
-from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 

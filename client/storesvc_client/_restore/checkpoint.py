@@ -34,19 +34,18 @@ from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lent_bucket import LentBucket
-from storesvc_client._values.arguments import checked_patterns
-from storesvc_client._values.durations import (
+from storesvc_client._values.arguments import (
     Deadline,
     DurationLike,
     checked_duration,
+    checked_patterns,
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
-from storesvc_client._values.report_spans import Unfinished
 from storesvc_client._values.reports import ProcessReading, RestoreReport
-from storesvc_client._values.transfers import IMPORTED
-from storesvc_client._values.values import Checkpoint
+from storesvc_client._values.telemetry import Unfinished
+from storesvc_client._values.values import IMPORTED, Checkpoint
 from storesvc_client.errors import (
     InvalidRequestError,
     LimitError,

@@ -11,9 +11,13 @@ from typing import Final, Self
 
 from storesvc.format.names import CheckpointName
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._values.arguments import checked_text
-from storesvc_client._values.durations import Deadline, DurationLike, duration_message
-from storesvc_client._values.resource_names import received
+from storesvc_client._values.arguments import (
+    Deadline,
+    DurationLike,
+    checked_text,
+    duration_message,
+    received,
+)
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

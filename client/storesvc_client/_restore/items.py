@@ -12,15 +12,13 @@ from storesvc.format.keys import item_of
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._values.arguments import shown
 from storesvc_client._values.item_values import decoded
-from storesvc_client._values.shard_states import (
-    UnfitStateError,
-    is_of_shards,
-    read_shards,
-)
 from storesvc_client._values.stateful import (
+    UnfitStateError,
     give_shards,
     give_state,
     has_state,
+    is_of_shards,
+    read_shards,
     shard_part,
 )
 from storesvc_client._values.texts import count_text

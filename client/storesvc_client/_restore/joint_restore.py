@@ -33,7 +33,7 @@ from storesvc_client._restore.joint_outcomes import (
     listed,
     outcome_of,
 )
-from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.reports import ProcessReading
 from storesvc_client.errors import (
     InvalidRequestError,

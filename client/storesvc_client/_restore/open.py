@@ -7,13 +7,13 @@ from typing import Final
 
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import CheckpointName
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._session import Session
-from storesvc_client._values.durations import NEVER, Deadline
-from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

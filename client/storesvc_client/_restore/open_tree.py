@@ -24,16 +24,19 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.items import Items
-from storesvc_client._values.arguments import checked_texts
-from storesvc_client._values.containers import TUPLE, Container, unpack_containers
-from storesvc_client._values.documents import CONTAINERS
-from storesvc_client._values.durations import NEVER, Deadline
-from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.arguments import NEVER, Deadline, checked_texts
+from storesvc_client._values.item_values import (
+    CONTAINERS,
+    TUPLE,
+    Container,
+    unpack_containers,
+)
 from storesvc_client._values.key_patterns import Pattern, matching_keys, nearest_keys
-from storesvc_client._values.listing import Leaves
+from storesvc_client._values.notebook import Leaves
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import NotFoundError

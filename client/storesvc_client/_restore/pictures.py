@@ -22,8 +22,7 @@ from storesvc_client._pictures.leaf_statistics import (
 from storesvc_client._pictures.picture import Picture
 from storesvc_client._pictures.sharding_grid import sharding_grid
 from storesvc_client._pictures.treemap import treemap
-from storesvc_client._values.findings import Diff
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.values import Diff, LeafInfo
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from storesvc_client._rpc.server_wait import Wait, Waits
 from storesvc_client._rpc.target import Target, is_root
 from storesvc_client._rpc.tls import RenewedChannel, Tls, refusal
 from storesvc_client._rpc.tokens import Token, TokenSource, token_source
-from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client.errors import (
     InvalidRequestError,
     StoreError,

@@ -15,7 +15,7 @@ import grpc
 
 from storesvc_client._rpc.process_exit import check_process
 from storesvc_client._rpc.tokens import TokenSource
-from storesvc_client._values.otel import current_traceparent
+from storesvc_client._values.telemetry import current_traceparent
 
 TRACEPARENT: Final = "traceparent"
 """Name of the metadata with the span of the caller (W3C Trace Context)."""

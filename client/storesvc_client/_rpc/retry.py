@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from storesvc_client._rpc.tracebacks import trim
-from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client.errors import LimitError, StoreError, UnavailableError
 
 if TYPE_CHECKING:

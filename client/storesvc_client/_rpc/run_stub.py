@@ -10,8 +10,7 @@ from google.protobuf.message import Message
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.paging import OnDamage, rows
-from storesvc_client._values.durations import NEVER, Deadline
-from storesvc_client._values.resource_names import received
+from storesvc_client._values.arguments import NEVER, Deadline, received
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

@@ -10,8 +10,12 @@ from datetime import timedelta
 from typing import SupportsFloat, SupportsIndex
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName
-from storesvc_client._values.arguments import checked_labels, checked_metrics
-from storesvc_client._values.durations import DurationLike, as_timedelta
+from storesvc_client._values.arguments import (
+    DurationLike,
+    as_timedelta,
+    checked_labels,
+    checked_metrics,
+)
 from storesvc_client.errors import InvalidRequestError
 
 

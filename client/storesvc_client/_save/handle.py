@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._rpc.tracebacks import trim
-from storesvc_client._values.durations import DurationLike, seconds_or_none
+from storesvc_client._values.arguments import DurationLike, seconds_or_none
 from storesvc_client._values.reports import Rehearsal, SaveReport
 from storesvc_client._values.values import Checkpoint
 

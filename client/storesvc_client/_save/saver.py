@@ -29,7 +29,7 @@ from storesvc_client._values.options import (
     checked_distributed,
 )
 from storesvc_client._values.progress import Meter, ProgressCallback
-from storesvc_client._values.report_spans import Unfinished
+from storesvc_client._values.telemetry import Unfinished
 from storesvc_client.errors import (
     ConflictError,
     InvalidRequestError,

@@ -36,7 +36,7 @@ from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lent_bucket import LentBucket
-from storesvc_client._values.durations import Deadline
+from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.reports import SaveReport, WriterReport
 from storesvc_client._values.values import Checkpoint

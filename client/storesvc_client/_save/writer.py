@@ -16,7 +16,7 @@ from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.description import Description
-from storesvc_client._values.durations import duration_message
+from storesvc_client._values.arguments import duration_message
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.reports import WriterReport
 from storesvc_client._values.values import Checkpoint

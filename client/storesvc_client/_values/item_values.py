@@ -12,19 +12,193 @@ b'{"a":null,"b":[1,2.5]}'
 >>> encode_item((1, 2))
 Traceback (most recent call last):
 ValueError: expected a text, bytes, or a value of JSON, got tuple; use a list
+
+Packs documents about trees: JSON objects, compressed by zlib.
+
+A document is stored in ``LeafTable.structure`` of a checkpoint. Any client may have
+written it, so sizes are checked before it is parsed, and it is never executed.
+
+Containers that the leaves of a tree do not show, as a document. Needs no jax.
+
+A checkpoint holds leaves, and their paths show the dicts and lists above them. The
+document records type, key and path kinds of None, empty containers and tuples; it is
+stored as ``LeafTable.structure`` if the tree has no other document.
 """
 
 import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from storesvc.format.keys import MAX_ENCODED_BYTES, ItemName, describe
-from storesvc_client._values.state_values import at, type_name
-from storesvc_client._values.stateful import take_state
-from storesvc_client.errors import DataLossError
+from storesvc.format.keys import (
+    INTEGER_KINDS,
+    MAX_ENCODED_BYTES,
+    ItemName,
+    describe,
+    fits_key,
+    split_key,
+)
+from storesvc_client._values.stateful import at, take_state, type_name
+from storesvc_client._values.values import PathPart
+from storesvc_client.errors import DataLossError, StructureError
 from storesvc_proto.v1 import tree_pb2 as pb
+
+CONTAINERS: Final = b"storesvc.containers/1\n"
+"""Prefix of documents that describe containers, and are not the caller's own."""
+
+MAX_BYTES: Final = 128 << 20
+"""Maximum bytes of a decompressed document, against decompression bombs."""
+
+MAX_TOKENS: Final = 5_000_000
+"""Maximum commas, colons and opening brackets: each may become a Python object, of 80
+bytes on average. A module of 40,000 small layers has as many."""
+
+_PLACE: Final = "structure of the checkpoint"
+_ADVICE: Final = "use run.restore(like=), or another checkpoint"
+
+
+def pack_document(fields: Mapping[str, Any]) -> bytes:
+    """Returns a document.
+
+    Raises:
+        StructureError: It is larger than readers accept.
+    """
+    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    _check_size(text)
+    return zlib.compress(text, 1)
+
+
+def unpack_document(document: bytes) -> dict[str, Any]:
+    """Returns the fields of a document.
+
+    Raises:
+        StructureError: It is no document, or too large.
+    """
+    try:
+        text = _decompressed(document)
+        _check_size(text)
+        fields = json.loads(text)
+    except StructureError:
+        raise
+    except (zlib.error, ValueError, RecursionError) as e:
+        what = ascii(str(e))[1:-1][:200]
+        raise StructureError(
+            f"{_PLACE}: expected compressed JSON, got other bytes ({what}); {_ADVICE}"
+        ) from e
+    except MemoryError as e:
+        raise StructureError(
+            f"{_PLACE}: expected what fits into memory, got more; {_ADVICE}"
+        ) from e
+    if not isinstance(fields, dict):
+        raise StructureError(
+            f"{_PLACE}: expected fields, got a {type(fields).__name__}; {_ADVICE}"
+        )
+    return fields
+
+
+def _decompressed(document: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(document, MAX_BYTES + 1)
+    if not unpacker.eof and len(text) <= MAX_BYTES:
+        raise StructureError(
+            f"{_PLACE}: expected all of it, got a document that was cut short; "
+            f"{_ADVICE}"
+        )
+    if unpacker.unused_data:
+        raise StructureError(
+            f"{_PLACE}: expected nothing after its end, got "
+            f"{len(unpacker.unused_data)} bytes; {_ADVICE}"
+        )
+    return text
+
+
+def _check_size(text: bytes) -> None:
+    if len(text) > MAX_BYTES:
+        raise StructureError(
+            f"{_PLACE}: too large: expected at most {MAX_BYTES} bytes, got more; "
+            f"{_ADVICE}"
+        )
+    tokens = sum(map(text.count, (b",", b":", b"[", b"{")))
+    if tokens > MAX_TOKENS:
+        raise StructureError(
+            f"{_PLACE}: too large: expected at most {MAX_TOKENS} values, got {tokens}; "
+            f"{_ADVICE}"
+        )
+    if not text.isascii():  # one other character makes Python use 4 bytes each
+        raise StructureError(f"{_PLACE}: expected ASCII, got other bytes; {_ADVICE}")
+
+
+TUPLE: Final = "tuple"
+"""A tuple that is not empty; its items have entries of their own."""
+
+EMPTY: Final[dict[type, str]] = {
+    type(None): "none",
+    dict: "{}",
+    list: "[]",
+    tuple: "()",
+}
+"""Names of None and of empty containers."""
+
+_MADE: Final = {name: kind for kind, name in EMPTY.items() if kind is not type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One None, empty container or tuple."""
+
+    what: str
+    key: str
+    path_kinds: str
+
+    @property
+    def path(self) -> tuple[PathPart, ...]:
+        """Path of the container, in the form of a leaf's path."""
+        parts = zip(split_key(self.key), self.path_kinds, strict=True)
+        return tuple(
+            int(text) if kind in INTEGER_KINDS else text for text, kind in parts
+        )
+
+    @property
+    def value(self) -> Any:
+        """A new empty container, or None."""
+        return _MADE[self.what]() if self.what in _MADE else None
+
+
+def pack_document_of(containers: Iterable[Container]) -> bytes:
+    """Returns the document of containers; b"" if there are none.
+
+    Raises:
+        StructureError: It is larger than readers accept.
+    """
+    rows = sorted([each.what, each.key, each.path_kinds] for each in containers)
+    return CONTAINERS + pack_document({"containers": rows}) if rows else b""
+
+
+def unpack_containers(document: bytes) -> list[Container]:
+    """Returns the containers of a document, or none if it is of another type.
+
+    Raises:
+        StructureError: The document is malformed.
+    """
+    if not document.startswith(CONTAINERS):
+        return []
+    fields = unpack_document(document.removeprefix(CONTAINERS))
+    try:
+        rows = fields["containers"]
+        found = [Container(what, key, kinds) for what, key, kinds in rows]
+        for each in found:
+            if each.what not in (TUPLE, *EMPTY.values()):
+                raise ValueError(f"{each.what!r} is not a container")
+            if not fits_key(each.path_kinds, each.key):
+                raise ValueError(f"{each.path_kinds!r} does not fit {each.key!r}")
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        raise StructureError(
+            f"the document of its containers is malformed ({e}); restore with like="
+        ) from e
+    return found
+
 
 MAX_JSON_DEPTH: Final = 200
 """Maximum number of lists and dicts within each other: any process can decode it."""

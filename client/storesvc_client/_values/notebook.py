@@ -2,36 +2,65 @@
 
 Each function returns the ``_repr_html_`` of a value. Tables have at most ``MAX_ROWS``
 rows, and a line that counts the others.
+
+HTML tables for notebooks.
+
+Every text is escaped, and there is no script, no style sheet and no colour of our own:
+a table takes the colours of the page around it, light or dark, and only its lines are
+half-transparent grey. Characters that do not print, such as those that reverse a line,
+are shown as escapes.
+
+Example:
+    >>> table([Column("STEP", right=True)], [("100",)])[:6]
+    '<table'
+
+Lists that notebooks show as tables.
+
+``Listing`` is an iterator over rows that a server sends page by page. Showing it reads
+the rows that are left and keeps them, so that a later loop yields them all the same.
+``Rows`` and ``Leaves`` are a list and a dict.
+
+Example:
+    >>> @listed("number")
+    ... def numbers() -> Iterator[int]:
+    ...     yield from (1, 2)
+    >>> list(numbers())
+    [1, 2]
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
+from html import escape
 from itertools import islice
-from typing import Any, Final, NamedTuple
-
-from storesvc_client._values.durations import duration_text
-from storesvc_client._values.findings import (
-    Damage,
-    Diff,
-    ItemDifference,
-    LeafDifference,
-    Verification,
+from typing import (
+    Any,
+    Final,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Self,
+    TypeVar,
 )
-from storesvc_client._values.html import Column, heading, note, table
-from storesvc_client._values.leaf_tree import draw, grow
-from storesvc_client._values.natural_order import natural_key
+
+from storesvc_client._values.arguments import duration_text
 from storesvc_client._values.reports import RestoreReport, SaveReport, SaveTrace
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
+    draw,
     dtype_text,
+    grow,
     item_text,
     key_text,
+    natural_key,
     number_text,
     order_metrics,
     pairs_text,
     plural,
+    printable,
     shape_text,
     size_text,
     sizes_text,
@@ -40,14 +69,178 @@ from storesvc_client._values.texts import (
 )
 from storesvc_client._values.values import (
     Checkpoint,
+    Damage,
+    Diff,
     HoldInfo,
+    ItemDifference,
     ItemInfo,
+    LeafDifference,
     LeafInfo,
     RetentionDecision,
     RunInfo,
     Tag,
     UploadInfo,
+    Verification,
 )
+from storesvc_client.errors import StoreError
+
+_LINE = "border-bottom:1px solid rgba(128,128,128,0.4)"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    right: bool = False
+    """True for quantities, which are aligned right."""
+    drawn: bool = False
+    """True for drawings, which need their spaces and letters of equal width."""
+
+
+def table(
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str = "",
+    omitted: str = "",
+) -> str:
+    """Returns a table.
+
+    Args:
+        columns: The columns; if no one has a title, there is no header.
+        rows: A text for each column.
+        caption: Text above the table; "" for none.
+        omitted: Text of a last line, about rows that are left out; "" for none.
+    """
+    parts = ['<table style="border-collapse:collapse;color:inherit">']
+    if caption:
+        style = "text-align:left;caption-side:top;color:inherit;padding:2px 0"
+        parts.append(f'<caption style="{style}">{text(caption)}</caption>')
+    if any(column.title for column in columns):
+        titles = (_cell("th", column, column.title) for column in columns)
+        parts.append(f"<thead><tr>{''.join(titles)}</tr></thead>")
+    parts.append("<tbody>")
+    for row in rows:
+        cells = zip(columns, row, strict=True)
+        parts.append(f"<tr>{''.join(_cell('td', *each) for each in cells)}</tr>")
+    if omitted:
+        parts.append(
+            f'<tr><td colspan="{len(columns)}" style="text-align:left">'
+            f"{text(omitted)}</td></tr>"
+        )
+    parts.append("</tbody></table>")
+    return "".join(parts)
+
+
+def heading(title: str) -> str:
+    """Returns a line above tables."""
+    return f'<div style="padding:4px 0"><strong>{text(title)}</strong></div>'
+
+
+def note(words: str) -> str:
+    """Returns a line of plain text."""
+    return f'<div style="padding:2px 0">{text(words)}</div>'
+
+
+def text(words: str) -> str:
+    """Returns a text as HTML."""
+    return escape(printable(words))
+
+
+def _cell(tag: str, column: Column, words: str) -> str:
+    align = "right" if column.right else "left"
+    style = f"text-align:{align};padding:2px 10px 2px 0;color:inherit;{_LINE}"
+    if column.drawn:
+        style += ";white-space:pre;font-family:monospace;line-height:1.2"
+    return f'<{tag} style="{style}">{text(words)}</{tag}>'
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Listing(Iterator[T], Generic[T]):
+    """An iterator over the rows of a list, which a notebook shows as a table."""
+
+    def __init__(self, noun: str, rows: Iterator[T]) -> None:
+        """Creates the list; nothing is read yet.
+
+        Args:
+            noun: What a row is, such as "checkpoint".
+            rows: Reads the rows.
+        """
+        self._noun = noun
+        self._rows = rows
+        self._read_ahead = deque[T]()
+        """Rows that were read to be shown, and not yielded yet."""
+        self._error: StoreError | None = None
+        """Error after these rows, to be raised in its place."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        if self._read_ahead:
+            return self._read_ahead.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return next(self._rows)
+
+    def __repr__(self) -> str:
+        return f"<iterator over {plural(self._noun)}>"
+
+    def _repr_html_(self) -> str:
+
+        if self._error is None:
+            try:
+                self._read_ahead.extend(self._rows)
+            except StoreError as e:
+                self._error = e
+        ending = "" if self._error is None else f"the list ends here: {self._error}"
+        return list_html(self._read_ahead, noun=self._noun, ending=ending)
+
+
+def listed(
+    noun: str,
+) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Listing[T]]]:
+    """Returns a decorator for functions that return an iterator: they then return a
+    ``Listing``.
+
+    Args:
+        noun: What a row is, such as "checkpoint".
+    """
+
+    def decorated(function: Callable[P, Iterator[T]]) -> Callable[P, Listing[T]]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Listing[T]:
+            return Listing(noun, function(*args, **kwargs))
+
+        return call
+
+    return decorated
+
+
+class Rows(list[T]):
+    """A list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+
+        return list_html(self)
+
+
+class Leaves(dict[str, "LeafInfo"]):
+    """Leaves by key, which a notebook shows as a table."""
+
+    def __repr__(self) -> str:
+        size = size_text(sum(leaf.size_bytes for leaf in self.values()))
+        return f"<{count_text(len(self), 'leaf')}, {size}>"
+
+    def _repr_html_(self) -> str:
+
+        return leaves_html(self)
+
 
 MAX_ROWS: Final = 50
 """Rows of a table that are shown."""

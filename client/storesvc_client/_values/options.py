@@ -18,8 +18,12 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._values.arguments import checked_choice, checked_flag
-from storesvc_client._values.durations import DurationLike, checked_duration
+from storesvc_client._values.arguments import (
+    DurationLike,
+    checked_choice,
+    checked_duration,
+    checked_flag,
+)
 from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import InvalidRequestError

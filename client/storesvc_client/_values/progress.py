@@ -13,8 +13,21 @@ Example:
     ...     meter.add(8)
     >>> meter.done_bytes
     8
+
+Spans of saves and restores in the profiler of jax, shown by XProf and TensorBoard.
+
+jax is used only where the process has imported it already: no other process can profile
+with it, and importing it takes longer than a list of checkpoints.
+
+Example:
+    >>> if (annotation := trace_annotation()) is not None:
+    ...     with annotation("storesvc.save.plan"):
+    ...         pass
+
+Draws the progress of saves and restores in a terminal or a notebook.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +35,29 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from storesvc_client._values.reports import PhaseSpan
-from storesvc_client._values.trace_spans import trace_annotation
+
+if TYPE_CHECKING:
+    from tqdm.std import tqdm
+
+
+class TraceAnnotation(Protocol):
+    """The class of jax that creates a span."""
+
+    def __call__(self, name: str, /, **metadata: str) -> AbstractContextManager[object]:
+        """Returns a context that the profiler shows under a name while it records."""
+
+
+def trace_annotation() -> TraceAnnotation | None:
+    """Returns the class of spans; None in a process without jax."""
+    # the attribute is missing while another thread is still importing jax
+    found: TraceAnnotation | None = getattr(
+        sys.modules.get("jax.profiler"), "TraceAnnotation", None
+    )
+    return found
+
 
 Operation: TypeAlias = Literal["save", "restore", "export"]
 
@@ -380,3 +412,48 @@ class _Phase(_Span):
             self._trace.__exit__(None, None, None)
         del self._meter.under_way[id(self)]
         self._meter.spend(self.name, self.since)
+
+
+def progress_bar() -> ProgressCallback:
+    """Returns a callback for ``progress=`` that draws a bar on stderr.
+
+    The bar appears in terminals and notebooks only. One callback serves any number of
+    saves and restores; each has its own bar.
+
+    Example:
+        >>> import storesvc_client as store
+        >>> with store.connect("memory://") as client:
+        ...     run = client.run("docs/bars")
+        ...     save = run.save(0, {"x": 1.0}, progress=store.progress_bar())
+        ...     save.result().step
+        0
+    """
+    bars: dict[str, tqdm] = {}
+
+    def show(progress: Progress) -> None:
+        title = f"{progress.what} {progress.name}"
+        if title not in bars:
+            bars[title] = _bar(title, progress.total_bytes)
+        bar = bars[title]
+        bar.set_postfix_str(progress.slowest, refresh=False)
+        bar.update(progress.done_bytes - bar.n)
+        if progress.is_done:
+            bars.pop(title).close()
+
+    return show
+
+
+def _bar(title: str, total_bytes: int) -> "tqdm":
+    # imported late, as it takes time
+    from tqdm.auto import tqdm
+
+    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(
+        desc=title,
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        file=sys.stderr,
+        disable=not is_seen,
+    )

@@ -1,10 +1,40 @@
-"""Reports of saves and restores: what they moved, and how long each part took."""
+"""Reports of saves and restores: what they moved, and how long each part took.
 
-from collections.abc import Mapping
+Writes reports of saves and restores as JSON, and reads them again.
+
+A job writes the report of a restore to a file, and ``storectl trace --report`` shows it
+elsewhere. The file may come from anyone: each value is checked, so that whatever
+reads a report gets finite numbers of possible sizes and short texts. Fields that this
+release does not know are ignored.
+
+Example:
+    >>> text = report_json(opened.report)
+    >>> parse_report(text).seconds == opened.report.seconds
+    True
+
+Draws timelines of saves and restores as text.
+
+Example:
+    >>> print(timeline_text(report.timeline, report.seconds, width=60))
+    phase    start    end   busy  0                      0.024 s
+    plan     0.000  0.002  0.002  ##
+    write    0.002  0.020  0.031    #################
+    commit   0.020  0.024  0.004                     ####
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any, Final, NoReturn
 
-from storesvc_client._values.texts import size_text
+from storesvc_client._values.texts import (
+    ABSENT,
+    json_value,
+    printable,
+    size_text,
+    time_text,
+)
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import report_pb2 as pb
 
@@ -104,7 +134,6 @@ class SaveTrace:
     checkpoints of earlier releases."""
 
     def __str__(self) -> str:
-        from storesvc_client._values.timelines import trace_text
 
         return trace_text(self)
 
@@ -166,13 +195,11 @@ class SaveReport:
 
     def timeline_text(self, *, width: int = 100) -> str:
         """Returns the phases as a table with bars of text, at most `width` wide."""
-        from storesvc_client._values.timelines import timeline_text
 
         return timeline_text(self.timeline, self.seconds, width=width)
 
     def to_json(self) -> str:
         """Returns the report as JSON, which ``storectl trace --report`` shows."""
-        from storesvc_client._values.report_files import report_json
 
         return report_json(self)
 
@@ -183,7 +210,6 @@ class SaveReport:
         Raises:
             InvalidRequestError: It is no report of a save, or it is damaged.
         """
-        from storesvc_client._values.report_files import parse_report
 
         found = parse_report(text)
         if not isinstance(found, cls):
@@ -264,13 +290,11 @@ class RestoreReport:
 
     def timeline_text(self, *, width: int = 100) -> str:
         """Returns the phases as a table with bars of text, at most `width` wide."""
-        from storesvc_client._values.timelines import timeline_text
 
         return timeline_text(self.timeline, self.seconds, width=width)
 
     def to_json(self) -> str:
         """Returns the report as JSON, which ``storectl trace --report`` shows."""
-        from storesvc_client._values.report_files import report_json
 
         return report_json(self)
 
@@ -281,7 +305,6 @@ class RestoreReport:
         Raises:
             InvalidRequestError: It is no report of a restore, or it is damaged.
         """
-        from storesvc_client._values.report_files import parse_report
 
         found = parse_report(text)
         if not isinstance(found, cls):
@@ -306,3 +329,336 @@ class Rehearsal:
     needs arguments of its own, by a factory."""
     message: str
     """Reason why it cannot, and what to do; "" if it can."""
+
+
+MAX_REPORT_BYTES: Final = 1 << 20
+"""Maximum size of a report as JSON; that of a restore has less than 10 KiB."""
+
+_MAX_ROWS: Final = 1000
+"""Maximum phases, and maximum entries of a mapping."""
+_MAX_TEXT: Final = 4096
+_MAX_SECONDS: Final = 1e9
+_MAX_INTEGER: Final = (1 << 63) - 1
+_SHOWN: Final = 40
+"""Characters of a wrong value that an error shows."""
+
+_KINDS: Final = {SaveReport: "save", RestoreReport: "restore"}
+
+
+def report_json(report: SaveReport | RestoreReport) -> str:
+    """Returns a report as one JSON object."""
+    return json.dumps(report_document(report), indent=1) + "\n"
+
+
+def report_document(report: SaveReport | RestoreReport) -> dict[str, Any]:
+    """Returns a report as JSON types."""
+    return {"report": _KINDS[type(report)], **json_value(report)}
+
+
+def parse_report(
+    text: str | bytes, place: str = "report"
+) -> SaveReport | RestoreReport:
+    """Returns the report that ``report_json`` has written.
+
+    Args:
+        text: The JSON object.
+        place: Name of the text in errors, such as that of its file.
+
+    Raises:
+        InvalidRequestError: It is no report, or it is damaged.
+    """
+    try:
+        fields = _object(_loaded(text))
+        match kind := fields.get("report"):
+            case "restore":
+                return _restore(fields)
+            case "save":
+                return _save(fields)
+            case _:
+                _refuse("report", "'save' or 'restore'", kind)
+    except _DamagedError as e:
+        raise InvalidRequestError(
+            f"{place}: {e}; pass a file that a job has written with report.to_json()"
+        ) from None
+
+
+class _DamagedError(Exception):
+    """The text is no report; its text says what was expected and found."""
+
+
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    shown = printable(repr(got))
+    if len(shown) > _SHOWN:
+        shown = f"{shown[:_SHOWN]}..."
+    raise _DamagedError(f"{name}: expected {expected}, got {shown}")
+
+
+def _loaded(text: str | bytes) -> object:
+    if len(text) > MAX_REPORT_BYTES:
+        raise _DamagedError(
+            f"expected a report of at most {MAX_REPORT_BYTES:,} bytes, got more"
+        )
+    try:
+        return json.loads(text)
+    # a text of other bytes, of nested lists without end, or no JSON at all
+    except (ValueError, RecursionError):
+        raise _DamagedError("expected a report as JSON, got something else") from None
+
+
+def _object(value: object, name: str = "report") -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        _refuse(name, "an object", value)
+    if len(value) > _MAX_ROWS:
+        _refuse(name, f"at most {_MAX_ROWS} entries", len(value))
+    return value
+
+
+def _restore(fields: Mapping[str, Any]) -> RestoreReport:
+    other = fields.get("slowest_process")
+    return RestoreReport(
+        run=_text(fields, "run"),
+        step=_count(fields, "step"),
+        start_time=_time(fields, "start_time"),
+        read_bytes=_count(fields, "read_bytes"),
+        received_bytes=_count(fields, "received_bytes"),
+        returned_bytes=_count(fields, "returned_bytes"),
+        seconds=_seconds(fields, "seconds"),
+        timings=_timings(fields),
+        timeline=_timeline(fields),
+        slowest=_text(fields, "slowest"),
+        slowest_seconds=_seconds(fields, "slowest_seconds"),
+        slowest_process=None if other is None else _reading(other),
+        damaged=_damaged(fields),
+        is_verified=_flag(fields, "is_verified"),
+    )
+
+
+def _save(fields: Mapping[str, Any]) -> SaveReport:
+    return SaveReport(
+        run=_text(fields, "run"),
+        step=_count(fields, "step"),
+        start_time=_time(fields, "start_time"),
+        total_bytes=_count(fields, "total_bytes"),
+        sent_bytes=_count(fields, "sent_bytes"),
+        reused_bytes=_count(fields, "reused_bytes"),
+        seconds=_seconds(fields, "seconds"),
+        blocking_seconds=_seconds(fields, "blocking_seconds"),
+        timings=_timings(fields),
+        timeline=_timeline(fields),
+        slowest=_text(fields, "slowest"),
+        slowest_seconds=_seconds(fields, "slowest_seconds"),
+        last_process=_text(fields, "last_process"),
+        needs_like=tuple(
+            _text({"needs_like": one}, "needs_like")
+            for one in _list(fields, "needs_like")
+        ),
+        upload=_text(fields, "upload"),
+    )
+
+
+def _reading(value: object) -> ProcessReading:
+    fields = _object(value, "slowest_process")
+    return ProcessReading(
+        process=_text(fields, "process"),
+        read_bytes=_count(fields, "read_bytes"),
+        seconds=_seconds(fields, "seconds"),
+        slowest=_text(fields, "slowest"),
+        slowest_seconds=_seconds(fields, "slowest_seconds"),
+    )
+
+
+def _timeline(fields: Mapping[str, Any]) -> tuple[PhaseSpan, ...]:
+    return tuple(
+        PhaseSpan(
+            name=_text(one, "name"),
+            start_seconds=_seconds(one, "start_seconds"),
+            end_seconds=_seconds(one, "end_seconds"),
+            busy_seconds=_seconds(one, "busy_seconds"),
+        )
+        for one in (_object(each, "timeline") for each in _list(fields, "timeline"))
+    )
+
+
+def _timings(fields: Mapping[str, Any]) -> dict[str, float]:
+    timings = _object(fields.get("timings"), "timings")
+    return {name: _seconds(timings, name) for name in timings}
+
+
+def _damaged(fields: Mapping[str, Any]) -> dict[int, str]:
+    damaged = _object(fields.get("damaged"), "damaged")
+    for step in damaged:
+        if not (step.isascii() and step.isdecimal() and len(step) < 20):
+            _refuse("damaged", "steps", step)
+    return {int(step): _text(damaged, step) for step in damaged}
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list) or len(value) > _MAX_ROWS:
+        _refuse(name, f"a list of at most {_MAX_ROWS} entries", value)
+    return value
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        _refuse(printable(name), f"a text of at most {_MAX_TEXT} characters", value)
+    return value
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool):
+        _refuse(name, "true or false", value)
+    return value
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+        _refuse(name, "a whole number, at least 0", value)
+    return value
+
+
+def _seconds(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= _MAX_SECONDS  # no NaN is
+    ):
+        _refuse(printable(name)[:_SHOWN], f"seconds, 0 to {_MAX_SECONDS:g}", value)
+    return float(value)
+
+
+def _time(fields: Mapping[str, Any], name: str) -> datetime:
+    value = fields.get(name)
+    try:
+        found = datetime.fromisoformat(value)  # type: ignore[arg-type]  # caught below
+        if found.tzinfo is not None:
+            return found.astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    _refuse(name, "a time with its time zone", value)
+
+
+_LEAST_BAR: Final = 10
+"""Minimum width of the bars; narrower tables have none."""
+
+
+def timeline_text(spans: Sequence[PhaseSpan], seconds: float, *, width: int) -> str:
+    """Returns a table of phases with bars on a common axis from 0 to the duration.
+
+    Args:
+        spans: The phases.
+        seconds: Duration of the operation.
+        width: Maximum width of a line.
+    """
+    numbers = max(5, len(f"{seconds:.3f}"))
+    columns = [
+        ("phase", "start", "end", "busy"),
+        *(
+            (
+                printable(span.name),
+                f"{span.start_seconds:.3f}",
+                f"{span.end_seconds:.3f}",
+                f"{span.busy_seconds:.3f}",
+            )
+            for span in spans
+        ),
+    ]
+    names = max(len(name) for name, *_ in columns)
+    lines = [
+        "  ".join((name.ljust(names), *(number.rjust(numbers) for number in rest)))
+        for name, *rest in columns
+    ]
+    room = width - len(lines[0]) - 2
+    if room >= _LEAST_BAR:
+        end = f"{seconds:.3f} s"
+        bars = ["0" + end.rjust(room - 1)]
+        bars += [_bar(span, seconds, room) for span in spans]
+        lines = [f"{line}  {bar}" for line, bar in zip(lines, bars, strict=True)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def trace_text(trace: SaveTrace, *, width: int = 100) -> str:
+    """Returns the timeline of a save: one table for each process."""
+    took = (trace.commit_time - trace.create_time).total_seconds()
+    blocks = [
+        (
+            f"{trace.run}@{trace.step}: committed {time_text(trace.commit_time)}, "
+            f"{took:.3f} s after the upload began\ntrace {trace.upload}"
+        )
+    ]
+    for one in trace.writers:
+        sent, reused = one.sent_bytes, one.total_bytes - one.sent_bytes
+        title = (
+            f"process {one.writer} ({printable(one.owner) or ABSENT}): "
+            f"{one.seconds:.3f} s, {size_text(sent)} sent, {size_text(reused)} reused"
+        )
+        table = timeline_text(one.timeline, one.seconds, width=width)
+        blocks.append(f"{title}\n{table}")
+    if not trace.writers:
+        blocks.append("the release that saved it kept no timeline")
+    return "\n\n".join(blocks)
+
+
+def report_text(report: SaveReport | RestoreReport, *, width: int = 100) -> str:
+    """Returns a report as text: a few lines with its bytes, and its timeline."""
+    if isinstance(report, SaveReport):
+        lines = _save_lines(report)
+    else:
+        lines = _restore_lines(report)
+    if report.slowest:
+        slowest = printable(report.slowest)
+        lines.append(f"slowest part: {slowest}, {report.slowest_seconds:.3f} s")
+    table = timeline_text(report.timeline, report.seconds, width=width)
+    return "\n".join(lines) + f"\n\n{table}"
+
+
+def _head(report: SaveReport | RestoreReport) -> str:
+    return (
+        f"{printable(report.run)}@{report.step}, {time_text(report.start_time)}: "
+        f"{report.seconds:.3f} s"
+    )
+
+
+def _save_lines(report: SaveReport) -> list[str]:
+    sent, reused = size_text(report.sent_bytes), size_text(report.reused_bytes)
+    waited = f"{report.blocking_seconds:.3f} s"
+    lines = [
+        f"save of {_head(report)}, of which the caller waited {waited}",
+        f"{sent} sent, {reused} reused",
+    ]
+    if report.upload:
+        lines.append(f"trace {printable(report.upload)}")
+    if report.last_process:
+        lines.append(f"last process: {printable(report.last_process)}")
+    return lines
+
+
+def _restore_lines(report: RestoreReport) -> list[str]:
+    read, received = size_text(report.read_bytes), size_text(report.received_bytes)
+    returned = size_text(report.returned_bytes)
+    lines = [
+        f"restore of {_head(report)}",
+        f"{read} read, {received} received from other processes, {returned} returned",
+    ]
+    if (other := report.slowest_process) is not None:
+        lines.append(
+            f"slowest process: {printable(other.process)}, "
+            f"{size_text(other.read_bytes)} in {other.seconds:.3f} s"
+        )
+    lines += [
+        f"skipped step {step}: {printable(damage)}"
+        for step, damage in report.damaged.items()
+    ]
+    return lines
+
+
+def _bar(span: PhaseSpan, seconds: float, room: int) -> str:
+    """Returns a bar of at least one character."""
+    scale = room / seconds if seconds > 0 else 0.0
+    start = min(room - 1, int(span.start_seconds * scale))
+    end = min(room, max(start + 1, round(span.end_seconds * scale)))
+    return " " * start + "#" * (end - start)

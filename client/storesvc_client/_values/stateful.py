@@ -16,15 +16,295 @@ fit any number of processes:
   a ``MapDataset`` is one: a position in the order of all examples. So is that of an
   iterator that is saved as ``Replicated``.
 - Shard states, by the number of the shard; see ``shard_states``.
+
+Shard states of a data iterator, divided among the processes of a job.
+
+A value is ``{"%shards": {"0": STATE, "4": STATE}}``, by the number of the shard; the
+process with ``shard_options`` p of n takes the shards p, p + n, p + 2n, ... Usually the
+processes that saved had taken theirs alike: process q of m has the shards q, q + m, ...
+Then a process reads only the values that have a shard of its own, about m/n of them,
+instead of all m. It also checks each value that it reads. Every value is read by some
+process, which also reads the next one if a shard might be missing at the end, so that
+gaps are found by at least one process. If the values are divided otherwise, all are
+read.
+
+States of data iterators and random generators as values of JSON, and back.
+
+The object that gave a state gets an equal one back, of the same types at every place: a
+tuple stays a tuple, a number a key, an array of NumPy an array. What JSON lacks is a
+dict with one key, which begins with ``%``:
+
+- ``{"%tuple": [...]}``
+- ``{"%bytes": BASE64}``
+- ``{"%array": [DTYPE, SHAPE, BASE64]}``, an array of NumPy; a number of NumPy has null
+  as its shape
+- ``{"%dict": [[KEY, VALUE], ...]}``, a dict with integers as keys, or with a text that
+  begins with ``%``
+
+>>> to_json({"next_index": 7, "slice": (1, 5)})
+{'next_index': 7, 'slice': {'%tuple': [1, 5]}}
+>>> from_json({"next_index": 7, "slice": {"%tuple": [1, 5]}})
+{'next_index': 7, 'slice': (1, 5)}
 """
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
-from storesvc_client._values.shard_states import SHARDS, UnfitStateError
-from storesvc_client._values.state_values import from_json, to_json, type_name
+SHARDS: Final = "%shards"
+"""Only key of shard states."""
+
+ReadValues: TypeAlias = Callable[[Sequence[int]], Sequence[Any]]
+"""Returns the values of some processes, in their order."""
+
+
+class UnfitStateError(ValueError):
+    """A state does not fit the object that is to take it."""
+
+
+def is_of_shards(value: Any) -> bool:
+    """Returns whether a stored value holds shard states."""
+    if type(value) is not dict or value.keys() != {SHARDS}:
+        return False
+    shards = value[SHARDS]
+    return type(shards) is dict and all(map(str.isdecimal, shards))
+
+
+def read_shards(
+    index: int, count: int, saved: int, read: ReadValues, known: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Reads the states of the shards ``index``, ``index + count``, ...
+
+    Args:
+        index: Number of the process that takes them.
+        count: Number of processes that take shards.
+        saved: Number of processes that saved a value each.
+        read: Reads the values of some of these processes, in their order.
+        known: Values that were read already, by process.
+
+    Raises:
+        UnfitStateError: Shards are missing or differ, or there is none to take.
+    """
+    values = _Values(saved, read, known)
+    values.fetch([0])
+    if values.are_striped():
+        numbers = range(index, saved * values.stripes, count)
+        values.fetch(sorted({number % saved for number in numbers}))
+        values.fetch(values.unproved())
+        if values.are_striped() and (mine := values.states(numbers)):
+            return mine
+    values.fetch(range(saved))
+    every = _joined(values.found[process] for process in range(saved))
+    mine = {number: every[number] for number in range(index, len(every), count)}
+    if not mine:
+        raise UnfitStateError(
+            f"expected shard_options of at most {len(every)} shards, as many as were "
+            f"saved, got {index} of {count}"
+        )
+    return mine
+
+
+class _Values:
+    """The values of some of the processes that saved."""
+
+    def __init__(self, saved: int, read: ReadValues, known: Mapping[int, Any]) -> None:
+        self._saved = saved
+        self._read = read
+        self.found = {process: _by_number(value) for process, value in known.items()}
+        """States by process and shard."""
+
+    @property
+    def stripes(self) -> int:
+        """Number of shards of process 0, which no other exceeds."""
+        return len(self.found[0])
+
+    def are_striped(self) -> bool:
+        """Returns whether process q has the shards q, q + m, ..., as far as read."""
+        lengths = [len(shards) for _, shards in sorted(self.found.items())]
+        return (
+            lengths == sorted(lengths, reverse=True)
+            and lengths[0] - lengths[-1] <= 1
+            and all(
+                set(range(process, process + self._saved * len(shards), self._saved))
+                == shards.keys()
+                for process, shards in self.found.items()
+            )
+        )
+
+    def fetch(self, processes: Iterable[int]) -> None:
+        """Reads the values of the processes that were not read yet.
+
+        Raises:
+            UnfitStateError: One of them holds no shard states.
+        """
+        new = [process for process in processes if process not in self.found]
+        values = self._read(new) if new else ()
+        self.found |= dict(zip(new, map(_by_number, values), strict=True))
+
+    def unproved(self) -> list[int]:
+        """Returns the processes after those that have one shard less than process 0:
+        they must have one less, too, or a shard is missing."""
+        return [
+            process + 1
+            for process, shards in self.found.items()
+            if len(shards) < self.stripes and process + 1 < self._saved
+        ]
+
+    def states(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Returns the states of some shards, without absent ones."""
+        found = ((each, self.found[each % self._saved]) for each in numbers)
+        return {number: shards[number] for number, shards in found if number in shards}
+
+
+def _by_number(value: Any) -> dict[int, Any]:
+    if not is_of_shards(value):
+        raise UnfitStateError("expected shard states of all processes, got others")
+    return {int(text): state for text, state in value[SHARDS].items()}
+
+
+def _joined(parts: Iterable[Mapping[int, Any]]) -> list[Any]:
+    """Returns the states of all shards, by their numbers."""
+    found: dict[int, Any] = {}
+    for number, state in chain.from_iterable(part.items() for part in parts):
+        if found.setdefault(number, state) != state:
+            raise UnfitStateError(
+                f"expected one state of shard {number}, got different ones from two "
+                "processes"
+            )
+    if found.keys() != set(range(len(found))):
+        raise UnfitStateError(
+            f"expected the states of the shards 0 to {max(found)}, got {len(found)}"
+        )
+    return [found[shard] for shard in range(len(found))]
+
+
+_ARRAY_KINDS: Final = frozenset("biufc")
+"""Kinds of dtypes whose bytes are their values: bool, integers and floats."""
+
+MAX_STATE_DEPTH: Final = 50
+"""Maximum number of lists, tuples and dicts within each other; in JSON they are four
+times as many at most."""
+
+
+def to_json(state: Any, where: str = "", depth: int = 0) -> Any:
+    """Returns a state as a value of JSON.
+
+    Args:
+        state: None, a ``bool``, ``int``, finite ``float``, ``str``, ``bytes``, an array
+            or a number of NumPy, or lists, tuples and dicts of these, with texts or
+            integers as keys.
+        where: Place of the value in the state, for messages.
+        depth: Number of lists, tuples and dicts around it.
+
+    Raises:
+        ValueError: It holds anything else; the message says where.
+    """
+    kind = type(state)
+    if state is None or kind in (bool, int, str):
+        return state
+    if kind is float:
+        if not math.isfinite(state):
+            raise ValueError(f"{at(where)}expected a finite number, got {state}")
+        return state
+    if kind is bytes:
+        return {"%bytes": b64encode(state).decode()}
+    if kind not in (list, tuple, dict):
+        return {"%array": _of_array(state, where)}
+    if depth == MAX_STATE_DEPTH:
+        raise ValueError(
+            f"expected at most {MAX_STATE_DEPTH} lists and dicts within each other, "
+            f"got more at {where[:40]}..."
+        )
+    if kind is dict:
+        return _of_dict(state, where, depth + 1)
+    values = [to_json(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(state)]
+    return values if kind is list else {"%tuple": values}
+
+
+def from_json(value: Any) -> Any:
+    """Returns the state that ``to_json`` returned as this value.
+
+    Raises:
+        ValueError: It returns no such value.
+    """
+    if type(value) is list:
+        return [from_json(each) for each in value]
+    if type(value) is not dict:
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("%"):
+        return {key: from_json(each) for key, each in value.items()}
+    try:
+        return _of_tagged(tag, value[tag])
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"expected what {tag!r} holds in a state: {e}") from e
+
+
+def at(where: str) -> str:
+    """Returns the beginning of a message about a place in a value."""
+    return f"at {where}: " if where else ""
+
+
+def type_name(kind: type) -> str:
+    """Returns the name of a type in messages."""
+    name = kind.__qualname__
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
+
+
+def _of_dict(state: dict[Any, Any], where: str, depth: int) -> dict[str, Any]:
+    is_plain = True
+    for key in state:
+        if type(key) is str:
+            is_plain = is_plain and not key.startswith("%")
+        elif type(key) is int:
+            is_plain = False
+        else:
+            raise ValueError(
+                f"{at(where)}expected texts or integers as keys, got {key!r}"
+            )
+    pairs = [[k, to_json(v, f"{where}[{k!r}]", depth)] for k, v in state.items()]
+    return dict(pairs) if is_plain else {"%dict": pairs}
+
+
+def _of_array(state: Any, where: str) -> list[Any]:
+    kind = type(state)
+    is_number = any(base.__qualname__ == "generic" for base in kind.__mro__)
+    if kind.__module__ == "numpy" and (kind.__qualname__ == "ndarray" or is_number):
+        dtype = state.dtype
+        if dtype.kind in _ARRAY_KINDS:
+            text = b64encode(state.tobytes()).decode()
+            return [dtype.str, None if is_number else list(state.shape), text]
+        raise ValueError(f"{at(where)}expected an array of numbers, got {dtype}")
+    raise ValueError(
+        f"{at(where)}expected a value of JSON, a tuple, bytes or an array of NumPy, "
+        f"got {type_name(kind)}"
+    )
+
+
+def _of_tagged(tag: str, content: Any) -> Any:
+    match tag:
+        case "%tuple":
+            return tuple(from_json(each) for each in content)
+        case "%bytes":
+            return b64decode(content, validate=True)
+        case "%dict":
+            return {key: from_json(each) for key, each in content}
+        case "%array":
+            return _to_array(*content)
+        case _:
+            raise ValueError("the writer of the checkpoint is of a newer release")
+
+
+def _to_array(dtype: str, shape: list[int] | None, text: str) -> Any:
+    import numpy as np
+
+    found = np.frombuffer(b64decode(text, validate=True), np.dtype(dtype))
+    return found[0] if shape is None else found.reshape(shape).copy()
+
 
 _ELASTIC_KEYS: Final = {"global_next_index"}
 """Keys of the state of Grain's ``ElasticIterator`` of a ``MapDataset``."""

@@ -8,39 +8,461 @@ run in the thread that ends the operation, before its result is returned.
 Example:
     >>> telemetry = Telemetry("file:///tmp/ckpts", step_logger=logger)
     >>> telemetry.save_began()
+
+Projects reports of saves and restores to events for monitoring.
+
+An event repeats what a report says and adds nothing, so the two cannot disagree.
+Durations are in seconds, and scalars are plain numbers. Orbax defines the names
+``/jax/orbax/...`` and the keys of the step statistics, which dashboards and
+ml-goodput-measurement read.
+
+Example:
+    >>> events = restore_events(report)
+    >>> events[0]
+    Event(kind='event', name='/jax/storesvc/restore/success', value=1, tags={})
+
+Projects reports of saves and restores to spans of a trace.
+
+A span repeats what a report says and adds nothing, so the two cannot disagree. A phase
+is one span from its first start to its last end, however many threads worked in it; the
+attribute ``storesvc.busy_seconds`` is the sum over the threads. Attributes have the
+names of the fields of the report. An operation that failed has the phases that it came
+to, and the reason of its error; never the text of the error, which may have names and
+values of the user.
+
+Example:
+    >>> span = restore_span(report, process=0)
+    >>> span.name, [child.name for child in span.children]
+    ('storesvc.restore', ['plan', 'read', 'verify', 'place', 'rebuild'])
+
+Emits spans and measurements where the process uses OpenTelemetry.
+
+Nothing is imported here: a process that has not imported ``opentelemetry.trace`` has no
+tracer provider, and its spans would go nowhere; likewise for ``opentelemetry.metrics``.
+The spans of a save belong to the trace of its upload (``storesvc.format.names``),
+so the spans of all processes and servers join. A restore belongs to the current span of
+its caller, or begins a trace; its span is the current one while it lasts, and calls
+carry the current span to the server. Measurements are the events of ``report_events``.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol, assert_never
+from functools import cache
+from typing import Any, Final, Literal, Protocol, TypeAlias, assert_never
 
-from storesvc_client._values.otel import OpenSpan, emit, measure
-from storesvc_client._values.report_events import (
-    Event,
-    failure_event,
-    orbax_restore_events,
-    orbax_save_events,
-    restore_events,
-    restore_statistics,
-    save_events,
-    save_statistics,
-    start_event,
-)
-from storesvc_client._values.report_spans import (
-    Span,
-    Unfinished,
-    error_type,
-    failed_span,
-    restore_span,
-    save_span,
-)
-from storesvc_client._values.reports import RestoreReport, SaveReport
+from storesvc.format.names import TraceIds, trace_of_upload, traceparent
+from storesvc_client._values.reports import PhaseSpan, RestoreReport, SaveReport
 from storesvc_client._values.values import Checkpoint
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import InvalidRequestError, StoreError
+
+Operation: TypeAlias = Literal["save", "restore"]
+
+_GBYTE: Final = 1 << 30
+"""Orbax counts its gbytes in GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of ``jax.monitoring``."""
+
+    kind: Literal["event", "duration", "scalar"]
+    name: str
+    value: float = 1
+    """Seconds of a duration, number of a scalar; 1 for an event."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Keyword arguments for listeners, always in the same order."""
+
+
+def start_event(what: Operation) -> Event:
+    """Returns the event of an operation that begins."""
+    return Event("event", f"/jax/storesvc/{what}/start")
+
+
+def failure_event(what: Operation, error: BaseException) -> Event:
+    """Returns the event of an operation that failed; its tag is the class of the
+    error."""
+    return Event(
+        "event", f"/jax/storesvc/{what}/failure", tags={"error": type(error).__name__}
+    )
+
+
+def save_events(report: SaveReport) -> list[Event]:
+    """Returns the events of a save that was committed."""
+    place = "/jax/storesvc/save"
+    return [
+        Event("event", f"{place}/success"),
+        Event("duration", f"{place}/total_duration_secs", report.seconds),
+        Event("duration", f"{place}/blocking_duration_secs", report.blocking_seconds),
+        *_phase_events(place, report.timings),
+        Event("scalar", f"{place}/total_bytes", report.total_bytes),
+        Event("scalar", f"{place}/sent_bytes", report.sent_bytes),
+        Event("scalar", f"{place}/reused_bytes", report.reused_bytes),
+    ]
+
+
+def restore_events(report: RestoreReport) -> list[Event]:
+    """Returns the events of a restore that succeeded."""
+    place = "/jax/storesvc/restore"
+    return [
+        Event("event", f"{place}/success"),
+        Event("duration", f"{place}/total_duration_secs", report.seconds),
+        *_phase_events(place, report.timings),
+        Event("scalar", f"{place}/read_bytes", report.read_bytes),
+        Event("scalar", f"{place}/received_bytes", report.received_bytes),
+        Event("scalar", f"{place}/returned_bytes", report.returned_bytes),
+    ]
+
+
+def orbax_save_events(
+    report: SaveReport, checkpoint: Checkpoint, directory: str
+) -> list[Event]:
+    """Returns the events that dashboards of Orbax use, for a committed save."""
+    place, tags = "/jax/orbax/write", _storage_type(directory)
+    blocking = report.blocking_seconds
+    return [
+        Event("duration", f"{place}/blocking_duration_secs", blocking, tags),
+        Event("duration", f"{place}/total_duration_secs", report.seconds, tags),
+        Event("scalar", f"{place}/gbytes", checkpoint.size_bytes / _GBYTE),
+    ]
+
+
+def orbax_restore_events(report: RestoreReport, directory: str) -> list[Event]:
+    """Returns the event that dashboards of Orbax use, for a restore."""
+    name, tags = "/jax/orbax/read/total_duration_secs", _storage_type(directory)
+    return [Event("duration", name, report.seconds, tags)]
+
+
+def save_statistics(report: SaveReport, directory: str) -> dict[str, object]:
+    """Returns the step statistics of a committed save, with the keys of Orbax.
+
+    What is not measured is None, as in Orbax; old steps are never listed by a save.
+    """
+    start = report.start_time.timestamp()
+    waited = report.timings.get("await previous", 0.0)
+    return {
+        "step": report.step,
+        "event_type": "save",
+        "directory": directory,
+        "reached_preemption": False,
+        "preemption_received_at": None,
+        "synchronous": report.blocking_seconds >= report.seconds,
+        "wait_for_prev_start_time": start,
+        "wait_for_prev_duration_secs": waited,
+        "time_between_consecutive_saves_sec": None,
+        "checkpointer_blocking_start_time": start + waited,
+        "checkpointer_blocking_duration_secs": report.blocking_seconds - waited,
+        "get_old_steps_start_time": None,
+        "get_old_steps_duration_secs": 0.0,
+        "checkpoint_manager_blocking_start_time": start,
+        "checkpoint_manager_blocking_duration_secs": report.blocking_seconds,
+    }
+
+
+def restore_statistics(report: RestoreReport, directory: str) -> dict[str, object]:
+    """Returns the step statistics of a restore, with the keys of Orbax."""
+    start = report.start_time.timestamp()
+    return {
+        "step": report.step,
+        "event_type": "restore",
+        "directory": directory,
+        "checkpointer_start_time": start,
+        "checkpointer_duration_secs": report.seconds,
+        "checkpoint_manager_start_time": start,
+        "checkpoint_manager_duration_secs": report.seconds,
+    }
+
+
+def _phase_events(place: str, timings: Mapping[str, float]) -> list[Event]:
+    """Returns the durations of the phases, each summed over all threads."""
+    return [
+        Event("duration", f"{place}/{phase.replace(' ', '_')}_duration_secs", seconds)
+        for phase, seconds in timings.items()
+    ]
+
+
+def _storage_type(directory: str) -> Mapping[str, str]:
+    return {"storage_type": "gcs" if directory.startswith("gs://") else "other"}
+
+
+Attribute: TypeAlias = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A span that has ended."""
+
+    name: str
+    start: float
+    """Seconds since the epoch."""
+    end: float
+    """Seconds since the epoch."""
+    attributes: Mapping[str, Attribute]
+    events: Mapping[str, Mapping[str, Attribute]] = field(default_factory=dict)
+    """Attributes of events by name; they have the time of the end."""
+    children: "tuple[Span, ...]" = ()
+    error: str = ""
+    """Reason of the failure; "" if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """Measurements of a save or a restore that failed."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    step: int
+    """Step of the checkpoint."""
+    start_time: datetime
+    """Time of its start, in UTC."""
+    seconds: float
+    """Seconds until it failed."""
+    timeline: tuple[PhaseSpan, ...] = ()
+    """Phases that it came to, in the order of their start."""
+    process: int
+    """Index of this process in its job."""
+    upload: str = ""
+    """Id of the upload; "" for a restore, and for a save that did not begin one."""
+
+
+def save_span(report: SaveReport, *, process: int) -> Span:
+    """Returns the span of a committed save.
+
+    Args:
+        report: The report of this process.
+        process: Index of this process in its job.
+    """
+    start = report.start_time.timestamp()
+    events: dict[str, Mapping[str, Attribute]] = {}
+    if report.slowest:
+        events["slowest part"] = _slowest(report.slowest, report.slowest_seconds)
+    if report.last_process:
+        events["last process"] = {"storesvc.last_process": report.last_process}
+    return Span(
+        name="storesvc.save",
+        start=start,
+        end=start + report.seconds,
+        attributes={
+            "storesvc.run": report.run,
+            "storesvc.step": report.step,
+            "storesvc.process": process,
+            "storesvc.upload": report.upload,
+            "storesvc.total_bytes": report.total_bytes,
+            "storesvc.sent_bytes": report.sent_bytes,
+            "storesvc.reused_bytes": report.reused_bytes,
+            "storesvc.blocking_seconds": report.blocking_seconds,
+        },
+        events=events,
+        children=tuple(_phases(start, report.timeline)),
+    )
+
+
+def restore_span(report: RestoreReport, *, process: int) -> Span:
+    """Returns the span of a restore that succeeded; arguments as of ``save_span``."""
+    start = report.start_time.timestamp()
+    events: dict[str, Mapping[str, Attribute]] = {}
+    if report.slowest:
+        events["slowest part"] = _slowest(report.slowest, report.slowest_seconds)
+    if (other := report.slowest_process) is not None:
+        events["slowest process"] = {
+            "storesvc.slowest_process": other.process,
+            "storesvc.seconds": other.seconds,
+        }
+    for step, damage in report.damaged.items():
+        events[f"damaged step {step}"] = {"storesvc.damage": damage}
+    return Span(
+        name="storesvc.restore",
+        start=start,
+        end=start + report.seconds,
+        attributes={
+            "storesvc.run": report.run,
+            "storesvc.step": report.step,
+            "storesvc.process": process,
+            "storesvc.read_bytes": report.read_bytes,
+            "storesvc.received_bytes": report.received_bytes,
+            "storesvc.returned_bytes": report.returned_bytes,
+        },
+        events=events,
+        children=tuple(_phases(start, report.timeline)),
+    )
+
+
+def failed_span(what: Operation, failed: Unfinished, error: BaseException) -> Span:
+    """Returns the span of a save or a restore that failed.
+
+    Args:
+        what: The operation.
+        failed: Its measurements.
+        error: The error that ended it.
+    """
+    start, reason = failed.start_time.timestamp(), error_type(error)
+    attributes: dict[str, Attribute] = {
+        "storesvc.run": failed.run,
+        "storesvc.step": failed.step,
+        "storesvc.process": failed.process,
+        "error.type": reason,
+    }
+    if failed.upload:
+        attributes["storesvc.upload"] = failed.upload
+    return Span(
+        name=f"storesvc.{what}",
+        start=start,
+        end=start + failed.seconds,
+        attributes=attributes,
+        children=tuple(_phases(start, failed.timeline)),
+        error=reason,
+    )
+
+
+def error_type(error: BaseException) -> str:
+    """Returns the reason of an error, or the name of its class if it has none."""
+    reason = error.reason if isinstance(error, StoreError) else ""
+    return reason or type(error).__name__
+
+
+def _slowest(name: str, seconds: float) -> Mapping[str, Attribute]:
+    return {"storesvc.slowest": name, "storesvc.slowest_seconds": seconds}
+
+
+def _phases(start: float, timeline: Iterable[PhaseSpan]) -> Iterable[Span]:
+    for phase in timeline:
+        yield Span(
+            name=phase.name,
+            start=start + phase.start_seconds,
+            end=start + phase.end_seconds,
+            attributes={"storesvc.busy_seconds": phase.busy_seconds},
+        )
+
+
+_OWN: Final = "/jax/storesvc/"
+
+
+def emit(span: Span, *, upload: str = "") -> None:
+    """Emits a span and its children.
+
+    Args:
+        span: The span.
+        upload: Id of the upload whose trace it belongs to; empty: the current one.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return
+    tracer = trace.get_tracer("storesvc_client")
+    _emit(trace, tracer, span, _context_of(trace, upload))
+
+
+def current_traceparent() -> str:
+    """Returns the ``traceparent`` of the current span; "" if it is not sampled, or
+    there is none."""
+    # the attribute is missing while another thread is still importing the module
+    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current is None:
+        return ""
+    found = current().get_span_context()
+    if not (found.is_valid and found.trace_flags.sampled):
+        return ""
+    return traceparent(TraceIds(found.trace_id, found.span_id))
+
+
+class OpenSpan:
+    """A span that has begun; nothing where the process does not use OpenTelemetry."""
+
+    def __init__(self, name: str, start: float) -> None:
+        """Begins the span within the current one.
+
+        Args:
+            name: Name of the span.
+            start: Seconds since the epoch.
+        """
+        self._trace: Any = sys.modules.get("opentelemetry.trace")
+        self._span: Any = None
+        if self._trace is not None:
+            tracer = self._trace.get_tracer("storesvc_client")
+            self._span = tracer.start_span(name, start_time=_nanoseconds(start))
+
+    def current(self) -> AbstractContextManager[object]:
+        """Returns a context in which the span is the current one."""
+        if self._span is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = self._trace.use_span(
+            self._span, record_exception=False, set_status_on_exception=False
+        )
+        return context
+
+    def end(self, span: Span) -> None:
+        """Ends the span with attributes, events, children and end of another one."""
+        if self._span is not None:
+            tracer = self._trace.get_tracer("storesvc_client")
+            _end(self._trace, tracer, self._span, span)
+
+
+def measure(events: Iterable[Event]) -> None:
+    """Records events: durations in histograms, the others in counters.
+
+    ``/jax/storesvc/save/total_duration_secs`` is ``storesvc.save.total_duration`` in
+    seconds, ``/jax/storesvc/save/sent_bytes`` is ``storesvc.save.sent_bytes``.
+    """
+    if "opentelemetry.metrics" not in sys.modules:
+        return
+    for event in events:
+        if event.name.startswith(_OWN):
+            _instrument(event.kind, event.name)(event.value, dict(event.tags))
+
+
+@cache
+def _instrument(kind: str, name: str) -> Any:
+    """Returns the method of an instrument that records a value."""
+    meter = sys.modules["opentelemetry.metrics"].get_meter("storesvc_client")
+    own = name.removeprefix("/jax/").replace("/", ".")
+    if kind == "duration":
+        return meter.create_histogram(own.removesuffix("_secs"), unit="s").record
+    unit = "By" if name.endswith("_bytes") else "1"
+    return meter.create_counter(own, unit=unit).add
+
+
+def _context_of(trace: Any, upload: str) -> Any:
+    """Returns the context of the trace of an upload; None: the current one."""
+    ids = trace_of_upload(upload)
+    if ids is None:
+        return None
+    parent = trace.SpanContext(
+        ids.trace,
+        ids.span,
+        is_remote=True,
+        trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+    )
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent))
+
+
+def _emit(trace: Any, tracer: Any, span: Span, context: Any) -> None:
+    emitted = tracer.start_span(
+        span.name,
+        context=context,
+        start_time=_nanoseconds(span.start),
+    )
+    _end(trace, tracer, emitted, span)
+
+
+def _end(trace: Any, tracer: Any, begun: Any, span: Span) -> None:
+    """Ends a span that has begun as another one describes it."""
+    begun.set_attributes(span.attributes)
+    inside = trace.set_span_in_context(begun)
+    for child in span.children:
+        _emit(trace, tracer, child, inside)
+    for name, attributes in span.events.items():
+        begun.add_event(name, attributes, timestamp=_nanoseconds(span.end))
+    if span.error:
+        begun.set_status(trace.StatusCode.ERROR, span.error)
+    begun.end(_nanoseconds(span.end))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
 
 _log = logging.getLogger("storesvc_client")
 

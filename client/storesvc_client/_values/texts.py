@@ -2,17 +2,169 @@
 
 The command line and notebooks show the same texts. Times are in the time zone of this
 machine.
+
+Values as JSON; storectl's ``--json`` and the console's ``?json`` are the same.
+
+JSON follows the JSON mapping of protobuf: times are RFC 3339 in UTC, durations are
+seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" and
+"-Infinity"; complex numbers are [real, imaginary]. Sizes are in bytes.
+
+Orders texts as people do: numbers in them by value.
+
+>>> sorted(["layer_10", "layer_2"], key=natural_key)
+['layer_2', 'layer_10']
+
+Names that differ in a number, and one text for several of them, as in a shell.
+
+>>> (series,) = numbered_series(["layer_0", "layer_1", "layer_2", "layer_8"])
+>>> series.text, series.indices
+('layer_{0..2,8}', (0, 1, 2, 3))
+
+Draws the leaves of a checkpoint as a tree.
+
+Two rules keep the drawing short and complete: a node with one child shares a line with
+it (``embed/embedding``), and numbered siblings with the same keys, dtypes and shapes
+are drawn once, as ``layer_{0..11}``, with their number before their content.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from datetime import datetime
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby, pairwise, takewhile
 from shlex import quote
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, assert_never
 
 if TYPE_CHECKING:
     from storesvc.format.trees import SavedSharding
     from storesvc_client._values.values import ItemInfo, LeafInfo
+
+_NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def json_value(value: Any) -> Any:
+    """Returns the value as JSON types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        return json_value(named)
+    match value:
+        case Mapping():
+            return {str(key): json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_value(item) for item in value]
+        case datetime():
+            return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        case timedelta():
+            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+        case complex():
+            return [json_value(value.real), json_value(value.imag)]
+        case float() if not math.isfinite(value):
+            return _NOT_FINITE[str(value)]
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return str(value)
+
+
+NaturalKey: TypeAlias = tuple[object, ...]
+"""A sort key; comparable with others of ``natural_key``."""
+
+_DIGITS: Final = re.compile("([0-9]+)")
+
+
+def natural_key(text: str) -> NaturalKey:
+    """Returns the sort key of a text.
+
+    Numbers are compared by length and digits: no text is converted to an integer, which
+    Python rejects for very long ones. A number sorts before a letter.
+    """
+    pieces = _DIGITS.split(text)
+    return (*map(_piece_key, range(len(pieces)), pieces),), text
+
+
+def _piece_key(index: int, piece: str) -> tuple[int, str]:
+    """Returns the key of a piece; digits are at the odd positions of a split."""
+    if index % 2 == 0:
+        return len(piece) > 0, piece
+    digits = piece.lstrip("0")
+    return len(digits), digits
+
+
+_NAME: Final = re.compile(r"(.*?)(0*)([0-9]{1,18})([^0-9]*)", re.DOTALL)
+"""A name, whose last number is the third group; without the zeros before it."""
+
+_MOST_RANGES: Final = 4
+"""Maximum ranges in the text of a series."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Names that differ in their last number."""
+
+    indices: tuple[int, ...]
+    """Positions of the names among all."""
+    text: str
+    """Text for all of them, such as "layer_{0..11}"; of a single one, its name."""
+
+
+def numbered_series(names: Sequence[str]) -> list[Series]:
+    """Returns the series of names, in the order of their first ones; a name without a
+    number is one of its own.
+
+    Args:
+        names: Different names; numbers ascend, as ``natural_key`` sorts them.
+    """
+    found = [_NAME.fullmatch(name) for name in names]
+    # Of 08, 09, 10, the last one has two digits for the same reason as the others.
+    padded = {_padding(each) for each in found if each and each[2]}
+    members: dict[object, list[int]] = defaultdict(list)
+    for at, each in enumerate(found):
+        if each is None:
+            members[at].append(at)
+            continue
+        prefix, width, suffix = _padding(each)
+        is_padded = (prefix, width, suffix) in padded
+        members[prefix, width if is_padded else 0, suffix].append(at)
+    return [
+        Series(indices=tuple(those), text=_text([names[at] for at in those]))
+        for those in members.values()
+    ]
+
+
+def _padding(found: re.Match[str]) -> tuple[str, int, str]:
+    return found[1], len(found[2] + found[3]), found[4]
+
+
+def _text(names: Sequence[str]) -> str:
+    first = _NAME.fullmatch(names[0])
+    if len(names) == 1 or first is None:
+        return names[0]
+    start, end = len(first[1]), len(first[4])
+    digits = [name[start : len(name) - end] for name in names]
+    return f"{first[1]}{{{','.join(_ranges(digits))}}}{first[4]}"
+
+
+def _ranges(digits: Sequence[str]) -> Iterator[str]:
+    """Yields ranges of ascending numbers; their text stays short."""
+    numbers = [int(each) for each in digits]
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(steps) == 1 and len(numbers) > 2 and (step := steps.pop()) > 1:
+        yield f"{digits[0]}..{digits[-1]}..{step}"
+        return
+    starts = [
+        at
+        for at, number in enumerate(numbers)
+        if at == 0 or number != numbers[at - 1] + 1
+    ]
+    ends = [at - 1 for at in starts[1:]] + [len(numbers) - 1]
+    for first, last in list(zip(starts, ends, strict=True))[:_MOST_RANGES]:
+        yield digits[first] if first == last else f"{digits[first]}..{digits[last]}"
+    if len(starts) > _MOST_RANGES:
+        yield "…"
+
 
 ENCODED: Final = frozenset({"text", "json", "bytes", "integer"})
 """Values of ``LeafInfo.kind`` of leaves that hold the bytes of an encoded value."""
@@ -175,3 +327,144 @@ def mesh_text(sharding: "SavedSharding | None") -> str:
         return ABSENT
     axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
     return " ".join(f"{name}={size}" for name, size in axes) or ABSENT
+
+
+Line: TypeAlias = tuple[str, str, str]
+"""The drawn name of a node, its content, and its size."""
+
+_Entry: TypeAlias = "tuple[tuple[str, ...], LeafInfo]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A subtree, or a leaf."""
+
+    parts: tuple[str, ...]
+    """Path from the parent; several parts where nodes between have no sibling."""
+    leaf: "LeafInfo | None"
+    children: "tuple[Node, ...]"
+    size_bytes: int
+    leaf_count: int
+    likeness: tuple[object, ...]
+    """Value that is equal for subtrees with the same keys, dtypes and shapes."""
+
+    @property
+    def name(self) -> str:
+        """Path from the parent, as in a key."""
+        return "/".join(self.parts) or "''"
+
+    @property
+    def content(self) -> str:
+        """Content as text, such as "float32[2,3]" or "12 leaves"."""
+        if self.leaf is None:
+            return count_text(self.leaf_count, "leaf")
+        return dtype_text(self.leaf) + shape_text(self.leaf)
+
+
+def grow(leaves: "Iterable[LeafInfo]") -> tuple[Node, ...]:
+    """Returns the top nodes of the tree of these leaves."""
+    return _children([(tuple(leaf.key.split("/")), leaf) for leaf in leaves])
+
+
+def draw(
+    nodes: Sequence[Node], *, depth: int | None = None, expand: bool = False
+) -> Iterator[Line]:
+    """Yields the drawing line by line.
+
+    Args:
+        nodes: Siblings.
+        depth: Maximum number of levels; None: all.
+        expand: Whether to draw each of numbered siblings.
+    """
+    rows = [_Row(node, node.parts[0], 1) for node in nodes] if expand else _rows(nodes)
+    for row in rows:
+        last = row is rows[-1]
+        yield f"{'└── ' if last else '├── '}{row.name}", row.content, row.size
+        if depth != 1:
+            below = depth and depth - 1
+            inner = draw(row.node.children, depth=below, expand=expand)
+            for name, content, size in inner:
+                yield f"{'    ' if last else '│   '}{name}", content, size
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One node, for all that are like it."""
+
+    node: Node
+    first_part: str
+    count: int
+
+    @property
+    def name(self) -> str:
+        return "/".join((self.first_part, *self.node.parts[1:])) or "''"
+
+    @property
+    def content(self) -> str:
+        return f"{self._times}{self.node.content}"
+
+    @property
+    def size(self) -> str:
+        return f"{self._times}{size_text(self.node.size_bytes)}"
+
+    @property
+    def _times(self) -> str:
+        return "" if self.count == 1 else f"{self.count:,} x "
+
+
+def _children(entries: Iterable[_Entry]) -> tuple[Node, ...]:
+    ordered = sorted(entries, key=lambda entry: [*map(natural_key, entry[0])])
+    siblings = groupby(ordered, key=lambda entry: entry[0][0])
+    return tuple(_node(list(below)) for _, below in siblings)
+
+
+def _node(entries: list[_Entry]) -> Node:
+    paths = [path for path, _ in entries]
+    ends = zip(min(paths), max(paths), strict=False)
+    shared = takewhile(lambda pair: pair[0] == pair[1], ends)
+    parts = tuple(part for part, _ in shared)
+    leaf = entries[0][1] if len(entries) == 1 else None
+    children = (
+        () if leaf else _children((path[len(parts) :], leaf) for path, leaf in entries)
+    )
+    below = [(child.parts, child.likeness) for child in children]
+    return Node(
+        parts=parts,
+        leaf=leaf,
+        children=children,
+        size_bytes=sum(leaf.size_bytes for _, leaf in entries),
+        leaf_count=len(entries),
+        likeness=(dtype_text(leaf), leaf.shape) if leaf else tuple(below),
+    )
+
+
+def _rows(nodes: Sequence[Node]) -> list[_Row]:
+    """Returns the rows of siblings, in the order of the first node of each."""
+    alike: dict[object, list[Node]] = {}
+    for node in nodes:
+        alike.setdefault((node.parts[1:], node.likeness), []).append(node)
+    first_at = {id(node): at for at, node in enumerate(nodes)}
+    rows = [
+        _Row(those[series.indices[0]], series.text, len(series.indices))
+        for those in alike.values()
+        for series in numbered_series([node.parts[0] for node in those])
+    ]
+    return sorted(rows, key=lambda row: first_at[id(row.node)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Alike siblings that are drawn once."""
+
+    node: Node
+    """The first of them."""
+    name: str
+    """Name of the row, such as "layer_{0..11}/kernel"."""
+    count: int
+
+
+def groups(nodes: Sequence[Node]) -> list[Group]:
+    """Returns siblings in groups, each of which is drawn once."""
+    return [
+        Group(node=row.node, name=row.name, count=row.count) for row in _rows(nodes)
+    ]

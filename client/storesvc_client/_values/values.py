@@ -1,13 +1,24 @@
-"""Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads."""
+"""Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads.
 
+Entries of the audit log of a server.
+
+Results of inspections: damage of a checkpoint, differences between two.
+
+Values of imports and copies: what was transferred, and the labels that say so.
+"""
+
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, cast
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.format.keys import INTEGER_KINDS, split_key
+from storesvc.format.keys import INTEGER_KINDS, item_of, split_key
 from storesvc.format.names import (
     CheckpointName,
     HoldName,
@@ -15,15 +26,203 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
-from storesvc_client._values.resource_names import received
+from storesvc_client._values.arguments import MAX_TEXT_BYTES, received
+from storesvc_client._values.call_kinds import AuditStage, Authentication
+from storesvc_client._values.texts import count_text, size_text, unicode_text
+from storesvc_client.errors import DataLossError, InvalidRequestError
+from storesvc_proto.v1 import access_service_pb2, tree_pb2
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 if TYPE_CHECKING:
-    # NumPy, which lists of runs and checkpoints need not wait for
     from storesvc.format.grids import Grid
     from storesvc.format.trees import Leaf, SavedSharding
+
+_YEARS: Final = range(1970, 9999)
+
+_STAGE: Final = "AUDIT_STAGE_"
+_AUTHENTICATION: Final = "AUTHENTICATION_"
+
+_OBJECT: Final = re.compile(
+    r"namespaces/(?P<namespace>[^/]+)"
+    r"(?:/runs/(?P<run>[^/]+)(?:/(?P<kind>[a-z]+)/(?P<id>[^/]+))?)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """An entry of the audit log of a server; from ``Client.audit_entries``."""
+
+    server: str
+    """Name of the server."""
+    problem: str = ""
+    """Set if a line of the log cannot be read as an entry: where it is, and why. No
+    other field but ``server`` is set then."""
+    seq: int = 0
+    """Number of the entry in the log, from 1."""
+    time: datetime | None = None
+    """When it was made; None if ``problem`` is set."""
+    stage: AuditStage | None = None
+    """The moment that it records; None if ``problem`` is set, or if this release does
+    not know it."""
+    principal: str = ""
+    """Name of the caller; empty: anonymous, or the log itself."""
+    authentication: Authentication | None = None
+    """By what the caller was authenticated; None for the log itself."""
+    method: str = ""
+    """Name of the rpc, such as ``DeleteCheckpoint``; empty for the log itself."""
+    permissions: tuple[tuple[str, str], ...] = ()
+    """The permissions that were checked and granted, each with its resource."""
+    missing: tuple[str, str] | None = None
+    """The permission that the caller of a denied call lacks, with its resource; None:
+    it was denied for another cause, such as an invalid token."""
+    detail: Mapping[str, str] = field(default_factory=dict)
+    """Values of the call, such as the ``name`` of its object."""
+    reason: str = ""
+    """Why the call failed, as in ``StoreError.reason``; empty: it did not."""
+    latency: timedelta | None = None
+    """Duration of the call; None before its end."""
+    request_id: str = ""
+    """Identifies the call, as ``StoreError.metadata["request_id"]``."""
+    peer: str = ""
+    """Address of the client."""
+    left_out: int = 0
+    """Number of denials before this one that were not recorded."""
+    follows_torn_line: bool = False
+    """True if the line before it was cut off, as by a crash of the server."""
+
+    @property
+    def object_name(self) -> str:
+        """The object of the call as in ``storectl``, such as ``prod/llama-8b@500``; of
+        an upload, the checkpoint if its step is known; empty: none."""
+        text = object_text(self.detail.get("name", ""))
+        if "step" in self.detail and " upload " in text:
+            return f"{text.partition(' ')[0]}@{self.detail['step']}"
+        checked = (*((self.missing,) if self.missing else ()), *self.permissions)
+        return text or next((resource for _, resource in checked), "")
+
+    @property
+    def reason_text(self) -> str:
+        """Why the call failed, and how many denials before it were not recorded."""
+        more = f"{self.left_out} denials not recorded" if self.left_out else ""
+        return ", ".join(filter(None, (self.reason, more)))
+
+    @classmethod
+    def from_message(cls, message: access_service_pb2.AuditEntry) -> Self:
+        """Returns the value of a message."""
+        if message.problem:
+            return cls(server=message.server, problem=message.problem)
+        return cls(
+            server=message.server,
+            seq=message.seq,
+            time=_time(message.time),
+            stage=_stage(message.stage),
+            principal=message.principal,
+            authentication=_authentication(message.authentication),
+            method=message.method,
+            permissions=tuple(
+                (each.permission, each.resource) for each in message.permissions
+            ),
+            missing=(
+                (message.missing.permission, message.missing.resource)
+                if message.HasField("missing")
+                else None
+            ),
+            detail=dict(message.detail),
+            reason=message.reason,
+            latency=_latency(message.latency) if message.HasField("latency") else None,
+            request_id=message.request_id,
+            peer=message.peer,
+            left_out=message.left_out,
+            follows_torn_line=message.follows_torn_line,
+        )
+
+
+def object_text(name: str) -> str:
+    """Returns the name of an object of the contract as in ``storectl``.
+
+    >>> object_text("namespaces/prod/runs/llama-8b/checkpoints/500")
+    'prod/llama-8b@500'
+    """
+    match = _OBJECT.fullmatch(name)
+    if match is None or match["run"] is None:
+        return match["namespace"] if match else name
+    run = f"{match['namespace']}/{match['run']}"
+    match match["kind"]:
+        case None:
+            return run
+        case "checkpoints":
+            return f"{run}@{match['id']}"
+        case kind:
+            return f"{run} {kind.removesuffix('s')} {match['id']}"
+
+
+def authentication_number(
+    authentication: Authentication | None,
+) -> access_service_pb2.Authentication.ValueType:
+    """Returns the number of a way of authentication in the contract; 0 for None."""
+    if authentication is None:
+        return access_service_pb2.AUTHENTICATION_UNSPECIFIED
+    return access_service_pb2.Authentication.Value(
+        _AUTHENTICATION + authentication.upper()
+    )
+
+
+def stage_number(stage: AuditStage | None) -> access_service_pb2.AuditStage.ValueType:
+    """Returns the number of a stage in the contract; 0 for None."""
+    if stage is None:
+        return access_service_pb2.AUDIT_STAGE_UNSPECIFIED
+    return access_service_pb2.AuditStage.Value(_STAGE + stage.upper())
+
+
+def _time(stamp: Timestamp) -> datetime:
+    """Returns a time that every time zone can show.
+
+    Raises:
+        DataLossError: No log has it.
+    """
+    try:
+        found = stamp.ToDatetime(UTC)
+    except (ValueError, OverflowError) as e:
+        raise _no_value("time", stamp.seconds) from e
+    if found.year not in _YEARS:
+        raise _no_value("time", stamp.seconds)
+    return found
+
+
+def _latency(length: Duration) -> timedelta:
+    try:
+        return length.ToTimedelta()
+    except (ValueError, OverflowError) as e:
+        raise _no_value("latency", length.seconds) from e
+
+
+def _no_value(field: str, seconds: int) -> DataLossError:
+    return DataLossError(
+        f"the server sent an audit entry with a {field} of {seconds} s, which no log "
+        "has; ask another server",
+        reason="CORRUPT_DATA",
+    )
+
+
+def _stage(number: int) -> AuditStage | None:
+    if number not in access_service_pb2.AuditStage.values() or not number:
+        return None
+    name = access_service_pb2.AuditStage.Name(
+        cast("access_service_pb2.AuditStage.ValueType", number)
+    )
+    return cast("AuditStage", name.removeprefix(_STAGE).lower())
+
+
+def _authentication(number: int) -> Authentication | None:
+    if number not in access_service_pb2.Authentication.values() or not number:
+        return None
+    name = access_service_pb2.Authentication.Name(
+        cast("access_service_pb2.Authentication.ValueType", number)
+    )
+    return cast("Authentication", name.removeprefix(_AUTHENTICATION).lower())
+
 
 PathPart: TypeAlias = str | int
 
@@ -504,3 +703,301 @@ def _step_of(resource: str) -> int:
     which = received(CheckpointName.from_resource, resource).which
     assert isinstance(which, int)  # the server resolved it
     return which
+
+
+DAMAGE_KINDS: Final = MappingProxyType(
+    {
+        maintenance_api.Damage.KIND_MISSING: "missing",
+        maintenance_api.Damage.KIND_CHECKSUM: "checksum",
+        maintenance_api.Damage.KIND_DIGEST: "digest",
+        maintenance_api.Damage.KIND_KEY_SPACE: "key_space",
+        maintenance_api.Damage.KIND_FILE_TABLE: "file_table",
+    }
+)
+"""Texts of ``Damage.kind``."""
+
+DIFFERENCE_KINDS: Final = MappingProxyType(
+    {
+        api.LeafDifference.KIND_ADDED: "added",
+        api.LeafDifference.KIND_REMOVED: "removed",
+        api.LeafDifference.KIND_SHAPE: "shape",
+        api.LeafDifference.KIND_DTYPE: "dtype",
+        api.LeafDifference.KIND_CONTENT: "content",
+        api.LeafDifference.KIND_UNKNOWN: "unknown",
+    }
+)
+"""Texts of ``LeafDifference.kind``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One part of a checkpoint whose bytes are missing or differ from those saved."""
+
+    key: str
+    """Key of the leaf; "" for the checkpoint as a whole."""
+    index: tuple[int, ...]
+    """Index of the chunk in the grid of the leaf; () also for the leaf as a whole."""
+    kind: str
+    """"missing", "checksum", "digest", "key_space" or "file_table"; "unknown": a kind
+    of a newer server."""
+    message: str
+    """Leaf, chunk and damage, for people."""
+
+    def __repr__(self) -> str:
+        return f"<Damage {self.kind}: {self.message}>"
+
+    @classmethod
+    def from_message(cls, message: maintenance_api.Damage) -> "Damage":
+        """Returns the value of a protobuf message."""
+        return cls(
+            key=message.key,
+            index=tuple(message.index),
+            kind=DAMAGE_KINDS.get(message.kind, "unknown"),
+            message=message.message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Findings of ``Run.verify``, so far or in the end."""
+
+    checkpoint: Checkpoint
+    """The verified checkpoint."""
+    chunk_count: int
+    """Chunks that were read."""
+    stored_bytes: int
+    """Bytes that were read."""
+    damages: tuple[Damage, ...]
+    """All damage found, in the order of keys."""
+
+    def __repr__(self) -> str:
+        found, damages = self.checkpoint, len(self.damages)
+        damage = f"{count_text(damages, 'damage')}" if damages else "no damage"
+        chunks = count_text(self.chunk_count, "chunk")
+        return f"<Verification {found.run}@{found.step}, {chunks}, {damage}>"
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import verification_html
+
+        return verification_html(self)
+
+    @property
+    def ok(self) -> bool:
+        """True if no damage was found."""
+        return not self.damages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafDifference:
+    """Difference of one leaf between two checkpoints; from ``Diff.differences``."""
+
+    key: str
+    """Key of the leaf."""
+    kind: str
+    """The first that applies of "added", "removed", "shape", "dtype", "content";
+    "unknown": same shape and dtype, but other chunks, so that digests cannot decide."""
+    base_dtype: str | None
+    """Dtype in the earlier checkpoint, None if the leaf was added; of PRNG keys with
+    their implementation, such as "key<threefry2x32>"."""
+    base_shape: tuple[int, ...] | None
+    """Shape in the earlier checkpoint; for PRNG keys that of the array of keys."""
+    dtype: str | None
+    """Dtype in the later checkpoint; None if the leaf was removed."""
+    shape: tuple[int, ...] | None
+    """Shape in the later checkpoint; None if the leaf was removed."""
+    changed_chunk_count: int
+    """Chunks whose bytes differ, for "content"."""
+    chunk_count: int
+    """Chunks in the later checkpoint; in the earlier one if the leaf was removed."""
+
+    def __repr__(self) -> str:
+        return f"<LeafDifference {self.kind} {self.key}>"
+
+    @classmethod
+    def from_message(cls, message: api.LeafDifference) -> "LeafDifference":
+        """Returns the value of a protobuf message."""
+        added, removed = not message.base_dtype, not message.dtype
+        return cls(
+            key=message.key,
+            kind=DIFFERENCE_KINDS.get(message.kind, "unknown"),
+            base_dtype=None if added else message.base_dtype,
+            base_shape=None if added else tuple(message.base_shape),
+            dtype=None if removed else message.dtype,
+            shape=None if removed else tuple(message.shape),
+            changed_chunk_count=message.changed_chunk_count,
+            chunk_count=message.chunk_count,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemDifference:
+    """Difference of one item between two checkpoints; from ``Diff.items``."""
+
+    name: str
+    """Name of the item."""
+    process: int | None
+    """Number of the process that saved the value; None: it is one value for all."""
+    kind: str
+    """"added", "removed", "kind" or "content"; "unknown": other chunks, so that digests
+    cannot decide."""
+    base_value_kind: str | None
+    """"text", "json" or "bytes" in the earlier checkpoint; None if it was added."""
+    base_size_bytes: int | None
+    """Bytes of the encoded value in the earlier checkpoint; None if it was added."""
+    value_kind: str | None
+    """Kind of the value in the later checkpoint; None if it was removed."""
+    size_bytes: int | None
+    """Bytes of the encoded value in the later checkpoint; None if it was removed."""
+
+    def __repr__(self) -> str:
+        return f"<ItemDifference {self.kind} {self.place}>"
+
+    @property
+    def place(self) -> str:
+        """Name of the item; with the number of the process, ``data/3``, for its own
+        value."""
+        return self.name if self.process is None else f"{self.name}/{self.process}"
+
+    @classmethod
+    def from_message(cls, message: api.LeafDifference) -> "ItemDifference":
+        """Returns the value of a protobuf message."""
+        name = received(item_of, message.key)
+        kind = DIFFERENCE_KINDS.get(message.kind, "unknown")
+        added, removed = not message.base_dtype, not message.dtype
+        return cls(
+            name=name.item,
+            process=name.process,
+            kind="kind" if kind == "dtype" else kind,
+            base_value_kind=None if added else message.base_dtype,
+            base_size_bytes=None if added else math.prod(message.base_shape),
+            value_kind=None if removed else message.dtype,
+            size_bytes=None if removed else math.prod(message.shape),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """Differences between two checkpoints; from ``Run.diff``."""
+
+    base: Checkpoint
+    """The earlier checkpoint."""
+    checkpoint: Checkpoint
+    """The later checkpoint."""
+    same_leaf_count: int
+    """Number of leaves that are equal."""
+    differences: tuple[LeafDifference, ...]
+    """The other leaves, in the order of keys."""
+    items: tuple[ItemDifference, ...]
+    """The items that differ, in the order of their names."""
+
+    def __repr__(self) -> str:
+        before, after = self.base, self.checkpoint
+        differences = count_text(len(self.differences), "difference")
+        if self.items:
+            differences += f", {count_text(len(self.items), 'item')} changed"
+        return (
+            f"<Diff {before.run}@{before.step} to {after.run}@{after.step}, "
+            f"{differences}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from storesvc_client._values.notebook import diff_html
+
+        return diff_html(self)
+
+    @property
+    def is_same(self) -> bool:
+        """True if both have the same leaves and items, byte for byte."""
+        return not self.differences and not self.items
+
+
+IMPORTED: Final = "import.format"
+"""Label of an imported checkpoint: its format, in which a key that is a number is a
+text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One checkpoint of an import or a copy; from ``Run.import_from`` and
+    ``Run.copy_to``."""
+
+    source: str
+    """Location of the checkpoint that was read."""
+    checkpoint: Checkpoint
+    """The checkpoint of the run."""
+    is_new: bool
+    """True if this call stored it; False if an earlier one had."""
+    sent_bytes: int
+    """Bytes of the chunks that were stored."""
+    reused_bytes: int
+    """Bytes of the chunks that the store had already."""
+    seconds: float
+    """Seconds that it took."""
+    is_verified: bool
+    """True if its bytes were compared with checksums of the source; False if the source
+    has none for all of them, or if the checkpoint was there already."""
+    verified_count: int
+    """Number of leaves and items whose bytes were compared with such checksums."""
+
+    def __repr__(self) -> str:
+        name = f"{self.checkpoint.run}@{self.checkpoint.step}"
+        if not self.is_new:
+            return f"<Transfer {name}, was there already>"
+        sent, reused = size_text(self.sent_bytes), size_text(self.reused_bytes)
+        return f"<Transfer {name}, {sent} sent, {reused} reused, {self.seconds:.3g} s>"
+
+    @classmethod
+    def skipped(cls, source: str, checkpoint: Checkpoint) -> "Transfer":
+        """Returns the transfer of a checkpoint that was there already."""
+        return cls(
+            source=source,
+            checkpoint=checkpoint,
+            is_new=False,
+            sent_bytes=0,
+            reused_bytes=0,
+            seconds=0.0,
+            is_verified=False,
+            verified_count=0,
+        )
+
+
+def with_provenance(
+    what: str,
+    prefix: str,
+    labels: Mapping[str, str],
+    provenance: Mapping[str, str],
+) -> dict[str, str]:
+    """Returns labels together with the provenance of a checkpoint.
+
+    Args:
+        what: The transfer, for the message.
+        prefix: Prefix of the keys of the provenance, such as "import.".
+        labels: Labels of the user and of the source.
+        provenance: Texts by key, without the prefix; empty ones are left out.
+
+    Raises:
+        InvalidRequestError: A label has a key of the provenance.
+    """
+    added = {
+        f"{prefix}{key}": label_text(text) for key, text in provenance.items() if text
+    }
+    taken = sorted(added.keys() & labels.keys())
+    if taken:
+        raise InvalidRequestError(
+            f"{what}: expected no label {taken[0]!r}, which records where the "
+            f"checkpoint comes from, got {labels[taken[0]]!r}; use another key"
+        )
+    return {**labels, **added}
+
+
+def label_text(text: str) -> str:
+    """Returns a text as a label holds it: of one that is too long, such as the URL of a
+    deep folder, "..." and its end.
+
+    >>> label_text("file:///ckpts"), len(label_text("file:///" + "deep/" * 100))
+    ('file:///ckpts', 256)
+    """
+    data = unicode_text(text).encode()
+    if len(data) <= MAX_TEXT_BYTES:
+        return data.decode()
+    return "..." + data[3 - MAX_TEXT_BYTES :].decode(errors="ignore")

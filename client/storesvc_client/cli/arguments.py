@@ -234,7 +234,7 @@ class WholeNumber(click.IntRange):
 def duration(text: str) -> timedelta:
     """Returns the duration."""
     from storesvc_client import InvalidRequestError
-    from storesvc_client._values.durations import parse_duration
+    from storesvc_client._values.arguments import parse_duration
 
     try:
         return parse_duration(text)
@@ -245,7 +245,7 @@ def duration(text: str) -> timedelta:
 def past_time(text: str) -> datetime:
     """Returns the time of an age ("24h") or of a time in ISO 8601."""
     from storesvc_client import InvalidRequestError
-    from storesvc_client._values.durations import parse_past
+    from storesvc_client._values.arguments import parse_past
 
     try:
         return parse_past(text, datetime.now(UTC))

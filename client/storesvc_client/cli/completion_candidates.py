@@ -232,7 +232,7 @@ class _Reader:
 
     def _keys(self, name: str, which: str, text: str) -> Iterator[Candidate]:
         from storesvc.format.names import parse_which
-        from storesvc_client._values.natural_order import natural_key
+        from storesvc_client._values.texts import natural_key
 
         opened = self._client.run(name).open(parse_which(which))
         known = opened.items if self._rule.items else opened.leaves

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from storesvc.format.layout import STORE
-from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
 from storesvc_client.cli.native_log import native_log_hidden

@@ -4,7 +4,7 @@ Tables are plain columns, two spaces apart. In a terminal that is too narrow,
 ``table_layout`` shortens cells; in a pipe or a file a table is complete. Unprintable
 characters in text from a store are escaped, so that no label can control a terminal.
 
-JSON is that of `storesvc_client/_values/json_values.py`.
+JSON is that of `storesvc_client/_values/texts.py`.
 """
 
 import os
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import click
 
-from storesvc_client._values.json_values import json_value
 from storesvc_client._values.texts import (
     ABSENT,
     json_text,
+    json_value,
     number_text,
     order_metrics,
     plural,

@@ -211,7 +211,7 @@ def _run_document(details: RunDetails) -> dict[str, Any]:
 
 def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
     from storesvc_client import format_policy
-    from storesvc_client._values.durations import duration_text
+    from storesvc_client._values.arguments import duration_text
 
     info, usage, summary = details.info, details.usage, details.summary
     policy = format_policy(details.policy) if details.policy else "none: all stay"

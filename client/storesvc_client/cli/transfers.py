@@ -10,7 +10,7 @@ from storesvc_client.cli.output import json_value, print_json, print_note
 
 if TYPE_CHECKING:
     from storesvc_client import Run
-    from storesvc_client._values.transfers import Transfer
+    from storesvc_client._values.values import Transfer
 
 
 def show_transfers(

@@ -40,7 +40,7 @@ from storesvc_client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from storesvc_client._values.json_values import json_value
+from storesvc_client._values.texts import json_value
 from storesvc_client.console.addresses import (
     checkpoint_url,
     leaf_url,

@@ -13,7 +13,7 @@ from typing import Final
 from storesvc.format.names import Which
 from storesvc_client import Checkpoint, LeafInfo, NotFoundError, OpenCheckpoint, Run
 from storesvc_client._documents.checkpoints import deleted_checkpoint
-from storesvc_client._values.leaf_tree import Node, grow
+from storesvc_client._values.texts import Node, grow
 from storesvc_client.console.leaf_values import LeafValues, read_values
 
 _KEPT: Final = 6

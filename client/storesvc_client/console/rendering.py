@@ -14,7 +14,7 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from storesvc_client._values.durations import duration_text
+from storesvc_client._values.arguments import duration_text
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,

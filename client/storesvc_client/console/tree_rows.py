@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from storesvc_client._values.leaf_tree import Group, Node, groups
 from storesvc_client._values.texts import (
+    Group,
+    Node,
     count_text,
     dtype_text,
+    groups,
     shape_text,
     size_text,
     spec_text,

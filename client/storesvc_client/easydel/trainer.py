@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsFloat
 
 from storesvc_client._api.run import Run
 from storesvc_client._pytree.jax_job import decided_by_first
-from storesvc_client._values.policies import KeepLatest
-from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.policies import KeepLatest, format_policy
 from storesvc_client.easydel.save_schedule import SaveSchedule
 from storesvc_client.errors import (
     InvalidRequestError,

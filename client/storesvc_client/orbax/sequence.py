@@ -26,8 +26,7 @@ from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._save.handle import Save
 from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client._values.policies import RetentionPolicy, rule_of
-from storesvc_client._values.policy_text import format_policy
+from storesvc_client._values.policies import RetentionPolicy, format_policy, rule_of
 from storesvc_client._values.telemetry import StepLogger
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (

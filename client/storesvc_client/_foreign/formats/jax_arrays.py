@@ -30,7 +30,7 @@ from storesvc_client._foreign.zarr_arrays import (
     database_base,
     open_arrays,
 )
-from storesvc_client._values.containers import Container, pack_document_of
+from storesvc_client._values.item_values import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 MAX_STRUCTURE_BYTES: Final = 64 << 20

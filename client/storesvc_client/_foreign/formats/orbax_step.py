@@ -32,7 +32,7 @@ from storesvc_client._foreign.zarr_arrays import (
     database_base,
     open_arrays,
 )
-from storesvc_client._values.containers import Container, pack_document_of
+from storesvc_client._values.item_values import Container, pack_document_of
 from storesvc_client._values.texts import unicode_text
 from storesvc_client.errors import (
     DataLossError,

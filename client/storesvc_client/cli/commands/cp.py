@@ -15,7 +15,7 @@ from storesvc_client.cli.transfers import show_transfers, step_list
 
 if TYPE_CHECKING:
     from storesvc_client import Run
-    from storesvc_client._values.transfers import Transfer
+    from storesvc_client._values.values import Transfer
 
 
 @click.command()

@@ -148,7 +148,7 @@ def _print_policy(run: "Run", *, as_json: bool) -> None:
 
 
 def _delay(run: "Run") -> str:
-    from storesvc_client._values.durations import duration_text
+    from storesvc_client._values.arguments import duration_text
 
     delay = run.info().purge_delay
     return "the server's purge delay" if delay is None else duration_text(delay)

@@ -53,12 +53,13 @@ def trace(
       storectl trace prod/llama-8b@500 --json
       storectl trace --report restore.json
     """
-    from storesvc_client._values.report_files import (
+    from storesvc_client._values.reports import (
         MAX_REPORT_BYTES,
         parse_report,
         report_document,
+        report_text,
+        trace_text,
     )
-    from storesvc_client._values.timelines import report_text, trace_text
 
     if (path is None) == (report is None):
         raise click.UsageError(

@@ -5,8 +5,15 @@ from typing import Any, Final
 
 import click
 
-from storesvc_client._values.leaf_tree import Line, Node, draw, grow
-from storesvc_client._values.texts import count_text, item_text, size_text
+from storesvc_client._values.texts import (
+    Line,
+    Node,
+    count_text,
+    draw,
+    grow,
+    item_text,
+    size_text,
+)
 from storesvc_client.cli.arguments import (
     WholeNumber,
     foreign_options,

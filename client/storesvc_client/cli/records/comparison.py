@@ -133,7 +133,7 @@ def _time(text: str) -> datetime:
 
 def _duration(text: str) -> timedelta:
     from storesvc_client import InvalidRequestError
-    from storesvc_client._values.durations import parse_duration
+    from storesvc_client._values.arguments import parse_duration
 
     try:
         return parse_duration(text)

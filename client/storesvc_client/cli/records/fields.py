@@ -17,8 +17,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from storesvc_client._values.natural_order import natural_key
-from storesvc_client._values.texts import dtype_text, shape_text
+from storesvc_client._values.texts import dtype_text, natural_key, shape_text
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,

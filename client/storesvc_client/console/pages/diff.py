@@ -7,8 +7,7 @@ from typing import Final
 from markupsafe import Markup
 
 from storesvc_client import Diff, ItemDifference, LeafDifference
-from storesvc_client._values.natural_order import natural_key
-from storesvc_client._values.texts import ABSENT, sizes_text, value_text
+from storesvc_client._values.texts import ABSENT, natural_key, sizes_text, value_text
 from storesvc_client.console.addresses import command
 from storesvc_client.console.page import Page
 from storesvc_client.console.pages.checkpoint import LARGE

@@ -21,8 +21,7 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client._values.axes import scale
-from storesvc_client._values.json_values import json_value
-from storesvc_client._values.texts import order_metrics
+from storesvc_client._values.texts import json_value, order_metrics
 from storesvc_client.console.addresses import command, run_url, with_values
 from storesvc_client.console.page import Page, crumbs_to_namespace
 from storesvc_client.console.pages.runs import main_metric

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from flax import nnx
 
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.paths import (
     GraphPath,
     add_leaves,
@@ -24,7 +25,6 @@ from storesvc_client._pytree.paths import (
     nest_leaves,
     path_text,
 )
-from storesvc_client._values.gc_pause import collector_paused
 
 __all__ = [
     "GraphState",

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._save.handle import Save
-    from storesvc_client._values.durations import DurationLike
+    from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules
     from storesvc_client._values.progress import ProgressCallback

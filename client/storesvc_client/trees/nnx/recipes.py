@@ -37,8 +37,8 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.keys import escape_part, join_key
-from storesvc_client._values.documents import pack_document, unpack_document
-from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._values.item_values import pack_document, unpack_document
 from storesvc_client.errors import StoreError, StructureError
 from storesvc_client.trees.nnx.graphs import (
     GraphState,

@@ -25,13 +25,13 @@ from jax.sharding import Mesh
 
 from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import join_key
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.key_patterns import Patterns, patterns_of
 from storesvc_client._values.options import (
     Indivisible,

@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
+from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._pytree.paths import GraphPath
 from storesvc_client._pytree.placement import would_narrow
-from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import Indivisible
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError

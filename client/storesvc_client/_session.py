@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from storesvc_client._chunks.host_memory import BlockPool
-from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, StagingPool
+from storesvc_client._chunks.host_memory import MIN_BUDGET_BYTES, BlockPool, StagingPool
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.telemetry import Telemetry
 from storesvc_client.errors import InvalidRequestError

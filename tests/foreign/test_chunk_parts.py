@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.grids import Region, part, whole
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._foreign import tensorstore_array
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.local_location import LocalLocation

@@ -13,8 +13,14 @@ from storesvc.format.checksums import crc32c, digest
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.wire import FRAME_BYTES, Frame, cut, parts_of
 from storesvc.rpc.uploads import part_of
-from storesvc_client._chunks.frames import SentFrame, frame_of, frames
-from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
+from storesvc_client._chunks.slabs import (
+    FilledSlab,
+    SentFrame,
+    Slab,
+    SumsInProgress,
+    frame_of,
+    frames,
+)
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api

@@ -13,7 +13,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._job import assignment
 from storesvc_client._restore import peer_plan, peer_source
 from storesvc_client._restore.assembly import Assembly

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._chunks.extent_pool import ExtentPool
-from storesvc_client._chunks.staging_pool import ALIGNMENT
+from storesvc_client._chunks.host_memory import ALIGNMENT, ExtentPool
 
 BUDGET = 64 * ALIGNMENT
 

@@ -412,8 +412,7 @@ class TestASaveThatWasCutOff:
     def test_resumes_by_the_client_alone(
         self, run: store.Run, server_address: str
     ) -> None:
-        from storesvc_client._chunks.frames import frames
-        from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
+        from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress, frames
         from storesvc_client._pytree.save_plan import Planner
         from storesvc_client._pytree.tree_source import TreeSource
         from storesvc_client._values.progress import Meter

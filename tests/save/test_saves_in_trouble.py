@@ -18,7 +18,7 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.rpc import streams
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
-from storesvc_client._chunks.staging_pool import StagingPool
+from storesvc_client._chunks.host_memory import StagingPool
 from storesvc_client._rpc import retry
 from storesvc_client._save.resend_window import ResendWindow
 from tests.support.contract import tree_of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from storesvc.format.chunks import Sums
+from storesvc_client._chunks.host_memory import StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
-from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._save.slab_queue import SlabQueue
 from storesvc_client._save.sums_ahead import SUM_THREADS, SumsAhead
 from storesvc_client._values.progress import Meter

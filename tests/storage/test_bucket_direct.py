@@ -21,7 +21,7 @@ from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Hedging, Limits
 from storesvc_client._chunks import host_memory
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._save import data_files

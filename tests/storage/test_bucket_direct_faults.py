@@ -19,7 +19,7 @@ from storesvc.rpc import streams
 from storesvc.storage import hedging
 from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc.storage.location import storage_at
-from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
+from storesvc_client._chunks.host_memory import MIN_BUDGET_BYTES
 from storesvc_client._save import data_files
 from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root

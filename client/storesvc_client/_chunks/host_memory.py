@@ -18,6 +18,19 @@ for work of seconds that waits for nothing.
 
 >>> with collector_paused():
 ...     leaves = [[number] for number in range(100_000)]
+
+Staging pool: the bounded host memory that saves copy chunks into, reused.
+
+Buffers return to the pool as their chunks are written and serve the chunks that follow.
+Those left after a save serve the next one, whose chunks have the same sizes, because
+touching new memory costs more than the copy into it.
+
+Extent pool: the bounded host memory of a transfer, whose buffers have any sizes.
+
+All buffers are ranges of one mapping, and each is the lowest that is free. So memory
+that was written is used again at once, whatever the sizes; the first use of a page
+takes the kernel as long as a copy into it. A ``StagingPool`` keeps buffers by their
+size, which serves the next save of the same tree, and a transfer has none.
 """
 
 import gc
@@ -30,11 +43,243 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
+
+ALIGNMENT: Final = 64
+"""Alignment of buffers in bytes, so that no element crosses a cache line."""
+
+MAPPED_BYTES: Final = 64 << 20
+"""Maximum bytes of buffers allocated in one mapping."""
+
+MAX_MAPPED: Final = 16
+"""Maximum buffers allocated in one mapping."""
+
+BATCH_BYTES: Final = 64 << 20
+"""Bytes of a stream after which a server stores and acknowledges them; with less, it
+does so after some seconds."""
+
+STREAM_BYTES: Final = 2 * BATCH_BYTES
+"""Memory that one stream needs to send a batch while the previous one is stored."""
+
+MIN_BUDGET_BYTES: Final = STREAM_BYTES
+"""Smallest staging memory of a client."""
+
+
+class StagingPool:
+    """Buffers of at most ``budget_bytes`` in total. Thread-safe."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._changed = threading.Condition()
+        self._free: dict[int, list[Bytes]] = {}
+        self._free_bytes = 0
+        self._used_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, in use or free."""
+        with self._changed:
+            return self._free_bytes + self._used_bytes
+
+    def take(
+        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
+    ) -> "Bytes | None":
+        """Waits for a free buffer and returns it.
+
+        Args:
+            size: Size in bytes.
+            cancelled: Returns whether the caller no longer needs it; checked after
+                each ``wake``.
+            waiting: Called before each wait.
+
+        Returns:
+            The buffer, with arbitrary contents; None if cancelled.
+        """
+        with self._changed:
+            while not cancelled():
+                buffer = self.take_now(size)
+                if buffer is not None:
+                    return buffer
+                waiting()
+                self._changed.wait()
+        return None
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """Returns a buffer of a size in bytes; None if there is no room for it at
+        present."""
+        with self._changed:
+            if not (self._free.get(size) or self._grow(size)):
+                return None
+            self._free_bytes -= size
+            self._used_bytes += size
+            return self._free[size].pop()
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Returns a buffer to the pool."""
+        with self._changed:
+            self._used_bytes -= len(buffer)
+            self._free_bytes += len(buffer)
+            self._free.setdefault(len(buffer), []).append(buffer)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Makes waiting threads check again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Frees the buffers that are not in use."""
+        with self._changed:
+            self._free.clear()
+            self._free_bytes = 0
+
+    def _grow(self, size: int) -> bool:
+        """Allocates buffers of a size, several in one mapping; returns False if there
+        is no room for one."""
+        self._make_room(size)
+        room = self.budget_bytes - self._free_bytes - self._used_bytes
+        if room < size and self._used_bytes:
+            return False
+        count = max(1, min(room, MAPPED_BYTES) // size)
+        self._free[size] = buffers_of(size, min(count, MAX_MAPPED))
+        self._free_bytes += size * len(self._free[size])
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Frees buffers of other sizes as far as one buffer of this size needs."""
+        while self._free and (
+            self._free_bytes + self._used_bytes + size > self.budget_bytes
+        ):
+            other, buffers = next(iter(self._free.items()))
+            if buffers:
+                _release(buffers.pop())
+                self._free_bytes -= other
+            if not buffers:
+                del self._free[other]
+
+
+def buffers_of(size: int, count: int) -> "list[Bytes]":
+    """Returns buffers in new memory, in huge pages if the kernel provides them.
+
+    They share one mapping, because the kernel aligns only large ones to huge pages; it
+    is private, because the first touch of a shared one costs four times as much.
+    """
+    import numpy as np
+
+    apart = -(-size // ALIGNMENT) * ALIGNMENT
+    private: Any = mmap.mmap(
+        -1, apart * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        private.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(private, np.uint8)
+    return [memory[at : at + size] for at in range(0, apart * count, apart)]
+
+
+def _release(buffer: "Bytes") -> None:
+    """Returns the pages of a buffer to the system; other buffers keep its mapping."""
+    memory: Any = buffer.base
+    mapping: mmap.mmap = memory.base.obj  # through the memoryview that NumPy made
+    first = buffer.ctypes.data - memory.ctypes.data
+    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (first + len(buffer)) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        mapping.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+class ExtentPool:
+    """Buffers of at most ``budget_bytes`` in total, or one larger one. Thread-safe."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._changed = threading.Condition()
+        self._memory: Bytes | None = None
+        self._free = [(0, budget_bytes)]
+        """Start and stop of the free ranges, ascending, none next to another."""
+        self._used: dict[int, tuple[int, int]] = {}
+        """Range of each buffer by its address. That of the larger one begins at the end
+        of the mapping."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all buffers in use."""
+        with self._changed:
+            return sum(stop - start for start, stop in self._used.values())
+
+    def take(
+        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
+    ) -> "Bytes | None":
+        """See ``StagingPool.take``."""
+        with self._changed:
+            while not cancelled():
+                buffer = self.take_now(size)
+                if buffer is not None:
+                    return buffer
+                waiting()
+                self._changed.wait()
+        return None
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """Returns a buffer; None if there is no room for it at present."""
+        needed = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+        with self._changed:
+            if any(start >= self.budget_bytes for start, _ in self._used.values()):
+                return None
+            for at, (start, stop) in enumerate(self._free):
+                if stop - start >= needed:
+                    left = (start + needed, stop)
+                    self._free[at : at + 1] = [left] if left[0] < stop else []
+                    return self._buffer(start, needed)[:size]
+            if needed > self.budget_bytes and not self._used:
+                (buffer,) = buffers_of(size, 1)
+                start = self.budget_bytes
+                self._used[buffer.ctypes.data] = (start, start + needed)
+                return buffer
+        return None
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Returns a buffer to the pool."""
+        with self._changed:
+            start, stop = self._used.pop(buffer.ctypes.data)
+            if start < self.budget_bytes:
+                self._release(start, stop)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Makes waiting threads check again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Frees the memory as soon as no buffer is in use."""
+        with self._changed:
+            self._memory = None
+
+    def _buffer(self, start: int, size: int) -> "Bytes":
+        if self._memory is None:
+            (self._memory,) = buffers_of(self.budget_bytes, 1)
+        buffer = self._memory[start : start + size]
+        self._used[buffer.ctypes.data] = (start, start + size)
+        return buffer
+
+    def _release(self, start: int, stop: int) -> None:
+        """Adds a range to the free ones; joins it with its neighbours."""
+        at = next(
+            (i for i, (other, _) in enumerate(self._free) if other > start),
+            len(self._free),
+        )
+        first = last = at
+        if at and self._free[at - 1][1] == start:
+            first, start = at - 1, self._free[at - 1][0]
+        if at < len(self._free) and self._free[at][0] == stop:
+            last, stop = at + 1, self._free[at][1]
+        self._free[first:last] = [(start, stop)]
 
 
 class _Pauses:
@@ -71,11 +316,6 @@ def collector_paused() -> Iterator[None]:
     finally:
         _pauses.end()
 
-
-Bytes: TypeAlias = "NDArray[np.uint8]"
-
-ALIGNMENT: Final = 64
-"""Alignment in bytes that XLA requires of host memory that it uses without a copy."""
 
 COPIED_BYTES: Final = 64 << 10
 """Size below which a copy that XLA makes for lack of alignment costs nothing

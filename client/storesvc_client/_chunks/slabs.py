@@ -6,6 +6,8 @@ not be staged: the tree lends the memory that holds its chunks.
 
 The checksums of chunks are computed while their bytes are sent, so that memory is read
 once.
+
+Frames of chunks: packs the frames of a save, unpacks the frames of a restore.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +16,16 @@ from typing import Final
 
 import numpy as np
 
+from storesvc.format import wire
 from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.staging_pool import Bytes
+from storesvc_client._chunks.host_memory import Bytes
+from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._values.progress import Meter
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+from storesvc_proto.v1 import upload_service_pb2 as api
 
 SLAB_BYTES: Final = 4 << 20
 """Maximum size of a slab of several chunks."""
@@ -189,3 +195,99 @@ def _pieces(runs: "Iterable[Bytes]") -> Iterator[memoryview]:
     for run in runs:
         for at in range(0, len(run), PIECE_BYTES):
             yield run[at : at + PIECE_BYTES].data
+
+
+_RECEIVED: Final = wire.tag(chunk_api.ReadChunksResponse.FRAME_FIELD_NUMBER)
+_SENT: Final = wire.tag(api.WriteChunksRequest.FRAME_FIELD_NUMBER)
+
+
+class SentFrame:
+    """A frame that is being filled with pieces of chunks."""
+
+    def __init__(self) -> None:
+        self._columns = api.ChunkFrame()
+        self._data: list[bytes | memoryview] = []
+        self.size = 0
+        """Bytes of the pieces added so far."""
+
+    def add(self, chunk: int, offset: int, *parts: bytes | memoryview) -> None:
+        """Adds a piece of a chunk.
+
+        Args:
+            chunk: Ordinal of the chunk.
+            offset: Offset of the piece within the stored chunk, in bytes.
+            parts: Its bytes, one part after another: views of memory that must not
+                change before ``request``.
+        """
+        length = sum(map(len, parts))
+        self._columns.chunk.append(chunk)
+        self._columns.offset.append(offset)
+        self._columns.length.append(length)
+        self._data += parts
+        self.size += length
+
+    def request(self) -> bytes:
+        """Returns the serialized ``WriteChunksRequest`` with this frame."""
+        return b"".join((wire.head(_SENT, self._columns, self.size), *self._data))
+
+
+def frames(
+    slabs: Iterable[FilledSlab], sums: SumsInProgress, meter: Meter
+) -> Iterator[bytes]:
+    """Yields the serialized requests that send slabs; small chunks share a request, a
+    large one takes several.
+
+    Args:
+        slabs: FilledSlab slabs.
+        sums: Checksums of the chunks, filled in here.
+        meter: Measures the time of the checksums.
+    """
+    frame = SentFrame()
+    for filled in slabs:
+        for ordinal, size, parts in filled.stored(sums, meter):
+            if frame.size and frame.size + size > MAX_FRAME_BYTES:
+                yield frame.request()
+                frame = SentFrame()
+            if size <= MAX_FRAME_BYTES:
+                frame.add(ordinal, 0, *parts)
+                continue
+            for at, piece in _cut(parts, MAX_FRAME_BYTES):
+                frame.add(ordinal, at, *piece)
+                yield frame.request()
+                frame = SentFrame()
+    if frame.size:
+        yield frame.request()
+
+
+def _cut(
+    parts: Iterable[memoryview], size: int
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Cuts the concatenation of parts into pieces of a size; yields each with its
+    offset."""
+    piece: list[memoryview] = []
+    begin = room = 0
+    for part in parts:
+        at = 0
+        while at < len(part):
+            room = room or size
+            piece.append(part[at : at + room])
+            at += len(piece[-1])
+            room -= len(piece[-1])
+            if not room:
+                yield begin, piece
+                piece, begin = [], begin + size
+    if piece:
+        yield begin, piece
+
+
+def frame_of(response: bytes) -> wire.Frame:
+    """Returns the frame of a serialized ``ReadChunksResponse``, without a copy.
+
+    Raises:
+        DecodeError: The response is invalid.
+    """
+    found = wire.split(response, _RECEIVED)
+    if found is None:  # an unusual field order, so let protobuf parse it
+        frame = chunk_api.ReadChunksResponse.FromString(response).frame
+        found = wire.Frame(frame, memoryview(frame.data))
+    return found

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._export.source import Source
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import InvalidRequestError

@@ -28,7 +28,7 @@ from storesvc.format.keys import item_of
 from storesvc.format.layout import ROOT
 from storesvc.format.ocdbt import view_of_arrays
 from storesvc.storage.rooted_files import sync_directory
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._export.bucket_copies import copy_within_bucket
 from storesvc_client._export.claims import MARK, ClaimedStep
 from storesvc_client._export.orbax_data import (

@@ -13,7 +13,7 @@ from storesvc.format.grids import Region
 from storesvc.format.keys import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._export.renames import Renames
 from storesvc_client._export.target import OpenTarget
 from storesvc_client._values.item_values import Container

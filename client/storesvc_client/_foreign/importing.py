@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from storesvc_client._chunks.extent_pool import ExtentPool
+from storesvc_client._chunks.host_memory import ExtentPool
 from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.long_labels import with_items_for_long_labels

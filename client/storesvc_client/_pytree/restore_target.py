@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._chunks.host_memory import allocate, collector_paused
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.encoded_leaves import is_encoded

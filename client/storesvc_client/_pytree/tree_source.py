@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import DIGEST_BYTES, Hasher, digest
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.staging_pool import Bytes
+from storesvc_client._chunks.host_memory import Bytes
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client.errors import UnavailableError
 

@@ -26,8 +26,8 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
-from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import (
+    Buffer,
     Bytes,
     Goal,
     Layout,

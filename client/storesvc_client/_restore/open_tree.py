@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.buffer_layout import Buffer, Bytes
 from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource

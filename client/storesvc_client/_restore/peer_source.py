@@ -30,8 +30,7 @@ from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffer import Buffer
-from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.buffer_layout import Buffer, Bytes
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource

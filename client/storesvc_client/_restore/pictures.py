@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from storesvc.format.grids import Region
-from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._pictures.chunk_map import chunk_map
 from storesvc_client._pictures.layer_bars import changed_shares, layer_bars
 from storesvc_client._pictures.leaf_statistics import (

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.frames import frame_of
+from storesvc_client._chunks.slabs import frame_of
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.buffer_budget import BUDGET_BYTES
 from storesvc_client._rpc.connection import Connection

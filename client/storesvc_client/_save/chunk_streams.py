@@ -13,9 +13,8 @@ from typing import Final, Self, TypeAlias, TypeVar
 import grpc
 
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.frames import frames
-from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
-from storesvc_client._chunks.staging_pool import STREAM_BYTES
+from storesvc_client._chunks.host_memory import STREAM_BYTES
+from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress, frames
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import is_transient
 from storesvc_client._save.resend_window import ResendWindow, SendStream

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from storesvc_client._chunks.host_memory import BATCH_BYTES
 from storesvc_client._chunks.slabs import SLAB_BYTES
-from storesvc_client._chunks.staging_pool import BATCH_BYTES
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._save.slab_queue import StarvedError
 

@@ -310,7 +310,7 @@ class RunSaver:
             mode: Where to copy.
             meter: Measures the phases.
         """
-        from storesvc_client._chunks.staging_pool import STREAM_BYTES, StagingPool
+        from storesvc_client._chunks.host_memory import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
         from storesvc_client._save.chunk_streams import STREAMS

@@ -18,8 +18,8 @@ from concurrent.futures import CancelledError
 from itertools import chain, islice
 from typing import Final, Protocol
 
+from storesvc_client._chunks.host_memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._chunks.staging_pool import Bytes
 
 STARVED_SECONDS: Final = 0.05
 """Time that a writer waits for a slab while the snapshot waits for memory: often

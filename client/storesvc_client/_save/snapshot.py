@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
+from storesvc_client._chunks.host_memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._save.slab_queue import SlabQueue
 from storesvc_client._values.progress import Meter
 

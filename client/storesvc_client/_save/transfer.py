@@ -26,9 +26,8 @@ from storesvc.format.chunks import I64, Sums
 from storesvc.format.names import CheckpointName
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.extent_pool import ExtentPool
+from storesvc_client._chunks.host_memory import Bytes, ExtentPool, StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._chunks.staging_pool import Bytes, StagingPool
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.description import Description, checked_description
 from storesvc_client._save.slab_queue import SlabQueue

@@ -8,7 +8,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from storesvc.format.names import parse_traceparent
-from storesvc_client._rpc.metadata_channel import call_metadata
+from storesvc_client._rpc.connection import call_metadata
 
 
 def within(flags: int) -> list[tuple[str, str]]:
@@ -39,7 +39,7 @@ def test_a_process_without_opentelemetry_sends_nothing_and_imports_none() -> Non
     program = (
         "import sys, numpy\n"
         "import storesvc_client as store\n"
-        "from storesvc_client._rpc.metadata_channel import call_metadata\n"
+        "from storesvc_client._rpc.connection import call_metadata\n"
         "with store.connect('memory://') as client:\n"
         "    run = client.run('a/b')\n"
         "    run.save(1, {'x': numpy.ones(3)}).result()\n"

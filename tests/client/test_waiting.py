@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client._rpc import retry, server_wait
-from storesvc_client._rpc.server_wait import Wait
+from storesvc_client._rpc import retry
+from storesvc_client._rpc.retry import Wait
 from tests.support.monitored import listening
 from tests.support.server_process import ServerProcess
 
@@ -29,8 +29,8 @@ def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes waits be logged after a short time."""
-    monkeypatch.setattr(server_wait, "WARN_SECONDS", 0.4)
-    monkeypatch.setattr(server_wait, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "WARN_SECONDS", 0.4)
+    monkeypatch.setattr(retry, "POLL_SECONDS", 0.05)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

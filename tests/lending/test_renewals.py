@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from storesvc_client._storage.lent_credential import (
+from storesvc_client._storage.own_store import (
     PAUSE_SECONDS,
     GcsSecret,
     Lent,

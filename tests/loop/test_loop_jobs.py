@@ -11,9 +11,7 @@ import pytest
 import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
-from storesvc_client._job.decisions import Decision, Decisions
-from storesvc_client._job.departures import Departures
-from storesvc_client._job.job import Job, JointSave
+from storesvc_client._job.job import Decision, Decisions, Departures, Job, JointSave
 from tests.support import loop_parts
 from tests.support.examples import soaked
 from tests.support.jax_job import JaxJob, run_job
@@ -339,8 +337,8 @@ def test_a_process_at_another_step_or_without_process_0_raises() -> None:
 def test_a_long_wait_for_process_0_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("storesvc_client._job.wait_log.FIRST_SECONDS", 0.1)
-    monkeypatch.setattr("storesvc_client._job.decisions._TURN_SECONDS", 0.05)
+    monkeypatch.setattr("storesvc_client._job.job.FIRST_SECONDS", 0.1)
+    monkeypatch.setattr("storesvc_client._job.job._TURN_SECONDS", 0.05)
 
     def part(process: Job) -> int:
         seen = Decisions(process, "tests/run")

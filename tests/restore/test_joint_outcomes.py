@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client._job import wait_log
+from storesvc_client._job import job as wait_log
 from storesvc_client._job.job import JointSave
 from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import JointRestore

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._job import wait_log
+from storesvc_client._job import job as wait_log
 from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import together
 from storesvc_client._values.arguments import Deadline

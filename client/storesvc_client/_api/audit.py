@@ -10,7 +10,7 @@ from typing import Final, Self
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.paging import FOLLOWING
+from storesvc_client._rpc.run_stub import FOLLOWING
 from storesvc_client._values.arguments import is_text, parent_resource
 from storesvc_client._values.call_kinds import (
     AUTHENTICATIONS,

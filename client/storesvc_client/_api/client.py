@@ -17,7 +17,7 @@ from storesvc_client._api.run import Run
 from storesvc_client._api.uploads import list_uploads
 from storesvc_client._api.watch import watch
 from storesvc_client._rpc.connection import Connection, open_connection
-from storesvc_client._rpc.paging import OnDamage, rows
+from storesvc_client._rpc.run_stub import OnDamage, rows
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import (
     DEFAULT_RESTORE_POOL_BYTES,

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from storesvc_client._api.loop_saves import LoopSaves
 from storesvc_client._api.taken_steps import TakenSteps
-from storesvc_client._job.decisions import Decision, Decisions
+from storesvc_client._job.job import Decision, Decisions
 from storesvc_client._values.options import IfBusy
 from storesvc_client._values.save_schedule import Schedule
 

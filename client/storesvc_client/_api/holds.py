@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from storesvc.format.names import HoldName, InvalidNameError, Which
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._rpc.paging import OnDamage
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.run_stub import OnDamage, RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import DurationLike
 from storesvc_client._values.notebook import listed

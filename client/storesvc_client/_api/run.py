@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
-    from storesvc_client._job.departures import Departures
+    from storesvc_client._job.job import Departures
     from storesvc_client._pictures.picture import Picture
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint

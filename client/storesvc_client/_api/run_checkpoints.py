@@ -10,8 +10,7 @@ from storesvc_client._api.lifecycle import (
     undelete_checkpoint,
     update_checkpoint,
 )
-from storesvc_client._rpc.paging import OnDamage
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.run_stub import OnDamage, RunStub
 from storesvc_client._values.arguments import DurationLike
 from storesvc_client._values.notebook import listed
 from storesvc_client._values.reports import SaveTrace, WriterReport

@@ -4,8 +4,7 @@ import uuid
 from collections.abc import Iterator
 
 from storesvc.format.names import InvalidNameError, TagName, Which
-from storesvc_client._rpc.paging import OnDamage
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.run_stub import OnDamage, RunStub
 from storesvc_client._values.arguments import checked_flag, checked_text
 from storesvc_client._values.notebook import listed
 from storesvc_client._values.values import Tag

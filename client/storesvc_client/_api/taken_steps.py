@@ -8,7 +8,7 @@ of a damaged checkpoint, from which a restore has stepped back.
 import logging
 from collections.abc import Callable, Iterable
 
-from storesvc_client._job.decisions import Decision, Decisions
+from storesvc_client._job.job import Decision, Decisions
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client.errors import NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

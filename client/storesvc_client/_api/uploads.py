@@ -5,8 +5,7 @@ from functools import partial
 
 from storesvc.format.names import InvalidNameError, UploadName
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.paging import OnDamage, rows
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.run_stub import OnDamage, RunStub, rows
 from storesvc_client._values.notebook import listed
 from storesvc_client._values.values import UploadInfo
 from storesvc_client.errors import (

@@ -3,19 +3,46 @@
 A job has a board: a key-value store of short texts, which every process can read as
 soon as a process has written them. It carries resource names and errors, never data,
 and no process waits on it for more than one other process.
+
+Processes that leave the training loop of a job before a save of the others.
+
+All processes of a loop make the same saves in the same order, so the number of a save
+within the loop names it in all of them. A process that leaves publishes the number of
+the first save that it does not make. The others look for that key while they wait in
+their save of this number, instead of until its lease expires; a process that has found
+it fails its later saves, too. Saves that the process has made before it left are not
+affected.
+
+Times at which a long wait is logged.
+
+Decisions that process 0 of a job takes for all its processes, one after another.
+
+Process 0 publishes each decision with the step that it is about; the others read the
+decisions in order, and wait for the next one without a limit, as they would wait for
+process 0 in the next collective operation of jax. They stop waiting when process 0 has
+left. Nothing is exchanged at other steps.
+
+Matches the calls of a job's processes: each joint call gets a key prefix on the
+board where its processes meet.
+
+Process 0 leads. Each other process announces each of its calls and waits. When process
+0 makes a call itself, it assigns a new key prefix to the next call of every other
+process, in the order of that process's calls. A call without a prefix can be withdrawn.
+So a call that one process makes alone, by mistake, leaves nothing behind that would be
+matched with later joint calls.
 """
 
 import json
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from secrets import token_hex
+from typing import Final, Protocol, Self
 
-from storesvc_client.errors import PeerFailedError, StoreError
-
-if TYPE_CHECKING:
-    from storesvc_client._job.departures import Departures
+from storesvc_client.errors import InvalidRequestError, PeerFailedError, StoreError
 
 _HOST: Final = "storesvc/host/{}"
 
@@ -206,3 +233,261 @@ def process_name(job: Job, index: int) -> str:
     """Returns the name of a process in messages."""
     host = job.read(_HOST.format(index))
     return f"process {index} ({host})" if host else f"process {index}"
+
+
+class Departures:
+    """The departures from one loop, seen from one process."""
+
+    def __init__(self, job: Job, loop: str) -> None:
+        """Begins with no save and no departure.
+
+        Args:
+            job: The processes.
+            loop: Key prefix of the loop.
+        """
+        self._job = job
+        self._place = f"{loop}/left"
+        self._saves = 0
+        self._found: tuple[int, str] | None = None
+        """Number of the first save that fails, and why."""
+
+    def count_save(self) -> int:
+        """Counts a save that this process begins; returns its number from 0."""
+        self._saves += 1
+        return self._saves - 1
+
+    def leave(self, why: str) -> None:
+        """Publishes that this process makes no more saves."""
+        with suppress(StoreError):  # the caller may have another error to raise
+            name = process_name(self._job, self._job.index)
+            self._job.post(
+                f"{self._place}/{self._saves}", f"{name} has left the loop: {why}"
+            )
+
+    def before(self, number: int) -> str:
+        """Returns which process has left before a save, and why; "" if none has."""
+        # A later save may have found it while this one, which has all processes, still
+        # waits for them.
+        if self._found is None or number < self._found[0]:
+            why = self._job.read(f"{self._place}/{number}")
+            if not why:
+                return ""
+            self._found = number, why
+        return self._found[1]
+
+
+FIRST_SECONDS: Final = 10.0
+"""Seconds after which a wait is first logged; the interval doubles with each line
+..."""
+
+MAX_SECONDS: Final = 120.0
+"""... up to this."""
+
+
+class WaitLogTimer:
+    """The log times of one wait, which starts now."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds = FIRST_SECONDS
+        self._next = self._began + self._seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next log line."""
+        return max(0.0, self._next - time.monotonic())
+
+    def is_due(self) -> bool:
+        """Returns whether a log line is due; if so, schedules the next one."""
+        if self.left:
+            return False
+        self._seconds = min(2 * self._seconds, MAX_SECONDS)
+        self._next = time.monotonic() + self._seconds
+        return True
+
+
+_log = logging.getLogger("storesvc_client")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A decision on one step, the same for all processes."""
+
+    step: int
+    """The step."""
+    saves: bool = False
+    """True if they save it."""
+    look_at: int | None = None
+    """Step of the next decision, unless they know of an earlier one."""
+    taken: tuple[int, ...] = ()
+    """Steps of deleted checkpoints, which cannot be saved; published once, before the
+    first step."""
+    failure: str = ""
+    """Reason for which process 0 takes no more decisions; "" while it does."""
+
+
+class Decisions:
+    """The decisions for one loop, seen from one process."""
+
+    def __init__(self, job: Job, run: str) -> None:
+        """Counts the loop; all processes begin their loops in the same order.
+
+        Args:
+            job: The processes.
+            run: Name of the run.
+        """
+        self._job = job
+        self._run = run
+        kind = f"storesvc/loop/{run}"
+        self._place = f"{kind}/{ordinal(job, kind)}"
+        self._number = 0
+        self.departures = Departures(job, self._place)
+        """Processes that have left the loop."""
+
+    @property
+    def is_leader(self) -> bool:
+        """True in process 0."""
+        return self._job.index == 0
+
+    def publish(self, decision: Decision) -> None:
+        """Publishes the next decision; for process 0."""
+        self._job.post(self._next_key(), json.dumps(asdict(decision)))
+
+    def end(self, why: str) -> None:
+        """Publishes that this process has left, so that no other waits for it: neither
+        for its part of a save, nor for a decision of process 0."""
+        self.departures.leave(why)
+        if self.is_leader:
+            with suppress(StoreError):  # the caller may have another error to raise
+                self.publish(Decision(step=-1, failure=why))
+
+    def await_next(self, step: int) -> Decision:
+        """Waits for the next decision, and returns it.
+
+        Args:
+            step: Step that this process needs it for.
+
+        Raises:
+            PeerFailedError: Process 0 has left, and why.
+            InvalidRequestError: Process 0 decides about another step.
+            UnavailableError: The coordination service of the job does not answer.
+        """
+        key, timer = self._next_key(), WaitLogTimer()
+        while (text := self._job.read(key, seconds=_TURN_SECONDS)) is None:
+            if timer.is_due():
+                _log.warning(
+                    "loop of %s waits for %s at step %d, for %.0f s now",
+                    *(self._run, self._leader, step, timer.waited),
+                )
+        fields = json.loads(text)
+        decision = Decision(**fields | {"taken": tuple(fields["taken"])})
+        if decision.failure:
+            raise PeerFailedError(
+                f"loop of {self._run}: {self._leader} ended its loop before step "
+                f"{step}: {decision.failure}"
+            )
+        if decision.step != step:
+            raise InvalidRequestError(
+                f"loop of {self._run}: {self._leader} is at step {decision.step}, this "
+                f"process at step {step}; call after() for the same steps in all "
+                "processes of the job"
+            )
+        return decision
+
+    @property
+    def _leader(self) -> str:
+        return process_name(self._job, 0)
+
+    def _next_key(self) -> str:
+        key = f"{self._place}/{self._number}"
+        self._number += 1
+        return key
+
+
+_WITHDRAWN: Final = "-"
+
+
+class JointCalls:
+    """The joint calls of one kind, seen from one process of a job."""
+
+    def __init__(self, job: Job, kind: str) -> None:
+        """Creates the matching; nothing is published yet.
+
+        Args:
+            job: The processes.
+            kind: Kind of the calls, such as "read/tests/run".
+        """
+        self._job = job
+        self._kind = f"storesvc/{kind}"
+
+    def lead(self) -> str:
+        """Returns a new key prefix for a call of process 0."""
+        return f"{self._kind}/{token_hex(8)}"
+
+    def take(self, index: int, place: str, *, seconds: float = 0.0) -> bool:
+        """Assigns a key prefix to the next call of another process; returns False if
+        that process makes none in time.
+
+        Args:
+            index: The process.
+            place: Key prefix of process 0's call.
+            seconds: Maximum wait.
+        """
+        taken = f"{self._kind}/taken/{index}"
+        while True:
+            number = self._job.passed(taken)
+            if self._job.read(self._call(index, number), seconds=seconds) is None:
+                return False
+            # Counted only then: a call counted but not settled never gets a prefix.
+            settled = self._settled(index, number, place)
+            self._job.advance(taken, number)
+            if settled == place:
+                return True
+
+    def begin(self) -> int:
+        """Announces a call to process 0; returns its number."""
+        made, token = f"{self._kind}/made", token_hex(8)
+        while True:
+            number = self._job.passed(made)
+            key = self._call(self._job.index, number)
+            # Published before it is counted: process 0 would wait without limit for a
+            # call that was counted but never published.
+            try:
+                self._job.post(key, token)
+                is_own = self._job.read(key) == token
+            except BaseException:
+                with suppress(StoreError):
+                    self.take_back(number)
+                raise
+            self._job.advance(made, number)
+            if is_own:  # not the call of another thread
+                return number
+
+    def place_key(self, number: int) -> str:
+        """Returns the key under which process 0 publishes the prefix of a call."""
+        return self._place_key(self._job.index, number)
+
+    def take_back(self, number: int) -> str:
+        """Withdraws a call; returns its key prefix if process 0 has already assigned
+        one, else ""."""
+        settled = self._settled(self._job.index, number, _WITHDRAWN)
+        return "" if settled == _WITHDRAWN else settled
+
+    def _settled(self, index: int, number: int, place: str) -> str:
+        """Assigns a prefix to a call, unless it has one; returns the one it has."""
+        key = self._place_key(index, number)
+        self._job.post(key, place)
+        settled = self._job.read(key)
+        assert settled is not None
+        return settled
+
+    def _call(self, index: int, number: int) -> str:
+        return f"{self._kind}/calls/{index}/{number}"
+
+    def _place_key(self, index: int, number: int) -> str:
+        return f"{self._kind}/places/{index}/{number}"

@@ -30,7 +30,7 @@ from storesvc_client._restore.open_tree import OpenTree
 from storesvc_client._restore.peer_plan import SpreadPlan
 from storesvc_client._restore.peer_source import PeerSource, may_spread
 from storesvc_client._restore.server_source import ServerSource
-from storesvc_client._rpc.tracebacks import clear_variables
+from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lent_bucket import LentBucket

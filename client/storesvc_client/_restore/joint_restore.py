@@ -22,9 +22,13 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Final
 
-from storesvc_client._job.job import Job, Outcome, process_name
-from storesvc_client._job.rendezvous import JointCalls
-from storesvc_client._job.wait_log import WaitLogTimer
+from storesvc_client._job.job import (
+    Job,
+    JointCalls,
+    Outcome,
+    WaitLogTimer,
+    process_name,
+)
 from storesvc_client._restore.joint_damage import agreed_damage
 from storesvc_client._restore.joint_outcomes import (
     absent,

@@ -1,33 +1,44 @@
-"""Connections: the channels to a store, with timeouts, retries and wait logs."""
+"""Connections: the channels to a store, with timeouts, retries and wait logs.
+
+Starts a server inside this process; the only import of the service's code.
+
+A channel that adds metadata to each call: its token, and the span it belongs to.
+
+The metadata is asked for in the thread that begins a call, and is therefore always
+current. Without a token and without OpenTelemetry there is none.
+
+Example:
+    >>> channel = MetadataChannel(channel, lambda: [("authorization", "Bearer ...")])
+"""
 
 import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from storesvc_client._rpc.embedded import start_embedded
-from storesvc_client._rpc.metadata_channel import MetadataChannel, call_metadata
 from storesvc_client._rpc.process_exit import check_process, close_at_exit, note_close
 from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
+    Wait,
+    Waits,
     attempts,
     is_transient,
     until,
 )
-from storesvc_client._rpc.server_wait import Wait, Waits
-from storesvc_client._rpc.target import Target, is_root
-from storesvc_client._rpc.tls import RenewedChannel, Tls, refusal
+from storesvc_client._rpc.tls import RenewedChannel, Target, Tls, is_root, refusal
 from storesvc_client._rpc.tokens import Token, TokenSource, token_source
 from storesvc_client._values.arguments import NEVER, Deadline
+from storesvc_client._values.telemetry import current_traceparent
 from storesvc_client.errors import (
+    BY_REASON,
     InvalidRequestError,
     StoreError,
     UnavailableError,
@@ -38,6 +49,137 @@ from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStu
 
 if TYPE_CHECKING:
     from tenacity import AttemptManager
+
+    from storesvc.server.embedded import EmbeddedServer
+
+
+def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
+    """Starts a server for the store at a root, which is created if it does not exist.
+
+    Args:
+        root: URI of the root.
+        timeout: Limit for opening the store, in seconds.
+
+    Raises:
+        InvalidRequestError: The root is not a URI of a supported storage, or the
+            server's packages are not installed.
+        StoreError: The store cannot be opened.
+    """
+    with _refused(root):
+        from storesvc.server.embedded import EmbeddedServer
+
+        return EmbeddedServer(root, timeout=timeout)
+
+
+def holds_store(root: str, *, timeout: float) -> bool:
+    """Returns whether a store exists at a root; creates none.
+
+    Args:
+        root: URI of the root.
+        timeout: Limit in seconds.
+
+    Raises:
+        InvalidRequestError: See ``start_embedded``.
+        StoreError: The storage does not answer.
+    """
+    with _refused(root):
+        from storesvc.server import embedded
+
+        return embedded.holds_store(root, timeout=timeout)
+
+
+@contextmanager
+def _refused(root: str) -> Generator[None]:
+    """Translates errors of the embedded server to errors of this library."""
+    try:
+        from storesvc.server.embedded import StartError
+    except ModuleNotFoundError as e:
+        raise InvalidRequestError(
+            f"store {root!r}: an embedded store needs {e.name}; "
+            "pip install 'storesvc[server]'"
+        ) from e
+    try:
+        yield
+    except StartError as e:
+        kind = BY_REASON[e.reason]
+        raise kind(str(e), reason=e.reason, metadata=e.metadata) from None
+
+
+TRACEPARENT: Final = "traceparent"
+"""Name of the metadata with the span of the caller (W3C Trace Context)."""
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+
+def call_metadata(source: TokenSource | None, address: str) -> Callable[[], Metadata]:
+    """Returns a function that returns the metadata for a call that begins now, and
+    rejects calls in a forked child.
+
+    Args:
+        source: Source of tokens; None: calls have none.
+        address: Name of the store in errors.
+    """
+    process = os.getpid()
+
+    def metadata() -> Metadata:
+        check_process(address, process)
+        found = list[tuple[str, str]]()
+        if source is not None:
+            found.append(("authorization", f"Bearer {source()}"))
+        if span := current_traceparent():
+            found.append((TRACEPARENT, span))
+        return found
+
+    return metadata
+
+
+class MetadataChannel(grpc.Channel):
+    """Delegates calls to a channel, each with the metadata of the time it begins."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Callable[[], Metadata]) -> None:
+        self._channel = channel
+        self._metadata = metadata
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
+        return self._extended(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._extended(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._extended(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._extended(self._channel.stream_stream(*arguments, **options))
+
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
+    ) -> None:
+        """Subscribes to the channel."""
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Ends the subscription of a callback."""
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+    def _extended(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*request: Any, **options: Any) -> Any:
+            if added := self._metadata():
+                options["metadata"] = (*(options.get("metadata") or ()), *added)
+            return method(*request, **options)
+
+        return call
+
 
 T = TypeVar("T")
 

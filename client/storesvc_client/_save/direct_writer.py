@@ -30,7 +30,7 @@ from storesvc.format.chunks import (
 )
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
-from storesvc_client._rpc.tracebacks import clear_variables
+from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._save.data_files import (
     BucketPool,
     FilePool,

@@ -4,7 +4,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._rpc.process_exit import await_at_exit, forget
-from storesvc_client._rpc.tracebacks import trim
+from storesvc_client._rpc.retry import trim
 from storesvc_client._values.arguments import DurationLike, seconds_or_none
 from storesvc_client._values.reports import Rehearsal, SaveReport
 from storesvc_client._values.values import Checkpoint

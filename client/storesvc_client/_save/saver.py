@@ -16,8 +16,8 @@ from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc.storage.threads import Threads
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.process_exit import check_not_over
+from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._rpc.tracebacks import clear_variables
 from storesvc_client._save.handle import PendingSave
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_choice
@@ -39,8 +39,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client._job.departures import Departures
-    from storesvc_client._job.job import Job, JointSave
+    from storesvc_client._job.job import Departures, Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
     from storesvc_client._save.item_table import ItemExchange

@@ -42,7 +42,7 @@ from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
 if TYPE_CHECKING:
     import tensorstore as ts
 
-    from storesvc_client._storage.lent_store import LentStore
+    from storesvc_client._storage.own_store import LentStore
 
 T = TypeVar("T")
 

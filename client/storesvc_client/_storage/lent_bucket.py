@@ -20,13 +20,13 @@ from storesvc.storage.location import (
 )
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.lent_credential import (
+from storesvc_client._storage.own_store import (
     GcsSecret,
     Lent,
     LentCredential,
+    LentStore,
     S3Secret,
 )
-from storesvc_client._storage.lent_store import LentStore
 from storesvc_client.errors import InvalidRequestError, UnavailableError, translated
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

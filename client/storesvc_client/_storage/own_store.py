@@ -11,29 +11,54 @@ can do so with the same credentials, and TensorStore writes them otherwise:
 
 An `OwnStore` has the two methods of TensorStore's key-value store that `BucketRoot`
 calls. The search for credentials begins with the first write, and may take seconds.
+
+Credentials that the server lends, renewed before they expire.
+
+Everything here runs on one event loop, so concurrent requests share a renewal. At
+``RENEWED_AT`` of its life a credential is renewed in the background, while requests
+still use the old one; they wait only for the first credential, for one that replaces
+an expired one, and for one that replaces a rejected one.
+
+Requests of obstore, as TensorStore's futures.
+
+TensorStore's drivers take credentials from the process only, and copy what they write
+twice. obstore takes any credentials, and sends the buffer that it is given.
+
+An object is created, never replaced: what exists already was written by an earlier
+attempt of the same request, because its name is random.
+
+Reads and creates objects with lent credentials, through obstore.
+
+TensorStore's drivers take credentials from the process only, and one for all. A
+`LentStore` has the two methods of TensorStore's key-value store that `BucketRoot`
+calls, so that its hedging and its limits apply here too.
+
+A request that the storage rejects (401, 403) is sent once more, with another
+credential. An object is created, never replaced: what exists already was written by an
+earlier attempt of the same request, because its name is random.
 """
 
+import asyncio
+import logging
+import random
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
 
-from storesvc.errors import InvalidFieldError
+from storesvc.errors import InvalidFieldError, StorageDeniedError
 from storesvc.format.checksums import Buffer
 from storesvc.storage.bucket import denied, failed, unauthenticated
 from storesvc.storage.gcs import endpoint_of, own_credentials
+from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
-from storesvc_client._storage.object_requests import (
-    PAUSES,
-    create,
-    gcs_objects,
-    is_rejected,
-    reason_of,
-    s3_objects,
-    started,
-)
+from storesvc_client.errors import StoreError
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -48,6 +73,459 @@ if TYPE_CHECKING:
         S3CredentialProvider,
         S3Store,
     )
+
+RENEWED_AT: Final = 0.8
+"""Share of its life after which a credential is renewed."""
+
+LEAST_LIFE_SECONDS: Final = 1.0
+"""Life of a credential that has expired by this machine's clock, which may be wrong."""
+
+PAUSE_SECONDS: Final = 5.0
+"""Pause after a renewal that failed while the credential is still valid."""
+
+_log = logging.getLogger("storesvc_client")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcsSecret:
+    """An access token for Google Cloud Storage."""
+
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Secret:
+    """Temporary keys for S3."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(repr=False)
+
+
+Secret: TypeAlias = GcsSecret | S3Secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lent:
+    """A credential; each is another one."""
+
+    secret: Secret
+    expire_seconds: float
+    """When it expires, in seconds of the epoch."""
+
+
+class LentCredential:
+    """The credential in use for one upload or one run. For one event loop."""
+
+    def __init__(
+        self,
+        lend: Callable[[], Lent],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Creates it; nothing is lent yet.
+
+        Args:
+            lend: Asks the server for another credential; blocks.
+            clock: Returns seconds of the epoch.
+        """
+        self._lend = lend
+        self._clock = clock
+        self._lent: Lent | None = None
+        self._due = self._end = 0.0
+        self._renewing: asyncio.Task[Lent] | None = None
+
+    async def current(self) -> Lent:
+        """Returns a credential that is valid now, as far as this machine knows.
+
+        Raises:
+            StoreError: The server lends none.
+        """
+        now = self._clock()
+        if self._lent is None or now >= self._end:
+            return await self._renewed()
+        if now >= self._due:
+            self._start()
+        return self._lent
+
+    async def instead_of(self, rejected: Lent) -> Lent:
+        """Returns another credential than one that the storage has rejected.
+
+        Raises:
+            StoreError: The server lends none.
+        """
+        if self._lent is not None and self._lent is not rejected:
+            return self._lent
+        return await self._renewed()
+
+    async def _renewed(self) -> Lent:
+        # a request that is dropped must not end the renewal of the others
+        return await asyncio.shield(self._start())
+
+    def _start(self) -> "asyncio.Task[Lent]":
+        """Returns the renewal in progress; begins one if there is none."""
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew())
+            self._renewing.add_done_callback(self._ended)
+        return self._renewing
+
+    async def _renew(self) -> Lent:
+        lent = await run_in_daemon_thread(self._lend)
+        now = self._clock()
+        life = max(lent.expire_seconds - now, LEAST_LIFE_SECONDS)
+        self._lent, self._due, self._end = lent, now + RENEWED_AT * life, now + life
+        return lent
+
+    def _ended(self, renewing: "asyncio.Task[Lent]") -> None:
+        self._renewing = None
+        if renewing.cancelled():
+            return
+        error = renewing.exception()  # marks it as retrieved
+        if error is None:
+            return
+        # Others may wait for the same renewal, and raise its error.
+        level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
+        if self._clock() < self._end:
+            self._due = self._clock() + PAUSE_SECONDS
+            _log.log(level, "a lent credential is not renewed yet: %s", error)
+
+
+if TYPE_CHECKING:
+    from obstore.store import (
+        ClientConfig,
+        GCSCredentialProvider,
+        GCSStore,
+        RetryConfig,
+        S3CredentialProvider,
+        S3Store,
+    )
+
+    Objects: TypeAlias = GCSStore | S3Store
+
+RETRY: Final["RetryConfig"] = {
+    "max_retries": 6,
+    "backoff": {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=3),
+        "base": 2,
+    },
+    "retry_timeout": timedelta(seconds=30),
+}
+"""Retries of a transient error within one request, as TensorStore makes them."""
+
+PAUSES: Final = (0.1, 0.4, 1.6)
+"""Backoff in seconds before each retry of a creation whose connection broke, which
+obstore does not retry; jitter is added."""
+
+CONNECT_SECONDS: Final = timedelta(seconds=5)
+
+REQUEST_SECONDS: Final = timedelta(minutes=10)
+"""Timeout of a request. The hedging of `BucketRoot` drops a late one before that."""
+
+DEFAULT_REGION: Final = "us-east-1"
+
+_EXPIRED: Final = ("ExpiredToken", "InvalidToken")
+"""Codes of S3, which rejects an expired credential with the status 400."""
+
+_MAX_REASON: Final = 200
+
+
+class ObjectCall:
+    """A request in flight, with the methods of TensorStore's futures that are used."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+        self._callbacks: list[Callable[[ObjectCall], None]] = []
+
+    def add_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
+        """Calls a function with this request once it has ended."""
+        self._callbacks.append(callback)
+        ended = weakref.WeakMethod(self._ended)
+        # The future keeps its callbacks for ever: with a reference to the request it
+        # would be a cycle, and the data would wait for Python's garbage collector.
+        self._future.add_done_callback(partial(_call, ended))
+
+    def remove_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
+        """Drops the request; the function may still be called."""
+        del callback
+        self._callbacks.clear()
+        self._future.cancel()
+
+    def _ended(self) -> None:
+        # another thread may remove them at this moment
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a request that has ended."""
+        return self._future.exception()
+
+    def result(self) -> Any:
+        """Returns the response of a request that has ended, or raises its error."""
+        return self._future.result()
+
+
+def _call(ended: "weakref.WeakMethod[Callable[[], None]]", _: object) -> None:
+    if (method := ended()) is not None:
+        method()
+
+
+def started(request: Coroutine[Any, Any, Any]) -> ObjectCall:
+    """Starts a request."""
+    return ObjectCall(asyncio.run_coroutine_threadsafe(request, _loop()))
+
+
+async def create(
+    objects: "Objects",
+    key: str,
+    data: Sequence[Buffer],
+    is_stored: Callable[[], Awaitable[bool | None]],
+) -> None:
+    """Creates an object; accepts one that exists with this content.
+
+    If the outcome of a request is unknown, because its response was lost, the next
+    request finds what it created.
+
+    Args:
+        objects: Client of the bucket.
+        key: Name of the object.
+        data: Its content, in parts.
+        is_stored: Returns whether the object that exists has this content; None if
+            there is none, or it cannot be read.
+    """
+    import obstore
+    from obstore.exceptions import BaseError
+
+    for pause in (*PAUSES, None):
+        try:
+            await obstore.put_async(
+                objects, key, data, mode="create", use_multipart=False
+            )
+        except BaseError as e:
+            found = await is_stored() if _may_exist(e) else None
+            if found:
+                return
+            # S3 rejects a request as well while another one creates the object.
+            if pause is None or found is not None or is_rejected(e):
+                raise
+        else:
+            return
+        await asyncio.sleep(pause * (1 + random.random()))  # noqa: S311 - jitter
+
+
+def _may_exist(cause: Exception) -> bool:
+    """Returns whether a creation may have failed because the object exists."""
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        PermissionDeniedError,
+        PreconditionError,
+    )
+
+    # Google rejects an overwrite before it looks at the condition.
+    existing = (AlreadyExistsError, PermissionDeniedError, PreconditionError)
+    return isinstance(cause, existing)
+
+
+def is_rejected(cause: Exception) -> bool:
+    """Returns whether a storage rejected the credential of a request."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    is_denied = isinstance(cause, (PermissionDeniedError, UnauthenticatedError))
+    return is_denied or any(code in str(cause) for code in _EXPIRED)
+
+
+def reason_of(cause: Exception) -> str:
+    """Returns the message of an error of obstore, without its details."""
+    return str(cause).partition("\n")[0].strip()[:_MAX_REASON]
+
+
+def gcs_objects(storage: Storage, provider: "GCSCredentialProvider") -> "GCSStore":
+    """Returns a client of a bucket with exactly one source of credentials."""
+    from obstore.store import GCSStore
+
+    endpoint = endpoint_of(storage)
+    options: Any = {} if endpoint is None else {"base_url": endpoint}
+    return GCSStore(
+        storage.spec["bucket"],
+        credential_provider=provider,
+        client_options=_client(endpoint),
+        retry_config=RETRY,
+        **options,
+    )
+
+
+def s3_objects(storage: Storage, provider: "S3CredentialProvider") -> "S3Store":
+    """Returns a client of a bucket with exactly one source of credentials."""
+    from obstore.store import S3Store
+
+    endpoint = endpoint_of(storage)
+    options: Any = {} if endpoint is None else {"endpoint": endpoint}
+    return S3Store(
+        storage.spec["bucket"],
+        region=storage.spec.get("aws_region", DEFAULT_REGION),
+        credential_provider=provider,
+        client_options=_client(endpoint),
+        retry_config=RETRY,
+        **options,
+    )
+
+
+def _client(endpoint: str | None) -> "ClientConfig":
+    return {
+        # For Google, and for lent credentials, checked when the bucket was opened.
+        "allow_http": endpoint is not None,
+        "connect_timeout": CONNECT_SECONDS,
+        "timeout": REQUEST_SECONDS,
+    }
+
+
+_starting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns the one event loop of all requests, on a daemon thread."""
+    with _starting:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=loop.run_forever, name="storesvc-objects", daemon=True
+            ).start()
+            _loops.append(loop)
+        return _loops[0]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Response to a read, as TensorStore's."""
+
+    state: Literal["value", "missing"]
+    value: Any
+    """Buffer of the bytes."""
+
+
+class LentStore:
+    """Objects below the root of a store, reached with one lent credential at a time.
+    Thread-safe."""
+
+    copies_writes = False
+    """As of ``OwnStore``."""
+
+    def __init__(self, storage: Storage, credential: LentCredential) -> None:
+        self._storage = storage
+        self._credential = credential
+        self._opened: tuple[Lent, Objects] | None = None
+
+    # ``Any`` stands for a future of TensorStore.
+    def read(self, path: str, *, byte_range: slice | None = None) -> Any:
+        """Starts a read of an object, or of bytes of it."""
+        return started(self._read(path, byte_range))
+
+    def write(self, path: str, data: Sequence[Buffer]) -> Any:
+        """Starts the creation of an object."""
+        return started(self._sent(path, partial(_create, self._key(path), data)))
+
+    async def _read(self, path: str, span: slice | None) -> ReadResult:
+        from obstore.exceptions import NotFoundError
+
+        try:
+            data = await self._sent(path, partial(_bytes, self._key(path), span))
+        except (NotFoundError, FileNotFoundError):  # which of them: by its version
+            return ReadResult("missing", b"")
+        if span is not None and len(data) != span.stop - span.start:
+            raise ValueError(
+                f"OUT_OF_RANGE: expected {span.stop - span.start} bytes from offset "
+                f"{span.start}, got {len(data)}"
+            )
+        return ReadResult("value", data)
+
+    async def _sent(
+        self, path: str, send: "Callable[[Objects], Coroutine[Any, Any, T]]"
+    ) -> T:
+        """Sends a request, and once more if the storage rejects the credential."""
+        from obstore.exceptions import BaseError, NotFoundError
+
+        lent = await self._credential.current()
+        try:
+            try:
+                return await send(self._objects(lent))
+            except BaseError as e:
+                if not is_rejected(e):
+                    raise
+            lent = await self._credential.instead_of(lent)
+            return await send(self._objects(lent))
+        except NotFoundError:
+            raise
+        except BaseError as e:
+            raise self._error(path, e) from e
+
+    def _key(self, path: str) -> str:
+        return f"{self._storage.spec['path']}{path}"
+
+    def _objects(self, lent: Lent) -> "Objects":
+        """Returns the client of a credential."""
+        opened = self._opened
+        if opened is None or opened[0] is not lent:
+            self._opened = opened = lent, _opened(self._storage, lent)
+        return opened[1]
+
+    def _error(self, path: str, cause: Exception) -> Exception:
+        reason = reason_of(cause)
+        if not is_rejected(cause):
+            return RuntimeError(reason)
+        return StorageDeniedError(
+            f"{self._storage.describe(path)}: the storage denies this to the "
+            f"credential that the server lent, or there is no such object ({reason}); "
+            "let the server's own account read and create objects there",
+            storage=self._storage.name,
+        )
+
+
+async def _bytes(key: str, span: slice | None, objects: "Objects") -> Any:
+    """Reads an object, or bytes of it; returns a buffer."""
+    import obstore
+
+    if span is None:
+        return await (await obstore.get_async(objects, key)).bytes_async()
+    return await obstore.get_range_async(objects, key, start=span.start, end=span.stop)
+
+
+async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
+    """Creates an object; accepts that it exists with this size."""
+    import obstore
+    from obstore.exceptions import BaseError
+
+    async def is_stored() -> bool | None:
+        try:
+            found = await obstore.head_async(objects, key)
+        except (BaseError, FileNotFoundError):
+            return None
+        return found["size"] == sum(map(len, data))
+
+    await create(objects, key, data, is_stored)
+
+
+def _opened(storage: Storage, lent: Lent) -> "Objects":
+    """Returns a client with exactly one credential, and no search for others."""
+    match lent.secret:
+        case GcsSecret(token=token):
+            of_google: GCSCredential = {"token": token, "expires_at": None}
+            return gcs_objects(storage, lambda: of_google)
+        case S3Secret() as keys:
+            of_amazon: S3Credential = {
+                "access_key_id": keys.access_key_id,
+                "secret_access_key": keys.secret_access_key,
+                "token": keys.session_token,
+                "expires_at": None,
+            }
+            return s3_objects(storage, lambda: of_amazon)
+        case secret:
+            assert_never(secret)
+
 
 KEPT_KEYS: Final = timedelta(minutes=10)
 """Time for which temporary keys of S3 are used before they are requested again;

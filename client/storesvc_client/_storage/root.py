@@ -7,7 +7,7 @@ from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
 from storesvc.storage.location import Storage, storage_at
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.target import is_root
+from storesvc_client._rpc.tls import is_root
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

@@ -203,7 +203,7 @@ class Connection:
             StoreError: The store cannot be reached.
         """
         from storesvc_client._rpc.connection import open_connection
-        from storesvc_client._rpc.target import is_root
+        from storesvc_client._rpc.tls import is_root
         from storesvc_proto.v1 import access_service_pb2 as api
         from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 
@@ -229,7 +229,7 @@ class Connection:
 
     def _token(self) -> "Token | None":
         """Returns the token to connect with; None for a root, which takes none."""
-        from storesvc_client._rpc.target import is_root
+        from storesvc_client._rpc.tls import is_root
         from storesvc_client.cli.logins import token_of_login
 
         if is_root(self.target) and (
@@ -240,7 +240,7 @@ class Connection:
 
     def _certificates(self) -> list[Path | None]:
         """Returns the TLS files; those from the environment apply to servers only."""
-        from storesvc_client._rpc.target import is_root
+        from storesvc_client._rpc.tls import is_root
 
         return [
             None if is_root(self.target) and name in self.from_environment else file
@@ -260,7 +260,7 @@ class Connection:
                     f"system: {e.strerror}; check the path and its permissions"
                 ) from e
         elif url.scheme in _BUCKETS:
-            from storesvc_client._rpc.embedded import holds_store
+            from storesvc_client._rpc.connection import holds_store
 
             root = self.target.partition("?")[0]
             is_store = holds_store(self.target, timeout=self.timeout)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from storesvc_client._pictures.picture import Picture
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
-    from storesvc_client._save.handle import Save
+    from storesvc_client._save.saver import Save
     from storesvc_client._values.access import Identity, Quota
     from storesvc_client._values.item_values import PerProcess, Replicated
     from storesvc_client._values.options import Distributed, SaveOptions
@@ -212,7 +212,7 @@ _HOMES: Final = {
     "Transfer": "_values.values",
     "progress_bar": "_values.progress",
     "Run": "_api.run",
-    "Save": "_save.handle",
+    "Save": "_save.saver",
     **dict.fromkeys(
         (
             "KeepBest",

@@ -36,9 +36,9 @@ from storesvc_client._chunks.slabs import (
 )
 from storesvc_client._pytree.save_plan import Planner
 from storesvc_client._pytree.tree_source import TreeSource
-from storesvc_client._save.handle import PendingSave
-from storesvc_client._save.resend_window import ResendWindow
-from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
+from storesvc_client._save.chunk_streams import ResendWindow
+from storesvc_client._save.saver import PendingSave
+from storesvc_client._save.snapshot import SlabQueue, WantedSlabs
 from storesvc_client._save.upload import Upload
 from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess

@@ -20,7 +20,7 @@ from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_client._chunks.host_memory import StagingPool
 from storesvc_client._rpc import retry
-from storesvc_client._save.resend_window import ResendWindow
+from storesvc_client._save.chunk_streams import ResendWindow
 from tests.support.contract import tree_of
 from tests.support.server_process import ServerProcess
 from tests.support.sessions import send_through_server
@@ -55,7 +55,7 @@ def test_a_save_that_fails_gives_all_its_staging_back(
 _INTERRUPTED = """
 import os, signal, sys
 import storesvc_client as store
-from storesvc_client._save.handle import PendingSave
+from storesvc_client._save.saver import PendingSave
 
 address, server = sys.argv[1:]
 waits = PendingSave.wait

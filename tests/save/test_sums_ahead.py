@@ -10,8 +10,7 @@ import pytest
 from storesvc.format.chunks import Sums
 from storesvc_client._chunks.host_memory import StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
-from storesvc_client._save.slab_queue import SlabQueue
-from storesvc_client._save.sums_ahead import SUM_THREADS, SumsAhead
+from storesvc_client._save.snapshot import SUM_THREADS, SlabQueue, SumsAhead
 from storesvc_client._values.progress import Meter
 from tests.support.contract import CHUNK, elements, sums
 

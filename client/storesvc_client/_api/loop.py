@@ -39,7 +39,7 @@ from storesvc_client._api.loop_saves import LoopSaves, is_of_arguments
 from storesvc_client._api.sigterm import NoTermination, Termination, termination
 from storesvc_client._api.taken_steps import TakenSteps
 from storesvc_client._job.job import Decisions
-from storesvc_client._save.handle import Save, take_error
+from storesvc_client._save.saver import Save, take_error
 from storesvc_client._values.arguments import (
     DurationLike,
     as_timedelta,

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from storesvc_client._save.handle import Save, is_written
+from storesvc_client._save.saver import Save, is_written
 from storesvc_client._values.triggers import OnFailure
 from storesvc_client.errors import (
     InvalidRequestError,

@@ -21,8 +21,7 @@ from storesvc_client._api.taken_steps import deleted_steps
 from storesvc_client._api.uploads import Uploads
 from storesvc_client._api.watch import watch
 from storesvc_client._rpc.run_stub import RunStub
-from storesvc_client._save.handle import Save
-from storesvc_client._save.saver import RunSaver
+from storesvc_client._save.saver import RunSaver, Save
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import DurationLike
 from storesvc_client._values.key_patterns import Patterns

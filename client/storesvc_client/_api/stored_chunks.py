@@ -20,7 +20,7 @@ from storesvc_client._chunks.host_memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import READING_SHARE
 from storesvc_client._values.progress import Meter
 

@@ -14,7 +14,7 @@ from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.slabs import FilledSlab
 from storesvc_client._foreign.chunk_units import RegionRead, Unit
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
-from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import SharedBuffer
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import StoreError, UnavailableError

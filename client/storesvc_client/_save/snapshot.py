@@ -3,13 +3,35 @@
 Only this step blocks the training loop. Chunks whose digest equals the base's are not
 copied. While the caller still waits, the store is asked whether they can be reused; if
 it answers no, or late, they are copied after all.
+
+The slabs of a save on their way from the snapshot to the store.
+
+The snapshot puts filled slabs into a queue and ends it; writers take them. When the
+snapshot waits for memory and there is nothing to take, waiting writers get a
+``StarvedError``, because the memory they hold blocks the snapshot. If writing fails,
+the queue is cancelled: the snapshot stops, and the queued slabs return to the staging
+pool. If the snapshot fails, the writers raise its error.
+
+Locks are taken in one order: that of the staging pool, then that of the queue.
+
+Computes checksums of slabs before any of them can be stored.
+
+A save to a bucket waits for several requests of its server before it may store the
+first chunk. Its processors are idle until then, and its data would wait for their
+checksums afterwards, so they are computed in the meantime.
 """
 
+import math
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Final, Protocol
+from itertools import chain, islice
+from types import TracebackType
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +40,386 @@ from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.host_memory import Bytes
-from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._values.progress import Meter
+
+STARVED_SECONDS: Final = 0.05
+"""Time that a writer waits for a slab while the snapshot waits for memory: often
+another writer is about to return some."""
+
+_AT_ONCE: Final = 16
+"""Maximum slabs in one request for the chunks that the store lacks."""
+
+RemoveStored = Callable[[Sequence[FilledSlab]], None]
+"""Removes the chunks that need not be stored from each slab's ``wanted``."""
+
+
+class Staging(Protocol):
+    """Bounded memory of slabs; ``StagingPool`` and ``ExtentPool`` are."""
+
+    budget_bytes: int
+
+    def take(
+        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
+    ) -> "Bytes | None":
+        """See ``StagingPool.take``."""
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """See ``StagingPool.take_now``."""
+
+    def give_back(self, buffer: "Bytes") -> None:
+        """See ``StagingPool.give_back``."""
+
+    def wake(self) -> None:
+        """See ``StagingPool.wake``."""
+
+
+class StarvedError(Exception):
+    """There is no slab to take and the snapshot waits for memory."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        """Number of times the snapshot has waited so far."""
+
+
+class SlabQueue:
+    """Filled slabs in first-in, first-out order. Thread-safe."""
+
+    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
+        """Creates an empty queue.
+
+        Args:
+            staging: Memory of the slabs.
+            is_open: Whether writers may start at once.
+        """
+        self._staging = staging
+        self.changed = threading.Condition()
+        """Lock of the queue, notified of its changes."""
+        self._slabs: deque[FilledSlab] = deque()
+        self._ahead: deque[FilledSlab] = deque()
+        """Slabs before those, which were taken out for a time."""
+        self._has_ended = False
+        self._error: Exception | None = None
+        """Error of the snapshot, or of the source of a transfer."""
+        self._starved = 0
+        """Number of times the snapshot has waited for memory."""
+        self._is_cancelled = False
+        self._is_open = is_open
+        """True when writers may start: earlier they would compete for processors and
+        memory with the snapshot, which the caller waits for."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory limit of the staging pool."""
+        return self._staging.budget_bytes
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True once no slab will be taken any more."""
+        return self._is_cancelled
+
+    @property
+    def is_ready(self) -> bool:
+        """True if ``pop`` may be called."""
+        return self._is_open and (self._has_slabs or self._has_ended)
+
+    @property
+    def _has_slabs(self) -> bool:
+        return bool(self._ahead or self._slabs)
+
+    def buffer(self, slab: Slab) -> "Bytes | None":
+        """Waits for memory for a slab and returns it; None if cancelled."""
+        return self.memory(slab.size)
+
+    def memory(self, size: int) -> "Bytes | None":
+        """Waits for staging memory of a size in bytes and returns it; None if
+        cancelled."""
+        return self._staging.take(
+            size, cancelled=lambda: self._is_cancelled, waiting=self._starve
+        )
+
+    def memory_now(self, size: int) -> "Bytes | None":
+        """Returns staging memory of a size in bytes; None if there is none at
+        present."""
+        return self._staging.take_now(size)
+
+    def _starve(self) -> None:
+        with self.changed:
+            self._starved += 1
+            self._is_open = True
+            self.changed.notify_all()
+
+    def give_back(self, filled: FilledSlab) -> None:
+        """Returns the memory of a stored slab to the staging pool."""
+        if filled.buffer is not None:
+            self._staging.give_back(filled.buffer)
+        if filled.returned is not None:
+            filled.returned()
+
+    def drop(self, buffer: Bytes) -> None:
+        """Returns memory that was not filled to the staging pool."""
+        self._staging.give_back(buffer)
+
+    def put(self, filled: FilledSlab) -> None:
+        """Appends a slab; drops it if the queue is cancelled."""
+        with self.changed:
+            if not self._is_cancelled:
+                self._slabs.append(filled)
+                self.changed.notify()
+                return
+        self.give_back(filled)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Marks the end of the queue.
+
+        Args:
+            error: Raised by ``check`` once the slabs before the end are stored; None if
+                they are all.
+        """
+        with self.changed:
+            self._error = error
+            self._has_ended = self._is_open = True
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Cancels the queue because the snapshot failed; its slabs are discarded.
+
+        Writers do not re-raise an interruption of the snapshot's thread, such as
+        Ctrl-C; they raise ``CancelledError``.
+        """
+        if not isinstance(error, Exception):
+            error = CancelledError("the save was interrupted")
+        self._error = error
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancels the queue: no slab is taken any more."""
+        with self.changed:
+            self._is_cancelled = self._has_ended = self._is_open = True
+            left = [*self._ahead, *self._slabs]
+            self._ahead.clear()
+            self._slabs.clear()
+            self.changed.notify_all()
+        # Without the lock: the lock of the pool is taken before that of the queue.
+        self._staging.wake()
+        for filled in left:
+            self.give_back(filled)
+
+    def check(self) -> None:
+        """Raises the error of the snapshot, if it failed.
+
+        Raises:
+            Exception: The snapshot's error.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def wait_for(self, is_ready: Callable[[], bool], *, starved: float) -> None:
+        """Waits for a condition; the caller holds ``changed``.
+
+        Args:
+            is_ready: The condition.
+            starved: Waits of the snapshot that the caller has already reacted to.
+
+        Raises:
+            StarvedError: The snapshot has waited for memory more often than that.
+        """
+        ends = math.inf
+        while not is_ready():
+            if self._starved > starved:
+                ends = min(ends, time.monotonic() + STARVED_SECONDS)
+                if time.monotonic() >= ends:
+                    raise StarvedError(self._starved)
+            left = None if ends == math.inf else ends - time.monotonic()
+            self.changed.wait(left)
+
+    def pop(self, at_most: int) -> list[FilledSlab]:
+        """Takes slabs out, none after the last; the caller holds ``changed`` and has
+        waited for ``is_ready``.
+
+        Raises:
+            Exception: The snapshot's error.
+        """
+        if self._is_cancelled:
+            self.check()
+        slabs = chain(_popped(self._ahead), _popped(self._slabs))
+        return list(islice(slabs, at_most))
+
+    def take_ahead(self, is_stopped: Callable[[], bool]) -> FilledSlab | None:
+        """Waits for the next slab that was not taken out yet, and takes it out for a
+        time, before a writer takes any.
+
+        Args:
+            is_stopped: Returns whether to end the wait; ``changed`` must be notified
+                when that changes.
+
+        Returns:
+            The slab, which must be given to ``put_back``; None after the last one, or
+            if stopped.
+        """
+
+        def is_decided() -> bool:
+            # Slabs that were put back do not count: more may follow them.
+            has_next = self._is_open and (self._slabs or self._has_ended)
+            return is_stopped() or bool(has_next)
+
+        with self.changed:
+            self.changed.wait_for(is_decided)
+            if is_stopped() or not self._slabs:
+                return None
+            return self._slabs.popleft()
+
+    def put_back(self, filled: FilledSlab) -> None:
+        """Puts back a slab of ``take_ahead``; drops it if the queue is cancelled."""
+        with self.changed:
+            if not self._is_cancelled:
+                self._ahead.append(filled)
+                self.changed.notify()
+                return
+        self.give_back(filled)
+
+
+def _popped(slabs: deque[FilledSlab]) -> Iterator[FilledSlab]:
+    while slabs:
+        yield slabs.popleft()
+
+
+class WantedSlabs:
+    """The slabs of a queue that hold chunks the store lacks. Thread-safe."""
+
+    def __init__(self, slab_queue: SlabQueue, remove_stored: RemoveStored) -> None:
+        self._slab_queue = slab_queue
+        self._remove_stored = remove_stored
+        self._is_choosing = False
+        """True while one thread asks the store, for all that wait."""
+        self._chosen: deque[FilledSlab] = deque()
+
+    def take(self, *, starved: float = math.inf) -> FilledSlab | None:
+        """Waits for the next slab and returns it; None after the last.
+
+        Args:
+            starved: Waits of the snapshot that the caller has already reacted to.
+
+        Raises:
+            StarvedError: There is no slab, and the snapshot has waited for memory more
+                often than that.
+            Exception: The snapshot's error.
+        """
+        changed = self._slab_queue.changed
+        while True:
+            with changed:
+                self._slab_queue.wait_for(self._is_ready, starved=starved)
+                if self._chosen:
+                    return self._chosen.popleft()
+                some = self._slab_queue.pop(_AT_ONCE)
+                if not some:
+                    return None
+                self._is_choosing = True
+            chosen: list[FilledSlab] = []
+            try:
+                chosen = self._choose(some)
+            finally:
+                with changed:
+                    self._chosen += chosen
+                    self._is_choosing = False
+                    changed.notify_all()
+
+    def taker(self) -> Callable[[], FilledSlab | None]:
+        """Returns a ``take`` that reports each wait of the snapshot once."""
+        starved = 0
+
+        def take() -> FilledSlab | None:
+            nonlocal starved
+            try:
+                return self.take(starved=starved)
+            except StarvedError as e:
+                starved = e.times
+                raise
+
+        return take
+
+    def drop(self) -> None:
+        """Returns the memory of slabs that no writer took."""
+        changed = self._slab_queue.changed
+        with changed:
+            # the thread of a broken stream may still be choosing
+            changed.wait_for(lambda: not self._is_choosing)
+            left = list(self._chosen)
+            self._chosen.clear()
+        for filled in left:
+            self._slab_queue.give_back(filled)
+
+    def _is_ready(self) -> bool:
+        if self._chosen:
+            return True
+        return not self._is_choosing and self._slab_queue.is_ready
+
+    def _choose(self, some: Sequence[FilledSlab]) -> list[FilledSlab]:
+        """Returns the slabs that hold chunks to be stored; frees the others."""
+        try:
+            self._remove_stored(some)
+        except BaseException:
+            for filled in some:
+                self._slab_queue.give_back(filled)
+            raise
+        for filled in some:
+            if not filled.wanted:
+                self._slab_queue.give_back(filled)
+        return [filled for filled in some if filled.wanted]
+
+
+SUM_THREADS: Final = min(os.cpu_count() or 1, 8)
+"""Threads that compute checksums."""
+
+
+class SumsAhead:
+    """Computes the checksums of the slabs of a queue inside its context.
+
+    A slab is out of the queue while a thread reads it, and no thread reads any after
+    the context: its memory belongs to the writers then.
+    """
+
+    def __init__(self, slab_queue: SlabQueue, sums: SumsInProgress, meter: Meter):
+        """Creates it; entering its context starts the threads.
+
+        Args:
+            slab_queue: Queue that no writer reads yet.
+            sums: Checksums of all chunks, filled in here.
+            meter: Measures phases.
+        """
+        self._slab_queue = slab_queue
+        self._sums = sums
+        self._meter = meter
+        self._is_stopped = False
+        self._threads = Threads(SUM_THREADS, "storesvc-sums")
+        self._working: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        self._working = [self._threads.submit(self._work) for _ in range(SUM_THREADS)]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._slab_queue.changed:
+            self._is_stopped = True
+            self._slab_queue.changed.notify_all()
+        self._threads.shutdown()
+        if error is None:
+            for one in self._working:
+                one.result()
+
+    def _work(self) -> None:
+        while filled := self._slab_queue.take_ahead(lambda: self._is_stopped):
+            try:
+                filled.sum_up(self._sums, self._meter)
+            finally:
+                self._slab_queue.put_back(filled)
+
 
 THREADS: Final = min(os.cpu_count() or 1, 4)
 """Maximum copy threads, including the caller's."""

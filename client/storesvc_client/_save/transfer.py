@@ -30,9 +30,9 @@ from storesvc_client._chunks.host_memory import Bytes, ExtentPool, StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.description import Description, checked_description
-from storesvc_client._save.slab_queue import SlabQueue
+from storesvc_client._save.joint_writer import Writer
+from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.upload import SaveResult, Upload
-from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
 from storesvc_client._values.options import DEFAULT_LEASE
 from storesvc_client._values.progress import Meter, ProgressCallback

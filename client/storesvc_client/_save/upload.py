@@ -11,15 +11,20 @@ The order makes a checkpoint complete or absent:
 2. Make every chunk durable, in a data file or in the base.
 3. Finish the writer: the server compares its receipts with the checksums sent now.
 4. Commit, once all writers have finished.
+
+Renews the lease of an upload in the background while a save runs.
 """
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from types import TracebackType
+from typing import Final, NamedTuple, Protocol, Self
 
+import grpc
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
@@ -28,11 +33,9 @@ from storesvc.format.names import InvalidNameError, UploadName
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
-from storesvc_client._save.direct_writer import DirectWriter
-from storesvc_client._save.lease_renewer import LeaseRenewer
-from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
-from storesvc_client._save.sums_ahead import SumsAhead
-from storesvc_client._save.writer import Writer
+from storesvc_client._save.data_files import DirectWriter
+from storesvc_client._save.joint_writer import Writer
+from storesvc_client._save.snapshot import SlabQueue, SumsAhead, WantedSlabs
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lent_bucket import LentBucket
@@ -49,6 +52,52 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+_RENEWALS_PER_LEASE: Final = 3
+"""So that one failed renewal does not let the lease expire."""
+
+_CALL_SECONDS: Final = 10.0
+"""Timeout of one renewal."""
+
+
+class LeaseRenewer:
+    """Renews the lease of an upload while the context lasts.
+
+    A failed renewal is not an error: the next one may succeed, and if the upload has
+    ended, the calls that write to it report that.
+    """
+
+    def __init__(self, stub: UploadServiceStub, upload: api.Upload) -> None:
+        self._stub = stub
+        self._request = api.KeepUploadAliveRequest(name=upload.name, epoch=upload.epoch)
+        lease = upload.lease_duration.ToTimedelta().total_seconds()
+        self._interval = lease / _RENEWALS_PER_LEASE
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._renew, name="storesvc-lease", daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Not joined: a renewal in flight may take its whole timeout, and one that
+        # arrives after the end of the upload is rejected.
+        self._ended.set()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._interval):
+            try:
+                self._stub.KeepUploadAlive(self._request, timeout=_CALL_SECONDS)
+            except (grpc.RpcError, ValueError):  # ValueError: the channel is closed
+                continue
+
 
 FIND_SECONDS: Final = 2.0
 """Maximum time a snapshot waits for the store to look up unchanged chunks."""

@@ -45,7 +45,7 @@ from storesvc_client.trees.easydel import restore_state
 from storesvc_client.trees.nnx.saved_models import save_state
 
 if TYPE_CHECKING:
-    from storesvc_client._save.handle import Save
+    from storesvc_client._save.saver import Save
 
     class _Trainer:
         """Members of EasyDeL's ``BaseTrainer`` that the mixin uses."""

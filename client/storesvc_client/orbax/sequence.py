@@ -24,7 +24,7 @@ from storesvc_client._api.run import Run
 from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._rpc.process_exit import await_at_exit, forget
-from storesvc_client._save.handle import Save
+from storesvc_client._save.saver import Save
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client._values.policies import RetentionPolicy, format_policy, rule_of
 from storesvc_client._values.telemetry import StepLogger

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client._save.handle import Save
+    from storesvc_client._save.saver import Save
     from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.options import Rules

@@ -29,7 +29,7 @@ from storesvc_client._api.run import Run
 from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.handle import Save
+from storesvc_client._save.saver import Save
 from storesvc_client._values.options import Rehearse
 from storesvc_client._values.reports import Rehearsal
 from storesvc_client._values.values import LeafInfo

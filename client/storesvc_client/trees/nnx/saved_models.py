@@ -28,7 +28,7 @@ from storesvc_client._api.run import Run, save_checked
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.leaves import tracer_text
 from storesvc_client._restore.open_tree import OpenTree, rename_leaves
-from storesvc_client._save.handle import Save
+from storesvc_client._save.saver import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
     ALL_PROCESSES,

@@ -20,7 +20,7 @@ from storesvc.format.chunks import Read
 from storesvc.format.grids import whole
 from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.buffer_budget import BufferBudget
+from storesvc_client._restore.data_file_reads import BufferBudget
 from tests.bench.speed.meters import measured, memory_mib, settle
 from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess

@@ -15,11 +15,10 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc_client._chunks.buffer_layout import Buffer
 from storesvc_client._job import assignment
-from storesvc_client._restore import peer_plan, peer_source
+from storesvc_client._restore import peer_source
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._restore.peer_plan import SpreadPlan
-from storesvc_client._restore.peer_source import PeerSource
+from storesvc_client._restore.peer_source import PeerSource, SpreadPlan
 from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -39,8 +38,8 @@ def left() -> Iterator[threading.Event]:
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
     """A checkpoint of which each round exchanges half a leaf per process."""
-    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 80_000)
-    monkeypatch.setattr(peer_plan, "SLICE_BYTES", 200_000)
+    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(peer_source, "SLICE_BYTES", 200_000)
     monkeypatch.setattr(peer_source, "BATCH_BYTES", 200_000)
     monkeypatch.setattr(assignment, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
@@ -173,7 +172,7 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
     monkeypatch: pytest.MonkeyPatch,
     stage_bytes: int,
 ) -> None:
-    monkeypatch.setattr(peer_plan, "STAGE_BYTES", stage_bytes)
+    monkeypatch.setattr(peer_source, "STAGE_BYTES", stage_bytes)
     corrupted: list[int] = []
 
     def part(job: ThreadProcess) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     """A round may end anywhere in a chunk, also within the checksum at its end."""
-    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * slice_bytes)
+    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading, most = Reading(opened, job), 0
@@ -228,7 +227,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
         found, most = result
         assert peer_source.HEADER_BYTES < most
         assert most <= peer_source.HEADER_BYTES + min(
-            slice_bytes, peer_plan.SLICE_BYTES
+            slice_bytes, peer_source.SLICE_BYTES
         )
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
@@ -238,7 +237,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
 def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
 ) -> None:
-    monkeypatch.setattr(peer_plan, "STAGE_BYTES", budget_bytes)
+    monkeypatch.setattr(peer_source, "STAGE_BYTES", budget_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading = Reading(opened, job)
@@ -278,7 +277,7 @@ def rounds_with_a_failure(opened: OpenCheckpoint) -> list[int]:
 def test_a_failure_ends_the_exchanges_of_all_stages(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_plan, "STAGE_BYTES", 1)  # a stage for each leaf
+    monkeypatch.setattr(peer_source, "STAGE_BYTES", 1)  # a stage for each leaf
 
     # 1 to meet, 2 or 3 for the first leaf, 1 to report the error
     assert all(n <= 5 for n in rounds_with_a_failure(opened))
@@ -325,7 +324,7 @@ def test_ctrl_c_ends_all_processes_after_the_current_round(
 def test_the_exchange_ends_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 10_000)
+    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * 10_000)
 
     # 1 to meet, 17 for the first chunks, 1 to report the error; all would be some 64
     assert all(n < 25 for n in rounds_with_a_failure(opened))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc_client._pytree.all_gather import all_gather
 from storesvc_client._pytree.jax_job import job_of_process
-from storesvc_client._restore import peer_plan
+from storesvc_client._restore import peer_source
 from tests.support.restrictions import connect
 
 RUN = "tests/job"
@@ -233,7 +233,7 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
     outcome: dict[str, Any] = {"wrong": [], "peaks": []}
     with connect(target) as client:
         for budget in budgets:
-            peer_plan.STAGE_BYTES = budget  # type: ignore[misc]
+            peer_source.STAGE_BYTES = budget  # type: ignore[misc]
             opened: Any = client.run(RUN).open(1, distributed=SPREAD)
             planned, assemblies = opened._assembly, list[Any]()
 

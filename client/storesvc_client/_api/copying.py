@@ -185,7 +185,7 @@ class RunCopy:
         """Copies one checkpoint."""
         from storesvc_client._api.stored_chunks import CheckpointFiller
         from storesvc_client._chunks.slabs import slabs_of
-        from storesvc_client._restore.open import open_checkpoint
+        from storesvc_client._restore.checkpoint import open_checkpoint
         from storesvc_client._save.transfer import (
             TransferPlan,
             describe_transfer,

@@ -104,7 +104,7 @@ class Hold:
     """
 
     def __init__(self, session: Session, lease: Lease) -> None:
-        from storesvc_client._restore.open import open_checkpoint
+        from storesvc_client._restore.checkpoint import open_checkpoint
 
         self._lease = lease
         self._opened = open_checkpoint(

@@ -177,7 +177,7 @@ class Opening:
     def _opened(
         self, job: "Job | None", joint: "JointRestore | None"
     ) -> "OpenCheckpoint":
-        from storesvc_client._restore.open import open_checkpoint
+        from storesvc_client._restore.checkpoint import open_checkpoint
 
         if self._ends is NEVER:  # here, where all processes learn of a wrong argument
             self._check()

@@ -28,7 +28,7 @@ from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.host_memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.buffer_budget import BUDGET_BYTES, BufferBudget
+from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
 from storesvc_client.errors import UnavailableError
 
 THREADS: Final = 32

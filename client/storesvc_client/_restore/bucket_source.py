@@ -27,8 +27,12 @@ from storesvc.format.manifests import Manifest
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.buffer_budget import BufferBudget
-from storesvc_client._restore.data_file_reads import describe, plan_file_reads, unpack
+from storesvc_client._restore.data_file_reads import (
+    BufferBudget,
+    describe,
+    plan_file_reads,
+    unpack,
+)
 from storesvc_client._storage.bucket import BucketRoot, RangeRead
 from storesvc_client.errors import DataLossError, UnavailableError
 

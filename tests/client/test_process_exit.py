@@ -344,7 +344,7 @@ except store.StoreError:
 
 def test_an_error_that_save_itself_raised_is_not_reported_again(url: str) -> None:
     script = """
-from storesvc_client._pytree.tree_source import TreeSource
+from storesvc_client._pytree.save_plan import TreeSource
 copy = TreeSource.copy
 def fail(self, ordinal, into):
     raise MemoryError("no room")

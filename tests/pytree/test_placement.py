@@ -17,7 +17,7 @@ import storesvc_client as store
 from storesvc.format.trees import SavedSharding
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import shardings_by_rules
-from storesvc_client._pytree.placement import saved_placement
+from storesvc_client._pytree.restore_target import saved_placement
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.resharding import (
     follow_parameters,

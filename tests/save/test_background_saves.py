@@ -34,8 +34,7 @@ from storesvc_client._chunks.slabs import (
     FilledSlab,
     Slab,
 )
-from storesvc_client._pytree.save_plan import Planner
-from storesvc_client._pytree.tree_source import TreeSource
+from storesvc_client._pytree.save_plan import Planner, TreeSource
 from storesvc_client._save.chunk_streams import ResendWindow
 from storesvc_client._save.saver import PendingSave
 from storesvc_client._save.snapshot import SlabQueue, WantedSlabs

@@ -413,8 +413,7 @@ class TestASaveThatWasCutOff:
         self, run: store.Run, server_address: str
     ) -> None:
         from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress, frames
-        from storesvc_client._pytree.save_plan import Planner
-        from storesvc_client._pytree.tree_source import TreeSource
+        from storesvc_client._pytree.save_plan import Planner, TreeSource
         from storesvc_client._values.progress import Meter
 
         plan, values = Planner().plan(TREE, b"")

@@ -3,12 +3,23 @@
 The key of a leaf is ``tree_path_to_string(path, sep="/")`` with each part escaped, so
 that every path has exactly one key. Leaves that a checkpoint cannot hold are rejected
 here, before anything is sent, in one error that lists all of them.
+
+Layout of a leaf: the shard and offset of each part of each of its chunks.
+
+Leaves with one shape and one sharding share a layout. It is computed once and reused by
+every save.
+
+Leaves that are stored as encoded bytes: texts, bytes and large integers of a tree,
+and the items next to it.
+
+A save replaces each of them by an ``EncodedLeaf`` before it plans, so that all later
+stages see an array of bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +33,211 @@ from jax.tree_util import (
     keystr,
     tree_flatten_with_path,
 )
+from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import shape_problem
+from storesvc.format.grids import (
+    Grid,
+    Region,
+    choose_chunk_shape,
+    intersection,
+    shape_problem,
+    whole,
+)
 from storesvc.format.keys import (
     ENCODED_KINDS,
     InvalidKeyError,
     check_key,
     check_keys,
     escape_part,
+    kind_text,
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client._chunks.host_memory import collector_paused
-from storesvc_client._pytree.encoded_leaves import EncodedLeaf, family, with_encoded
-from storesvc_client._pytree.leaf_names import part_text
-from storesvc_client._values.item_values import encode_python
+from storesvc_client._pytree.paths import part_text
+from storesvc_client._values.item_values import Encoded, encode_python
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Part of a block that belongs to a chunk."""
+
+    block: int
+    """Index of the block in the leaf's blocks."""
+    source: Index
+    """Position in the block."""
+    target: Index
+    """Position in the chunk."""
+    span: tuple[int, int, int] | None
+    """Offset in the block, offset in the chunk and length, in bytes, if the piece is
+    contiguous in both."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """Pieces of all chunks of a leaf."""
+
+    pieces: Sequence[Sequence[Piece]]
+    """Pieces of each chunk, ordered by their position in it."""
+    is_padded: Sequence[bool]
+    """For each chunk, True if it extends past the leaf."""
+    is_joined: bool
+    """True if the leaf is one chunk that consists of its blocks in order."""
+
+    def contiguous_pieces(self, within: int) -> Sequence[Piece] | None:
+        """Returns the pieces of a chunk if they are contiguous ranges in order, else
+        None."""
+        pieces, at = self.pieces[within], 0
+        if self.is_padded[within]:
+            return None
+        for piece in pieces:
+            if piece.span is None or piece.span[1] != at:
+                return None
+            at += piece.span[2]
+        return pieces
+
+
+@lru_cache(maxsize=4096)
+def layout_of(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
+    """Returns the layout of a leaf.
+
+    Args:
+        grid: The grid of chunks.
+        blocks: The regions that are stored on the host or on a device; they do not
+            overlap.
+    """
+    pieces, is_padded = [], []
+    for within in range(grid.count):
+        region = grid.region(within)
+        found = [
+            _piece(grid, number, block, region)
+            for number, block in enumerate(blocks)
+            if _size(intersection(block, region))
+        ]
+        found.sort(key=lambda piece: [s.start for s in piece.target])
+        pieces.append(tuple(found))
+        is_padded.append(_lengths(region) != grid.chunk_shape)
+    return Layout(
+        pieces=tuple(pieces),
+        is_padded=tuple(is_padded),
+        is_joined=grid.count == 1 and not is_padded[0] and _are_joined(pieces[0]),
+    )
+
+
+def _are_joined(pieces: Sequence[Piece]) -> bool:
+    at = 0
+    for number, piece in enumerate(pieces):
+        if piece.block != number or piece.span is None or piece.span[:2] != (0, at):
+            return False
+        at += piece.span[2]
+    return True
+
+
+def _piece(grid: Grid, number: int, block: Region, chunk: Region) -> Piece:
+    shared = intersection(block, chunk)
+    lengths = _lengths(shared)
+    source = _index(shared, block)
+    target = _index(shared, chunk)
+    span = None
+    if _is_contiguous(lengths, _lengths(block)) and _is_contiguous(
+        lengths, grid.chunk_shape
+    ):
+        span = (
+            _offset(source, _lengths(block)) * grid.itemsize,
+            _offset(target, grid.chunk_shape) * grid.itemsize,
+            _size(shared) * grid.itemsize,
+        )
+    return Piece(block=number, source=source, target=target, span=span)
+
+
+def _is_contiguous(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Returns whether a part of an array is contiguous, in C order."""
+    split = next((dim for dim, n in enumerate(part) if n > 1), len(part))
+    return list(part[split + 1 :]) == list(whole[split + 1 :])
+
+
+def _offset(index: Index, shape: Sequence[int]) -> int:
+    """Returns the offset in C order, in elements, of the first element of an index."""
+    at = 0
+    for part, n in zip(index, shape, strict=True):
+        at = at * n + int(part.start)
+    return at
+
+
+def _index(part: Region, within: Region) -> Index:
+    bounds: Any = zip(part, within, strict=True)
+    return tuple(slice(a - first, b - first) for (a, b), (first, _) in bounds)
+
+
+def _lengths(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def _size(region: Region) -> int:
+    size = 1
+    for start, stop in region:
+        size *= stop - start
+    return size
+
+
+INTEGER: Final = kind_text(pb.LEAF_KIND_INTEGER)
+"""Family of all Python integers: those that int64 holds are stored as such."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedLeaf:
+    """A value in stored form, as an array."""
+
+    kind: "pb.LeafKind.ValueType"
+    array: NDArray[np.uint8]
+    """Its bytes; shares their memory."""
+
+    @classmethod
+    def of(cls, encoded: Encoded) -> "EncodedLeaf":
+        """Returns the leaf of an encoded value."""
+        return cls(encoded.kind, np.frombuffer(encoded.data, np.uint8))
+
+
+def with_encoded(value: Any) -> Any:
+    """Returns the encoding of a leaf that is stored as one, and any other leaf
+    unchanged."""
+    if type(value) not in (str, bytes, int):  # most leaves
+        return value
+    try:
+        encoded = encode_python(value)
+    except ValueError:  # the plan rejects it, with its key
+        return value
+    return value if encoded is None else EncodedLeaf.of(encoded)
+
+
+def as_array(value: Any) -> Any:
+    """Returns the array of an encoded leaf, and any other leaf unchanged."""
+    return value.array if type(value) is EncodedLeaf else value
+
+
+def family(kind: "pb.LeafKind.ValueType", dtype: str) -> str | None:
+    """Returns the name of the Python type that a leaf of this kind is restored as, if
+    leaves of that type are stored encoded or in both ways; else None."""
+    if kind == pb.LEAF_KIND_PYTHON_SCALAR and dtype == "int64":
+        return INTEGER
+    return kind_text(kind) if kind in ENCODED_KINDS else None
+
+
+def is_encoded(kind: "pb.LeafKind.ValueType") -> bool:
+    """Returns whether leaves of this kind are encoded bytes."""
+    return kind in ENCODED_KINDS
+
+
+def encoded_chunks(size: int) -> tuple[tuple[int, ...], Layout]:
+    """Returns the chunk shape of an encoded value of some bytes, and its layout."""
+    shape = (size,)
+    chunk_shape = choose_chunk_shape(shape, 1, shape)
+    return chunk_shape, layout_of(Grid(shape, chunk_shape, 1), (whole(shape),))
+
 
 MAX_LISTED: Final = 20
 """Maximum leaves that one message lists."""

@@ -17,10 +17,11 @@ import jax
 from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._pytree.encoded_leaves import family, is_encoded
 from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
+    family,
+    is_encoded,
     named_leaves,
     signature,
     tracer_text,

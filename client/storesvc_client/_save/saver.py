@@ -518,7 +518,7 @@ class RunSaver:
         """
         from storesvc_client._chunks.host_memory import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
-        from storesvc_client._pytree.tree_source import TreeSource
+        from storesvc_client._pytree.save_plan import TreeSource
         from storesvc_client._save.chunk_streams import STREAMS
         from storesvc_client._save.snapshot import SlabQueue, Snapshot
         from storesvc_client._save.upload import Upload

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._pytree.placement import (
+from storesvc_client._pytree.restore_target import (
     default_device,
     saved_placement,
     would_narrow,

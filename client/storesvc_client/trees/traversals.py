@@ -19,20 +19,18 @@ Three guarantees:
 >>> model = merge_by_path(graphdef, merge_state_and_tree(tree, state))
 """
 
-from storesvc_client._pytree.leaf_names import (
-    deepcopy_model,
-    flatten_tree,
-    named_tree_map,
-    specs_to_name_sharding,
-    tree_apply,
-    tree_path_to_string,
-)
 from storesvc_client._pytree.paths import (
     GraphPath,
+    deepcopy_model,
     flatten_dict,
+    flatten_tree,
     int_key_to_string,
     is_flatten,
+    named_tree_map,
+    specs_to_name_sharding,
     string_key_to_int,
+    tree_apply,
+    tree_path_to_string,
     unflatten_dict,
 )
 from storesvc_client.trees.nnx.graphs import (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._pytree.placement import would_narrow
+from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client.errors import InvalidRequestError
 

@@ -22,7 +22,7 @@ from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._pytree.paths import GraphPath
-from storesvc_client._pytree.placement import would_narrow
+from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.options import Indivisible
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError

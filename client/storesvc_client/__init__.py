@@ -11,12 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from storesvc_client._api.audit import AuditEntries
-    from storesvc_client._api.client import Client, connect
-    from storesvc_client._api.collection import Collected, Usage
-    from storesvc_client._api.holds import Hold
+    from storesvc_client._api.client import AuditEntries, Client, connect
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
+    from storesvc_client._api.watch import Collected, Hold, Usage
     from storesvc_client._export.report import ExportReport
     from storesvc_client._foreign.mount import (
         ForeignCheckpoint,
@@ -186,16 +184,16 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AuditEntries": "_api.audit",
+    "AuditEntries": "_api.client",
     "AuditEntry": "_values.values",
     "Client": "_api.client",
     "connect": "_api.client",
-    **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
+    **dict.fromkeys(("Collected", "Usage"), "_api.watch"),
     **dict.fromkeys(
         ("ForeignCheckpoint", "ForeignInfo", "ForeignRun", "open_foreign"),
         "_foreign.mount",
     ),
-    "Hold": "_api.holds",
+    "Hold": "_api.watch",
     "Loop": "_api.loop",
     "ExportReport": "_export.report",
     "OpenCheckpoint": "_restore.checkpoint",

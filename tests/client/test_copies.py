@@ -10,7 +10,7 @@ import pytest
 import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
-from storesvc_client._api.run_transfers import run_copy
+from storesvc_client._api.run import run_copy
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3

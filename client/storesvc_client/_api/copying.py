@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from storesvc_client._api.lifecycle import update_checkpoint
-from storesvc_client._api.retention import Retention
-from storesvc_client._api.run_record import configure_run, get_run
-from storesvc_client._api.tags import Tags
+from storesvc_client._api.watch import (
+    Retention,
+    Tags,
+    configure_run,
+    get_run,
+    update_checkpoint,
+)
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.progress import ProgressCallback

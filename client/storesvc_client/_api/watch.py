@@ -2,16 +2,68 @@
 
 A watch is a stream of events, each with a resume token. A broken stream is opened again
 from the last token, so no event is missed or repeated.
+
+Garbage collection, and the storage that runs use.
+
+Holds: they keep a checkpoint from being purged while it is read.
+
+Changes of a checkpoint after its commit: update, delete, undelete, purge.
+
+The record of a run: its labels, purge delay and retention policy.
+
+Retention of a run: which checkpoints stay.
+
+Tags of a run: names for checkpoints, which can be moved to another checkpoint.
+
+Uploads: checkpoints that are being written.
 """
 
-from collections.abc import Generator, Iterable
-from contextlib import suppress
-from typing import Final, Protocol, cast
+import uuid
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, Self, cast
 
+from storesvc.format.names import (
+    HoldName,
+    InvalidNameError,
+    RunName,
+    TagName,
+    UploadName,
+    Which,
+)
+from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._values.arguments import is_text
-from storesvc_client._values.values import Event
+from storesvc_client._rpc.retry import BEGINNINGS
+from storesvc_client._rpc.run_stub import OnDamage, RunStub, rows
+from storesvc_client._session import Session
+from storesvc_client._values.arguments import (
+    DurationLike,
+    checked_flag,
+    checked_labels,
+    checked_metrics,
+    checked_text,
+    duration_message,
+    is_text,
+    parent_resource,
+    received,
+)
+from storesvc_client._values.notebook import Rows, listed
+from storesvc_client._values.policies import RetentionPolicy, policy_message, policy_of
+from storesvc_client._values.values import (
+    Checkpoint,
+    Event,
+    HoldInfo,
+    RetentionDecision,
+    RunInfo,
+    Tag,
+    UploadInfo,
+)
 from storesvc_client.errors import (
+    ConflictError,
     DataLossError,
     InvalidRequestError,
     NotFoundError,
@@ -19,7 +71,764 @@ from storesvc_client.errors import (
     translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import maintenance_service_pb2, upload_service_pb2
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+if TYPE_CHECKING:
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """Result of garbage collection in one run, or its preview; from
+    ``Client.collect``."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    aborted_upload_count: int
+    """Uploads that were aborted because their lease had expired."""
+    deleted_checkpoint_count: int
+    """Checkpoints that were deleted because the retention policy does not keep them."""
+    purged_checkpoint_count: int
+    """Deleted checkpoints that were purged because their purge time had passed."""
+    garbage_object_count: int
+    """Objects in the storage that nothing refers to."""
+    deleted_object_count: int
+    """Number of those objects that were deleted."""
+    postponed: str
+    """Reason why something was left for the next collection; "" if nothing was."""
+
+    @classmethod
+    def from_message(
+        cls, message: maintenance_service_pb2.CollectGarbageResponse
+    ) -> "Collected":
+        """Returns the value of a protobuf message."""
+        return cls(
+            run=str(received(RunName.from_resource, message.run)),
+            aborted_upload_count=message.aborted_upload_count,
+            deleted_checkpoint_count=message.deleted_checkpoint_count,
+            purged_checkpoint_count=message.purged_checkpoint_count,
+            garbage_object_count=message.garbage_object_count,
+            deleted_object_count=message.deleted_object_count,
+            postponed=message.postponed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Storage that a run uses; from ``Run.usage``."""
+
+    run: str
+    """Name of the run, ``namespace/run``."""
+    checkpoint_count: int
+    """Checkpoints that are not deleted."""
+    deleted_checkpoint_count: int
+    """Deleted checkpoints that are not purged yet."""
+    upload_count: int
+    """Live uploads."""
+    logical_bytes: int
+    """Bytes of all leaves of all checkpoints, including deleted ones."""
+    stored_bytes: int
+    """Bytes of their stored chunks; a chunk counts once for each checkpoint that uses
+    it."""
+    distinct_bytes: int
+    """Bytes of their stored chunks, each counted once: the sum over the data files of
+    the largest number of bytes that one checkpoint uses of the file."""
+    file_count: int
+    """Data files that they need."""
+
+    @classmethod
+    def from_message(
+        cls, run: str, message: maintenance_service_pb2.GetUsageResponse
+    ) -> "Usage":
+        """Returns the value of a protobuf message."""
+        return cls(
+            run=run,
+            checkpoint_count=message.checkpoint_count,
+            deleted_checkpoint_count=message.deleted_checkpoint_count,
+            upload_count=message.upload_count,
+            logical_bytes=message.logical_bytes,
+            stored_bytes=message.stored_bytes,
+            distinct_bytes=message.distinct_bytes,
+            file_count=message.file_count,
+        )
+
+
+def usage_of(stub: RunStub) -> Usage:
+    """Returns the storage that a run uses; see ``Run.usage``."""
+    service = MaintenanceServiceStub(stub.connection.channel)
+    request = maintenance_service_pb2.GetUsageRequest(name=stub.name.resource)
+    return Usage.from_message(str(stub.name), stub.ask(service.GetUsage, request))
+
+
+def collect(
+    connection: Connection,
+    parent: str | None,
+    *,
+    grace: DurationLike | None,
+    dry_run: bool,
+) -> Iterator[Collected]:
+    """Collects garbage run by run; see ``Client.collect``."""
+    request = maintenance_service_pb2.CollectGarbageRequest(
+        parent=parent_resource(parent), validate_only=dry_run
+    )
+    if grace is not None:
+        request.grace.CopyFrom(duration_message(grace, "grace= of a collection"))
+    return _collected(connection, request)
+
+
+def _collected(
+    connection: Connection, request: maintenance_service_pb2.CollectGarbageRequest
+) -> Iterator[Collected]:
+    """Yields each run once, over as many calls as it takes."""
+    seen = set[str]()
+    for left in reversed(range(BEGINNINGS)):
+        with closing(_passes(connection, request)) as passes:
+            try:
+                for message in passes:
+                    if message.done and message.run not in seen:
+                        seen.add(message.run)
+                        yield Collected.from_message(message)
+            except UnavailableError as e:
+                # With a reason the server itself reports the error: no retry helps.
+                if e.reason or not left:
+                    raise
+            else:
+                return
+
+
+def _passes(
+    connection: Connection, request: maintenance_service_pb2.CollectGarbageRequest
+) -> Generator[maintenance_service_pb2.CollectGarbageResponse]:
+    """Yields the messages of one call."""
+    stub = MaintenanceServiceStub(connection.channel)
+    for attempt in connection.attempts("CollectGarbage"):
+        with attempt, translated(connection.address):
+            stream = stub.CollectGarbage(request)
+            first = next(stream, None)
+    try:
+        if first is not None:
+            yield first
+        with translated(connection.address):
+            yield from stream
+    finally:
+        stream.cancel()  # if the caller stops early, the server must stop, too
+
+
+class Holds:
+    """The holds of a run; ``run.holds``.
+
+    Restores and reads hold their checkpoint by themselves. Create a hold for a
+    checkpoint that is read again and again.
+
+    >>> with run.holds.create("best", ttl=3600) as hold:
+    ...     state = hold.open().restore(like=state)
+    """
+
+    def __init__(self, session: Session, stub: RunStub) -> None:
+        self._session = session
+        self._stub = stub
+
+    def __repr__(self) -> str:
+        return f"<Holds of {self._stub.name}>"
+
+    def create(
+        self,
+        which: Which = "latest",
+        *,
+        owner: str | None = None,
+        ttl: DurationLike = timedelta(minutes=10),
+    ) -> "Hold":
+        """Keeps a checkpoint from being purged until the returned hold is closed.
+
+        Args:
+            which: A step, "latest" or a tag.
+            owner: Name of the holder, for people; None: the name of this machine.
+            ttl: How long the hold outlives this process, a ``timedelta`` or seconds.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was deleted.
+            InvalidRequestError: The owner or the ttl is out of range.
+        """
+        checkpoint = self._stub.checkpoint_name(which)
+        lease = Lease(self._stub.connection, checkpoint, owner=owner, ttl=ttl)
+        try:
+            return Hold(self._session, lease)
+        except BaseException:
+            lease.end()
+            raise
+
+    def release(self, hold: str) -> None:
+        """Ends a hold, of any process; a hold that does not exist is no error.
+
+        Args:
+            hold: ``HoldInfo.id``.
+
+        Raises:
+            InvalidRequestError: It is no id of a hold.
+        """
+        try:
+            name = HoldName(self._stub.name, hold)
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
+        request = api.DeleteHoldRequest(name=name.resource)
+        self._stub.ask(self._stub.service.DeleteHold, request)
+
+    @listed("hold")
+    def list(self, *, on_damage: OnDamage = None) -> Iterator[HoldInfo]:
+        """Yields the holds, including holds of restores and expired holds.
+
+        Args:
+            on_damage: Called with a ``DataLossError`` for each hold whose record is
+                damaged; None raises the error in its place.
+
+        Raises:
+            NotFoundError: There is no such run.
+            DataLossError: The record of the next hold is damaged.
+        """
+        request = api.ListHoldsRequest(parent=self._stub.name.resource)
+        method = self._stub.service.ListHolds
+        found = self._stub.rows(method, request, lambda page: page.holds, on_damage)
+        yield from map(HoldInfo.from_message, found)
+
+
+class Hold:
+    """A hold on a checkpoint; returned by ``run.holds.create``.
+
+    A thread renews it until it is closed. The checkpoint can be deleted in the
+    meantime; it is not purged, and can be read through the hold.
+    """
+
+    def __init__(self, session: Session, lease: Lease) -> None:
+        from storesvc_client._restore.checkpoint import open_checkpoint
+
+        self._lease = lease
+        self._opened = open_checkpoint(
+            session, lease.checkpoint, uid=lease.uid, held_by=lease
+        )
+        self.checkpoint = self._opened.info
+        """The held checkpoint as it was when the hold was created."""
+
+    def __repr__(self) -> str:
+        return f"<Hold on {self._opened.name} until {self.expire_time.isoformat()}>"
+
+    @property
+    def expire_time(self) -> datetime:
+        """Time at which the hold expires unless it is renewed, in UTC."""
+        return self._lease.expire_time
+
+    def open(self) -> "OpenCheckpoint":
+        """Returns the checkpoint for several reads, even after it was deleted.
+
+        Raises:
+            InvalidRequestError: The hold is closed.
+            PreconditionError: It was not renewed in time, and may have expired.
+            StoreError: The last renewal failed.
+        """
+        if self._lease.has_ended:
+            raise InvalidRequestError(
+                f"the hold on {self._opened.name} is closed; take another one"
+            )
+        self.check()
+        return self._opened
+
+    def check(self) -> None:
+        """Raises an error if the hold may have expired.
+
+        Raises:
+            PreconditionError: It was not renewed in time.
+            StoreError: The last renewal failed.
+        """
+        error = self._lease.error
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Ends the hold; a second call does nothing.
+
+        Raises:
+            StoreError: The last renewal failed.
+        """
+        self._lease.end()
+        self.check()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the error that ends the block is the one to see
+            self._lease.end()
+
+
+def update_checkpoint(
+    stub: RunStub,
+    which: Which,
+    *,
+    labels: Mapping[str, str] | None,
+    metrics: Mapping[str, float] | None,
+    pinned: bool | None,
+    etag: str | None,
+) -> Checkpoint:
+    """Sets labels, metrics or the pin of a checkpoint; see ``Run.update``."""
+    place = f"update of {stub.name}"
+    message = api.Checkpoint(
+        labels=checked_labels(place, labels),
+        metrics=checked_metrics(place, metrics),
+        pinned=bool(checked_flag(f"{place}: pinned=", pinned)),
+    )
+    given = {"labels": labels, "metrics": metrics, "pinned": pinned}
+    paths = [name for name, value in given.items() if value is not None]
+    if not paths:
+        raise InvalidRequestError(
+            f"{place}: expected labels=, metrics= or pinned= to set, got none"
+        )
+    # Resolved once: a retry must change the same checkpoint, even if a tag moves.
+    message.name = stub.step_name(which).resource
+    request = api.UpdateCheckpointRequest(
+        checkpoint=message, etag=_text(stub, "etag", etag), request_id=_new_id()
+    )
+    request.update_mask.paths.extend(paths)
+    response = stub.ask(stub.service.UpdateCheckpoint, request)
+    return Checkpoint.from_message(response.checkpoint)
+
+
+def delete_checkpoint(
+    stub: RunStub,
+    step: int,
+    *,
+    uid: str | None,
+    etag: str | None,
+    purge_delay: DurationLike | None,
+) -> Checkpoint:
+    """Marks a checkpoint as deleted; see ``Run.delete``."""
+    request = api.DeleteCheckpointRequest(
+        name=_resource(stub, step),
+        uid=_text(stub, "uid", uid),
+        etag=_text(stub, "etag", etag),
+        request_id=_new_id(),
+    )
+    if purge_delay is not None:
+        request.purge_delay.CopyFrom(
+            duration_message(purge_delay, f"purge_delay= of {stub.name}")
+        )
+    response = stub.ask(stub.service.DeleteCheckpoint, request)
+    return Checkpoint.from_message(response.checkpoint)
+
+
+def undelete_checkpoint(stub: RunStub, step: int, *, uid: str | None) -> Checkpoint:
+    """Reverts the deletion of a checkpoint; see ``Run.undelete``."""
+    request = api.UndeleteCheckpointRequest(
+        name=_resource(stub, step),
+        uid=_text(stub, "uid", uid),
+        request_id=_new_id(),
+    )
+    response = stub.ask(stub.service.UndeleteCheckpoint, request)
+    return Checkpoint.from_message(response.checkpoint)
+
+
+def purge_checkpoint(
+    stub: RunStub, step: int, *, uid: str | None, etag: str | None
+) -> None:
+    """Removes a deleted checkpoint for good; see ``Run.purge``."""
+    request = api.PurgeCheckpointRequest(
+        name=_resource(stub, step),
+        uid=_text(stub, "uid", uid),
+        etag=_text(stub, "etag", etag),
+    )
+    connection, may_be_purged = stub.connection, False
+    for attempt in connection.attempts("PurgeCheckpoint"):
+        with attempt:
+            try:
+                with translated(connection.address):
+                    stub.service.PurgeCheckpoint(request, timeout=connection.timeout)
+            except UnavailableError:
+                may_be_purged = True  # only the response may have been lost
+                raise
+            except NotFoundError:
+                if not may_be_purged:
+                    raise
+
+
+def _resource(stub: RunStub, step: int) -> str:
+    name = stub.checkpoint_name(step)
+    if isinstance(name.which, str):
+        raise InvalidRequestError(
+            f"{stub.name}: expected a step (int), got {step!r}, which can move to "
+            "another checkpoint"
+        )
+    return name.resource
+
+
+def _text(stub: RunStub, name: str, given: str | None) -> str:
+    return checked_text(f"{stub.name}: {name}=", given)
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())
+
+
+def get_run(stub: RunStub) -> api.Run:
+    """Returns the record of a run.
+
+    Raises:
+        NotFoundError: There is no such run.
+    """
+    request = api.GetRunRequest(name=stub.name.resource)
+    return stub.ask(stub.service.GetRun, request).run
+
+
+def update_run(
+    stub: RunStub, message: api.Run, paths: list[str], etag: str | None
+) -> RunInfo:
+    """Sets the fields of a run at ``paths``, and returns the run.
+
+    Raises:
+        InvalidRequestError: A value is out of range.
+        ConflictError: The run has another etag.
+    """
+    message.name = stub.name.resource
+    request = api.UpdateRunRequest(
+        run=message,
+        etag=checked_text(f"{stub.name}: etag=", etag),
+        request_id=str(uuid.uuid4()),
+    )
+    request.update_mask.paths.extend(paths)
+    # The request id makes retries of this request idempotent.
+    return RunInfo.from_message(stub.ask(stub.service.UpdateRun, request).run)
+
+
+def set_purge_delay(stub: RunStub, message: api.Run, delay: DurationLike) -> None:
+    """Sets the purge delay in the message of a run.
+
+    Raises:
+        InvalidRequestError: It is no duration.
+    """
+    what = f"purge_delay= of {stub.name}"
+    message.purge_delay.CopyFrom(duration_message(delay, what))
+
+
+def configure_run(
+    stub: RunStub,
+    *,
+    labels: Mapping[str, str] | None,
+    purge_delay: DurationLike | None,
+    etag: str | None,
+) -> RunInfo:
+    """Sets labels or the purge delay of a run; see ``Run.configure``."""
+    message, paths = api.Run(), []
+    if labels is not None:
+        paths.append("labels")
+        message.labels.update(checked_labels(str(stub.name), labels))
+    if purge_delay is not None:
+        paths.append("purge_delay")
+        set_purge_delay(stub, message, purge_delay)
+    if not paths:
+        raise InvalidRequestError(
+            f"{stub.name}: expected labels= or purge_delay= to configure, got none"
+        )
+    return update_run(stub, message, paths, etag)
+
+
+APPLY_SECONDS: Final = 3600.0
+"""Timeout of a call that applies a policy; it may delete thousands of checkpoints."""
+
+
+class Retention:
+    """The retention policy of a run; ``run.retention``.
+
+    >>> policy = KeepLatest(3) | KeepEvery(steps=10_000)
+    >>> deleted = [d.step for d in run.retention.preview(policy) if not d.kept]
+    >>> run.retention.set(policy, purge_delay=3 * 86_400)
+    """
+
+    def __init__(self, stub: RunStub) -> None:
+        self._stub = stub
+
+    def __repr__(self) -> str:
+        return f"<Retention of {self._stub.name}>"
+
+    def get(self) -> RetentionPolicy | None:
+        """Returns the policy of the run; None if all checkpoints stay.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        run = get_run(self._stub)
+        return policy_of(run.retention) if run.HasField("retention") else None
+
+    def set(
+        self,
+        policy: RetentionPolicy | None,
+        *,
+        purge_delay: DurationLike | None = None,
+        etag: str | None = None,
+    ) -> RunInfo:
+        """Sets the policy of the run, and returns the run; creates it if necessary.
+
+        The server deletes the checkpoints that the policy does not keep: now, after
+        each commit, and at each collection. ``preview`` lists them in advance. They
+        keep their bytes until the purge delay is over.
+
+        Args:
+            policy: Such as ``KeepLatest(3) | KeepEvery(steps=10_000)``; None keeps
+                all checkpoints.
+            purge_delay: How long a deleted checkpoint can be undeleted, a ``timedelta``
+                or seconds; 0: not at all. None leaves it unchanged, which is 3 days in
+                a new run.
+            etag: ``RunInfo.etag``: rejects the change if the run changed since.
+
+        Raises:
+            InvalidRequestError: The policy contradicts itself, or keeps nothing.
+            ConflictError: The run changed since the etag was read.
+        """
+        message, paths = api.Run(), ["retention"]
+        if policy is not None:
+            message.retention.CopyFrom(policy_message(policy))
+        if purge_delay is not None:
+            paths.append("purge_delay")
+            set_purge_delay(self._stub, message, purge_delay)
+        return update_run(self._stub, message, paths, etag)
+
+    def preview(self, policy: RetentionPolicy | None = None) -> list[RetentionDecision]:
+        """Returns what a policy would keep and delete; deletes nothing.
+
+        Args:
+            policy: The policy to evaluate; None: the policy of the run.
+
+        Returns:
+            A decision for each checkpoint, the highest step first.
+
+        Raises:
+            InvalidRequestError: The policy contradicts itself, or keeps nothing.
+            NotFoundError: There is no such run.
+        """
+        request = api.ApplyRetentionRequest(
+            name=self._stub.name.resource, validate_only=True
+        )
+        if policy is not None:
+            request.policy.CopyFrom(policy_message(policy))
+        for attempt in self._stub.connection.attempts("ApplyRetention"):
+            with attempt:
+                decisions = Rows(self._decisions(request))
+        return decisions
+
+    def apply(self) -> list[RetentionDecision]:
+        """Deletes the checkpoints that the policy of the run does not keep, at once.
+
+        They can be undeleted until their ``purge_time``. After an ``UnavailableError``
+        some may be deleted; it is safe to call this again.
+
+        Returns:
+            A decision for each checkpoint, the highest step first.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        # The deleting call is not retried, so a server that restarts is awaited here.
+        get_run(self._stub)
+        request = api.ApplyRetentionRequest(name=self._stub.name.resource)
+        return Rows(self._decisions(request))
+
+    def _decisions(
+        self, request: api.ApplyRetentionRequest
+    ) -> Iterator[RetentionDecision]:
+        method = self._stub.service.ApplyRetention
+        with translated(self._stub.connection.address):
+            for page in method(request, timeout=APPLY_SECONDS):
+                yield from map(RetentionDecision.from_message, page.decisions)
+
+
+class Tags:
+    """The tags of a run; ``run.tags``.
+
+    A checkpoint with a tag is neither deleted nor dropped by a retention policy. A tag
+    is accepted wherever a step is.
+
+    >>> run.tags.set("best", 100).step
+    100
+    >>> state = run.restore("best", like=state)
+    """
+
+    def __init__(self, stub: RunStub) -> None:
+        self._stub = stub
+
+    def __repr__(self) -> str:
+        return f"<Tags of {self._stub.name}>"
+
+    def set(
+        self,
+        name: str,
+        which: Which = "latest",
+        *,
+        protected: bool | None = None,
+        etag: str | None = None,
+    ) -> Tag:
+        """Creates a tag, or moves it to another checkpoint, and returns it.
+
+        Args:
+            name: Name of the tag.
+            which: A step, "latest" or another tag.
+            protected: Whether later changes need the tag's etag; None leaves it
+                unchanged.
+            etag: ``Tag.etag``: rejects the change if the tag changed since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was deleted.
+            PreconditionError: The tag is protected, and ``etag`` is None.
+            ConflictError: The tag changed since the etag was read.
+        """
+        request = api.SetTagRequest(
+            name=self._resource(name),
+            checkpoint=self._stub.checkpoint_name(which).resource,
+            protected=checked_flag(f"{self._stub.name}: protected=", protected),
+            etag=checked_text(f"{self._stub.name}: etag=", etag),
+            request_id=str(uuid.uuid4()),
+        )
+        response = self._stub.ask(self._stub.service.SetTag, request)
+        return Tag.from_message(response.tag)
+
+    def delete(self, name: str, *, etag: str | None = None) -> None:
+        """Deletes a tag; its checkpoint stays.
+
+        Args:
+            name: Name of the tag.
+            etag: ``Tag.etag``: rejects the deletion if the tag changed since.
+
+        Raises:
+            NotFoundError: There is no such tag.
+            PreconditionError: The tag is protected, and ``etag`` is None.
+            ConflictError: The tag changed since the etag was read.
+        """
+        request = api.DeleteTagRequest(
+            name=self._resource(name),
+            etag=checked_text(f"{self._stub.name}: etag=", etag),
+            request_id=str(uuid.uuid4()),
+        )
+        self._stub.ask(self._stub.service.DeleteTag, request)
+
+    @listed("tag")
+    def list(self, *, on_damage: OnDamage = None) -> Iterator[Tag]:
+        """Yields the tags, by name.
+
+        Args:
+            on_damage: Called with a ``DataLossError`` for each tag whose record is
+                damaged; None raises the error in its place.
+
+        Raises:
+            NotFoundError: There is no such run.
+            DataLossError: The record of the next tag is damaged.
+        """
+        request = api.ListTagsRequest(parent=self._stub.name.resource)
+        service = self._stub.service
+        found = self._stub.rows(service.ListTags, request, lambda p: p.tags, on_damage)
+        yield from map(Tag.from_message, found)
+
+    def _resource(self, tag: str) -> str:
+        try:
+            return TagName(self._stub.name, tag).resource
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
+
+
+class Uploads:
+    """The uploads of a run; ``run.uploads``.
+
+    >>> [upload.step for upload in run.uploads.list()]
+    [200]
+    """
+
+    def __init__(self, stub: RunStub) -> None:
+        self._stub = stub
+        self._service = UploadServiceStub(stub.connection.channel)
+
+    def __repr__(self) -> str:
+        return f"<Uploads of {self._stub.name}>"
+
+    def list(self, *, on_damage: OnDamage = None) -> Iterator[UploadInfo]:
+        """Yields the live uploads, by id; none if the run does not exist.
+
+        Args:
+            on_damage: Called with a ``DataLossError`` for each upload whose records are
+                damaged; None raises the error in its place.
+
+        Raises:
+            DataLossError: The records of the next upload are damaged.
+            UnavailableError: The server does not answer for longer than a restart
+                takes.
+        """
+        return list_uploads(
+            self._stub.connection, self._stub.name.resource, on_damage=on_damage
+        )
+
+    def get(self, upload: str) -> UploadInfo:
+        """Returns an upload, live or ended; ended uploads are kept for at least a day.
+
+        Args:
+            upload: ``UploadInfo.id``, or ``Checkpoint.uid``, which is the id of the
+                upload that became the checkpoint.
+
+        Raises:
+            InvalidRequestError: It is no id of an upload.
+            NotFoundError: There is no such upload.
+        """
+        request = upload_service_pb2.GetUploadRequest(name=self._resource(upload))
+        try:
+            response = self._stub.ask(self._service.GetUpload, request)
+        except ConflictError as e:  # for a writer: its upload was superseded
+            raise NotFoundError(
+                f"{self._stub.name} has no upload {upload}, or it ended days ago; list "
+                "the live uploads",
+                reason=e.reason,
+                metadata=e.metadata,
+            ) from e
+        return UploadInfo.from_message(response.upload)
+
+    def abort(self, upload: str) -> None:
+        """Aborts an upload and frees its step: its writers can no longer commit.
+
+        An upload that has ended, or does not exist, is no error.
+
+        Args:
+            upload: ``UploadInfo.id``.
+
+        Raises:
+            AlreadyExistsError: The upload is committed.
+            ConflictError: The upload changed at the same moment.
+            InvalidRequestError: It is no id of an upload.
+        """
+        request = upload_service_pb2.AbortUploadRequest(name=self._resource(upload))
+        self._stub.ask(self._service.AbortUpload, request)
+
+    def _resource(self, upload: str) -> str:
+        try:
+            return UploadName(self._stub.name, upload).resource
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
+
+
+@listed("upload")
+def list_uploads(
+    connection: Connection, parent: str, *, on_damage: OnDamage
+) -> Iterator[UploadInfo]:
+    """Yields the live uploads below the resource of a run, a namespace or the store."""
+    service = UploadServiceStub(connection.channel)
+    found = rows(
+        partial(connection.ask, service.ListUploads),
+        upload_service_pb2.ListUploadsRequest(parent=parent),
+        lambda page: page.uploads,
+        on_damage,
+    )
+    yield from map(UploadInfo.from_message, found)
+
 
 _COMMITTED: Final = api.CheckpointEvent.KIND_COMMITTED
 

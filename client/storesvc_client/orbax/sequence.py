@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc.storage.threads import Threads
-from storesvc_client._api.retention import APPLY_SECONDS
 from storesvc_client._api.run import Run
+from storesvc_client._api.watch import APPLY_SECONDS
 from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._rpc.process_exit import await_at_exit, forget

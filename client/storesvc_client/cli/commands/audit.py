@@ -143,7 +143,7 @@ def list_entries(
       storectl audit ls --stage denied --authentication anonymous --since 24h
       storectl audit ls --run prod/llama-8b --method DeleteCheckpoint --json
     """
-    from storesvc_client._api.audit import newest
+    from storesvc_client._api.client import newest
 
     with connection.open() as client:
         entries = client.audit_entries(

@@ -106,7 +106,7 @@ def _copied(
 ) -> "Iterator[Transfer]":
     """Copies as ``Run.copy_to``, and yields each checkpoint once it is committed."""
     from storesvc_client import progress_bar
-    from storesvc_client._api.run_transfers import run_copy
+    from storesvc_client._api.run import run_copy
 
     if isinstance(source.path, CheckpointPath):
         steps = [run.checkpoint(source.path.which).step]

@@ -113,7 +113,7 @@ def import_(
     if steps is not None and latest:
         raise click.UsageError("expected one of --steps and --latest")
     from storesvc_client import open_foreign, progress_bar
-    from storesvc_client._api.run_transfers import run_import
+    from storesvc_client._api.run import run_import
     from storesvc_client._foreign.importing import wanted_steps
 
     foreign = open_foreign(

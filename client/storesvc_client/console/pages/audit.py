@@ -7,7 +7,7 @@ from typing import Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
 from storesvc_client import AuditEntries, AuditEntry
-from storesvc_client._api.audit import newest
+from storesvc_client._api.client import newest
 from storesvc_client._values.arguments import parse_past
 from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
 from storesvc_client.console.addresses import command, with_values

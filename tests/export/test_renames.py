@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 import storesvc_client.nnx
-from storesvc_client._export.elements import windows
-from storesvc_client._export.renames import parse_table, read_table
+from storesvc_client._export.elements import parse_table, read_table, windows
 from storesvc_client.easydel import save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.export.parts import Save

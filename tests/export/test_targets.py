@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 
 import storesvc_client as store
-from storesvc_client._export.claims import MARK, ClaimedStep
 from storesvc_client._export.orbax import COMMITTED, _new_directory, _new_step
 from storesvc_client._export.target import (
+    MARK,
+    ClaimedStep,
     LocalTarget,
     NewFile,
     RemoteTarget,

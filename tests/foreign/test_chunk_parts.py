@@ -12,13 +12,17 @@ from numpy.typing import NDArray
 from storesvc.format.grids import Region, part, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer_layout import Buffer
-from storesvc_client._foreign import tensorstore_array
+from storesvc_client._foreign import zarr_arrays
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._foreign.local_location import LocalLocation
 from storesvc_client._foreign.mount import ForeignCheckpoint
+from storesvc_client._foreign.remote_location import LocalLocation
 from storesvc_client._foreign.source import ForeignSource
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._foreign.zarr_arrays import (
+    ArrayPlace,
+    TensorStoreArray,
+    ocdbt,
+    open_arrays,
+)
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client.errors import DataLossError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -144,7 +148,7 @@ def test_each_region_has_its_elements(
 def test_each_region_of_plain_elements_has_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorstore_array, "MIN_CHUNK_BYTES", 0)  # read from files
+    monkeypatch.setattr(zarr_arrays, "MIN_CHUNK_BYTES", 0)  # read from files
     found = restored(stored(tmp_path, "raw", in_ocdbt=False), tmp_path, REGIONS[kind])
     for region, elements in found.items():
         np.testing.assert_array_equal(part(ARRAY, whole(SHAPE), region), elements)

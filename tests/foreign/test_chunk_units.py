@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from storesvc.format import grids
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._foreign import chunk_units
-from storesvc_client._foreign.chunk_units import stored_tree, units_of
+from storesvc_client._foreign import source
+from storesvc_client._foreign.source import stored_tree, units_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
 SMALL = {"MAX_CHUNK_BYTES": 256, "MIN_CHUNK_BYTES": 64, "MIN_STRIDED_BYTES": 16}
@@ -54,8 +54,8 @@ def small_chunks() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     for name, value in SMALL.items():
         patch.setattr(grids, name, value)
-    patch.setattr(chunk_units, "MAX_CHUNK_BYTES", SMALL["MAX_CHUNK_BYTES"])
-    caches = [grids.choose_chunk_shape, chunk_units._chunk_shape]
+    patch.setattr(source, "MAX_CHUNK_BYTES", SMALL["MAX_CHUNK_BYTES"])
+    caches = [grids.choose_chunk_shape, source._chunk_shape]
     for cached in caches:
         cached.cache_clear()
     yield

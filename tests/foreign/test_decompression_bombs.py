@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray
+from storesvc_client._foreign.zarr_arrays import TensorStoreArray
 from storesvc_client.errors import DataLossError, PreconditionError
 from tests.support.own_memory import at_most
 

@@ -15,8 +15,8 @@ from orbax.checkpoint import v1
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import whole
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._foreign.formats.orbax import open_root
-from storesvc_client._foreign.location import open_location
+from storesvc_client._foreign.formats.orbax_step import open_root
+from storesvc_client._foreign.remote_location import open_location
 from storesvc_client._values.item_values import unpack_containers
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -12,12 +12,21 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Region
-from storesvc_client._foreign import ocdbt_places
-from storesvc_client._foreign.local_location import LocalLocation
-from storesvc_client._foreign.ocdbt_places import FolderPlaces, OcdbtPlaces
-from storesvc_client._foreign.raw_chunks import Places, RawChunks, raw_form
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.zarr_arrays import ArrayPlace, open_arrays
+from storesvc_client._foreign import raw_chunks as ocdbt_places
+from storesvc_client._foreign.raw_chunks import (
+    FolderPlaces,
+    OcdbtPlaces,
+    Places,
+    RawChunks,
+    raw_form,
+)
+from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.zarr_arrays import (
+    ArrayPlace,
+    TensorStoreArray,
+    ocdbt,
+    open_arrays,
+)
 from storesvc_client.errors import DataLossError
 from tests.support.examples import sampled
 

@@ -44,7 +44,7 @@ import pytest
 import storesvc_client as store
 from storesvc.access.policy import ROLES, Permission
 from storesvc.identity.policy_document import parse as parse_policy_file
-from storesvc_client._export.renames import parse_table
+from storesvc_client._export.elements import parse_table
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.bench.__main__ import OTHERS

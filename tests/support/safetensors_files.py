@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from safetensors import deserialize
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._export.safetensors_layout import DTYPE_NAMES
+from storesvc_client._export.safetensors import DTYPE_NAMES
 
 HELD: Final = {theirs: DTYPES[ours] for ours, theirs in DTYPE_NAMES.items()}
 """Dtypes of whole bytes, by their names in safetensors."""

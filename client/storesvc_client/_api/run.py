@@ -122,7 +122,7 @@ def imported(
     """Imports steps as ``Run.import_from``, and yields each once it is committed."""
     from storesvc_client._foreign.importing import import_steps, wanted_steps
     from storesvc_client._foreign.mount import ForeignRun, open_foreign
-    from storesvc_client._foreign.step_filler import JOBS
+    from storesvc_client._foreign.source import JOBS
 
     what = f"import into {stub.name}"
     if jobs is not None and (type(jobs) is not int or jobs < 1):

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from storesvc.format.keys import item_of
-from storesvc_client._export.renames import RenameTable, read_table
+from storesvc_client._export.elements import ExportCall, RenameTable, Source, read_table
 from storesvc_client._export.report import ExportReport, Written
-from storesvc_client._export.source import ExportCall, Source
 from storesvc_client._export.target import open_target
 from storesvc_client._values.arguments import (
     checked_cast,
@@ -154,7 +153,7 @@ def _write(
         )
     dropped = _dropped(call.source, kind, drop_items=options.drop_items)
     if kind == "npz":
-        from storesvc_client._export.npz import write_npz
+        from storesvc_client._export.safetensors import write_npz
 
         return write_npz(call), dropped
     from storesvc_client._export.safetensors import write_safetensors

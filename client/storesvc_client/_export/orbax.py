@@ -8,65 +8,588 @@ The step appears as a whole. On a disk it is written as a directory that Orbax i
 and renamed. In a bucket ``commit_success.txt`` comes last, without which Orbax ignores
 a step. A retry removes what an unfinished export has left; ``claims.py`` keeps two
 exports from completing one step.
+
+Decides the names and documents of an Orbax checkpoint. Pure.
+
+Source of the format: orbax-checkpoint 0.12, ``_src/metadata/tree.py``, ``sharding.py``,
+``array_metadata.py`` and ``step_metadata_serialization.py``. An array is named by the
+texts of its path, joined by "."; that is not injective, so two leaves of one name are
+rejected. Indices of lists are sequence keys, everything else is a dict key: Orbax
+returns integer keys of dicts as texts, and tuples as lists, unless a target is given.
+
+The data files of an Orbax checkpoint: hard links into the store, or copies.
+
+A stored chunk is a chunk of Zarr with its CRC-32C, which Orbax verifies when it reads.
+So a checkpoint on the disk of the target is exported by links and a small index; where
+that cannot be, chunks are read, verified, and written to new files in the same form.
+
+Copies the data files of a checkpoint within its bucket, which copies them itself.
+
+No byte of an array passes through this process. Each object is complete when it
+appears, and chunks keep their checksums, which Orbax verifies. A file with leaves that
+are left out, a cast, and another bucket need copies by this process.
 """
 
+import errno
 import json
+import logging
+import math
 import os
 import re
+import struct
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from base64 import urlsafe_b64encode
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
-from storesvc.format.dtypes import DTYPES
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.checksums import crc32c
+from storesvc.format.chunks import ChunkLocations
+from storesvc.format.dtypes import (
+    CHECKSUM_BYTES,
+    DTYPES,
+    NEWER,
+    chunk_key,
+    zarr_data_type,
+)
 from storesvc.format.grids import whole
-from storesvc.format.keys import item_of
+from storesvc.format.keys import item_of, split_key
 from storesvc.format.layout import ROOT
-from storesvc.format.ocdbt import view_of_arrays
+from storesvc.format.ocdbt import ZarrArray, view_of_arrays
+from storesvc.format.trees import SavedSharding
+from storesvc.storage import rooted_files
 from storesvc.storage.rooted_files import sync_directory
 from storesvc_client._chunks.buffer_layout import Buffer
-from storesvc_client._export.bucket_copies import copy_within_bucket
-from storesvc_client._export.claims import MARK, ClaimedStep
-from storesvc_client._export.orbax_data import (
-    DATA,
-    DataFiles,
-    chunk_keys,
-    copy_data,
-    link_data,
-)
-from storesvc_client._export.orbax_documents import (
-    JSON_HANDLERS,
-    TREE_HANDLERS,
-    TREE_ITEMS,
-    OrbaxLeaf,
-    array_metadatas,
-    plan_leaves,
-    shardings,
-    step_metadata,
-    tree_metadata,
+from storesvc_client._export.elements import (
+    ExportCall,
+    Piece,
+    Source,
+    cast_array,
+    raw_bytes,
+    read_in_order,
 )
 from storesvc_client._export.report import Written
-from storesvc_client._export.source import ExportCall, Source
+from storesvc_client._export.safetensors import exported_dtype
 from storesvc_client._export.target import (
+    MARK,
+    ClaimedStep,
     LocalTarget,
+    NewFile,
     OpenTarget,
+    RefusedCopyError,
+    RemoteTarget,
     Target,
     lock,
     make_directory,
     translated,
 )
-from storesvc_client._values.item_values import decoded
+from storesvc_client._values.item_values import Container, decoded
 from storesvc_client._values.progress import Meter
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
+    DataLossError,
     InvalidRequestError,
     PreconditionError,
     StoreError,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
+
+TREE_ITEMS: Final = {"v0": "default", "v1": "state"}
+"""Default name of the item that holds the tree, by layout."""
+
+TREE_HANDLERS: Final = {
+    "v0": (
+        "orbax.checkpoint._src.handlers.standard_checkpoint_handler."
+        "StandardCheckpointHandler"
+    ),
+    "v1": (
+        "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+    ),
+}
+JSON_HANDLERS: Final = {
+    "v0": (
+        "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
+    ),
+    "v1": "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler",
+}
+
+_VALUE_TYPES: Final = {
+    pb.LEAF_KIND_ARRAY: "jax.Array",
+    pb.LEAF_KIND_PRNG_KEY: "jax.Array",
+    pb.LEAF_KIND_HOST_ARRAY: "np.ndarray",
+    pb.LEAF_KIND_HOST_SCALAR: "np.ndarray",
+    pb.LEAF_KIND_PYTHON_SCALAR: "scalar",
+    pb.LEAF_KIND_TEXT: "string",
+}
+
+_WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
+"""dtypes that jax narrows unless ``jax_enable_x64`` is set."""
+
+_EMPTY: Final = {"none": "None", "{}": "Dict", "[]": "List", "()": "Tuple"}
+"""Type of each container that no leaf shows."""
+
+_SEQUENCE, _DICT = 1, 2
+"""Types of keys."""
+
+_SEQUENCE_KINDS: Final = "if"
+"""Path kinds whose parents are lists or tuples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrbaxLeaf:
+    """A leaf of the checkpoint."""
+
+    row: int
+    name: str
+    keys: tuple[str, ...]
+    path_kinds: str
+    value_type: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    sharding: SavedSharding | None
+    prng_impl: str | None
+
+    @property
+    def array(self) -> ZarrArray:
+        """The array that holds its elements."""
+        return ZarrArray(
+            name=self.name,
+            shape=self.shape,
+            chunk_shape=self.chunk_shape,
+            dtype=self.dtype,
+            data_type=self.dtype,
+        )
+
+
+def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
+    """Returns the selected leaves as Orbax names them, in the order of their keys.
+
+    Raises:
+        PreconditionError: Orbax cannot hold a leaf, or two leaves have one name.
+    """
+    source.check_rejected(
+        [(row, text) for row in source.rows if (text := _fault(source, row, cast))]
+    )
+    by_name: dict[str, OrbaxLeaf] = {}
+    for row in source.rows:
+        found = _leaf(source, row, cast)
+        other = by_name.setdefault(found.name, found)
+        if other is not found:
+            raise PreconditionError(
+                f"{source.describe(row)}: expected a name of its own in Orbax, which "
+                f"joins the parts of a path by '.', got {found.name!r}, which leaf "
+                f"{source.leaf(other.row).key!r} has; leave one out with "
+                "select= (--select)"
+            )
+    return list(by_name.values())
+
+
+def _fault(source: Source, row: int, cast: str | None) -> str | None:
+    """Returns why Orbax cannot hold a leaf; None if it can."""
+    leaf = source.leaf(row)
+    value_type = _VALUE_TYPES.get(leaf.kind)
+    remedy = "leave it out with select= (--select)"
+    if value_type is None:
+        return (
+            "expected an array, a number, a PRNG key or a text, got the kind "
+            f"{source.kind(row)}, which Orbax cannot hold; {remedy}"
+        )
+    if value_type == "scalar" and leaf.dtype == "complex128":
+        return (
+            "expected a bool, int or float, got a complex number of Python, which "
+            f"Orbax does not restore; {remedy}"
+        )
+    dtype = exported_dtype(leaf, cast)
+    if zarr_data_type(dtype) != dtype and dtype not in NEWER:
+        return f"expected a dtype that Orbax restores, got {dtype}; {remedy}"
+    keys = split_key(leaf.key)
+    name = ".".join(keys)
+    if not keys or (value_type == "string" and not {"/", "~"}.isdisjoint(name)):
+        return f"expected a path that Orbax can name, got {keys}; {remedy}"
+    return None
+
+
+def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
+    """Returns a leaf that Orbax can hold."""
+    leaf = source.leaf(row)
+    value_type = _VALUE_TYPES[leaf.kind]
+    dtype = exported_dtype(leaf, cast)
+    keys = split_key(leaf.key)
+    if value_type == "jax.Array" and dtype in _WIDE and leaf.sharding is None:
+        # Another project wrote it, or one device held it. Orbax would restore an array
+        # of jax, and jax would drop bits without a word.
+        value_type = "np.ndarray"
+    return OrbaxLeaf(
+        row=row,
+        name=".".join(keys),
+        keys=keys,
+        path_kinds=leaf.path_kinds,
+        value_type=value_type,
+        dtype=dtype,
+        shape=leaf.shape,
+        chunk_shape=leaf.chunk_shape,
+        sharding=leaf.sharding,
+        prng_impl=leaf.prng_impl,
+    )
+
+
+def tree_metadata(
+    leaves: Sequence[OrbaxLeaf], containers: Sequence[Container]
+) -> dict[str, Any]:
+    """Returns ``_METADATA``.
+
+    Args:
+        leaves: The leaves.
+        containers: The containers that no leaf shows.
+    """
+    entries = [
+        _entry(leaf.keys, leaf.path_kinds, leaf.value_type, is_empty=False)
+        for leaf in leaves
+    ]
+    entries += [
+        _entry(split_key(each.key), each.path_kinds, _EMPTY[each.what], is_empty=True)
+        for each in containers
+        if each.what in _EMPTY
+    ]
+    return {
+        "tree_metadata": dict(sorted(entries)),
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _entry(
+    keys: tuple[str, ...], path_kinds: str, value_type: str, *, is_empty: bool
+) -> tuple[str, dict[str, Any]]:
+    key_metadata = [
+        {"key": key, "key_type": _SEQUENCE if kind in _SEQUENCE_KINDS else _DICT}
+        for key, kind in zip(keys, path_kinds, strict=True)
+    ]
+    return str(keys), {
+        "key_metadata": key_metadata,
+        "value_metadata": {"value_type": value_type, "skip_deserialize": is_empty},
+    }
+
+
+def shardings(leaves: Sequence[OrbaxLeaf]) -> dict[str, str]:
+    """Returns ``_sharding``: the sharding of each array by its encoded name.
+
+    A leaf that was not sharded over several devices is restored on the first device
+    unless the restore has a target; a sharded one on all devices, if there are as many.
+    """
+    return {
+        urlsafe_b64encode(leaf.name.encode()).decode(): json.dumps(_sharding(leaf))
+        for leaf in leaves
+        if leaf.value_type == "jax.Array"
+    }
+
+
+def _sharding(leaf: OrbaxLeaf) -> dict[str, Any]:
+    saved = leaf.sharding
+    if saved is None or math.prod(saved.axis_sizes) == 1:
+        return {
+            "sharding_type": "NamedSharding",
+            "shape": [1],
+            "axis_names": ["device"],
+            "partition_spec": [],
+            "device_mesh": {"mesh": [{"id": 0}]},
+        }
+    spec: list[Any] = []
+    for axes in saved.spec:
+        match axes:
+            case ():
+                spec.append(None)
+            case (axis,):
+                spec.append(axis)
+            case _:
+                spec.append(list(axes))
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(saved.axis_sizes),
+        "axis_names": list(saved.axis_names),
+        "partition_spec": spec,
+    }
+
+
+def array_metadatas(leaves: Sequence[OrbaxLeaf]) -> dict[str, Any]:
+    """Returns ``array_metadatas/process_0``, which names typed PRNG keys."""
+    found = [
+        {
+            "array_metadata": {
+                "param_name": leaf.name,
+                "write_shape": list(leaf.chunk_shape),
+                "chunk_shape": list(leaf.chunk_shape),
+                "ext_metadata": (
+                    {"random_key_impl": leaf.prng_impl} if leaf.prng_impl else None
+                ),
+            }
+        }
+        for leaf in leaves
+        if leaf.value_type == "jax.Array"
+    ]
+    return {"array_metadatas": found}
+
+
+def step_metadata(
+    info: Checkpoint, item_handlers: Mapping[str, str], *, commit_time_ns: int
+) -> dict[str, Any]:
+    """Returns ``_CHECKPOINT_METADATA``.
+
+    Args:
+        info: The checkpoint; its labels become custom metadata.
+        item_handlers: Class of each item's handler, as a text.
+        commit_time_ns: Nanoseconds since the epoch.
+    """
+    created = int(info.create_time.timestamp() * 1e9)
+    return {
+        "item_handlers": dict(item_handlers),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": created,
+        "commit_timestamp_nsecs": commit_time_ns,
+        "custom_metadata": dict(info.labels),
+    }
+
+
+DATA: Final = "d/"
+"""Folder of the data files in an item, as TensorStore names it."""
+
+DATA_FILE_BYTES: Final = 1 << 30
+"""Size from which the next chunk begins a new data file."""
+
+_NOT_LINKABLE: Final = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES}
+)
+"""Errors of a link to another disk, or on a disk without hard links."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFiles:
+    """The data files of an item, and the chunks in them."""
+
+    places: ChunkLocations
+    """Location of each chunk, relative to the item."""
+    linked_bytes: int = 0
+    """Bytes of the files that are hard links."""
+    copied_bytes: int = 0
+    """Bytes of the files that the bucket copied itself."""
+
+
+def chunk_keys(source: Source, leaves: Sequence[OrbaxLeaf]) -> list[str]:
+    """Returns the key of each chunk of the leaves."""
+    return [
+        chunk_key(leaf.name, grid.index(at))
+        for leaf, grid in ((leaf, source.tree.grids[leaf.row]) for leaf in leaves)
+        for at in range(grid.count)
+    ]
+
+
+def is_stored_as_exported(source: Source, leaves: Sequence[OrbaxLeaf]) -> bool:
+    """Returns whether the data files can be taken as they are: no leaf is cast, and
+    none is left out, whose bytes a file would still hold."""
+    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in leaves)
+    return source.is_whole and not is_cast
+
+
+def with_names(places: ChunkLocations) -> ChunkLocations:
+    """Returns the locations of chunks in data files that are taken as they are, with
+    the names of the files in an item."""
+    names = tuple(DATA + name.replace("/", "-") for name in places.files)
+    return replace(places, files=names)
+
+
+def link_data(
+    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str
+) -> DataFiles | None:
+    """Links the data files that hold the leaves; returns None, without a link left, if
+    a leaf is cast or left out, or the files cannot be linked.
+
+    Raises:
+        DataLossError: A data file is missing or too short.
+    """
+    folder = target.local
+    if folder is None or source.pool is None:
+        return None
+    if not is_stored_as_exported(source, leaves):
+        return None
+    places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
+    links = with_names(places)
+    used, ends = np.unique(places.file), places.ends
+    size = 0
+    with translated(f"{folder / item}"):
+        make_directory(folder / item / DATA)
+        for file in used.tolist():
+            source_path = source.pool / places.files[file]
+            link = folder / item / links.files[file]
+            size += _checked_size(source, places.files[file], int(ends[file]))
+            try:
+                os.link(source_path, link, follow_symlinks=False)
+            except OSError as e:
+                if e.errno not in _NOT_LINKABLE:
+                    raise
+                target.remove(f"{item}/{DATA.rstrip('/')}")
+                return None
+        sync_directory(folder / item / DATA)
+    return DataFiles(places=links, linked_bytes=size)
+
+
+def _checked_size(source: Source, name: str, end: int) -> int:
+    """Returns the size of a data file that holds `end` bytes or more.
+
+    Raises:
+        DataLossError: It is missing or too short.
+    """
+    assert source.pool is not None
+    try:
+        descriptor = rooted_files.open_file(source.pool, name)
+    except FileNotFoundError:
+        size = -1
+    else:
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+    if size < end:
+        got = "no file" if size < 0 else f"{size} bytes"
+        raise DataLossError(
+            f"export of {source.name}: data file {source.pool / name}: expected at "
+            f"least {end} bytes, got {got}; export another checkpoint",
+            reason="CORRUPT_DATA",
+        )
+    return size
+
+
+def copy_data(
+    source: Source,
+    leaves: Sequence[OrbaxLeaf],
+    target: Target,
+    item: str,
+    meter: Meter,
+) -> DataFiles:
+    """Writes the chunks of the leaves to new data files.
+
+    Raises:
+        StoreError: Stored bytes are damaged, a cast exceeds the range, or the target
+            cannot be written.
+    """
+    rows: list[tuple[str, int, int]] = []
+    with ExitStack() as stack:
+        file: NewFile | None = None
+        name, at = "", 0
+        for data in _chunks(source, leaves, meter):
+            if file is None or at >= DATA_FILE_BYTES:
+                stack.close()  # completes the previous file
+                name, at = f"{DATA}{uuid4().hex}", 0
+                file = stack.enter_context(target.create(f"{item}/{name}"))
+            tail = struct.pack("<I", crc32c(data))
+            with meter.phase("write"):
+                file.write(data)
+                file.write(tail)
+            rows.append((name, at, len(data) + CHECKSUM_BYTES))
+            at += len(data) + CHECKSUM_BYTES
+            meter.add(len(data) + CHECKSUM_BYTES)
+    return DataFiles(places=ChunkLocations.of_rows(rows))
+
+
+def _chunks(
+    source: Source, leaves: Sequence[OrbaxLeaf], meter: Meter
+) -> Iterator[memoryview]:
+    """Yields the elements of each chunk, as Zarr stores them: those at the far edges
+    are padded with zeros."""
+    grids = [source.tree.grids[leaf.row] for leaf in leaves]
+    pieces = (
+        Piece(leaf.row, grid.region(at))
+        for leaf, grid in zip(leaves, grids, strict=True)
+        for at in range(grid.count)
+    )
+    arrays = read_in_order(source, pieces, meter)
+    for leaf, grid in zip(leaves, grids, strict=True):
+        for _ in range(grid.count):
+            array = cast_array(next(arrays), leaf.dtype, source.describe(leaf.row))
+            yield raw_bytes(_padded(array, leaf.chunk_shape, leaf.dtype))
+
+
+def _padded(array: NDArray[Any], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    if array.shape == shape:
+        return array
+    padded = np.zeros(shape, DTYPES[dtype])
+    padded[tuple(map(slice, array.shape))] = array
+    return padded
+
+
+AT_ONCE: Final = 64
+"""Files that are copied at the same time; between them, the progress advances."""
+
+_log = logging.getLogger("storesvc_client")
+
+
+def copy_within_bucket(
+    source: Source,
+    leaves: Sequence[OrbaxLeaf],
+    target: Target,
+    item: str,
+    meter: Meter,
+) -> DataFiles | None:
+    """Copies the data files that hold the leaves; returns None, without a copy left, if
+    a leaf is cast or left out, or if the bucket does not copy them. Then the caller
+    reads them, which also finds out what is damaged.
+
+    Raises:
+        StoreError: The storage failed.
+    """
+    pool = source.bucket_pool
+    if isinstance(target, ClaimedStep):
+        target = target.claimed()
+    if (
+        pool is None
+        or not isinstance(target, RemoteTarget)
+        or not target.is_in_bucket_of(pool.storage)
+        or not is_stored_as_exported(source, leaves)
+    ):
+        return None
+    places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
+    copies = with_names(places)
+    lengths = np.bincount(places.file, places.length, len(places.files))
+    used = np.unique(places.file).tolist()
+    try:
+        for start in range(0, len(used), AT_ONCE):
+            batch = used[start : start + AT_ONCE]
+            with meter.phase("write"):
+                target.copy_objects(
+                    pool.storage,
+                    [f"{pool.path}{places.files[file]}" for file in batch],
+                    [f"{item}/{copies.files[file]}" for file in batch],
+                )
+            meter.add(int(lengths[batch].sum()))
+    except RefusedCopyError as e:
+        _undo(source, target, item, str(e))
+        return None
+    sizes = target.sizes(f"{item}/{DATA.rstrip('/')}") if used else {}
+    found = {file: sizes.get(copies.files[file].removeprefix(DATA), 0) for file in used}
+    if any(found[file] < places.ends[file] for file in used):
+        _undo(source, target, item, "a data file is too short")
+        return None
+    return DataFiles(places=copies, copied_bytes=sum(found.values()))
+
+
+def _undo(source: Source, target: Target, item: str, reason: str) -> None:
+    """Removes the copies, and logs why."""
+    _log.warning(
+        "export of %s: its data files are read and written, because the bucket did "
+        "not copy them: %s",
+        source.name,
+        reason,
+    )
+    target.remove(f"{item}/{DATA.rstrip('/')}")
+
 
 COMMITTED: Final = "commit_success.txt"
 """File that Orbax expects in a finished step, and in each of its items."""

@@ -9,31 +9,557 @@ Order, so that no reader takes a part for the whole:
 
 A retry after a failure reads that file: shards of the same export whose size and digest
 are right are kept.
+
+Decides which tensors a flat format stores: names, dtypes and shapes.
+
+A flat format, safetensors or npz, is a list of named arrays. What it would lose is
+rejected, with the name of the leaf: a Python number would come back as an array, a PRNG
+key as numbers; texts and bytes have no dtype.
+
+Reads the tensors of a flat format: cast, transposed, in pieces of bounded size.
+
+Writes a checkpoint as one ``.npz`` file, member by member, without compression.
+
+A member is named by the key of its leaf, as ``storectl get -o FILE.npz`` names it. The
+format holds the dtypes of NumPy itself: a leaf of bfloat16 is rejected unless it is
+cast, because ``numpy.load`` would return raw bytes.
+
+Decides the files of a safetensors export: shards, headers and the index.
+
+Source of the format: safetensors/src/tensor.rs of huggingface/safetensors 0.8. A file
+is the length of the header, 8 bytes little-endian; the header, JSON, padded with spaces
+to a multiple of 8; and the elements, in the order of their offsets, without gaps. The
+index, ``model.safetensors.index.json``, is that of Hugging Face's transformers.
+
+>>> shard_names(2)
+['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
 """
 
 import json
-from collections.abc import Sequence
+import logging
+import math
+import re
+import struct
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from io import BytesIO
+from types import MappingProxyType
+from typing import Any, Final
+
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from storesvc.format.checksums import Hasher, digest
-from storesvc_client._export.report import Written
-from storesvc_client._export.safetensors_layout import (
-    DTYPE_NAMES,
-    INDEX,
-    SINGLE,
-    cut_into_shards,
-    header_bytes,
-    in_file_order,
-    index_bytes,
-    shard_names,
+from storesvc.format.dtypes import DTYPES, is_floating
+from storesvc.format.grids import Region
+from storesvc.format.keys import split_key
+from storesvc.format.trees import Leaf
+from storesvc_client._export.elements import (
+    TRANSPOSED_BYTES,
+    WINDOW_BYTES,
+    ExportCall,
+    Piece,
+    Renamed,
+    Renames,
+    Source,
+    cast_array,
+    raw_bytes,
+    read_in_order,
+    windows,
 )
-from storesvc_client._export.source import ExportCall, Source
-from storesvc_client._export.target import COPY_BYTES, OpenTarget, Target, split_file
-from storesvc_client._export.tensor_reads import read_tensors
-from storesvc_client._export.tensors import Tensor, plan_tensors
+from storesvc_client._export.report import Written
+from storesvc_client._export.target import (
+    COPY_BYTES,
+    NewFile,
+    OpenTarget,
+    Target,
+    split_file,
+)
+from storesvc_client._values.item_values import unpack_document
+from storesvc_client._values.key_patterns import matching_keys
 from storesvc_client._values.progress import Meter
-from storesvc_client.errors import InvalidRequestError, PreconditionError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    StructureError,
+)
+from storesvc_proto.v1 import tree_pb2 as pb
+
+ARRAYS: Final = frozenset(
+    {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
+)
+"""Kinds of leaves that every format holds, and that a cast applies to."""
+
+_log = logging.getLogger("storesvc_client")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """An array of an exported file."""
+
+    row: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    """Shape of the stored chunks, in the order of the exported dimensions."""
+    axes: tuple[int, ...] | None
+    """Permutation of the saved dimensions; None for none."""
+    is_renamed: bool
+    """True if a rule named it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        itemsize: int = DTYPES[self.dtype].itemsize
+        return itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    def saved(self, region: Region) -> Region:
+        """Returns the region of the saved leaf for a region of the tensor."""
+        if self.axes is None:
+            return region
+        found = list(region)
+        for at, axis in enumerate(self.axes):
+            found[axis] = region[at]
+        return tuple(found)
+
+
+def exported_dtype(leaf: Leaf, cast: str | None) -> str:
+    """Returns the dtype of an exported leaf: the cast's, for floating-point arrays."""
+    if cast is not None and leaf.kind in ARRAYS and is_floating(leaf.dtype):
+        return cast
+    return leaf.dtype
+
+
+def plan_tensors(
+    source: Source,
+    *,
+    cast: str | None,
+    table: Renames,
+    separator: str,
+    dtypes: Collection[str],
+    target: str,
+) -> list[Tensor]:
+    """Returns the tensors of the selected leaves, in the order of their names.
+
+    Args:
+        source: The checkpoint.
+        cast: Name of the dtype to cast to, or None.
+        table: Renames.
+        separator: Joins the parts of a path that no rule renames; "/" keeps the key.
+        dtypes: Names of the dtypes that the format holds.
+        target: Name of the format, for messages.
+
+    Raises:
+        PreconditionError: The format would lose a leaf, two have one name, or the
+            table of a model does not name a leaf.
+        InvalidRequestError: A rule does not fit a leaf, or none matches one.
+    """
+    keys = [leaf.key for leaf in source.tree.leaves[: source.tree.tree_count]]
+    found = [table.rename(".".join(split_key(key))) for key in keys]
+    if table.rules and source.rows:
+        _check_names(source, table, keys, found)
+    fault = partial(_fault, source, cast=cast, dtypes=dtypes, target=target)
+    source.check_rejected([(row, text) for row in source.rows if (text := fault(row))])
+    by_name: dict[str, Tensor] = {}
+    for row in source.rows:
+        leaf = source.leaf(row)
+        name, axes, rule, _ = found[row]
+        if rule is None and separator != ".":
+            name = leaf.key
+        if axes is not None and len(axes) != len(leaf.shape):
+            raise InvalidRequestError(
+                f"{source.describe(row)}: expected {len(axes)} dimensions, which its "
+                f"rename transposes, got the shape {leaf.shape}; correct the rule"
+            )
+        tensor = Tensor(
+            row=row,
+            name=name,
+            dtype=exported_dtype(leaf, cast),
+            shape=_permuted(leaf.shape, axes),
+            chunk_shape=_permuted(leaf.chunk_shape, axes),
+            axes=axes,
+            is_renamed=rule is not None,
+        )
+        other = by_name.setdefault(name, tensor)
+        if other is not tensor:
+            raise PreconditionError(
+                f"{source.describe(row)}: expected a name of its own, got {name!r}, "
+                f"which leaf {source.leaf(other.row).key!r} has; rename one of them "
+                "with rename=, or leave one out with select= (--select)"
+            )
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _check_names(
+    source: Source, table: Renames, keys: Sequence[str], found: Sequence[Renamed]
+) -> None:
+    """Rejects a table that names no leaf, and that of a model if it does not name
+    each selected leaf once; logs rules without effect."""
+    applied = {found[row].rule for row in source.rows}
+    if applied == {None}:
+        raise InvalidRequestError(
+            f"{source.describe(source.rows[0])}: expected a name that a rule of "
+            f"{table.place} matches, got {found[source.rows[0]].name!r} and no match "
+            f"for any of {len(source.rows)} leaves; correct the rules, or leave "
+            "rename= out"
+        )
+    if not table.model:
+        unused = [at for at in range(len(table.rules)) if at not in applied]
+        if unused and None in applied:
+            _log.warning(
+                "export of %s: %s: no leaf has a name that rule %s matches: %r",
+                *(source.name, table.place, unused[0]),
+                table.rules[unused[0]].pattern.pattern,
+            )
+        return
+    tied = _true_settings(source) if table.unused else ()
+    trees = {found[row].tree for row in source.rows if found[row].rule is not None}
+    tree = min(trees, key=lambda tree: (tree.count("."), tree))
+
+    def fault(name: Renamed) -> str | None:
+        if name.rule is None:
+            return f"a parameter of {table.model}, got a leaf that {table.place} lacks"
+        if name.tree != tree:
+            return f"{table.model} once, got that of {tree.rstrip('.')!r}, too"
+        if (setting := table.unused.get(name.name)) in tied:
+            return f"no {name.name} in a model with {setting}, got one"
+        return None
+
+    faults = [(row, text) for row in source.rows if (text := fault(found[row]))]
+    if faults:
+        fits = [key for key, name in zip(keys, found, strict=True) if not fault(name)]
+        advice = _select(tree, fits, keys)
+        rejected = [(row, f"expected {text}; {advice}") for row, text in faults]
+        source.check_rejected(rejected)
+
+
+def _select(tree: str, fits: Sequence[str], keys: Sequence[str]) -> str:
+    """Returns the advice to select the leaves of a tree that a table names."""
+    for depth in (tree.count("."), tree.count(".") + 1):
+        globs = sorted({"/".join([*k.split("/")[:depth], "**"]) for k in fits})
+        selected = {key for glob in globs for key in matching_keys(glob, keys)}
+        if globs and selected == {*fits}:
+            options = " ".join(f"--select '{glob}'" for glob in globs)
+            select = globs[0] if len(globs) == 1 else globs
+            return f"leave it out with select={select!r} ({options})"
+    return "leave it out with select= (--select), or give rules that name it (rename=)"
+
+
+def _true_settings(source: Source) -> Collection[str]:
+    """Returns the names of the settings of the saved config that are true."""
+    config = source.items.get("config")  # as EasyDeL's checkpoints have it
+    try:
+        if config is None:
+            config = unpack_document(source.tree.structure)["config"]
+            config = dict(config.get("fields") or config["dict"])
+        elif isinstance(config, str):
+            config = json.loads(config)
+        return {name for name, value in config.items() if value is True}
+    except (StructureError, LookupError, AttributeError, TypeError, ValueError):
+        return ()  # no config of a model
+
+
+def _fault(
+    source: Source,
+    row: int,
+    *,
+    cast: str | None,
+    dtypes: Collection[str],
+    target: str,
+) -> str | None:
+    """Returns why the format would lose a leaf; None if it holds it."""
+    leaf = source.leaf(row)
+    remedy = "leave it out with select= (--select)"
+    if leaf.kind not in ARRAYS:
+        return (
+            f"expected an array, got the kind {source.kind(row)}, which {target} would "
+            f"not give back; {remedy}"
+        )
+    dtype = exported_dtype(leaf, cast)
+    if dtype in dtypes:
+        return None
+    if is_floating(dtype):
+        remedy = f"cast it (cast='float32', --dtype float32), or {remedy}"
+    return f"expected a dtype that {target} holds, got {dtype}; {remedy}"
+
+
+def _permuted(sizes: tuple[int, ...], axes: tuple[int, ...] | None) -> tuple[int, ...]:
+    return sizes if axes is None else tuple(sizes[axis] for axis in axes)
+
+
+def read_tensors(
+    source: Source, tensors: Sequence[Tensor], meter: Meter
+) -> Iterator[tuple[Tensor, Iterator[memoryview]]]:
+    """Yields each tensor with its bytes in C order, in pieces; all pieces of a tensor
+    must be taken before the next one.
+
+    Raises:
+        StoreError: Stored bytes are damaged, or a cast exceeds the range.
+    """
+    plans = [
+        [
+            Piece(tensor.row, tensor.saved(region))
+            for region in windows(
+                tensor.shape,
+                tensor.chunk_shape,
+                itemsize=source.tree.grids[tensor.row].itemsize,
+                limit=WINDOW_BYTES if tensor.axes is None else TRANSPOSED_BYTES,
+            )
+        ]
+        for tensor in tensors
+    ]
+    arrays = read_in_order(source, (p for plan in plans for p in plan), meter)
+    for tensor, plan in zip(tensors, plans, strict=True):
+        yield tensor, _pieces(source, tensor, arrays, len(plan))
+
+
+def _pieces(
+    source: Source, tensor: Tensor, arrays: Iterator[NDArray[Any]], count: int
+) -> Iterator[memoryview]:
+    # no variable holds an array while the next one is read
+    for _ in range(count):
+        yield _exported(source, tensor, next(arrays))
+
+
+def _exported(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
+    """Returns the bytes of a piece, transposed and cast."""
+    if tensor.axes is not None:
+        array = array.transpose(tensor.axes)
+    return raw_bytes(cast_array(array, tensor.dtype, source.describe(tensor.row)))
+
+
+NPZ_SUFFIX: Final = ".npz"
+
+HELD: Final = frozenset(name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1)
+"""Names of the dtypes that NumPy's file format has."""
+
+_MOMENT: Final = (1980, 1, 1, 0, 0, 0)
+"""Time of each member: equal checkpoints make equal files."""
+
+
+def write_npz(call: ExportCall) -> Written:
+    """Writes the selected leaves to a file whose name ends in ".npz".
+
+    Raises:
+        InvalidRequestError: The target is no such file.
+        PreconditionError: The format would lose a leaf, or the file exists.
+        StoreError: The checkpoint could not be read, or the target not be written.
+    """
+    source, meter = call.source, call.meter
+    folder, name = split_file(call.where)
+    if not name.endswith(NPZ_SUFFIX):
+        raise InvalidRequestError(
+            f"target {call.where!r}: expected a file whose name ends in {NPZ_SUFFIX}"
+        )
+    tensors = plan_tensors(
+        source,
+        cast=call.cast,
+        table=call.table,
+        separator="/",
+        dtypes=HELD,
+        target="npz",
+    )
+    for tensor in tensors:
+        _check_member(source, tensor)
+    target = call.opened(folder)
+    if target.size(name) is not None:
+        raise PreconditionError(
+            f"{call.where} exists; remove it, or choose another target"
+        )
+    meter.total_bytes = sum(tensor.size_bytes for tensor in tensors)
+    with target.create(name) as file:
+        _write_npz(source, file, tensors, meter)
+    renamed = sum(tensor.is_renamed for tensor in tensors)
+    return Written(files=(name,), size_bytes=meter.total_bytes, renamed_count=renamed)
+
+
+def is_member_name(name: str) -> bool:
+    """Returns whether a zip file can have a member of a name that no program which
+    unpacks the file takes for a path out of its folder."""
+    parts = re.split(r"[/\\]", name)
+    return {"", ".", ".."}.isdisjoint(parts) and not re.match(r"[A-Za-z]:|.*\0", name)
+
+
+def _check_member(source: Source, tensor: Tensor) -> None:
+    """Rejects a name that no member has."""
+    if not is_member_name(tensor.name):
+        raise PreconditionError(
+            f"{source.describe(tensor.row)}: expected a name for a member of a zip "
+            f"file, got {tensor.name!r}; rename it with rename="
+        )
+
+
+def _write_npz(
+    source: Source, file: NewFile, tensors: Sequence[Tensor], meter: Meter
+) -> None:
+    # ZipFile writes to a stream, too: it needs no seek
+    with zipfile.ZipFile(_Stream(file), "w", allowZip64=True) as archive:
+        for tensor, pieces in read_tensors(source, tensors, meter):
+            member = zipfile.ZipInfo(f"{tensor.name}.npy", _MOMENT)
+            with archive.open(member, "w", force_zip64=True) as opened:
+                opened.write(_header(tensor))
+                for piece in pieces:
+                    with meter.phase("write"):
+                        opened.write(piece)
+                    meter.add(len(piece))
+                    del piece  # before the next one takes memory
+
+
+def _header(tensor: Tensor) -> bytes:
+    header = BytesIO()
+    npy.write_array_header_2_0(
+        header,
+        {
+            "descr": npy.dtype_to_descr(DTYPES[tensor.dtype]),
+            "fortran_order": False,
+            "shape": tensor.shape,
+        },
+    )
+    return header.getvalue()
+
+
+class _Stream:
+    """A file that can only be written from its beginning to its end."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        """Appends bytes."""
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Does nothing: the file is complete when its owner closes it."""
+
+    def close(self) -> None:
+        """Does nothing, as ``flush``."""
+
+
+DTYPE_NAMES: Final = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "int8": "I8",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "uint8": "U8",
+        "uint16": "U16",
+        "uint32": "U32",
+        "uint64": "U64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+    }
+)
+"""Names of dtypes in safetensors 0.8. F4 and F6 are left out: safetensors packs them,
+so that the bytes of a leaf would differ from the saved ones."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Maximum length of a header; readers of safetensors reject a longer one."""
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+_RESERVED: Final = "__metadata__"
+
+
+def shard_names(count: int) -> list[str]:
+    """Returns the names of the files of an export of `count` shards."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+
+
+def cut_into_shards(
+    tensors: Sequence[Tensor], max_shard_bytes: int
+) -> list[list[Tensor]]:
+    """Returns the tensors of each shard, in their order; a tensor that is larger than
+    the maximum has a shard of its own."""
+    shards: list[list[Tensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + tensor.size_bytes > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.size_bytes
+    return shards
+
+
+def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors of a file in the order of their elements: widest elements
+    first, so that each begins at a multiple of its itemsize."""
+    return sorted(tensors, key=lambda tensor: (-tensor.itemsize, tensor.name))
+
+
+def header_bytes(
+    ordered: Sequence[Tensor], metadata: Mapping[str, str], place: str
+) -> bytes:
+    """Returns the length of the header and the header.
+
+    Args:
+        ordered: Tensors in the order of their elements.
+        metadata: Texts for ``__metadata__``.
+        place: Name of the file, for messages.
+
+    Raises:
+        PreconditionError: A name is reserved, or the header is too long.
+    """
+    header: dict[str, object] = {_RESERVED: dict(metadata)}
+    end = 0
+    for tensor in ordered:
+        if tensor.name == _RESERVED:
+            raise PreconditionError(
+                f"{place}: expected other names than {_RESERVED!r}, which safetensors "
+                "keeps for itself; rename the leaf with rename="
+            )
+        start, end = end, end + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise PreconditionError(
+            f"{place}: expected a header of at most {MAX_HEADER_BYTES} bytes, got "
+            f"{len(text)}; write smaller files with max_shard_bytes="
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def index_bytes(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
+    """Returns the index of an export of several files.
+
+    Args:
+        shards: Tensors of each file.
+    """
+    weight_map = {
+        tensor.name: file for file, tensors in shards.items() for tensor in tensors
+    }
+    total = sum(t.size_bytes for tensors in shards.values() for t in tensors)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"
+
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Default maximum of the bytes of elements in a file: that of Hugging Face's hub."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
-from storesvc_client._foreign.chunk_keys import chunk_keys
+from storesvc_client._foreign.raw_chunks import chunk_keys
 from storesvc_client.errors import DataLossError, PreconditionError
 
 if TYPE_CHECKING:

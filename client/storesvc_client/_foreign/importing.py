@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from storesvc_client._chunks.host_memory import ExtentPool
-from storesvc_client._foreign.chunk_units import stored_tree, units_of
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
-from storesvc_client._foreign.long_labels import with_items_for_long_labels
-from storesvc_client._foreign.step_filler import StepFiller
+from storesvc_client._foreign.source import StepFiller, stored_tree, units_of
+from storesvc_client._foreign.tree_rows import with_items_for_long_labels
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.transfer import (
     TransferPlan,

@@ -1,16 +1,36 @@
-"""A location that fsspec reads: a bucket, a repository, a web server, or memory."""
+"""A location that fsspec reads: a bucket, a repository, a web server, or memory.
 
+A location outside a store: files by fsspec, arrays by TensorStore.
+
+``gs://`` needs gcsfs, ``s3://`` s3fs, ``hf://`` huggingface_hub, ``http(s)://``
+aiohttp; each error names the package to install. Files of this machine need none.
+
+>>> open_location("/ckpts/run").url
+'file:///ckpts/run'
+
+A folder of this machine as a location, read without fsspec.
+
+Symbolic links are followed as long as they stay below the folder. In a cache of
+Hugging Face, ``models--ORG--NAME/snapshots/REV/FILE`` is a link to
+``models--ORG--NAME/blobs/HASH``: below such a revision, links may lead anywhere in the
+folder of the repository.
+"""
+
+import errno
+import os
+import stat
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Final, Self
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
 from storesvc.storage.gcs import endpoint_in_environment
 from storesvc.storage.location import Storage
-from storesvc_client._foreign.location import checked_path
 from storesvc_client._storage.outside import (
     files_error,
+    local_folder,
     name_below,
     open_outside,
     text_of,
@@ -22,6 +42,364 @@ from storesvc_client.errors import (
     StoreError,
     UnavailableError,
 )
+
+
+class Location(Protocol):
+    """A folder outside a store; what is read below it cannot lead out of it."""
+
+    @property
+    def url(self) -> str:
+        """URL of the folder, without the scheme of a format and without options."""
+
+    @property
+    def is_local(self) -> bool:
+        """True if the folder is one of this machine's file system."""
+
+    @property
+    def has_renames(self) -> bool:
+        """True if a writer gives a folder its name when it is finished, as on a file
+        system; in a bucket, it writes a mark last."""
+
+    def names(self, folder: str = "") -> Sequence[str]:
+        """Returns the names in a folder, sorted; folders end in "/"; none if there is
+        no such folder."""
+
+    def size(self, path: str) -> int | None:
+        """Returns the size of a file in bytes; None if there is no such file."""
+
+    def stamps(self, folder: str = "") -> Mapping[str, str]:
+        """Returns the names in a folder as ``names`` does, each with its stamp: what
+        the storage knows of a file without reading it.
+
+        A stamp is the size, and the generation, ETag or time of the last change. It
+        changes when the file is written again, and it may change when the file is
+        copied. That of a folder is empty.
+        """
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """Returns the contents of a file.
+
+        Args:
+            path: Relative path; a part "..", an absolute path, and a symbolic link that
+                leads out of the location are rejected.
+            limit: Maximum size in bytes; a larger file is rejected unread.
+
+        Raises:
+            NotFoundError: There is no such file.
+            DataLossError: It is larger, or its path leads out of the location.
+            PreconditionError: The storage denies access.
+            UnavailableError: The storage does not answer.
+        """
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """Returns bytes of a file.
+
+        Raises:
+            DataLossError: The file ends before `stop`.
+            NotFoundError: There is no such file.
+            PreconditionError: The storage denies access, or serves no ranges.
+            UnavailableError: The storage does not answer.
+        """
+
+    def read_into(self, path: str, start: int, into: memoryview) -> None:
+        """Reads as many bytes of a file as `into` holds, from `start`; see
+        ``read_range``."""
+
+    def kvstore(self, folder: str = "") -> dict[str, Any]:
+        """Returns the spec of TensorStore's key-value store at a folder.
+
+        On this machine, all symbolic links below the folder, and those where they lead,
+        are checked first, because TensorStore follows them and waits for pipes.
+
+        Raises:
+            DataLossError: A symbolic link leads out of the location, or a file is a
+                pipe or a device.
+            PreconditionError: TensorStore would use a proxy for what ``loopback``
+                serves.
+        """
+
+    def below(self, folder: str) -> "Location":
+        """Returns the location of a folder in this one.
+
+        Raises:
+            DataLossError: It is a symbolic link that leads out of the location.
+        """
+
+    def labels(self) -> Mapping[str, str]:
+        """Returns labels of what is read there, such as the commit of a repository;
+        empty where the storage has no such versions."""
+
+    def opening(self) -> AbstractContextManager[None]:
+        """Returns a block in which TensorStore opens specs of ``kvstore``: it reads
+        some endpoints from the environment."""
+
+
+def open_location(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Location:
+    """Returns the location at a URL or a path; reads nothing.
+
+    Args:
+        url: A path, ``file:///PATH``, or a URL of one of ``outside.PACKAGES``. Options
+            of a bucket may follow as for the root of a store:
+            ``s3://B/P?endpoint=https://minio:9000&region=us-east-1``.
+        storage_options: Options of fsspec's file system, such as ``token`` or
+            ``anon``; they take precedence.
+
+    Raises:
+        InvalidRequestError: The URL names no such location, or a package is missing.
+    """
+
+    local = local_folder(url, noun="location")
+    if local is not None:
+        return LocalLocation(local)
+    from storesvc_client._foreign.hub_location import HubLocation
+
+    kind = HubLocation if os.fspath(url).startswith("hf://") else RemoteLocation
+    return kind.at(os.fspath(url), storage_options or {})
+
+
+def checked_path(url: str, path: str, *, is_folder: bool = False) -> str:
+    """Returns a relative path that cannot lead out of a location by its parts.
+
+    Args:
+        url: The location, for the message.
+        path: The path; of a folder, it may be "" and may end in "/".
+        is_folder: Whether it is that of a folder.
+
+    Raises:
+        DataLossError: It is absolute, empty, or has a part that is empty, "." or "..",
+            or a NUL, a backslash or a scheme.
+    """
+    if is_folder and not path:
+        return ""
+    wanted = path.removesuffix("/") if is_folder else path
+    parts = wanted.split("/")
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or "\\" in path:
+        raise DataLossError(
+            f"{url}: expected a relative path without '.', '..' and empty parts, got "
+            f"{path[:200]!r}; use a checkpoint whose files name no others"
+        )
+    return wanted
+
+
+_CACHED_KINDS: Final = ("models--", "datasets--", "spaces--")
+"""Beginnings of the folders of repositories in a cache of Hugging Face."""
+
+_ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+
+MAX_READ_BYTES: Final = 1 << 30
+"""Maximum bytes of one system call; Linux reads at most 2 GiB."""
+
+
+class LocalLocation:
+    """A folder of this machine; it need not exist. Thread-safe."""
+
+    is_local: Final = True
+    has_renames: Final = True
+
+    def __init__(self, path: Path) -> None:
+        self._root = Path(os.path.realpath(path))
+        self.url: str = self._root.as_uri()
+        self._bounds = _bounds(self._root)
+
+    def __repr__(self) -> str:
+        return f"<LocalLocation {self.url}>"
+
+    def names(self, folder: str = "") -> Sequence[str]:
+        """See ``Location``."""
+        with self._translated(folder):
+            place = self._inside(checked_path(self.url, folder, is_folder=True))
+            with os.scandir(place) as entries:
+                return sorted(
+                    f"{each.name}/" if each.is_dir() else each.name for each in entries
+                )
+        return []
+
+    def stamps(self, folder: str = "") -> Mapping[str, str]:
+        """See ``Location``; the file that a symbolic link leads to counts."""
+        with self._translated(folder):
+            place = self._inside(checked_path(self.url, folder, is_folder=True))
+            with os.scandir(place) as entries:
+                found = sorted((each.name, each) for each in entries)
+                is_cache = self._bounds != self._root
+                return dict(_stamped(e, is_cache=is_cache) for _, e in found)
+        return {}
+
+    def size(self, path: str) -> int | None:
+        """See ``Location``."""
+        with self._translated(path):
+            found = self._inside(checked_path(self.url, path)).lstat()
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return None
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """See ``Location``."""
+        with self._opened(path) as (file, size):
+            if size > limit:
+                raise DataLossError(
+                    f"{self.url}/{path}: expected at most {limit} bytes, got {size}; "
+                    "use another checkpoint"
+                )
+            into = bytearray(size)
+            self._fill(path, file, 0, memoryview(into))
+        return bytes(into)
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """See ``Location``."""
+        with self._opened(path) as (file, size):
+            self._check_end(path, start, stop, size)  # before memory is allocated
+            into = bytearray(stop - start)
+            self._fill(path, file, start, memoryview(into))
+        return bytes(into)
+
+    def read_into(self, path: str, start: int, into: memoryview) -> None:
+        """See ``Location``."""
+        with self._opened(path) as (file, size):
+            flat = into.cast("B")
+            self._check_end(path, start, start + len(flat), size)
+            self._fill(path, file, start, flat)
+
+    def kvstore(self, folder: str = "") -> dict[str, Any]:
+        """See ``Location``."""
+        inside = checked_path(self.url, folder, is_folder=True)
+        place = self._root / inside
+        with self._translated(folder):
+            self._check_links(self._inside(inside))
+        return {"driver": "file", "path": f"{place.as_posix().rstrip('/')}/"}
+
+    def below(self, folder: str) -> "LocalLocation":
+        """See ``Location``."""
+        return LocalLocation(self._inside(checked_path(self.url, folder)))
+
+    def labels(self) -> Mapping[str, str]:
+        """See ``Location``."""
+        return {}
+
+    def opening(self) -> AbstractContextManager[None]:
+        """See ``Location``."""
+        return nullcontext()
+
+    def _inside(self, path: str) -> Path:
+        """Returns the place of a path once all links are followed.
+
+        Raises:
+            DataLossError: It is outside the location.
+        """
+        place = Path(os.path.realpath(self._root / path))
+        if not place.is_relative_to(self._bounds):
+            raise DataLossError(
+                f"{self.url}/{path}: expected files of this folder, got a symbolic "
+                f"link to {place}; copy the checkpoint with its links replaced"
+            )
+        return place
+
+    def _check_links(self, folder: Path) -> None:
+        """Rejects a symbolic link that leads out of the location, and pipes and
+        devices, which TensorStore would wait for: in a folder, below it, and where
+        links in it lead."""
+        left, seen = [str(folder)], {str(folder)}
+        while left:
+            with os.scandir(left.pop()) as entries:
+                for each in entries:
+                    # an entry knows its type without a call, unless it is a link
+                    found = self._target(each) if each.is_symlink() else each
+                    place = os.fspath(found)
+                    if found.is_dir():
+                        if place not in seen:
+                            left.append(place)
+                        seen.add(place)
+                    elif not found.is_file() and Path(place).exists():
+                        raise DataLossError(
+                            f"{Path(place).as_uri()}: expected files and folders, got "
+                            "a pipe, a socket or a device; use another checkpoint"
+                        )
+
+    def _target(self, link: "os.DirEntry[str]") -> Path:
+        """Returns where a symbolic link leads; rejects one that leads out."""
+        path = Path(link.path)
+        is_below = path.is_relative_to(self._root)
+        inside = path.relative_to(self._root).as_posix() if is_below else link.path
+        return self._inside(inside)
+
+    @contextmanager
+    def _opened(self, path: str) -> Generator[tuple[int, int]]:
+        """Opens a regular file: its descriptor and its size."""
+        with self._translated(path):
+            place = self._inside(checked_path(self.url, path))
+            # NOFOLLOW: the links were followed; NONBLOCK: a pipe must not block us
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(place, flags)
+            try:
+                found = os.fstat(file)
+                if stat.S_ISREG(found.st_mode):
+                    yield file, found.st_size
+                    return
+            finally:
+                os.close(file)
+        raise NotFoundError(f"{self.url}/{path}: expected a file, found none")
+
+    def _fill(self, path: str, file: int, start: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            some = into[done : done + MAX_READ_BYTES]
+            count = os.preadv(file, [some], start + done)
+            if not count:  # the file became shorter
+                self._check_end(path, start, start + len(into), start + done)
+            done += count
+
+    def _check_end(self, path: str, start: int, stop: int, size: int) -> None:
+        if not 0 <= start <= stop <= size:
+            raise DataLossError(
+                f"{self.url}/{path}: expected the bytes {start} to {stop}, got a file "
+                f"of {size} bytes; use another checkpoint"
+            )
+
+    @contextmanager
+    def _translated(self, path: str) -> Generator[None]:
+        """Translates errors of the system; absent files end the block."""
+        try:
+            yield
+        except (DataLossError, UnavailableError):
+            raise
+        except OSError as e:
+            if e.errno in _ABSENT:
+                return
+            if e.errno in _DENIED:
+                raise PreconditionError(
+                    f"{self.url}/{path}: access denied ({e.strerror}); use an account "
+                    "that may read it"
+                ) from e
+            raise UnavailableError(
+                f"{self.url}/{path}: cannot be read ({e.strerror}); check the storage"
+            ) from e
+
+
+def _stamped(entry: "os.DirEntry[str]", *, is_cache: bool) -> tuple[str, str]:
+    """Returns the name of a file or folder, and its stamp.
+
+    In a cache of Hugging Face, a file is a link to one of which the name is a digest of
+    the contents: it is the same on each machine, and so is the stamp.
+    """
+    if entry.is_dir():
+        return f"{entry.name}/", ""
+    try:
+        found = entry.stat()
+    except FileNotFoundError:  # a link to nothing, which no format reads
+        return entry.name, "absent"
+    if is_cache and entry.is_symlink():
+        return entry.name, f"{found.st_size} {Path(entry.path).readlink().name}"
+    return entry.name, f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _bounds(root: Path) -> Path:
+    """Returns the folder that links of a location must not leave."""
+    for above in root.parents:
+        if above.name == "snapshots" and above.parent.name.startswith(_CACHED_KINDS):
+            return above.parent
+    return root
+
 
 _VERSION_FIELDS: Final = (
     "generation",

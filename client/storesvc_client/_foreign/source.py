@@ -9,27 +9,404 @@ A library reads a chunk into new memory and decodes it into new memory, whose fi
 touch takes as long as decoding it. The allocator returns the same memory for the next
 chunk if it was freed by then, so no more chunks of this machine are in flight than keep
 its processors busy. More are of a bucket, because each takes long to arrive.
+
+Decides how the chunks of a foreign step become chunks of ours.
+
+A format reads its own chunk as a whole, for example because it is compressed. So our
+chunks are cut such that each is within one of them or consists of several of them, and
+a ``Unit`` is what one piece of memory receives: all our chunks of one foreign chunk, or
+neighbouring chunks that are read one by one. Each foreign chunk is read once.
+
+Nothing is read here.
+
+Reads the elements of a foreign step into staging memory, many regions at a time.
 """
 
 import math
 import os
 import threading
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.chunks import Read
-from storesvc.format.grids import Region, part
+from storesvc.format.chunks import I64, Read
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import (
+    MAX_CHUNK_BYTES,
+    Grid,
+    Region,
+    choose_chunk_shape,
+    part,
+)
+from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.slabs import FilledSlab, Slab, slabs_of
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
-from storesvc_client.errors import UnavailableError
+from storesvc_client._save.snapshot import SlabQueue
+from storesvc_client._save.transfer import SharedBuffer
+from storesvc_client._values.progress import Meter
+from storesvc_client.errors import StoreError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRead:
+    """A region of a row, and its place in the memory of a unit."""
+
+    row: int
+    region: Region
+    """Within the shape of the row."""
+    start: int
+    """Offset of its first byte in the memory."""
+    shape: tuple[int, ...]
+    """Shape of its array in memory: the chunks are whole, also past the shape of the
+    row, where they are zero."""
+
+    @property
+    def is_padded(self) -> bool:
+        """True if the array is larger than the region."""
+        return self.shape != tuple(stop - start for start, stop in self.region)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Chunks that are read into one piece of memory."""
+
+    slabs: tuple[tuple[int, Slab], ...]
+    """Slabs, each with its offset in the memory."""
+    reads: tuple[RegionRead, ...]
+    size: int
+    """Bytes of memory."""
+
+
+def stored_tree(foreign: Tree) -> Tree:
+    """Returns the rows of a foreign step with the chunks that the store gets.
+
+    Args:
+        foreign: Rows whose chunks are those that the format reads as a whole.
+    """
+    return Tree(tuple(map(_cut, foreign.leaves)), foreign.structure)
+
+
+def units_of(foreign: Tree, stored: Tree) -> list[Unit]:
+    """Returns the units of all chunks, in the order of their first chunk.
+
+    Args:
+        foreign: Rows with the chunks of the format.
+        stored: The same rows with our chunks.
+    """
+    found: list[Unit] = []
+    simple = np.ones(stored.chunk_count, np.bool_)
+    for row, (leaf, grid) in enumerate(zip(foreign.leaves, stored.grids, strict=True)):
+        together = _together(grid, leaf.chunk_shape)
+        if together is not None:
+            first = int(stored.first_chunk[row])
+            simple[first : first + grid.count] = False
+            found += _cut_units(row, first, grid, together)
+    for slab in slabs_of(stored, np.flatnonzero(simple)):
+        found.append(_slab_unit(stored, slab))
+    return sorted(found, key=lambda unit: unit.slabs[0][1].first)
+
+
+def _cut(leaf: Leaf) -> Leaf:
+    grid = leaf.grid
+    chosen = _chunk_shape(leaf.shape, grid.itemsize, leaf.chunk_shape)
+    return replace(leaf, chunk_shape=chosen)
+
+
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
+def _chunk_shape(
+    shape: tuple[int, ...], itemsize: int, foreign: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Returns our chunk shape: the one of a save in shards of the foreign chunk shape,
+    unless such a chunk crosses foreign chunks, or is no contiguous range of one."""
+    shard = tuple(min(n, max(1, m)) for n, m in zip(foreign, shape, strict=True))
+    chosen = choose_chunk_shape(shape, itemsize, shard)
+    crosses = any(
+        outer < size and inner < size and outer % inner and inner % outer
+        for outer, inner, size in zip(shard, chosen, shape, strict=True)
+    )
+    if not crosses and _is_contiguous(shard, chosen):
+        return chosen
+    return _divided(shape, itemsize, shard)
+
+
+def _is_contiguous(outer: Sequence[int], inner: Sequence[int]) -> bool:
+    """Returns whether the chunks `inner` are contiguous ranges of the chunks `outer`,
+    or consist of several of them."""
+    cut = [dim for dim, (m, n) in enumerate(zip(outer, inner, strict=True)) if n < m]
+    return not cut or all(n == 1 for n in inner[: cut[-1]])
+
+
+def _divided(
+    shape: Sequence[int], itemsize: int, shard: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the largest chunk shape that divides a foreign chunk into contiguous
+    ranges of at most ``MAX_CHUNK_BYTES``."""
+    chunk = list(shard)
+    for dim, n in enumerate(shard):
+        rows = MAX_CHUNK_BYTES // (math.prod(chunk[dim + 1 :]) * itemsize)
+        chunk[dim] = max(1, min(n, rows))
+        if n < shape[dim]:  # the last range of a chunk must not cross into the next one
+            chunk[dim] = next(k for k in range(chunk[dim], 0, -1) if n % k == 0)
+        if rows:
+            break
+    return tuple(chunk)
+
+
+def _together(grid: Grid, foreign: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns how many of our chunks a foreign chunk has along each dimension; None if
+    it has one, or is a part of one."""
+    counts = tuple(
+        1 if outer <= inner else n if outer >= size else outer // inner
+        for outer, inner, n, size in zip(
+            foreign, grid.chunk_shape, grid.counts, grid.shape, strict=True
+        )
+    )
+    return None if grid.count == 0 or math.prod(counts) == 1 else counts
+
+
+def _cut_units(
+    row: int, first: int, grid: Grid, together: Sequence[int]
+) -> Iterator[Unit]:
+    """Yields a unit for each foreign chunk of a row."""
+    blocks = [range(0, n, k) for n, k in zip(grid.counts, together, strict=True)]
+    for corner in product(*blocks):
+        counts = tuple(
+            min(k, n - at)
+            for at, n, k in zip(corner, grid.counts, together, strict=True)
+        )
+        slabs = []
+        for number, within in enumerate(product(*map(range, counts))):
+            ordinal = 0
+            for at, more, n in zip(corner, within, grid.counts, strict=True):
+                ordinal = ordinal * n + at + more
+            slab = Slab(first + ordinal, (grid.chunk_bytes,))
+            slabs.append((number * grid.chunk_bytes, slab))
+        region = tuple(
+            (at * c, min((at + k) * c, n))
+            for at, k, c, n in zip(
+                corner, counts, grid.chunk_shape, grid.shape, strict=True
+            )
+        )
+        shape = tuple(k * c for k, c in zip(counts, grid.chunk_shape, strict=True))
+        read = RegionRead(row=row, region=region, start=0, shape=shape)
+        size = len(slabs) * grid.chunk_bytes
+        yield Unit(slabs=tuple(slabs), reads=(read,), size=size)
+
+
+def _slab_unit(stored: Tree, slab: Slab) -> Unit:
+    """Returns the unit of a slab whose chunks are read one by one."""
+    reads = []
+    for ordinal, start, _ in slab.rows():
+        row, within = stored.locate(ordinal)
+        grid = stored.grids[row]
+        reads.append(
+            RegionRead(
+                row=row,
+                region=grid.region(within),
+                start=start,
+                shape=grid.chunk_shape,
+            )
+        )
+    return Unit(slabs=((0, slab),), reads=tuple(reads), size=slab.size)
+
+
+JOBS: Final = 16
+"""Default number of units in flight: what hides the latency of a bucket."""
+
+READ_SECONDS: Final = 600.0
+"""Time after which a read that has not ended is given up."""
+
+_POLL_SECONDS: Final = 0.2
+"""Interval at which a wait for a read checks whether the transfer has failed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _InFlight:
+    """A unit whose reads have started."""
+
+    unit: Unit
+    buffer: Bytes
+    readings: tuple[Reading, ...]
+
+    def cancel(self) -> None:
+        """Ends the reads, after a failure or Ctrl-C: threads that still read would
+        delay the exit of the process."""
+        for reading in self.readings:
+            reading.cancel()
+
+
+class _CopiedReading:
+    """A read whose elements are copied once it has ended."""
+
+    def __init__(
+        self, reading: Reading, aside: NDArray[Any], into: NDArray[Any]
+    ) -> None:
+        self._reading = reading
+        self._aside = aside
+        self._into = into
+
+    def result(self, timeout: float | None = None) -> None:
+        """See ``Reading.result``."""
+        self._reading.result(timeout)
+        self._into[...] = self._aside
+
+    def cancel(self) -> None:
+        """See ``Reading.cancel``."""
+        self._reading.cancel()
+
+
+class StepFiller:
+    """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
+
+    def __init__(
+        self, step: ForeignStep, units: list[Unit], *, jobs: int, reading_bytes: int
+    ) -> None:
+        """Creates the filler; nothing is read yet.
+
+        Args:
+            step: The step.
+            units: Units of all its chunks.
+            jobs: Maximum units in flight.
+            reading_bytes: Memory that reading may take, in addition to that of units.
+        """
+        self._step = step
+        self._units = units
+        self._jobs = jobs
+        self._reading_bytes = reading_bytes
+
+    def fill(
+        self,
+        slab_queue: SlabQueue,
+        held: I64,  # noqa: ARG002 - known only once it was read
+        meter: Meter,
+    ) -> None:
+        """See ``Filler.fill``."""
+        in_flight = deque[_InFlight]()
+        try:
+            self._fill(in_flight, slab_queue, meter)
+        except StoreError:
+            # what has been read is stored, and need not be read again
+            for started in in_flight:
+                if _has_ended(started):
+                    self._end(started, slab_queue, meter)
+            raise
+        finally:
+            for started in in_flight:
+                started.cancel()
+
+    def _fill(
+        self, in_flight: deque[_InFlight], slab_queue: SlabQueue, meter: Meter
+    ) -> None:
+        # Of a chunk in flight, the reader has two copies: as stored and as decoded.
+        # Half of the staging memory is left to units that are being written.
+        limit = min(self._reading_bytes, slab_queue.budget_bytes) // 2
+        size = 0
+        for unit in self._units:
+            # Before the wait for memory: it may end only when these are written.
+            while in_flight and (
+                len(in_flight) >= self._jobs or size + unit.size > limit
+            ):
+                size -= self._end(in_flight[0], slab_queue, meter)
+                in_flight.popleft()
+            buffer = slab_queue.memory_now(unit.size)
+            while buffer is None and in_flight:
+                size -= self._end(in_flight[0], slab_queue, meter)
+                in_flight.popleft()
+                buffer = slab_queue.memory_now(unit.size)
+            if buffer is None:
+                with meter.phase("wait"):
+                    buffer = slab_queue.memory(unit.size)
+            if buffer is None:
+                return
+            in_flight.append(self._start(unit, buffer))
+            size += unit.size
+        while in_flight:
+            self._end(in_flight[0], slab_queue, meter)
+            in_flight.popleft()
+
+    def _start(self, unit: Unit, buffer: Bytes) -> _InFlight:
+        if any(read.is_padded for read in unit.reads):
+            buffer[...] = 0
+        readings = tuple(self._begin(read, buffer) for read in unit.reads)
+        return _InFlight(unit=unit, buffer=buffer, readings=readings)
+
+    def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
+        array, view = self._step.arrays[read.row], self._view(read, buffer)
+        if view.flags.aligned:
+            return array.read(read.region, view)
+        # Small rows are back to back in a slab; formats read into aligned memory only.
+        aside = np.empty(view.shape, view.dtype)
+        return _CopiedReading(array.read(read.region, aside), aside, view)
+
+    def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
+        """Returns the array of a read in the memory of its unit."""
+        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
+        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
+        array = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
+        inside = tuple(slice(0, stop - start) for start, stop in read.region)
+        view: NDArray[Any] = array[(*inside, ...)]
+        return view
+
+    def _end(self, started: _InFlight, slab_queue: SlabQueue, meter: Meter) -> int:
+        """Waits for the reads of a unit and puts its slabs into the queue; returns its
+        size in bytes. Memory of a failed read is left to it."""
+        with meter.phase("read"):
+            for reading, read in zip(started.readings, started.unit.reads, strict=True):
+                if not self._await(reading, read, slab_queue):
+                    started.cancel()
+                    return started.unit.size
+        slabs = started.unit.slabs
+        if len(slabs) == 1:
+            ((_, slab),) = slabs
+            wanted = range(slab.first, slab.first + len(slab.sizes))
+            slab_queue.put(FilledSlab(slab, wanted, started.buffer))
+        else:
+            SharedBuffer(slab_queue, started.buffer).put(slabs)
+        return started.unit.size
+
+    def _await(self, reading: Reading, read: RegionRead, slab_queue: SlabQueue) -> bool:
+        """Waits for a read; returns False if the transfer has failed.
+
+        Raises:
+            UnavailableError: The read does not end.
+        """
+        ends = time.monotonic() + READ_SECONDS
+        while not slab_queue.is_cancelled:
+            try:
+                reading.result(_POLL_SECONDS)
+            except TimeoutError:
+                if time.monotonic() < ends:
+                    continue
+                key = self._step.tree.leaves[read.row].key
+                raise UnavailableError(
+                    f"{self._step.url} leaf {key!r}: expected its bytes within "
+                    f"{READ_SECONDS:g} s, got no answer; check its storage, and import "
+                    "again, which resumes"
+                ) from None
+            return True
+        return False
+
+
+def _has_ended(started: _InFlight) -> bool:
+    """Returns whether all reads of a unit have succeeded."""
+    try:
+        for reading in started.readings:
+            reading.result(0)
+    except (StoreError, TimeoutError):
+        return False
+    return True
+
 
 THREADS: Final = 32
 """Reads in flight."""

@@ -3,15 +3,38 @@
 
 Two names of a foreign checkpoint can become one key, or one the ancestor of the other;
 such a step is rejected, and both names are in the message.
+
+Names of folders and files below a location, without I/O.
+
+>>> step_of("run-200"), step_of("step_0100"), step_of("100"), step_of("model-7")
+(200, 100, 100, None)
+
+Finds the folders of steps below a location, and reads what a step states itself.
+
+Describes the data files of a step by their stamps, for its digest.
+
+The files that describe a step need not change when its elements do. So the digest of a
+step covers the stamps of its data files too, unless a file with the checksums or the
+names of all of them is part of it.
+
+Keeps what a project recorded with a checkpoint where no label can hold it.
+
+A label of a checkpoint has at most 256 bytes; custom metadata of Orbax may be of any
+length. A mount has labels of any length. An import stores each longer one as an item,
+a text, named by its label: "orbax.custom_metadata" becomes "orbax-custom-metadata".
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import chain, count
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from storesvc.format.grids import Region
@@ -29,12 +52,333 @@ from storesvc.format.trees import (
     pack_leaves,
     unpack_leaves,
 )
-from storesvc_client._foreign.foreign_step import ForeignArray
-from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.plain_array import PlainArray
+from storesvc.storage.threads import Threads
+from storesvc_client._foreign.bounded_json import parse_object
+from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep
+from storesvc_client._foreign.raw_chunks import PlainArray
+from storesvc_client._foreign.remote_location import Location
+from storesvc_client._values.arguments import MAX_TEXT_BYTES
 from storesvc_client._values.item_values import encode_item
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
+
+_STEP: Final = re.compile(
+    r"(?:(?:checkpoint|ckpt|global_step|run|step)[-_]?)?([0-9]{1,18})"
+)
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step that the name of a folder states; None if it states none."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def step_folders(names: Iterable[str], *, what: str) -> dict[int, str]:
+    """Returns the folder of each step among the names in a folder.
+
+    Args:
+        names: Files and folders; folders end in "/".
+        what: The location, for messages.
+
+    Raises:
+        PreconditionError: Two folders are of one step.
+    """
+    found: dict[int, str] = {}
+    for name in names:
+        step = step_of(name.removesuffix("/")) if name.endswith("/") else None
+        if step is None:
+            continue
+        folder = name.removesuffix("/")
+        if found.setdefault(step, folder) != folder:
+            raise PreconditionError(
+                f"{what}: expected one folder of step {step}, got {found[step]!r} and "
+                f"{folder!r}; give the URL of one of them"
+            )
+    return found
+
+
+def url_parts(url: str) -> list[str]:
+    """Returns the names of the folders in a URL."""
+    return [part for part in unquote(urlsplit(url).path).split("/") if part]
+
+
+def relative_path(path: object, *, what: str) -> str:
+    """Returns a path below a step that a file of the step names.
+
+    Raises:
+        DataLossError: It is no relative path, or leads out of the step.
+    """
+    parts = path.split("/") if isinstance(path, str) else [".."]
+    if any(part in ("", ".", "..") or _UNSAFE.search(part) for part in parts):
+        raise DataLossError(
+            f"{what}: expected a path below the folder of the step, got "
+            f"{ascii(path)[:200]}"
+        )
+    return "/".join(parts)
+
+
+def file_name(name: object, *, what: str) -> str:
+    """Returns the name of a file in a folder, which a file there names.
+
+    Raises:
+        DataLossError: It is a path, or no name of a file.
+    """
+    found = relative_path(name, what=what)
+    if "/" in found:
+        raise DataLossError(
+            f"{what}: expected a file in the same folder, got {ascii(name)[:200]}"
+        )
+    return found
+
+
+_UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:$")
+
+
+METADATA: Final = "metadata.json"
+"""File in which levanter and eformer state the step; both write it last."""
+
+MAX_METADATA_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetadata:
+    """Contents of ``metadata.json``."""
+
+    data: bytes
+    """The bytes of the file."""
+    fields: Mapping[str, Any]
+    step: int | None
+    """None if it states none; eformer writes -1 where its caller named none."""
+    create_time: datetime | None
+    """None if the time has no zone."""
+
+
+def named_steps(
+    location: Location,
+    *,
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
+) -> dict[int, str]:
+    """Returns the folder of each step that the name of a folder states.
+
+    The location itself may be a step, which is step 0 if its name states none.
+
+    Args:
+        location: Where to search.
+        is_finished: Returns whether a folder, of which the names are given, is a step.
+        expected: What a location of the format holds, for the message.
+
+    Raises:
+        NotFoundError: There is no folder of a step, finished or not.
+        PreconditionError: Two folders are of one step.
+    """
+    names = location.names()
+    if is_finished("", names):
+        return {_step_of_url(location) or 0: ""}
+    found = {
+        step: folder
+        for step, folder in step_folders(names, what=location.url).items()
+        if is_finished(folder, location.names(folder))
+    }
+    _check_found(location, names, found, is_finished, expected)
+    return found
+
+
+def stated_steps(
+    location: Location,
+    *,
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
+) -> dict[int, str]:
+    """Returns the folder of each step that a ``metadata.json`` states.
+
+    The name of at least one of the folders must be that of a step, else each is a
+    checkpoint by itself, such as the best ones of several runs.
+
+    Args:
+        location: Where to search.
+        is_finished: As for ``named_steps``.
+        expected: As for ``named_steps``.
+
+    Raises:
+        DataLossError: A ``metadata.json`` is damaged.
+        NotFoundError: As for ``named_steps``.
+        PreconditionError: Two folders are of one step.
+    """
+    names = location.names()
+    if is_finished("", names):
+        return {_stated_step(location, "", names): ""}
+    below = {
+        name.removesuffix("/"): location.names(name.removesuffix("/"))
+        for name in names
+        if name.endswith("/")
+    }
+    finished = [folder for folder in below if is_finished(folder, below[folder])]
+    if all(step_of(folder) is None for folder in finished):
+        finished = []  # each is a checkpoint by itself, or all are of different runs
+    found: dict[int, str] = {}
+    for folder in finished:
+        step = _stated_step(location, folder, below[folder])
+        if found.setdefault(step, folder) != folder:
+            raise PreconditionError(
+                f"{location.url}: expected one folder of step {step}, got "
+                f"{found[step]!r} and {folder!r}; give the URL of one of them"
+            )
+    _check_found(location, names, found, is_finished, expected)
+    return found
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Returns what a message shows of the names at a location."""
+    if not names:
+        return "nothing: there is no such folder, or it is empty"
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def read_metadata(location: Location, folder: str) -> StepMetadata:
+    """Reads the ``metadata.json`` of a step.
+
+    Raises:
+        DataLossError: It is damaged.
+    """
+    path = join(folder, METADATA)
+    what = place(location, path)
+    data = location.read(path, limit=MAX_METADATA_BYTES)
+    fields = parse_object(data, what=what)
+    step = fields.get("step")
+    if step is not None and (type(step) is not int or not -1 <= step < 2**63):
+        raise DataLossError(f"{what}: expected a step, got {ascii(step)[:80]}")
+    return StepMetadata(
+        data=data,
+        fields=fields,
+        step=None if step == -1 else step,
+        create_time=_time(fields.get("timestamp"), what),
+    )
+
+
+def place(location: Location, folder: str) -> str:
+    """Returns the URL of a folder or file of a location."""
+    return f"{location.url}/{folder}" if folder else location.url
+
+
+def join(folder: str, name: str) -> str:
+    """Returns the path of a name in a folder; "" is the location, or the folder,
+    itself."""
+    return f"{folder}/{name}" if folder and name else folder or name
+
+
+def _check_found(
+    location: Location,
+    names: Sequence[str],
+    found: Mapping[int, str],
+    is_finished: Callable[[str, Sequence[str]], bool],
+    expected: str,
+) -> None:
+    """Rejects a location without any step, finished or not: its URL is a wrong one.
+
+    Raises:
+        NotFoundError: There is none, or the folders that look like steps are of runs,
+            such as ``run-1/`` with ``step-100/``.
+    """
+    if found:
+        return
+    folders = [name.removesuffix("/") for name in names if name.endswith("/")]
+    begun = [folder for folder in folders if step_of(folder) is not None]
+    if not begun or any(
+        is_finished(folder, location.names(folder))
+        for run in begun
+        for name in location.names(run)
+        if name.endswith("/") and step_of(name.removesuffix("/")) is not None
+        for folder in [join(run, name.removesuffix("/"))]
+    ):
+        raise NotFoundError(
+            f"{location.url}: expected {expected}, got {names_text(names)}; check the "
+            "location and the format"
+        )
+
+
+def _stated_step(location: Location, folder: str, names: Sequence[str]) -> int:
+    step = None
+    if METADATA in names:
+        step = read_metadata(location, folder).step
+    if step is None:
+        step = step_of(folder) if folder else _step_of_url(location)
+    return step or 0
+
+
+def _step_of_url(location: Location) -> int | None:
+    (last,) = url_parts(location.url)[-1:] or [""]
+    return step_of(last)
+
+
+def _time(text: Any, what: str) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError) as e:
+        raise DataLossError(
+            f"{what}: expected a time, got {ascii(text)[:80]} as timestamp"
+        ) from e
+    return time if time.tzinfo else None
+
+
+MAX_FILES: Final = 4_000_000
+"""Maximum files and folders of a step."""
+
+_THREADS: Final = 16
+"""Folders that are listed at the same time."""
+
+_BATCH: Final = 1024
+"""Folders whose lists are held at the same time."""
+
+
+def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> bytes:
+    """Returns a digest of path and stamp of each file below some folders.
+
+    Args:
+        location: Location of the steps.
+        folder: Folder of the step; the digest does not depend on its name.
+        paths: Paths of the folders relative to that of the step, in an order that
+            depends on the step alone; "": the folder of the step.
+
+    Raises:
+        PreconditionError: There are too many files.
+        UnavailableError: The storage does not answer.
+    """
+    digest = xxhash.xxh3_128()
+    count = 0
+    left = list(paths)
+    with Threads(_THREADS) as pool:
+        while left:
+            below: list[str] = []
+            for path, stamp in _listed(location, folder, left, pool):
+                count += 1
+                if count > MAX_FILES:
+                    raise PreconditionError(
+                        f"{place(location, folder)}: expected a step of at most "
+                        f"{MAX_FILES} files, got more; write it again in larger chunks"
+                    )
+                if path.endswith("/"):
+                    below.append(path.removesuffix("/"))
+                else:
+                    row = f"{path}\0{stamp}\0"
+                    digest.update(row.encode(errors="surrogateescape"))
+            left = below
+    return digest.digest()
+
+
+def _listed(
+    location: Location, folder: str, paths: Sequence[str], pool: Threads
+) -> Iterator[tuple[str, str]]:
+    """Yields path and stamp of all that is in some folders, in order."""
+    for start in range(0, len(paths), _BATCH):
+        some = paths[start : start + _BATCH]
+        below = [join(folder, path) if path else folder for path in some]
+        for path, found in zip(some, pool.map(location.stamps, below), strict=True):
+            for name, stamp in found.items():
+                yield join(path, name), stamp
+
 
 FILE_CHUNK_BYTES: Final = 8 << 20
 """Bytes of a file that are read together."""
@@ -280,3 +624,41 @@ def _collision(rows: Sequence[Row]) -> str:
         if found is not None:
             return f"array {found!r} is also a container, of array {row.name!r}"
     return ""
+
+
+def with_items_for_long_labels(step: ForeignStep) -> ForeignStep:
+    """Returns a step whose labels are short enough for a checkpoint.
+
+    Raises:
+        PreconditionError: No checkpoint can hold so many items.
+    """
+    long = {
+        label: text
+        for label, text in step.labels.items()
+        if len(text.encode()) > MAX_TEXT_BYTES
+    }
+    if not long:
+        return step
+    rows = [
+        Row(leaf=leaf, array=array, name=leaf.key)
+        for leaf, array in zip(step.tree.leaves, step.arrays, strict=True)
+    ]
+    taken = {row.leaf.key for row in rows}
+    for label, text in long.items():
+        name = item_name(label)
+        # An item of that name comes from an earlier import, which was exported.
+        more = (f"{name[: MAX_NAME - 4]}-{again}" for again in count(2))
+        for item in chain([name], more):
+            row = item_row(item, text, name=f"{step.url} {label}")
+            if row.leaf.key not in taken:
+                break
+        rows.append(row)
+        taken.add(row.leaf.key)
+    tree, arrays = tree_of(
+        rows,
+        place=step.url,
+        advice="import it from a copy with fewer files next to its trees",
+        structure=step.tree.structure,
+    )
+    labels = {label: text for label, text in step.labels.items() if label not in long}
+    return replace(step, tree=tree, arrays=arrays, labels=labels)

@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._export.elements import Source
     from storesvc_client._export.exporting import ExportKeywords
     from storesvc_client._export.report import ExportReport
-    from storesvc_client._export.source import Source
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import RestoreKeywords, Rules
 
@@ -353,7 +353,7 @@ class OpenCheckpoint(OpenTree):
 
     def _exported(self, select: Sequence[Pattern] | None) -> "Source":
         """Returns what an export reads."""
-        from storesvc_client._export.source import BucketPool, Source
+        from storesvc_client._export.elements import BucketPool, Source
 
         root = self._session.data_root
         pool = RunPaths(self._name.run).pool

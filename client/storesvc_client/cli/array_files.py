@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
-from storesvc_client._export.safetensors_layout import DTYPE_NAMES, MAX_HEADER_BYTES
+from storesvc_client._export.safetensors import DTYPE_NAMES, MAX_HEADER_BYTES
 from storesvc_client._values.texts import ENCODED, count_text, printable
 from storesvc_client.cli.errors import Refusal
 
@@ -104,7 +104,7 @@ def _check_numpy(leaves: "Sequence[LeafInfo]") -> None:
 
 
 def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
-    from storesvc_client._export.npz import is_member_name
+    from storesvc_client._export.safetensors import is_member_name
 
     _check_numpy(leaves)
     for leaf in leaves:

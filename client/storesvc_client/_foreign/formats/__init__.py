@@ -13,7 +13,7 @@ FORMATS: Final[Mapping[str, str]] = MappingProxyType(
         "eformer": "eformer",
         "jax": "jax_arrays",
         "levanter": "levanter",
-        "orbax": "orbax",
+        "orbax": "orbax_step",
         "safetensors": "safetensors",
     }
 )

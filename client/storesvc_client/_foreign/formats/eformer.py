@@ -15,26 +15,31 @@ from typing import Final
 
 import xxhash
 
-from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
-from storesvc_client._foreign.formats.eformer_index import (
+from storesvc_client._foreign.formats.jax_arrays import (
     IndexedArray,
     parse_index,
     parse_unread,
 )
-from storesvc_client._foreign.formats.safetensors import not_read_label, tensor_rows
-from storesvc_client._foreign.formats.safetensors_files import find_file
-from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.step_search import (
+from storesvc_client._foreign.formats.safetensors import (
+    find_file,
+    not_read_label,
+    tensor_rows,
+)
+from storesvc_client._foreign.remote_location import Location
+from storesvc_client._foreign.tree_rows import (
     METADATA,
+    Row,
+    array_row,
     join,
     place,
     read_metadata,
+    stamp_of_folders,
     stated_steps,
+    text_row,
+    tree_of,
 )
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray
-from storesvc_client._foreign.tree_rows import Row, array_row, text_row, tree_of
-from storesvc_client._foreign.zarr_folders import open_folders
+from storesvc_client._foreign.zarr_arrays import TensorStoreArray, open_folders
 from storesvc_client.errors import DataLossError, NotFoundError
 
 MAX_INDEX_BYTES: Final = 64 << 20

@@ -13,30 +13,32 @@ from typing import Final
 
 import xxhash
 
-from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._foreign.location import Location
-from storesvc_client._foreign.step_search import (
+from storesvc_client._foreign.remote_location import Location
+from storesvc_client._foreign.tree_rows import (
     METADATA,
+    Row,
+    array_row,
     join,
     place,
     read_metadata,
+    stamp_of_folders,
     stated_steps,
+    text_row,
+    tree_of,
 )
-from storesvc_client._foreign.tensorstore_array import (
-    TensorStoreArray,
-    list_keys,
-    ocdbt,
-)
-from storesvc_client._foreign.tree_rows import Row, array_row, text_row, tree_of
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     ArrayPlace,
+    TensorStoreArray,
     database_base,
+    find_arrays,
+    list_keys,
+    ocdbt,
     open_arrays,
+    open_folders,
 )
-from storesvc_client._foreign.zarr_folders import find_arrays, open_folders
 from storesvc_client.errors import DataLossError, NotFoundError
 
 _ZARR_JSON: Final = "zarr.json"

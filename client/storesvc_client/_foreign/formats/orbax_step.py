@@ -3,11 +3,33 @@
 An item that cannot be read, because it is damaged or of an unknown form, does not hide
 the others: ``ForeignStep.unread`` names it with the reason. If none can be read, the
 error of the first one is raised.
+
+Items of an Orbax step that are no trees: JSON, states of iterators, other files.
+
+Which item is what is decided by its files, never by the names of handlers. The bytes
+are passed on as they are; only JSON that storesvc stores itself becomes a JSON item.
+
+Checkpoints of Orbax, versions 0 and 1: managers, single steps, and single trees.
+
+::
+
+    ROOT/STEP/                    step of a manager: [PREFIX_]STEP, zero padded or not
+      _CHECKPOINT_METADATA        JSON: times, metrics, custom metadata
+      commit_success.txt          written last, where a rename is not atomic
+      ITEM/_METADATA              an item that is a tree, see ``orbax_metadata.py``
+      ITEM/manifest.ocdbt, d/     its arrays, or a folder for each array
+      ITEM/...                    any other item, see ``orbax_items.py``
+
+Source of the format: orbax-checkpoint 0.12, ``_src/path/step.py`` for names of steps
+and unfinished ones, ``_src/metadata/`` for the files, ``_src/serialization/`` for
+arrays. Leaves have the keys of the tree if an item "default" or "state" is the only
+tree, else ``ITEM/...``.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -15,21 +37,31 @@ from typing import Any, Final
 
 from storesvc.format.keys import MAX_ITEMS
 from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
+from storesvc.storage.threads import Threads
 from storesvc_client._foreign.bounded_json import as_object, read_json
-from storesvc_client._foreign.file_stamps import stamp_of_folders
 from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
-from storesvc_client._foreign.formats import orbax_items as items
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
-from storesvc_client._foreign.location import Location, checked_path
-from storesvc_client._foreign.step_search import join, names_text, place
-from storesvc_client._foreign.tensorstore_array import TensorStoreArray, ocdbt
-from storesvc_client._foreign.tree_rows import Row, encoded_row, item_name, tree_of
+from storesvc_client._foreign.remote_location import Location, checked_path
+from storesvc_client._foreign.tree_rows import (
+    Row,
+    encoded_row,
+    file_item_row,
+    item_name,
+    item_row,
+    join,
+    names_text,
+    place,
+    stamp_of_folders,
+    tree_of,
+)
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     ArrayPlace,
+    TensorStoreArray,
     database_base,
+    ocdbt,
     open_arrays,
 )
 from storesvc_client._values.item_values import Container, pack_document_of
@@ -42,6 +74,113 @@ from storesvc_client.errors import (
     StoreError,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
+
+COMMITTED: Final = "commit_success.txt"
+JSON_FILES: Final = (["metadata"], ["data.json"])
+"""Files of a JSON item, of version 0 and of version 1."""
+
+METRICS: Final = "metrics"
+"""Name of the item with the metrics of a step, and of its file."""
+
+MAX_FILES: Final = 1000
+"""Maximum files of an item; a checkpoint holds at most 64 items."""
+
+_PROCESS: Final = re.compile(r"process_(0|[1-9]\d{0,5})-of-([1-9]\d{0,5})\.json")
+"""Files of the states of Grain's iterators."""
+
+
+def files_below(location: Location, folder: str) -> list[str]:
+    """Returns the paths of all files below a folder, relative to it.
+
+    Raises:
+        PreconditionError: There are too many.
+    """
+    found: list[str] = []
+    left = [""]
+    while left:
+        inside = left.pop()
+        for name in location.names(f"{folder}/{inside}".rstrip("/")):
+            path = f"{inside}{name}"
+            if name.endswith("/"):
+                left.append(path)
+            elif name != COMMITTED:
+                found.append(path)
+            if len(found) + len(left) > MAX_FILES:
+                raise PreconditionError(
+                    f"{location.url}/{folder}: expected an item of at most {MAX_FILES} "
+                    "files, got more; restore it with its own library"
+                )
+    return sorted(found)
+
+
+def read_metrics(location: Location, folder: str) -> Mapping[str, float] | None:
+    """Returns the metrics of an item; None if they are no numbers."""
+    value, _ = read_json(location, f"{folder}/{METRICS}")
+    return as_metrics(value)
+
+
+def as_metrics(value: Any) -> Mapping[str, float] | None:
+    """Returns a JSON value as metrics; None if it is none. Orbax writes NaN and
+    infinite metrics as Python's JSON does, and reads them again."""
+    if not isinstance(value, dict) or not all(
+        type(number) in (int, float) for number in value.values()
+    ):
+        return None
+    try:
+        return {name: float(number) for name, number in value.items()}
+    except OverflowError:  # an integer larger than every float
+        return None
+
+
+def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str, Row]]:
+    """Yields the rows of an item that is no tree, each with the path that its name is
+    for.
+
+    Args:
+        location: Location of the checkpoints.
+        folder: Folder of the item.
+        item: Name of the item.
+
+    Raises:
+        PreconditionError: It has too many files, or the states of some processes only.
+    """
+    files = files_below(location, folder)
+    if files in JSON_FILES:
+        yield item, _json_row(location, f"{folder}/{files[0]}", item_name(item))
+        return
+    processes = [_PROCESS.fullmatch(name) for name in files]
+    states = [found for found in processes if found is not None]
+    if states and len(states) == len(files):
+        for row in _state_rows(location, folder, item_name(item), states):
+            yield item, row
+        return
+    for path in files:
+        full = item if len(files) == 1 else f"{item}/{path}"
+        yield full, file_item_row(location, f"{folder}/{path}", item_name(full))
+
+
+def _json_row(location: Location, path: str, item: str) -> Row:
+    value, _ = read_json(location, path)
+    try:
+        return item_row(item, value, name=f"{location.url}/{path}")
+    except StoreError:  # such as NaN, which is no JSON
+        return file_item_row(location, path, item)
+
+
+def _state_rows(
+    location: Location, folder: str, item: str, states: list[re.Match[str]]
+) -> Iterator[Row]:
+    count = int(states[0][2])
+    numbers = sorted(int(found[1]) for found in states)
+    if numbers != list(range(count)) or any(int(each[2]) != count for each in states):
+        raise PreconditionError(
+            f"{location.url}/{folder}: expected the states of the processes 0 to "
+            f"{count - 1}, got {len(states)}: {states[0][0]}, ...; copy all of them"
+        )
+    for found in states:
+        path = f"{folder}/{found[0]}"
+        yield file_item_row(location, path, item, int(found[1]))
+
 
 STEP_METADATA: Final = "_CHECKPOINT_METADATA"
 TREE_METADATA: Final = "_METADATA"
@@ -57,9 +196,7 @@ UNFINISHED: Final = ".orbax-checkpoint-tmp"
 UNPREFIXED: Final = frozenset({"default", "state"})
 """Names that Orbax gives to the only tree of a step."""
 
-MARKS: Final = frozenset(
-    {STEP_METADATA, TREE_METADATA, MANIFEST, INDICATOR, items.COMMITTED}
-)
+MARKS: Final = frozenset({STEP_METADATA, TREE_METADATA, MANIFEST, INDICATOR, COMMITTED})
 """Files that a root of a manager does not have."""
 
 UNREADABLE: Final = (DataLossError, LimitError, NotFoundError, PreconditionError)
@@ -187,7 +324,7 @@ class StepReader:
         """Takes times, metrics and custom metadata; returns the time of the writing."""
         path = join(self.folder, STEP_METADATA)
         fields = as_object(self._json(path), what=f"{self.location.url}/{path}")
-        self.metrics.update(items.as_metrics(fields.get("metrics") or {}) or {})
+        self.metrics.update(as_metrics(fields.get("metrics") or {}) or {})
         self._label("orbax.custom_metadata", fields.get("custom_metadata"))
         created = _moment(fields.get("init_timestamp_nsecs"))
         committed = _moment(fields.get("commit_timestamp_nsecs"))
@@ -270,9 +407,9 @@ class StepReader:
 
     def _other_item(self, item: str, names: Sequence[str]) -> None:
         path = join(self.folder, item)
-        if item == items.METRICS and self._takes_metrics(path, names):
+        if item == METRICS and self._takes_metrics(path, names):
             return
-        for original, row in items.item_rows(self.location, path, item):
+        for original, row in item_rows(self.location, path, item):
             name = item_name(original)
             self._name(name, original, path)
             self.rows.append(row)
@@ -297,9 +434,9 @@ class StepReader:
             )
 
     def _takes_metrics(self, path: str, names: Sequence[str]) -> bool:
-        if items.METRICS not in names:
+        if METRICS not in names:
             return False
-        found = items.read_metrics(self.location, path)
+        found = read_metrics(self.location, path)
         if found is not None:
             self.metrics.update(found)
             self._describes(path, json.dumps(dict(found), sort_keys=True).encode())
@@ -453,3 +590,169 @@ def _moment(nanoseconds: Any) -> datetime | None:
     if type(nanoseconds) is not int or not 0 < nanoseconds < 2**63:
         return None
     return _EPOCH + timedelta(microseconds=nanoseconds // 1000)
+
+
+_STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})")
+_LISTED_AT_ONCE: Final = 16
+
+
+def open_root(
+    location: Location,
+    *,
+    trust_uncommitted: bool = False,
+    without: Collection[str] = (),
+) -> "OrbaxRoot":
+    """Returns the checkpoints at a location; lists it.
+
+    Args:
+        location: A manager's directory, one step of it, or one saved tree.
+        trust_uncommitted: Whether a step in a bucket without ``commit_success.txt``
+            counts as finished, as one that was copied there from a file system.
+        without: Names of items to leave out of each step.
+
+    Raises:
+        NotFoundError: The location holds no checkpoints of Orbax.
+    """
+    root = OrbaxRoot(
+        location, trust_uncommitted=trust_uncommitted, without=frozenset(without)
+    )
+    root.check()
+    return root
+
+
+class OrbaxRoot:
+    """The checkpoints of Orbax at a location."""
+
+    def __init__(
+        self, location: Location, *, trust_uncommitted: bool, without: frozenset[str]
+    ) -> None:
+        self._location = location
+        self._without = without
+        self._is_trusted = location.has_renames or trust_uncommitted
+        self.url: str = f"orbax:{location.url}"
+
+    def check(self) -> None:
+        """Rejects a location without any step, finished or not.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        names = self._location.names()
+        if not any(_step_of(name) is not None for name in names):
+            self._folders(names)
+
+    def steps(self) -> Sequence[int]:
+        """See ``ForeignRoot``."""
+        folders = self._folders(self._location.names())
+        found = [(step, name) for step, each in folders.items() for name in each]
+        with Threads(_LISTED_AT_ONCE) as pool:
+            finished = pool.map(lambda each: self._is_finished(each[1]), found)
+        rows = zip(found, finished, strict=True)
+        return sorted({step for (step, _), is_finished in rows if is_finished})
+
+    def open(self, step: int) -> ForeignStep:
+        """See ``ForeignRoot``."""
+        folders = self._folders(self._location.names()).get(step, [])
+        finished = [folder for folder in folders if self._is_finished(folder)]
+        for folder in finished:
+            check_is_step(self._location, folder)
+        if len(finished) > 1:
+            raise PreconditionError(
+                f"{self.url}: expected one folder of step {step}, got "
+                f"{' and '.join(finished)}; move one of them away"
+            )
+        if not finished:
+            what = f"an unfinished one, {folders[0]!r}" if folders else "none"
+            advice = "list its steps"
+            if folders and not self._is_trusted:
+                advice = (
+                    f"it has no {COMMITTED}: if it was copied from a file "
+                    "system, accept it with trust_uncommitted=True "
+                    "(--trust-uncommitted)"
+                )
+            raise NotFoundError(
+                f"{self.url}: expected a finished step {step}, got {what}; {advice}"
+            )
+        return StepReader(
+            self._location, finished[0], step, without=self._without
+        ).read()
+
+    def _folders(self, names: Sequence[str]) -> dict[int, list[str]]:
+        """Returns the folders of each step, finished or not; "" for a location that is
+        a step itself.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        own = self._location.url.rstrip("/").rpartition("/")[2]
+        if UNFINISHED in own:
+            raise NotFoundError(
+                f"{self.url}: expected finished checkpoints, got one that was being "
+                "written; use another one"
+            )
+        if not MARKS.isdisjoint(names):
+            return {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
+        found: dict[int, list[str]] = {}
+        for name in names:
+            step = _step_of(name)
+            if step is not None:
+                found.setdefault(step, []).append(name.rstrip("/"))
+        if not found and self._has_tree(names):
+            return {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
+        if not found and not self._is_begun(names):
+            raise NotFoundError(
+                f"{self.url}: expected checkpoints of Orbax, folders such as 100/ or a "
+                f"file {STEP_METADATA}, got {names_text(names)}; check the location "
+                "and the format"
+            )
+        return found
+
+    def _is_begun(self, names: Sequence[str]) -> bool:
+        """Returns whether a manager has begun there, without a step so far; an item
+        "metadata" of a step that lost its own metadata has the name of a folder of
+        older managers."""
+        below = self._location.names("metadata") if "metadata/" in names else ()
+        return "_ROOT_METADATA" in below or (
+            "metadata" in below and folders_of(names) == ["metadata"]
+        )
+
+    def _has_tree(self, names: Sequence[str]) -> bool:
+        """Returns whether a folder without metadata is a step: one of its folders is a
+        tree, and none is a checkpoint itself, as in a folder of checkpoints."""
+        folders = folders_of(names)[:_SEARCHED]
+        listed = [self._location.names(folder) for folder in folders]
+        return any(TREE_METADATA in each for each in listed) and not any(
+            is_checkpoint(self._location, folder, each)
+            for folder, each in zip(folders, listed, strict=True)
+        )
+
+    def _is_finished(self, folder: str) -> bool:
+        """Returns whether the writer finished a step: on a file system it renamed it,
+        elsewhere it wrote a file last."""
+        if not self._is_trusted:
+            return self._location.size(join(folder, COMMITTED)) is not None
+        return not self._location.is_local or not _is_leftover(self._location, folder)
+
+
+def _is_leftover(location: Location, folder: str) -> bool:
+    """Returns whether there is no file below a folder with the name of a step, as after
+    a deletion or a copy that was interrupted."""
+    left, listed = [folder], 0
+    try:
+        while left and listed < _SEARCHED:
+            place = left.pop()
+            names, listed = location.names(place), listed + 1
+            if not all(name.endswith("/") for name in names):
+                return False
+            left += [join(place, name.rstrip("/")) for name in names]
+    except UNREADABLE:
+        return False  # opening it says why
+    return not left
+
+
+def _step_of(name: str) -> int | None:
+    """Returns the step of a folder's name; None if it is not that of a step."""
+    if not name.endswith("/") or UNFINISHED in name or not name.isascii():
+        return None
+    found = _STEP.fullmatch(name[:-1])
+    return int(found[1]) if found else None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StepMissingError,
         TreeMismatchError,
     )
-    from storesvc_client.orbax.step_path import StepPath
+    from storesvc_client.orbax.step_items import StepPath
 
 __all__ = [
     "CheckpointManager",

@@ -2,41 +2,320 @@
 
 A step has either one unnamed item, or several named ones (``args.Composite``); which
 of the two is settled by the constructor, or by the first save or restore.
+
+Translates Orbax's ``CheckpointArgs`` to what a step holds, and back.
+
+Trees and JSON values are stored as such; every other argument belongs to a handler,
+which writes files.
+
+Arguments of an item from ``items=`` and its keywords, which Orbax deprecates.
+
+As in Orbax they are taken for items whose handler the manager was created with: the
+handler is registered with the class of argument that they belong to.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.checkpoint_manager import (
     AbstractCheckpointManager,
     RootMetadata,
     StepMetadata,
 )
 
+from storesvc_client._values.item_values import encode_item
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.orbax.arguments import content_of, restored_part
-from storesvc_client.orbax.deprecated_items import arguments_of_items
-from storesvc_client.orbax.ignored_options import IgnoredOptions, options_of_handler
-from storesvc_client.orbax.metadata import numbers_of, root_metadata, timestamps
-from storesvc_client.orbax.retention_options import metric_of, retention_of_options
-from storesvc_client.orbax.save_options import (
+from storesvc_client.orbax.leaf_targets import (
+    TreeMetadata,
+    plain_tree,
+    restore_tree,
+    tree_structs,
+)
+from storesvc_client.orbax.retention_options import (
+    IgnoredOptions,
+    check_handler,
     default_options,
+    metric_of,
     needless_options,
+    options_of_handler,
+    options_of_save,
+    retention_of_options,
     save_policy_of_options,
 )
-from storesvc_client.orbax.sequence import ManagedRun, StepSequence
+from storesvc_client.orbax.sequence import (
+    ManagedRun,
+    StepSequence,
+    numbers_of,
+    root_metadata,
+    timestamps,
+)
 from storesvc_client.orbax.step_errors import StepMissingError
-from storesvc_client.orbax.step_items import step_contents
-from storesvc_client.orbax.step_record import DEFAULT_ITEM, StepRecord
-from storesvc_client.orbax.tree_metadata import TreeMetadata
-from storesvc_client.orbax.tree_restore import tree_structs
+from storesvc_client.orbax.step_items import (
+    DEFAULT_ITEM,
+    Content,
+    FilesContent,
+    JsonContent,
+    Part,
+    StepRecord,
+    TreeContent,
+    restore_files,
+    step_contents,
+)
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_REFUSED: Final = {
+    ocp.args.ArraySave: "use StandardSave({'name': array})",
+    ocp.args.ArrayRestore: "use StandardRestore({'name': array})",
+}
+_TREES_OF_SAVES: Final = (ocp.args.StandardSave, ocp.args.PyTreeSave)
+"""A class below them belongs to a handler of the caller."""
+
+_NO_TREE: Final = "expected a pytree with containers, got {}; use a dict of it"
+
+
+def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> Content:
+    """Returns the content that an argument of a save describes.
+
+    Args:
+        place: Name of the item, for messages.
+        args: The argument.
+        handler: Handler of the item, if one was given to the manager.
+        ignored: Logs options without an effect.
+
+    Raises:
+        InvalidRequestError: The argument has no equal; says what to use.
+    """
+    match args:
+        case _ if type(args) in _TREES_OF_SAVES:
+            check_handler(place, args, handler)
+            names = options_of_save(place, args)
+            ignored.log(names, of=type(args).__name__, why="it has a format of its own")
+            if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
+                got = type(args.item).__name__
+                raise InvalidRequestError(f"{place}: {_NO_TREE.format(got)}")
+            return TreeContent(
+                _cast(place, args.item, args.save_args),
+                custom_metadata=_json(place, args.custom_metadata),
+            )
+        case ocp.args.JsonSave():
+            check_handler(place, args, handler)
+            return JsonContent(args.item)
+        case _:
+            used = _handler_of(place, args, handler)
+            return FilesContent(_writer(used, args))
+
+
+def restored_part(
+    opened: "OpenCheckpoint", name: str, part: Part, args: Any, handler: Any
+) -> Any:
+    """Returns an item as an argument of a restore describes it.
+
+    Args:
+        opened: The checkpoint.
+        name: Name of the item, for messages.
+        part: Where it is.
+        args: The argument; None restores what was saved.
+        handler: Handler of the item, if one was given to the manager.
+
+    Raises:
+        InvalidRequestError: The argument is one of another kind of item, or has no
+            equal.
+        StoreError: As for ``OpenCheckpoint.restore``.
+    """
+    place = f"{opened.name} item {name!r}"
+    if part.kind == "files":
+        if args is None and handler is None:
+            raise InvalidRequestError(
+                f"{place}: expected the argument or the handler that reads its files, "
+                "got none; pass args=Composite(...) with it, or item_handlers="
+            )
+        given = _default_arguments(handler) if args is None else args
+        used = _handler_of(place, given, handler)
+        return restore_files(opened, name, part, _reader(used, given))
+    check_handler(place, args, handler)
+    match args:
+        case None:
+            pass
+        case ocp.args.StandardRestore() | ocp.args.PyTreeRestore():
+            _check_kind(place, part, "tree", args)
+            return _restore_target(opened, place, part, args)
+        case ocp.args.JsonRestore():
+            _check_kind(place, part, "json", args)
+        case _:
+            raise _other_kind(place, part, args)
+    if part.kind == "json":
+        return opened.items[part.place]
+    return restore_tree(opened, part.place)
+
+
+def _restore_target(opened: "OpenCheckpoint", place: str, part: Part, args: Any) -> Any:
+    """Returns a tree as ``StandardRestore`` or ``PyTreeRestore`` describes it."""
+    allowed = {
+        "item",
+        "restore_args",
+        "partial_restore",
+        "transforms_default_to_original",
+        "strict",  # no array is padded or cut: other shapes are a mismatch
+    }
+    for field in fields(args):
+        if field.name not in allowed and getattr(args, field.name) != field.default:
+            raise InvalidRequestError(
+                f"{place}: expected {field.name}={field.default}, which is all that a "
+                f"store can follow, got {getattr(args, field.name)!r}"
+            )
+    target = plain_tree(args.item)
+    given = plain_tree(getattr(args, "restore_args", None))
+    if target is None:
+        target, given = given, None
+    elif given is None and isinstance(args, ocp.args.PyTreeRestore):
+        given = jax.tree.map(_any_if_number, target)
+    partial = bool(getattr(args, "partial_restore", False))
+    return restore_tree(opened, part.place, target, given, partial=partial)
+
+
+def _any_if_number(leaf: Any) -> Any:
+    """Returns what restores a leaf as it was saved for a number, which stands for any
+    leaf in the item of ``PyTreeRestore``."""
+    return ocp.RestoreArgs() if isinstance(leaf, int | float | complex) else leaf
+
+
+def _json(place: str, metadata: Any) -> Any:
+    """Returns the metadata of a tree, if a restore returns an equal value."""
+    try:
+        encode_item(metadata)
+    except ValueError as e:
+        raise InvalidRequestError(f"{place}: custom_metadata=: {e}") from e
+    return metadata
+
+
+def _cast(place: str, tree: Any, save_args: Any) -> Any:
+    """Returns a tree in the dtypes of Orbax's ``SaveArgs``."""
+    if save_args is None:
+        return tree
+
+    def cast(value: Any, given: Any) -> Any:
+        dtype = None if given is None else given.dtype
+        return value if dtype is None else value.astype(dtype)
+
+    try:
+        return jax.tree.map(cast, tree, save_args)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise InvalidRequestError(
+            f"{place}: save_args=: expected SaveArgs in the structure of the item, and "
+            f"dtype= for arrays alone, got others: {e}"
+        ) from e
+
+
+def _handler_of(place: str, args: Any, handler: Any) -> Any:
+    """Returns the handler that was given, or a new one of the registered class."""
+    if type(args) in _REFUSED:
+        raise InvalidRequestError(
+            f"{place}: expected another argument than {type(args).__name__}; "
+            f"{_REFUSED[type(args)]}"
+        )
+    if handler is not None:
+        return handler
+    from orbax.checkpoint.checkpoint_args import get_registered_handler_cls
+
+    try:
+        return get_registered_handler_cls(args)()
+    except (ValueError, TypeError) as e:
+        raise InvalidRequestError(
+            f"{place}: expected an argument whose handler is registered, got "
+            f"{type(args).__name__}: {e}"
+        ) from e
+
+
+def _default_arguments(handler: Any) -> Any:
+    from orbax.checkpoint.checkpoint_args import get_registered_args_cls
+
+    try:
+        return get_registered_args_cls(handler)[1]()
+    except (ValueError, TypeError) as e:
+        raise InvalidRequestError(
+            f"expected the argument of a restore for {type(handler).__name__}, got "
+            f"none: {e}"
+        ) from e
+
+
+def _writer(handler: Any, args: Any) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        handler.save(epath.Path(folder), args=args)
+        handler.finalize(epath.Path(folder))
+
+    return write
+
+
+def _reader(handler: Any, args: Any) -> Callable[[Path], Any]:
+    return lambda folder: handler.restore(epath.Path(folder), args=args)
+
+
+def _check_kind(place: str, part: Part, kind: str, args: Any) -> None:
+    if part.kind != kind:
+        raise _other_kind(place, part, args)
+
+
+def _other_kind(place: str, part: Part, args: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{place}: expected the argument of a restore of its kind, {part.kind}, got "
+        f"{type(args).__name__}"
+    )
+
+
+def arguments_of_items(
+    items: Any, keywords: Any, handlers: Mapping[str, Any], *, for_restore: bool
+) -> Any:
+    """Returns the argument that deprecated arguments stand for.
+
+    Args:
+        items: The only item, or items by name; None: none.
+        keywords: Keywords of its argument, or of their arguments by name; None: none.
+        handlers: Handlers of the manager, by item.
+        for_restore: Whether it is the argument of a restore.
+
+    Raises:
+        InvalidRequestError: An item has no handler; says what to use.
+    """
+    is_default = not handlers or DEFAULT_ITEM in handlers
+    by_name = _by_name(items, is_default=is_default)
+    more = _by_name(keywords, is_default=is_default)
+    made: dict[str, Any] = {}
+    for name in {**by_name, **(more if for_restore else {})}:
+        if name not in handlers:
+            raise InvalidRequestError(
+                f"items=: expected args=, such as args=ocp.args.StandardSave(tree), "
+                f"or a manager with item_handlers= for it, got the item {name!r} "
+                "without a handler"
+            )
+        of_save, of_restore = get_registered_args_cls(handlers[name])
+        made[name] = (of_restore if for_restore else of_save)(
+            by_name.get(name), **(more.get(name) or {})
+        )
+    return made[DEFAULT_ITEM] if is_default else ocp.args.Composite(**made)
+
+
+def _by_name(given: Any, *, is_default: bool) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, ocp.args.CheckpointArgs):
+        raise InvalidRequestError(
+            f"items=: expected an item, got {type(given).__name__}; pass it as args="
+        )
+    if is_default or not isinstance(given, Mapping):
+        return {DEFAULT_ITEM: given}
+    return dict(given)
+
 
 _log = logging.getLogger("storesvc_client")
 

@@ -5,20 +5,32 @@ that step waits for its commit. The list of steps is read from the server when t
 manager is created, after each save, and by ``reload``; the calls between, such as
 ``should_save`` in every step of a loop, ask no server. An error of a save in the
 background is raised once, by the next call that waits for it or saves.
+
+Metadata of a run, and what the metadata of its steps, of Orbax's classes, holds.
+
+Resolves what a manager is created with to a run: a ``Run``, or text of a config.
+
+The text, or a path that has it, is the target of ``connect``, "#", and the name of the
+run, such as ``/ckpts#prod/llama-8b``; or the target alone, with ``run=``. Programs join
+more parts to their directory, which become parts of the name: ``llama-8b/checkpoints/``
+is ``llama-8b.checkpoints``.
 """
 
+import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc.storage.threads import Threads
+from storesvc_client._api.client import connect
 from storesvc_client._api.run import Run
 from storesvc_client._api.watch import APPLY_SECONDS
 from storesvc_client._job.job import Job, ordinal
@@ -30,24 +42,161 @@ from storesvc_client._values.policies import RetentionPolicy, format_policy, rul
 from storesvc_client._values.telemetry import StepLogger
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
+    InvalidRequestError,
     NotFoundError,
     PreconditionError,
     StoreError,
     UnavailableError,
 )
-from storesvc_client.orbax.metadata import set_root_metadata
-from storesvc_client.orbax.opened_run import open_run
 from storesvc_client.orbax.step_errors import (
     ItemMissingError,
     StepExistsError,
     StepMissingError,
 )
-from storesvc_client.orbax.step_items import find_part, read_record
-from storesvc_client.orbax.step_path import StepPath
-from storesvc_client.orbax.step_record import Part, StepRecord
+from storesvc_client.orbax.step_items import (
+    Part,
+    StepPath,
+    StepRecord,
+    find_part,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+_LABEL: Final = "orbax/metadata"
+"""Label of a run with the metadata that its first manager was created with."""
+
+
+def timestamps(found: "Checkpoint") -> dict[str, int]:
+    """Returns the start and the commit of a save in nanoseconds."""
+    return {
+        "init_timestamp_nsecs": int(found.create_time.timestamp() * 1e9),
+        "commit_timestamp_nsecs": int(found.commit_time.timestamp() * 1e9),
+    }
+
+
+def numbers_of(place: str, metrics: Any, best: str | None) -> dict[str, float]:
+    """Returns the metrics that retention policies can rank by: the numbers at the top.
+
+    Args:
+        place: Name of the step, for messages.
+        metrics: What the caller passes; None: no metrics.
+        best: Metric of ``best_fn``; None if there is none.
+
+    Raises:
+        InvalidRequestError: The metric of ``best_fn`` is missing, or no number.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidRequestError(
+            f"{place}: metrics=: expected a dict, got {type(metrics).__name__}"
+        )
+    numbers = {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if best is not None and best not in numbers:
+        raise InvalidRequestError(
+            f"{place}: metrics=: expected a number {best!r}, which best_fn returns, "
+            f"got {', '.join(map(repr, metrics)) or 'none'}"
+        )
+    return numbers
+
+
+def root_metadata(run: Run) -> Any:
+    """Returns the metadata of a run; {} if it has none."""
+    try:
+        text = run.info().labels.get(_LABEL)
+    except NotFoundError:
+        return {}
+    return {} if text is None else json.loads(text)
+
+
+def set_root_metadata(run: Run, metadata: Any) -> None:
+    """Keeps the metadata of a run, unless it has some; as in Orbax the first stays.
+
+    Raises:
+        InvalidRequestError: It is no JSON, or too large for a label.
+    """
+    try:
+        text = json.dumps(dict(metadata), sort_keys=True)
+    except (TypeError, ValueError) as e:
+        raise InvalidRequestError(
+            f"metadata= of {run.name}: expected a dict that JSON can hold, got {e}"
+        ) from e
+    try:
+        labels = run.info().labels
+    except NotFoundError:
+        labels = {}
+    if _LABEL not in labels:
+        run.configure(labels={**labels, _LABEL: text})
+
+
+_EXAMPLE: Final = "file:///ckpts#prod/llama-8b"
+
+
+def open_run(
+    place: Any, run: str | None, logger: StepLogger | None = None
+) -> tuple[Run, Callable[[], object] | None]:
+    """Returns a run, and what closes its connection; None if the caller owns it.
+
+    Args:
+        place: A run, or the target of a store.
+        run: Name of the run, if ``place`` is a target without one.
+        logger: Receives the statistics of each save and restore; None: none does.
+
+    Raises:
+        InvalidRequestError: There is no name of a run, or two, or a logger for a run.
+        StoreError: The store cannot be reached.
+    """
+    if isinstance(place, Run):
+        if run is not None:
+            raise InvalidRequestError(
+                f"run=: expected none with {place!r}, got {run!r}"
+            )
+        if logger is not None:
+            raise InvalidRequestError(
+                f"logger=: expected none with {place!r}, whose client has one, got "
+                f"{type(logger).__name__}; pass it as connect(step_logger=)"
+            )
+        return place, None
+    target, name = split_target(str(place), run)
+    client = connect(target, step_logger=logger)
+    try:
+        return client.run(name), client.close
+    except BaseException:
+        client.close()
+        raise
+
+
+def split_target(place: str, run: str | None) -> tuple[str, str]:
+    """Returns the target of a store and the name of a run.
+
+    >>> split_target("file:///ckpts#prod/llama-8b/checkpoints/", None)
+    ('file:///ckpts', 'prod/llama-8b.checkpoints')
+
+    Raises:
+        InvalidRequestError: There is no name, or two.
+    """
+    place = re.sub(r"\Afile:/(?!/)", "file:///", place)  # pathlib removes slashes
+    place = re.sub(r"\A(gs|s3|memory):/(?!/)", r"\1://", place)
+    target, mark, name = place.rpartition("#")
+    if run is not None and not mark:
+        return place, run
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if run is not None or not mark or len(parts) < 2 or ".." in parts:
+        above, *given = place.rstrip("/").rsplit("/", 2)
+        like = f"{above}#{'/'.join(given)}" if above and len(given) == 2 else _EXAMPLE
+        raise InvalidRequestError(
+            f"directory: expected a Run, or a store and a run such as {like!r}, got "
+            f"{place!r} and run={run!r}; a directory of Orbax is imported with "
+            "storectl import"
+        )
+    return target, "/".join((parts[0], ".".join(parts[1:])))
+
 
 _log = logging.getLogger("storesvc_client")
 

@@ -19,13 +19,12 @@ from jax.sharding import Mesh
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.nnx.config_classes import factory_of
-from storesvc_client.trees.nnx.recipes import Recipe
-from storesvc_client.trees.structure.setting_classes import setting_classes
+from storesvc_client.trees.nnx.recipes import Recipe, factory_of
 from storesvc_client.trees.structure.settings import (
     encode_settings,
     plain_settings,
     rebuild_settings,
+    setting_classes,
 )
 from tests.support.torch_dtypes import BFLOAT16, FLOAT32
 

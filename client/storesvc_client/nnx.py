@@ -8,6 +8,6 @@ Example:
     start = restore_into(run, model, optimizer).step + 1
 """
 
-from storesvc_client.trees.nnx.in_place import restore_into, save
+from storesvc_client.trees.nnx.saved_models import restore_into, save
 
 __all__ = ["restore_into", "save"]

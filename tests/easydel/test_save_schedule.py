@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from eformer.serialization import checkpointer as eformer
 
-from storesvc_client.easydel.save_schedule import SaveSchedule
+from storesvc_client.easydel.trainer import SaveSchedule
 
 POLICIES = [
     eformer.CheckpointInterval(every=2, until=6),

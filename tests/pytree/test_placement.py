@@ -19,7 +19,7 @@ from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import shardings_by_rules
 from storesvc_client._pytree.restore_target import saved_placement
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.nnx.resharding import (
+from storesvc_client.trees.nnx.blueprints import (
     follow_parameters,
     required_shardings,
     reshard,

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.nnx.casting import cast_floating
+from storesvc_client.trees.nnx.blueprints import cast_floating
 from tests.support.stable_ids import stable_id
 
 

@@ -24,7 +24,7 @@ from storesvc_client.easydel import (
     save_state,
 )
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.nnx.resharding import shardings_by_key
+from storesvc_client.trees.nnx.blueprints import shardings_by_key
 
 RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]
 

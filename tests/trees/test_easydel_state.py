@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.nnx.resharding import shardings_by_key
+from storesvc_client.trees.nnx.blueprints import shardings_by_key
 from storesvc_client.trees.traversals import graph_leaves, refine_graphs
 
 TX = optax.adam(0.1)

@@ -15,7 +15,7 @@ import storesvc_client as store
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.nnx.model_parts import split_module
+from storesvc_client.trees.nnx.graphs import split_module
 from tests.modules import ALLOW, CASES, Case, modules
 from tests.support.examples import examples, sampled
 

@@ -386,7 +386,7 @@ class Loop:
         modules = _modules_of(like)
         how: dict[str, Any] = {"like": like}
         if modules is not None:
-            from storesvc_client.trees.nnx.in_place import planner
+            from storesvc_client.trees.nnx.saved_models import planner
 
             how = {"prepare": planner(self._run, *modules)}
         with without_advice():
@@ -604,7 +604,7 @@ class Loop:
             )
         document, modules = b"", _modules_of(state)
         if modules is not None:
-            from storesvc_client.trees.nnx.in_place import tree_to_save
+            from storesvc_client.trees.nnx.saved_models import tree_to_save
 
             state, document = tree_to_save(self._run, *modules)
         try:

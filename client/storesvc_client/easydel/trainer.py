@@ -21,20 +21,30 @@ Example:
         run = client.run("prod/llama-8b")
         trainer = Trainer(store_run=run, arguments=arguments, model=model, ...)
         trainer.train()
+
+When a trainer saves: at the steps of its policies, and after an interval of time.
+
+The rules equal EasyDeL's own checkpointer: the first step policy that reaches a step
+decides about it. An interval of time adds saves between these steps.
+
+>>> schedule = SaveSchedule(policies=[CheckpointInterval(every=100)], interval=None)
+>>> [step for step in range(301) if schedule.is_due_at(step)]
+[100, 200, 300]
 """
 
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, SupportsFloat
 
 from storesvc_client._api.run import Run
 from storesvc_client._pytree.jax_job import decided_by_first
 from storesvc_client._values.policies import KeepLatest, format_policy
-from storesvc_client.easydel.save_schedule import SaveSchedule
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,
@@ -43,6 +53,48 @@ from storesvc_client.errors import (
 )
 from storesvc_client.trees.easydel import restore_state
 from storesvc_client.trees.nnx.saved_models import save_state
+
+
+class StepPolicy(Protocol):
+    """A ``CheckpointInterval`` of EasyDeL's arguments."""
+
+    @property
+    def every(self) -> int:
+        """Saves at the multiples of this number of steps."""
+
+    @property
+    def until(self) -> int | None:
+        """Last step to which the policy applies; None: to all that follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSchedule:
+    """The steps and times at which a trainer saves."""
+
+    policies: Sequence[StepPolicy]
+    """Step policies, in ascending order of ``until``."""
+    interval: timedelta | None
+    """Longest time between two saves; None: time decides nothing."""
+
+    @classmethod
+    def of(cls, arguments: Any) -> Self:
+        """Returns the schedule of EasyDeL's ``TrainingArguments``."""
+        return cls(
+            policies=arguments.get_checkpoint_policies(),
+            interval=arguments.get_save_interval_timedelta(),
+        )
+
+    def is_due_at(self, step: int) -> bool:
+        """Returns whether a step policy saves at a step; none does at step 0."""
+        for policy in self.policies:
+            if policy.until is None or policy.until >= step:
+                return step > 0 and step % policy.every == 0
+        return False
+
+    def is_due_after(self, seconds: float) -> bool:
+        """Returns whether the last save is longer ago than the interval."""
+        return self.interval is not None and seconds >= self.interval.total_seconds()
+
 
 if TYPE_CHECKING:
     from storesvc_client._save.saver import Save

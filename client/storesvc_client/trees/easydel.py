@@ -48,25 +48,23 @@ from storesvc_client._values.options import (
     check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.nnx.casting import cast_floating
-from storesvc_client.trees.nnx.graphs import (
-    GraphState,
-    merge_by_path,
-    refine_graphs,
-    with_values,
-)
-from storesvc_client.trees.nnx.model_parts import (
-    mesh_of,
-    partition_rules_of,
-    split_module,
-)
-from storesvc_client.trees.nnx.optimizers import init_opt_state
-from storesvc_client.trees.nnx.resharding import (
+from storesvc_client.trees.nnx.blueprints import (
+    cast_floating,
     gather,
+    init_opt_state,
     mesh_of_leaves,
     required_shardings,
     reshard,
     shardings_by_key,
+)
+from storesvc_client.trees.nnx.graphs import (
+    GraphState,
+    merge_by_path,
+    mesh_of,
+    partition_rules_of,
+    refine_graphs,
+    split_module,
+    with_values,
 )
 from storesvc_client.trees.nnx.restore_model import (
     Options,

@@ -17,7 +17,44 @@ Three guarantees:
 >>> state = init_graphstate(nnx.Linear, in_features=2, out_features=3)
 >>> tree = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
 >>> model = merge_by_path(graphdef, merge_state_and_tree(tree, state))
+
+Creates NNX modules from their classes: lazily or not, whole or in parts.
+
+Lazy is the default: the constructor runs under ``nnx.eval_shape``, every value is a
+ShapeDtypeStruct, and nothing is computed or allocated.
+
+>>> nnx_init(nnx.Linear, in_features=2, out_features=3).kernel.get_value()
+ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+
+Compares flat states: keys that one lacks, and values of another type.
+
+>>> validate_state({"a": 1.5}, {"a": 1, "b": 2})["missing_keys"]
+{'b'}
+
+Merges parameters from a tree into an NNX state or module.
+
+The tree comes from other formats: arrays or Variables in nested or flat dicts. A state
+takes its parameters from it by path; everything except parameters is unchanged.
+
+* **A parameter that is absent, or has another shape or dtype, is an error.** It is
+  never None and never converted. One error lists all of them.
+* **A shared parameter has one value.** A tree may contain it at each of its paths if
+  the values are equal.
+* **Hooks have no effect.** Variables are read and written as stored.
+* **Digits may replace integers,** because formats without integer keys write layers so.
+  A tree with both is rejected.
+* **Inputs are never modified.** Arrays are shared, Variables are copied.
 """
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from storesvc_client._pytree.paths import (
     GraphPath,
@@ -25,8 +62,12 @@ from storesvc_client._pytree.paths import (
     flatten_dict,
     flatten_tree,
     int_key_to_string,
+    integer_of_text,
     is_flatten,
+    mapping_leaves,
     named_tree_map,
+    nest_leaves,
+    path_text,
     specs_to_name_sharding,
     string_key_to_int,
     tree_apply,
@@ -35,26 +76,18 @@ from storesvc_client._pytree.paths import (
 )
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
+    fresh_leaf,
     graph_leaves,
     graph_paths,
     merge_by_path,
     refine_graphs,
 )
-from storesvc_client.trees.nnx.lazy_init import (
-    create_graphdef,
-    init_graphstate,
-    nnx_init,
-)
-from storesvc_client.trees.nnx.merging import merge_model_and_tree, merge_state_and_tree
-from storesvc_client.trees.nnx.rng_values import (
+from storesvc_client.trees.nnx.variable_sources import (
     MetaValueRecreator,
+    is_abstract_rng,
     recreate_meta_values,
-)
-from storesvc_client.trees.nnx.state_diff import (
-    StateValidationResult,
-    differentiate_state,
-    redefine_state,
-    validate_state,
+    recreated_leaf,
+    stored_value,
 )
 
 __all__ = [
@@ -89,6 +122,486 @@ __all__ = [
     "unflatten_dict",
     "validate_state",
 ]
+
+M = TypeVar("M", bound=nnx.Module)
+
+# The underscores distinguish these names from arguments of the constructor, which are
+# passed in the same call. Names, order and defaults are EasyDeL's.
+# ruff: noqa: FBT001, FBT002
+
+
+def nnx_init(
+    module: Callable[..., M],
+    _add_rngs: bool = True,
+    _rng_key: str = "rngs",
+    _seed: int = 0,
+    _lazy: bool = True,
+    **kwargs: Any,
+) -> M:
+    """Returns a module, with abstract values unless ``_lazy`` is false.
+
+    Args:
+        module: The class, or another callable that creates the module.
+        _add_rngs: Pass ``nnx.Rngs`` to the constructor.
+        _rng_key: Name of the argument for the rngs.
+        _seed: Seed of the rngs.
+        _lazy: Create abstract values.
+        **kwargs: Other arguments of the constructor.
+
+    Raises:
+        TypeError: The constructor does not accept these arguments.
+    """
+
+    def make() -> M:
+        rngs = {_rng_key: nnx.Rngs(_seed)} if _add_rngs else {}
+        return module(**kwargs, **rngs)
+
+    if not _lazy:
+        return make()
+    made: M = nnx.eval_shape(make)
+    return made
+
+
+def create_graphdef(
+    module: Callable[..., M],
+    _add_rngs: bool = True,
+    _rng_key: str = "rngs",
+    _seed: int = 0,
+    **kwargs: Any,
+) -> "nnx.GraphDef[M]":
+    """Returns the structure of a module without computing any value.
+
+    Args:
+        module: See ``nnx_init``.
+        _add_rngs: See ``nnx_init``.
+        _rng_key: See ``nnx_init``.
+        _seed: See ``nnx_init``; the structure does not depend on it.
+        **kwargs: Other arguments of the constructor.
+
+    Raises:
+        TypeError: The constructor does not accept these arguments.
+    """
+    made = nnx_init(module, _add_rngs, _rng_key, _seed, **kwargs)
+    graphdef: nnx.GraphDef[M] = nnx.split(made)[0]
+    return graphdef
+
+
+def init_graphstate(
+    module: Callable[..., M],
+    _add_rngs: bool = True,
+    _rng_key: str = "rngs",
+    _seed: int = 0,
+    _lazy: bool = True,
+    **kwargs: Any,
+) -> GraphState:
+    """Returns the Variables of a module, abstract unless ``_lazy`` is false.
+
+    Args:
+        module: See ``nnx_init``.
+        _add_rngs: See ``nnx_init``.
+        _rng_key: See ``nnx_init``.
+        _seed: See ``nnx_init``.
+        _lazy: See ``nnx_init``.
+        **kwargs: Other arguments of the constructor.
+
+    Raises:
+        TypeError: The constructor does not accept these arguments.
+    """
+    made = nnx_init(module, _add_rngs, _rng_key, _seed, _lazy, **kwargs)
+    state: GraphState = nnx.split(made)[1]
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class StateValidationResult(Mapping[str, Any]):
+    """Problems of a state; also a mapping of its fields."""
+
+    is_valid: bool
+    """True if there are no problems."""
+
+    missing_keys: set[Any]
+    """Keys that the state lacks."""
+
+    invalid_types: dict[Any, type]
+    """Types found instead of the expected ones, by key."""
+
+    @classmethod
+    def from_tuple(cls, values: Iterable[Any]) -> Self:
+        """Returns a result from its three fields, in order.
+
+        Raises:
+            TypeError: There are not exactly three values.
+        """
+        return cls(*values)
+
+    def to_tuple(self) -> tuple[bool, set[Any], dict[Any, type]]:
+        """Returns the three fields in order."""
+        return self.is_valid, self.missing_keys, self.invalid_types
+
+    def replace(self, **kwargs: Any) -> Self:
+        """Returns a copy with other values in some fields.
+
+        Raises:
+            TypeError: There is no such field.
+        """
+        return replace(self, **kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the field with a name.
+
+        Raises:
+            KeyError: There is no such field.
+        """
+        if name not in tuple(self):
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Returns the names of the fields."""
+        return iter([field.name for field in fields(self)])
+
+    def __len__(self) -> int:
+        """Returns the number of fields."""
+        return len(fields(self))
+
+
+def validate_state(
+    state: Mapping[Any, Any], init_state: Mapping[Any, Any]
+) -> StateValidationResult:
+    """Returns the keys that a state lacks of ``init_state``, and values of another
+    type.
+
+    Keys that are not in ``init_state`` are allowed.
+
+    Args:
+        state: Values by key or path.
+        init_state: The expected values, by the same keys.
+    """
+    missing = {key for key in init_state if key not in state}
+    invalid = {
+        key: type(value)
+        for key, value in state.items()
+        if key in init_state and not isinstance(value, type(init_state[key]))
+    }
+    return StateValidationResult(
+        is_valid=not missing and not invalid,
+        missing_keys=missing,
+        invalid_types=invalid,
+    )
+
+
+def differentiate_state(
+    state: Mapping[Any, Any],
+    init_state: Mapping[Any, Any],
+    validate: bool = True,
+) -> dict[Any, Any]:
+    """Returns the Variables of ``init_state`` that ``state`` lacks.
+
+    Args:
+        state: Values by key or path.
+        init_state: Variables by the same keys.
+        validate: Reject a state that lacks keys or has values of another type.
+
+    Raises:
+        TypeError: A missing value is not a Variable.
+        ValueError: The state is not valid, and ``validate`` is true.
+    """
+    if validate:
+        result = validate_state(state, init_state)
+        if not result.is_valid:
+            missing = sorted(map(_place, result.missing_keys))
+            types = {
+                _place(key): f"expected {type(init_state[key]).__name__}, "
+                f"got {found.__name__}"
+                for key, found in result.invalid_types.items()
+            }
+            raise ValueError(
+                f"state is not valid: missing {missing}, of other types {types}"
+            )
+    lacking = {key: value for key, value in init_state.items() if key not in state}
+    for key, value in lacking.items():
+        if not isinstance(value, nnx.Variable):
+            raise TypeError(
+                f"leaf {_place(key)}: expected a Variable, got {type(value).__name__}"
+            )
+    return {key: fresh_leaf(value) for key, value in lacking.items()}
+
+
+def redefine_state(
+    state: Mapping[Any, Any], missings: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Returns the state with new values for the keys that it lacks.
+
+    Counts and keys come from ``MetaValueRecreator()``, in the order of ``missings``,
+    each with the shape and kind of the Variable it replaces.
+
+    Args:
+        state: Values by key or path.
+        missings: A result of ``differentiate_state``: ``nnx.RngCount``, ``nnx.RngKey``,
+            and ``nnx.Param`` without a value.
+
+    Raises:
+        AttributeError: A Variable has another type.
+        ValueError: A parameter has a value, which cannot be recreated, or the state
+            already has one of the keys.
+    """
+    recreator = MetaValueRecreator()
+    result = dict(state)
+    for key, value in missings.items():
+        if key in state:
+            raise ValueError(f"leaf {_place(key)}: expected none in the state, got one")
+        match value:
+            case nnx.Param():
+                if stored_value(value) is not None:
+                    raise ValueError(
+                        f"leaf {_place(key)}: expected a Param without a value, got "
+                        "one with a value, which cannot be recreated"
+                    )
+                result[key] = fresh_leaf(value)
+            case nnx.RngCount() | nnx.RngKey():
+                result[key] = recreated_leaf(value, recreator, (key,))
+            case _:
+                raise AttributeError(
+                    f"leaf {_place(key)}: expected RngCount, RngKey or an empty "
+                    f"Param, got {type(value).__name__}"
+                )
+    return result
+
+
+def _place(key: Any) -> str:
+    return path_text(key if isinstance(key, tuple) else (key,))
+
+
+Given: TypeAlias = Mapping[GraphPath, tuple[GraphPath, Any]]
+"""Original path and value of each leaf of a tree, by its path with integers for
+digits."""
+
+
+def merge_state_and_tree(
+    tree: Mapping[Any, Any], state: GraphState, *, silence: bool = False
+) -> GraphState:
+    """Returns the state with the parameters of the tree.
+
+    Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
+    Counts and keys are kept, except abstract ones, which are recreated. All other
+    Variables are kept.
+
+    Args:
+        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
+            parameters of the state are ignored.
+        state: The state.
+        silence: Keep the values of parameters that the tree lacks.
+
+    Raises:
+        TypeError: ``tree`` or ``state`` is not a mapping.
+        ValueError: The tree lacks parameters, has some with another shape or dtype, has
+            two values for a parameter with two paths, or has an integer and its text as
+            keys of one mapping.
+    """
+    paths: dict[int, list[GraphPath]] = defaultdict(list)
+    for path, leaf in graph_leaves(state).items():
+        paths[id(leaf)].append(path)
+    shared = [same for same in paths.values() if len(same) > 1]
+    return _merged(tree, state, shared, silence=silence)
+
+
+def merge_model_and_tree(
+    model: M, tree: Mapping[Any, Any], *, silence: bool = False
+) -> M:
+    """Returns a copy of ``model`` with the parameters of the tree.
+
+    Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
+    Counts and keys are kept, except abstract ones, which are recreated. All other
+    Variables are kept.
+
+    Args:
+        model: The module.
+        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
+            parameters of the module are ignored.
+        silence: Keep the values of parameters that the tree lacks.
+
+    Raises:
+        TypeError: The tree is not a mapping.
+        ValueError: The tree lacks parameters, has some with another shape or dtype, has
+            two values for a parameter with two paths, or has an integer and its text as
+            keys of one mapping.
+    """
+    graphdef, state = nnx.split(model)
+    merged = _merged(tree, state, nnx.find_duplicates(model), silence=silence)
+    return merge_by_path(graphdef, merged)
+
+
+def _merged(
+    tree: Mapping[Any, Any],
+    state: GraphState,
+    shared: Sequence[Sequence[GraphPath]],
+    *,
+    silence: bool,
+) -> GraphState:
+    """Returns the state with the parameters of the tree.
+
+    Args:
+        tree: The tree.
+        state: The state.
+        shared: The paths of each Variable or module that has several.
+        silence: See ``merge_state_and_tree``.
+    """
+    leaves = graph_leaves(state)
+    given = _given(tree)
+    params = {
+        path: v
+        for path, v in leaves.items()
+        if isinstance(v, nnx.Param)
+        and not (silence and tuple(map(integer_of_text, path)) not in given)
+    }
+    lacking = {path: v for path, v in leaves.items() if is_abstract_rng(v)}
+    rest = {p: v for p, v in leaves.items() if p not in params and p not in lacking}
+    found, misfits = _with_values(params, given)
+    misfits += _second_values(params, given, shared)
+    if misfits:
+        raise ValueError(
+            f"{len(misfits)} of {len(params)} parameters do not fit: "
+            + "; ".join(misfits)
+        )
+    return nnx.State(
+        nest_leaves(
+            found
+            | recreate_meta_values(lacking)
+            | {path: fresh_leaf(leaf) for path, leaf in rest.items()}
+        )
+    )
+
+
+def _given(tree: Mapping[Any, Any]) -> Given:
+    leaves = graph_leaves(tree)
+    # Nested, because an integer next to its text is rejected even if no leaves collide.
+    nested = string_key_to_int(nest_leaves({path: path for path in leaves}))
+    return {
+        path: (own_path, _value(leaves[own_path]))
+        for path, own_path in mapping_leaves(nested).items()
+    }
+
+
+def _with_values(
+    params: Mapping[GraphPath, Any], given: Given
+) -> tuple[dict[GraphPath, Any], list[str]]:
+    """Returns the parameters with the given values, and the mismatches."""
+    result: dict[GraphPath, Any] = {}
+    misfits: list[str] = []
+    for path, param in params.items():
+        found, value = given.get(tuple(map(integer_of_text, path)), ((), None))
+        if not all(map(_addresses, found, path)):
+            value = None
+        wanted = stored_value(param)
+        if not _fits(value, wanted):
+            place = path_text(path)
+            misfits.append(
+                f"leaf {place}: expected {_kind(wanted)}, got {_kind(value)}"
+            )
+        result[path] = param.replace(value)
+    return result, misfits
+
+
+def _second_values(
+    params: Mapping[GraphPath, Any],
+    given: Given,
+    shared: Sequence[Sequence[GraphPath]],
+) -> list[str]:
+    """Returns the mismatches of values given by a second path of a parameter."""
+    if not shared:
+        return []
+    first = _first_paths(shared)
+    named = {first(tuple(map(integer_of_text, path))) for path in params}
+    values: dict[GraphPath, tuple[GraphPath, Any]] = {}
+    misfits: list[str] = []
+    for path, (own_path, value) in given.items():
+        param = first(path)
+        before, other = values.setdefault(param, (own_path, value))
+        if param in named and not _is_same(value, other):
+            misfits.append(
+                f"leaf {path_text(own_path)}: expected the value of "
+                f"{path_text(before)}, which is the same parameter, got another value"
+            )
+    return misfits
+
+
+def _first_paths(
+    shared: Sequence[Sequence[GraphPath]],
+) -> Callable[[GraphPath], GraphPath]:
+    """Returns a function that maps all paths of a Variable to its first path."""
+    firsts: dict[GraphPath, GraphPath] = {}
+    for paths in shared:
+        one, *others = (tuple(map(integer_of_text, path)) for path in paths)
+        firsts.update(dict.fromkeys(others, one))
+
+    def first(path: GraphPath) -> GraphPath:
+        length = 1
+        while length <= len(path):
+            known = firsts.get(path[:length])
+            if known is not None:
+                # A first path has no alias inside; continue after it.
+                path, length = known + path[length:], len(known)
+            length += 1
+        return path
+
+    return first
+
+
+def _addresses(key: Any, wanted: Any) -> bool:
+    """Returns whether a tree's key matches a state's: text matches an integer, not
+    reverse."""
+    return bool(key == wanted or (isinstance(wanted, int) and key == str(wanted)))
+
+
+def _value(leaf: Any) -> Any:
+    return stored_value(leaf) if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if _is_array(value) and _is_array(wanted):
+        return bool(value.shape == wanted.shape and value.dtype == wanted.dtype)
+    return _kind(value) == _kind(wanted)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal, bit by bit.
+
+    Abstract values with equal shapes are equal; traced values are never known to be.
+    """
+    if one is other:
+        return True
+    if _kind(one) != _kind(other):
+        return False
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False):
+        is_traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+        if a is not b and (is_traced or _bytes(a) != _bytes(b)):
+            return False
+    return True
+
+
+def _bytes(value: Any) -> bytes | None:
+    """Returns the bytes of an array; None if it is abstract."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return None
+    if _is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
+
+
+def _kind(value: Any) -> str:
+    """Returns shape and dtype of a value, or of each leaf of a tree, as text."""
+    if _is_array(value):
+        return f"{tuple(value.shape)} {value.dtype}"
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if len(leaves) == 1 and leaves[0][1] is value:
+        return type(value).__name__
+    kinds = [f"{jax.tree_util.keystr(path)}: {_kind(leaf)}" for path, leaf in leaves]
+    return ", ".join(kinds) or "none"
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
 
 diffrentiate_state = differentiate_state
 init_garphstate = init_graphstate

@@ -2,65 +2,377 @@
 
 A blueprint comes from the caller's code, run under ``nnx.eval_shape``: a factory, a
 class, or an existing module or state.
+
+Casts trees to another floating-point dtype.
+
+Moves the leaves of a tree between devices, by leaf key.
+
+Two states of one model never have equal tree structures: graphdefs contain closures,
+which compare by identity. Therefore shardings are matched with leaves by key, not by
+structure.
+
+Initialises optimizer states on their devices, and describes them abstractly.
+
+The optimizer itself is the caller's code and is never stored. Its state is placed with
+the parameters: a moment like its parameter, a count on every device.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.leaves import list_problems, named_leaves, signature
+from storesvc_client._pytree.partition_rules import (
+    Rules,
+    check_mesh,
+    shardings_by_rules,
+)
 from storesvc_client._pytree.paths import GraphPath
 from storesvc_client._pytree.plain_containers import nest
+from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.arguments import checked_cast
+from storesvc_client._values.options import Indivisible
 from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,
     StoreError,
 )
-from storesvc_client.trees.nnx.casting import cast_floating
-from storesvc_client.trees.nnx.config_classes import (
+from storesvc_client.trees.nnx.graphs import (
+    GraphState,
+    Parts,
+    drop_caches,
+    fill_graph,
+    graph_leaves,
+    graph_paths,
+    is_module,
+    merge_by_path,
+    mesh_of,
+    partition_rules_of,
+    refine_graphs,
+    split_module,
+)
+from storesvc_client.trees.nnx.recipes import (
+    Recipe,
     built_config,
     factory_of,
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.nnx.graphs import (
-    GraphState,
-    fill_graph,
-    graph_leaves,
-    graph_paths,
-    merge_by_path,
-    refine_graphs,
-)
-from storesvc_client.trees.nnx.model_parts import (
-    Parts,
-    drop_caches,
-    is_module,
-    mesh_of,
-    partition_rules_of,
-    split_module,
-)
-from storesvc_client.trees.nnx.recipes import Recipe
 
-__all__ = [
-    "PARTS",
-    "Blueprint",
-    "ModelLike",
-    "draw_blueprint",
-    "stand_in",
-    "stored_blueprint",
-]
+
+def cast_floating(tree: Any, dtype: Any, place: str = "cast=") -> Any:
+    """Returns the tree with its floating-point arrays, concrete or abstract, cast.
+
+    Host arrays stay on the host. Python numbers, integers, complex numbers and PRNG
+    keys are unchanged.
+
+    Args:
+        tree: The tree.
+        dtype: The dtype, or its name.
+        place: The argument, for messages.
+
+    Raises:
+        InvalidRequestError: ``dtype`` is not a floating-point dtype of the format, or
+            jax would narrow it on a device.
+    """
+    name = str(checked_cast(place, dtype))
+    to = DTYPES[name]
+
+    def cast(leaf: Any) -> Any:
+        found = getattr(leaf, "dtype", None)
+        if found is None or not jnp.issubdtype(found, jnp.floating):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, to, sharding=leaf.sharding)
+        if isinstance(leaf, jax.Array) and would_narrow(name):
+            raise InvalidRequestError(
+                f"{place}: jax would narrow {name} on a device; set jax_enable_x64"
+            )
+        return leaf.astype(to)
+
+    return jax.tree.map(cast, tree)
+
+
+def shardings_by_key(tree: Any) -> dict[str, Sharding]:
+    """Returns the shardings of a tree's leaves by key.
+
+    A leaf is an array, concrete or abstract, or itself a sharding.
+    """
+    leaves, _ = named_leaves(tree)
+    found = ((leaf.key, _sharding(leaf.value)) for leaf in leaves)
+    return {key: sharding for key, sharding in found if sharding is not None}
+
+
+def _sharding(leaf: Any) -> Sharding | None:
+    """Returns the sharding of an array, or the leaf itself if it is a sharding."""
+    found = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+    return found if isinstance(found, Sharding) else None
+
+
+def required_shardings(tree: Any) -> dict[str, Sharding]:
+    """Returns the shardings of a tree that must contain some.
+
+    Raises:
+        InvalidRequestError: It contains none, or leaves that cannot have one, such as a
+            ``PartitionSpec``, which does not name devices.
+    """
+    leaves, _ = named_leaves(tree)
+    problems = [
+        f"leaf {leaf.key!r}: expected a Sharding, or an array that has one, "
+        f"got {leaf.value!r}"
+        for leaf in leaves
+        if not _may_have_sharding(leaf.value)
+    ]
+    if problems:
+        raise InvalidRequestError(list_problems(problems))
+    found = shardings_by_key(tree)
+    if not found:
+        raise InvalidRequestError(
+            "expected shardings, or arrays that have them, got none in a "
+            f"{type(tree).__name__}; pass a tree such as state.shardings"
+        )
+    return found
+
+
+def _may_have_sharding(leaf: Any) -> bool:
+    """Returns whether a leaf is a sharding or a possible leaf of a state.
+
+    States have arrays, some without a sharding, and Python numbers.
+    """
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if type(leaf) in (str, bytes):  # a spec by mistake, rather than a text of a state
+        return False
+    return is_array or isinstance(leaf, Sharding) or signature(leaf) is not None
+
+
+def follow_parameters(
+    opt_state: Any, parameters: Any, mesh: Mesh | None = None
+) -> dict[str, Sharding]:
+    """Returns the shardings, by leaf key, of an optimizer state placed like its
+    parameters.
+
+    A moment is matched with its parameter by name: ``opt_state/0/mu/fc1/kernel/value``
+    gets the sharding of ``fc1/kernel/value`` if the shapes are equal. If several names
+    match, the longest one applies. Other leaves, such as counts, are replicated on the
+    mesh.
+
+    Args:
+        opt_state: The optimizer state; its leaves may be abstract.
+        parameters: The ``graphstate``, whose leaves have shardings.
+        mesh: The mesh for other leaves. None: the mesh of the parameters, if they are
+            all on one; otherwise the result omits these leaves.
+
+    Raises:
+        InvalidRequestError: ``mesh`` is not a mesh.
+    """
+    if mesh is not None:
+        check_mesh(mesh)
+    over = mesh or mesh_of_leaves(parameters)
+    whole = None if over is None else NamedSharding(over, PartitionSpec())
+    leaves = jax.tree.leaves(parameters)
+    if whole is None and not any(map(_sharding, leaves)):
+        return {}
+    own_shardings: dict[str, Sharding] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for leaf in named_leaves(parameters)[0]:
+        own = _sharding(leaf.value)
+        if own is not None:
+            own_shardings[leaf.key] = own
+            shapes[leaf.key] = _shape(leaf.value)
+    found: dict[str, Sharding] = {}
+    for leaf in named_leaves({"opt_state": opt_state})[0]:
+        shape = _shape(leaf.value)
+        names = (name for name in _suffixes(leaf.key) if name in own_shardings)
+        fits = (own_shardings[name] for name in names if shapes[name] == shape)
+        sharding = next(fits, whole)
+        if sharding is not None:
+            found[leaf.key] = sharding
+    return found
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """Yields a key without its first part, without its first two, and so on."""
+    at = key.find("/")
+    while at >= 0:
+        yield key[at + 1 :]
+        at = key.find("/", at + 1)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
+    """Returns the tree with its leaves moved to the given shardings.
+
+    Also works inside ``jax.jit``, where it constrains shardings instead of moving.
+
+    Raises:
+        MismatchError: A sharding is for a leaf that the tree lacks, or does not fit its
+            leaf.
+    """
+    leaves, treedef = named_leaves(tree)
+    unknown = sorted(shardings.keys() - {leaf.key for leaf in leaves})
+    problems = [f"leaf {key!r}: expected in the tree, got none" for key in unknown]
+    moved = []
+    for leaf in leaves:
+        sharding = shardings.get(leaf.key)
+        if sharding is None:
+            moved.append(leaf.value)
+            continue
+        try:
+            moved.append(_moved(leaf.value, sharding))
+        except ValueError as e:
+            problems.append(f"leaf {leaf.key!r}: {e}")
+    if problems:
+        raise MismatchError(f"shardings do not fit the tree: {list_problems(problems)}")
+    return jax.tree.unflatten(treedef, moved)
+
+
+def gather(tree: Any) -> Any:
+    """Returns the tree with each array complete on the host, as ``numpy.ndarray``.
+
+    Typed PRNG keys, for which NumPy has no dtype, are complete on the first device.
+    """
+    return jax.tree.map(_gathered, tree)
+
+
+def mesh_of_leaves(tree: Any) -> Mesh | None:
+    """Returns the mesh of a tree's arrays, or None if they have none or several."""
+    shardings = {_sharding(leaf) for leaf in jax.tree.leaves(tree)}
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+    concrete = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
+    return concrete[0] if len(concrete) == 1 else None
+
+
+def _moved(leaf: Any, sharding: Sharding) -> Any:
+    if not hasattr(leaf, "dtype"):  # a Python number has no device
+        return leaf
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.device_put(leaf, sharding)
+
+
+def _gathered(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return np.asarray(leaf)
+
+
+def check_tx(tx: Any) -> None:
+    """Rejects anything that is not an optimizer.
+
+    Raises:
+        InvalidRequestError: It has no ``init`` or no ``update``.
+    """
+    if not callable(getattr(tx, "init", None)) or not hasattr(tx, "update"):
+        advice = "; call it: optax.adam(1e-3)" if callable(tx) else ""
+        raise InvalidRequestError(
+            f"tx: expected an optax.GradientTransformation, got {tx!r}{advice}"
+        )
+
+
+def abstract_opt_state(
+    tx: optax.GradientTransformation, graphstate: GraphState
+) -> optax.OptState:
+    """Returns the initial state of an optimizer, with abstract arrays.
+
+    Raises:
+        InvalidRequestError: ``tx`` is not an optimizer.
+    """
+    check_tx(tx)
+    return jax.eval_shape(tx.init, graphstate)
+
+
+def updated_opt_state(
+    tx: optax.GradientTransformation, opt_state: optax.OptState, graphstate: GraphState
+) -> optax.OptState | None:
+    """Returns the abstract state after a first update, or None if that fails.
+
+    A few optimizers, such as ``optax.monitor``, have some leaves only after an update.
+    """
+    try:
+        return jax.eval_shape(tx.update, graphstate, opt_state, graphstate)[1]
+    except Exception:  # noqa: BLE001 - the caller's own code
+        return None
+
+
+def init_opt_state(
+    tx: optax.GradientTransformation,
+    graphstate: GraphState,
+    mesh: Mesh | None,
+    rules: Rules | None,
+    indivisible: Indivisible = "error",
+) -> optax.OptState:
+    """Returns the initial state of an optimizer, in its final placement.
+
+    Args:
+        tx: The optimizer.
+        graphstate: The parameters.
+        mesh: The mesh, if there are rules.
+        rules: Partition rules for the leaves. None: the placement that ``tx.init``
+            gives them; moments then have their parameter's sharding.
+        indivisible: As for ``Run.restore``.
+
+    Raises:
+        InvalidRequestError: ``tx`` is not an optimizer.
+        MismatchError: The rules do not fit a leaf.
+    """
+    if mesh is None or rules is None:
+        check_tx(tx)
+        return tx.init(graphstate)
+    abstract = abstract_opt_state(tx, graphstate)
+    shardings = shardings_by_rules({"opt_state": abstract}, mesh, rules, indivisible)
+    # As lists, because two traces of one optimizer may have unequal tree structures.
+    init = jax.jit(
+        lambda parameters: jax.tree.leaves(tx.init(parameters)),
+        out_shardings=jax.tree.leaves(shardings),
+    )
+    return jax.tree.unflatten(jax.tree.structure(abstract), init(graphstate))
+
+
+def placed_like_parameters(
+    opt_state: optax.OptState, graphstate: GraphState, known: Any = None
+) -> optax.OptState:
+    """Returns an abstract optimizer state with shardings for its leaves.
+
+    Args:
+        opt_state: A result of ``abstract_opt_state``.
+        graphstate: The parameters; without shardings, the result has none either.
+        known: A placed optimizer state; its shardings take precedence.
+    """
+    tree = {"opt_state": opt_state}
+    shardings = follow_parameters(opt_state, graphstate)
+    own = shardings_by_key({"opt_state": known})
+    if own:
+        keys = {leaf.key for leaf in named_leaves(tree)[0]}
+        shardings |= {key: own[key] for key in own if key in keys}
+    return reshard(tree, shardings)["opt_state"] if shardings else opt_state
+
+
+def replicated_sharding(graphstate: GraphState) -> Sharding | None:
+    """Returns the sharding of a replicated scalar on the parameters' mesh, or None."""
+    mesh = mesh_of_leaves(graphstate)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
 
 PARTS: Final = ("graphstate", "graphother")
 """Parts of a state that hold Variables."""

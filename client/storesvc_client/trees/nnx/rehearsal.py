@@ -34,14 +34,13 @@ from storesvc_client._values.options import Rehearse
 from storesvc_client._values.reports import Rehearsal
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
-from storesvc_client.trees.nnx.config_classes import (
+from storesvc_client.trees.nnx.graphs import HasGraph, added_fields, class_of
+from storesvc_client.trees.nnx.recipes import (
+    Recipe,
     factory_of,
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.nnx.graphs import class_of
-from storesvc_client.trees.nnx.model_parts import HasGraph, added_fields
-from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,

@@ -8,6 +8,14 @@ attribute access.
 A function that a document puts into a module is called by that module later. Therefore
 functions are listed one by one, and none of them reads or writes files, calls back into
 Python, or builds functions from others.
+
+Errors for a stored structure, and the wording that they share.
+
+Limits of a document, checked before any other code reads it.
+
+Stored data may be hostile: nested a million levels deep, or a list of a billion items.
+``check_json`` walks without recursion and stops at the first limit exceeded. Other code
+may therefore recurse, and its cost is a bounded multiple of the bytes read.
 """
 
 import builtins
@@ -24,13 +32,167 @@ import optax
 from flax import nnx
 from flax.nnx import bridge
 
-from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.structure.structure_errors import (
-    GIVE_CODE,
-    Place,
-    shown,
-    structure_error,
+from storesvc_client.errors import InvalidRequestError, StructureError
+
+CORRUPT: Final = (
+    "the document is corrupt or was not written by this library; use another checkpoint"
 )
+"""Advice for a document that no encoder of this library writes."""
+
+Place: TypeAlias = object
+"""Place in a document; its ``str`` is computed only for a message."""
+
+GIVE_CODE: Final = "give the model's code in model=: its class, or a factory"
+"""Advice for a value that no document can hold."""
+
+MAX_WORDS: Final = 200
+"""Maximum characters of a text that a document controls."""
+
+_SHOWN: Final = 80
+
+
+class Within:
+    """A place inside another; its text is computed only for a message."""
+
+    __slots__ = ("_key", "_outer")
+
+    def __init__(self, outer: Place, key: object) -> None:
+        self._outer = outer
+        self._key = key
+
+    def __str__(self) -> str:
+        """Returns the keys from the outermost on, joined by "/"."""
+        parts: list[str] = []
+        place: Place = self
+        while isinstance(place, Within):
+            key = place._key  # noqa: SLF001 - its own class
+            parts.append(str(key) if type(key) is int else shown(key))
+            place = place._outer  # noqa: SLF001 - its own class
+        return "/".join([str(place), *reversed(parts)])
+
+
+def structure_error(
+    place: Place, expected: str, got: str, advice: str = CORRUPT
+) -> StructureError:
+    """Returns the error for a place of a document."""
+    where, what, found = map(printable, (str(place), expected, got))
+    return StructureError(f"{where}: expected {what}, got {found}; {advice}")
+
+
+def printable(text: str) -> str:
+    """Returns a document's text for a terminal: ASCII, one line, shortened."""
+    half = MAX_WORDS // 2
+    if len(text) > MAX_WORDS:
+        text = f"{text[:half]}...{text[-half:]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Returns a text with control and non-ASCII characters escaped."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text
+    )
+
+
+def shown(value: Any) -> str:
+    """Returns a short summary of any JSON value; never the full contents."""
+    match value:
+        case dict():
+            keys = ", ".join(shown(key) for key in list(value)[:3])
+            return f"an object of {len(value)} entries ({keys})"
+        case list():
+            return f"a list of {len(value)}"
+        case str():
+            return ascii(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
+        case int() if value.bit_length() > 64:
+            return f"a number of {value.bit_length()} bits"
+        case None | bool() | int() | float():
+            return repr(value)
+        case _:
+            return f"a {type(value).__name__}"
+
+
+JSON: TypeAlias = Any
+"""None, bool, int, float, str, or a list or str-keyed dict of these."""
+
+MAX_DEPTH: Final = 192
+"""Maximum nesting of lists and objects. One level of modules takes three."""
+
+MAX_LEVELS: Final = 40
+"""Maximum nesting of modules and containers. With the maximum of a static attribute, it
+stays below ``MAX_DEPTH``: every document that is written can be read."""
+
+MAX_NESTED: Final = 12
+"""Maximum nesting of values and descriptions in a static attribute."""
+
+MAX_VALUES: Final = 20_000_000
+"""Maximum values of one document. A module of 100,000 small layers needs a third."""
+
+MAX_BITS: Final = 64
+"""Maximum bits of one integer. Longer ones are slow to print, and as keys of a dict
+they can be chosen to have one hash."""
+
+MAX_COMPOUND_KEYS: Final = 100
+"""Maximum keys of one dict, or items of one set, that are tuples or other compound
+values; their hashes can be chosen to collide, too."""
+
+MAX_KEY_PARTS: Final = 16
+"""Maximum values in one compound key, which is hashed at each lookup."""
+
+MAX_NAME: Final = 1000
+"""Maximum characters of a key; messages and paths repeat it."""
+
+
+def check_json(document: JSON, place: Place) -> None:
+    """Returns if a document is JSON within the limits.
+
+    Raises:
+        StructureError: The document is not JSON, or exceeds a limit.
+    """
+    level: list[Any] = [document]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        count += len(level)
+        if count > MAX_VALUES:
+            raise structure_error(place, f"at most {MAX_VALUES} values", "more")
+        for value in level:
+            if type(value) is list:
+                deeper.extend(value)
+            elif type(value) is dict:
+                _check_keys(value, place)
+                deeper.extend(value.values())
+            else:
+                _check_scalar(value, place)
+            if len(deeper) > MAX_VALUES:
+                raise structure_error(place, f"at most {MAX_VALUES} values", "more")
+        if not deeper:
+            return
+        level = deeper
+    raise structure_error(place, f"at most {MAX_DEPTH} levels of nesting", "more")
+
+
+def _check_keys(value: dict[Any, Any], place: Place) -> None:
+    for key in value:
+        if type(key) is not str:
+            raise structure_error(place, "strings as keys of JSON objects", shown(key))
+        if len(key) > MAX_NAME:
+            raise structure_error(
+                place, f"keys of at most {MAX_NAME} characters", shown(key)
+            )
+
+
+def _check_scalar(value: Any, place: Place) -> None:
+    if type(value) is int:
+        if value.bit_length() > MAX_BITS:
+            raise structure_error(
+                place, f"numbers of at most {MAX_BITS} bits", shown(value)
+            )
+    elif value is not None and type(value) not in (str, float, bool):
+        raise structure_error(place, "JSON", shown(value))
+
 
 Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """Classes and functions of the caller, or a mapping from document names to them."""

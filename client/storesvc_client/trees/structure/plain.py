@@ -21,13 +21,11 @@ from jax.sharding import PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.limits import (
+from storesvc_client.trees.structure.allowed_names import (
     JSON,
     MAX_BITS,
     MAX_COMPOUND_KEYS,
     MAX_KEY_PARTS,
-)
-from storesvc_client.trees.structure.structure_errors import (
     Place,
     Within,
     shown,

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli.completion_candidates import next_parts
-from storesvc_client.cli.completion_shells import parse_line, quoted
+from storesvc_client.cli.completion import next_parts, parse_line, quoted
 from tests.support.zsh_line import zsh_line
 
 COMMAND = f"{sys.executable} -m storesvc_client.cli"

@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client.cli.records.comparison import parse_size
-from storesvc_client.cli.records.fields import CHECKPOINTS, LEAVES
-from storesvc_client.cli.records.query import QueryError, parse_condition, parse_order
-from storesvc_client.cli.records.selection import RecordSelection
+from storesvc_client.cli.records.fields import (
+    CHECKPOINTS,
+    LEAVES,
+    QueryError,
+    RecordSelection,
+    parse_condition,
+    parse_order,
+    parse_size,
+)
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
 

@@ -10,8 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.commands.audit import LISTING
-from storesvc_client.cli.output import aligned
-from storesvc_client.cli.table_layout import narrowed
+from storesvc_client.cli.output import aligned, narrowed
 from tests.support.audited import Audited
 from tests.support.command_line import document, printed, refusal, storectl, table
 

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client.cli.output import Column, Shrink, aligned, text_width
-from storesvc_client.cli.table_layout import cut, narrowed
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    aligned,
+    cut,
+    narrowed,
+    text_width,
+)
 
 COLUMNS = (
     Column("STEP", right=True),

@@ -153,7 +153,7 @@ def test_a_person_logs_in_with_a_code(
     monkeypatch.setenv("STORESVC_CONFIG", str(tmp_path / "config.toml"))
     shown: list[str] = []
     monkeypatch.setattr(
-        "storesvc_client.cli.commands.login._show",
+        "storesvc_client.cli.commands.auth._show",
         lambda prompt: shown.append(prompt.url),
     )
 

@@ -51,7 +51,7 @@ def run() -> None:
         from storesvc_client.cli.group import main
 
         if instruction := os.environ.get(COMPLETION):
-            from storesvc_client.cli.completion_shells import prepare
+            from storesvc_client.cli.completion import prepare
 
             prepare(instruction)
         main(prog_name="storectl")

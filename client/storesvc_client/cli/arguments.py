@@ -13,9 +13,9 @@ import click
 
 from storesvc.format.names import InvalidNameError
 from storesvc.storage.location import parse_root
-from storesvc_client.cli.foreign import ForeignOptions
 from storesvc_client.cli.paths import (
     CheckpointPath,
+    ForeignOptions,
     LeafPath,
     NamespacePath,
     RunPath,

@@ -2,14 +2,23 @@
 
 A command declares its connection with ``@pass_connection``; nothing is imported and
 nothing is sent before it is opened.
+
+Hides log lines of native libraries from the terminal.
+
+gRPC, TensorStore and its AWS SDK write directly to file descriptor 2, in their own
+format, and cannot be configured from Python. While a store is opened, such lines would
+precede the one-line error message.
 """
 
 import os
+import re
+import sys
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 import click
@@ -17,17 +26,64 @@ import click
 from storesvc.format.layout import STORE
 from storesvc_client._chunks.host_memory import collector_paused
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.foreign import ForeignOptions, ForeignStore
-from storesvc_client.cli.native_log import native_log_hidden
-from storesvc_client.cli.paths import is_foreign
+from storesvc_client.cli.paths import ForeignOptions, ForeignStore, is_foreign
 from storesvc_client.cli.places import ContextName, StorePart, StoreTarget
 
 if TYPE_CHECKING:
     from storesvc_client import Client
     from storesvc_client._rpc.tokens import Token
-    from storesvc_client.cli.foreign import Readable
-    from storesvc_client.cli.paths import StorePath
+    from storesvc_client.cli.paths import Readable, StorePath
     from storesvc_proto.v1.access_service_pb2 import LoginOption
+
+_LINE: Final = re.compile(
+    rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w./-]+:\d+\] |WARNING: All log messages "
+    rb"before absl::InitializeLog"
+)
+"""Beginning of a line of Abseil's log."""
+
+_STDERR: Final = 2
+
+
+@contextmanager
+def native_log_hidden(*, shown: bool) -> Generator[None]:
+    """Drops log lines that native libraries write inside the block; forwards the rest.
+
+    Output of Python to ``sys.stderr`` appears at once; other output to file descriptor
+    2 that is not a log line appears at the end of the block.
+
+    Args:
+        shown: Whether to drop nothing, for ``--verbose``.
+    """
+    if shown or not _is_stderr(sys.stderr):
+        yield
+        return
+    ours, python_stderr = os.dup(_STDERR), sys.stderr
+    try:
+        with (
+            open(ours, "w", buffering=1, closefd=False) as direct,
+            tempfile.TemporaryFile() as caught,
+        ):
+            os.dup2(caught.fileno(), _STDERR)
+            sys.stderr = direct
+            try:
+                yield
+            finally:
+                sys.stderr = python_stderr
+                os.dup2(ours, _STDERR)
+                caught.seek(0)
+                for line in caught:
+                    if not _LINE.match(line):
+                        os.write(_STDERR, line)
+    finally:
+        os.close(ours)
+
+
+def _is_stderr(stream: IO[str]) -> bool:
+    try:
+        return stream.fileno() == _STDERR
+    except (AttributeError, OSError):  # a stream of a test, or none
+        return False
+
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
@@ -108,7 +164,7 @@ class Connection:
             Refusal: The configuration is wrong, or has no such context.
             UsageError: Both a store and a context are given.
         """
-        from storesvc_client.cli.config_file import read_config
+        from storesvc_client.cli.contexts import read_config
 
         kept = self.given
         if self.context is not None:

@@ -1,11 +1,19 @@
-"""Reports errors on stderr: one sentence, or one line of JSON."""
+"""Reports errors on stderr: one sentence, or one line of JSON.
 
-from collections.abc import Mapping
-from typing import IO, Any
+Suggestions for names that do not exist.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
 
+from storesvc.format.names import LATEST
 from storesvc_client._values.texts import json_text
+
+if TYPE_CHECKING:
+    from storesvc_client import Client, StoreError
 
 
 class Refusal(click.ClickException):
@@ -41,3 +49,95 @@ def json_line(error: Exception) -> str:
         "metadata": dict(metadata),
     }
     return json_text({"error": document})
+
+
+_MOST_RUNS: Final = 10_000
+"""Maximum runs that are read for a suggestion."""
+
+_WORDS: Final = {
+    "copy": "cp",
+    "delete": "rm",
+    "describe": "stat",
+    "info": "stat",
+    "list": "ls",
+    "remove": "rm",
+    "show": "stat",
+    "tags": "tag",
+}
+"""Commands by the names that they have in other programs."""
+
+
+_OPTIONS: Final = {
+    "--format": "--json",
+    "--output": "--json",
+    "-A": "--help",
+    "-f": "--where",
+    "-l": "--where",
+    "-n": "--limit",
+    "-o": "--json",
+    "-q": "--json",
+}
+"""Options by the names that they have in other programs."""
+
+
+def option_hint(error: click.NoSuchOption) -> str | None:
+    """Returns the option of the command that an absent option stands for elsewhere."""
+    found = _OPTIONS.get(error.option_name)
+    parameters = error.ctx.command.params if error.ctx else []
+    known = {name for parameter in parameters for name in parameter.opts}
+    return found if found in known else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the most similar of the known names, or the one whose last part is most
+    similar, as of metrics such as train/loss; None if none is similar."""
+    from difflib import get_close_matches
+
+    whole = {text: text for text in known}
+    parts = {text.rpartition("/")[2]: text for text in whole}
+    for names in (whole, parts):
+        for found in get_close_matches(name, names, n=1):
+            return names[found]
+    return None
+
+
+def command_hint(name: str, commands: Iterable[str]) -> str:
+    """Returns the suggestion of a command, for the end of a message, or ""."""
+    found = _WORDS.get(name) or nearest(name, commands)
+    return f" Did you mean {found!r}?" if found else ""
+
+
+def check_namespace(client: "Client", namespace: str) -> None:
+    """Rejects a namespace that has no run; suggests one with a similar name.
+
+    Raises:
+        Refusal: It has none.
+    """
+    if any(client.runs(namespace, on_damage=lambda _: None)):
+        return
+    # Damaged records are no reason for a message without a suggestion.
+    runs = islice(client.runs(on_damage=lambda _: None), _MOST_RUNS)
+    known = {run.name.partition("/")[0] for run in runs}
+    found = nearest(namespace, known)
+    hint = f"; did you mean {found}?" if found else ""
+    raise Refusal(f"namespace {namespace} has no runs{hint}")
+
+
+def error_text(error: "StoreError") -> str:
+    """Returns the message of an error, with a path or a command to go on with."""
+    metadata: Mapping[str, str] = error.metadata
+    run, tag = metadata.get("run"), metadata.get("tag")
+    near = metadata.get("nearest", "").split(",")
+    match error.reason:
+        case "TAG_NOT_FOUND" if run and tag:
+            found = nearest(tag, [LATEST, *near]) or near[0]
+            hint = f"; did you mean {run}@{found}?" if found else ";"
+            return f"{run} has no tag {tag}{hint} 'storectl tag {run}' lists all"
+        case "RUN_NOT_FOUND" if run and near[0]:
+            namespace = run.partition("/")[0]
+            return (
+                f"run {run} does not exist; did you mean {near[0]}? 'storectl ls "
+                f"{namespace}' lists all"
+            )
+        case _:
+            return str(error)

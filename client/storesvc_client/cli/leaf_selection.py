@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         LeafInfo,
         OpenCheckpoint,
     )
-    from storesvc_client.cli.foreign import Readable
+    from storesvc_client.cli.paths import Readable
 
 
 @dataclass(frozen=True, slots=True)

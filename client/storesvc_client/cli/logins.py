@@ -1,24 +1,236 @@
 """Keeps the logins of a person: ``tokens.json`` next to the configuration of storectl.
 
 Only its owner may read the file, and it is rejected if others may.
+
+Logs a person in at an issuer, by the device authorization grant (RFC 8628).
+
+The person opens a page of the issuer in any browser, on any machine, and enters a code;
+until then, the issuer is asked for the token again and again. Nothing listens here.
 """
 
 import json
 import os
+import ssl
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
 
-from storesvc_client.cli.config_file import config_path
+from storesvc.storage.location import shows_plaintext
+from storesvc_client.cli.contexts import config_path
 from storesvc_client.cli.errors import Refusal
 
-if TYPE_CHECKING:
-    from storesvc_client.cli.device_login import Login
+TIMEOUT_SECONDS: Final = 10.0
+"""Timeout of a request to the issuer."""
+
+MAX_BYTES: Final = 64 << 10
+"""Maximum bytes of a response."""
+
+_DEVICE_GRANT: Final = "urn:ietf:params:oauth:grant-type:device_code"
+_INTERVAL_SECONDS: Final = 5
+_SLOWER_SECONDS: Final = 5  # RFC 8628, 3.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """Tokens of a person, and how to renew them."""
+
+    issuer: str
+    client_id: str
+    audience: str
+    token: str
+    """The token for the store."""
+    refresh_token: str
+    """Token that renews the other one; empty: the issuer gave none."""
+    expire_time: float
+    """When ``token`` expires, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The page on which a person confirms a login, and its code."""
+
+    url: str
+    code: str
+
+
+def log_in(
+    *,
+    issuer: str,
+    client_id: str,
+    audience: str,
+    scopes: tuple[str, ...],
+    show: Callable[[Prompt], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> Login:
+    """Logs in, and returns once the person has confirmed it.
+
+    Args:
+        issuer: URL of the issuer.
+        client_id: OAuth client of storectl.
+        audience: Audience to request.
+        scopes: Scopes to request, besides ``openid``.
+        show: Called with the page and the code.
+        pause: Waits for some seconds.
+
+    Raises:
+        Refusal: The issuer does not answer or offers no such login, or the person
+            declined or was too late.
+    """
+    endpoints = _discovered(issuer)
+    begun = _posted(
+        _endpoint(endpoints, "device_authorization_endpoint", issuer),
+        {
+            "client_id": client_id,
+            "scope": " ".join(dict.fromkeys(("openid", *scopes, "offline_access"))),
+            **_for(audience),
+        },
+    )
+    if "error" in begun:
+        raise _rejected(issuer, begun)
+    url = str(begun.get("verification_uri_complete") or begun.get("verification_uri"))
+    show(Prompt(url=url, code=str(begun.get("user_code"))))
+    end = time.monotonic() + float(begun.get("expires_in", 600))
+    interval = float(begun.get("interval", _INTERVAL_SECONDS))
+    while time.monotonic() < end:
+        pause(interval)
+        given = _posted(
+            _endpoint(endpoints, "token_endpoint", issuer),
+            {
+                "client_id": client_id,
+                "device_code": str(begun.get("device_code")),
+                "grant_type": _DEVICE_GRANT,
+            },
+        )
+        match given.get("error"):
+            case None:
+                return _login(issuer, client_id, audience, given, refresh_token="")
+            case "authorization_pending":
+                continue
+            case "slow_down":
+                interval += _SLOWER_SECONDS
+            case _:
+                raise _rejected(issuer, given)
+    raise Refusal(f"login at {issuer}: it was not confirmed in time; log in again")
+
+
+def renewed(login: Login) -> Login:
+    """Returns a login with another token.
+
+    Raises:
+        Refusal: The issuer does not answer, or the login has ended.
+    """
+    given = _posted(
+        _endpoint(_discovered(login.issuer), "token_endpoint", login.issuer),
+        {
+            "client_id": login.client_id,
+            "grant_type": "refresh_token",
+            "refresh_token": login.refresh_token,
+            **_for(login.audience),
+        },
+    )
+    if "error" in given:
+        raise _rejected(login.issuer, given)
+    return _login(
+        login.issuer,
+        login.client_id,
+        login.audience,
+        given,
+        refresh_token=login.refresh_token,
+    )
+
+
+def _login(
+    issuer: str,
+    client_id: str,
+    audience: str,
+    given: Mapping[str, Any],
+    *,
+    refresh_token: str,
+) -> Login:
+    """Returns the login of the response of a token endpoint."""
+    token = str(given.get("access_token", ""))
+    # Issuers without tokens for other services give opaque ones; the identity token is
+    # for this client, and servers may accept its audience.
+    if token.count(".") != 2:
+        token = str(given.get("id_token", ""))
+    if token.count(".") != 2:
+        raise Refusal(
+            f"login at {issuer}: expected a JSON Web Token for {audience}, got another "
+            "token; ask an administrator of the issuer"
+        )
+    return Login(
+        issuer=issuer,
+        client_id=client_id,
+        audience=audience,
+        token=token,
+        refresh_token=str(given.get("refresh_token", "") or refresh_token),
+        expire_time=time.time() + float(given.get("expires_in", 300)),
+    )
+
+
+def _for(audience: str) -> dict[str, str]:
+    """Returns the parameters that request an audience: ``resource`` (RFC 8707) takes
+    only URIs; other issuers have ``audience``."""
+    if urlsplit(audience).scheme:
+        return {"audience": audience, "resource": audience}
+    return {"audience": audience}
+
+
+def _discovered(issuer: str) -> dict[str, Any]:
+    return _answer(issuer.rstrip("/") + "/.well-known/openid-configuration", None)
+
+
+def _endpoint(document: Mapping[str, Any], key: str, issuer: str) -> str:
+    found = document.get(key)
+    if not isinstance(found, str):
+        raise Refusal(
+            f"login at {issuer}: expected {key} in its discovery document, got none; "
+            "it offers no login with a code: use --token-file"
+        )
+    return found
+
+
+def _posted(url: str, form: Mapping[str, str]) -> dict[str, Any]:
+    return _answer(url, urlencode({k: v for k, v in form.items() if v}).encode())
+
+
+def _answer(url: str, form: bytes | None) -> dict[str, Any]:
+    """Returns the JSON that an issuer responds with, also with an error of OAuth."""
+    if shows_plaintext(url):
+        raise Refusal(f"{url}: expected an https URL")
+    opener = urllib.request.build_opener(
+        urllib.request.HTTPSHandler(context=ssl.create_default_context())
+    )
+    try:
+        with opener.open(url, form, timeout=TIMEOUT_SECONDS) as response:
+            data = response.read(MAX_BYTES)
+    except urllib.error.HTTPError as e:
+        data = e.read(MAX_BYTES)
+    except (OSError, HTTPException) as e:  # a URLError is an OSError
+        reason = getattr(e, "reason", None) or e
+        raise Refusal(f"{url}: does not answer: {reason}; log in again later") from e
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Refusal(f"{url}: expected JSON of an issuer, got another response")
+    return found
+
+
+def _rejected(issuer: str, given: Mapping[str, Any]) -> Refusal:
+    why = str(given.get("error_description") or given.get("error"))[:200]
+    return Refusal(f"login at {issuer}: rejected: {why}; log in again")
+
 
 RENEWAL_SECONDS: Final = 60.0
 """Time before the expiry of a token at which it is renewed."""
@@ -35,7 +247,6 @@ def stored_login(store: str) -> "Login | None":
     Raises:
         Refusal: The file cannot be read, others may read it, or it is wrong.
     """
-    from storesvc_client.cli.device_login import Login
 
     found = _read().get(store)
     if found is None:
@@ -78,7 +289,6 @@ def token_of_login(store: str) -> Callable[[], str] | None:
         return None
 
     def token() -> str:
-        from storesvc_client.cli.device_login import renewed
 
         login = stored_login(store)
         if login is None:

@@ -5,31 +5,55 @@ Tables are plain columns, two spaces apart. In a terminal that is too narrow,
 characters in text from a store are escaped, so that no label can control a terminal.
 
 JSON is that of `storesvc_client/_values/texts.py`.
+
+Shows a progress bar for operations of more than a second.
+
+The bar is drawn on stderr, only in a terminal, and is erased at the end.
+
+Fits a table into a terminal that is too narrow for it.
+
+The table loses, in this order, columns without any value, the seconds of times, the
+beginning that all keys have, and the ends of long texts, for which an ellipsis stands.
+If that is not enough, minor columns and then the last ones are hidden, and the caller
+says so. Numbers, names, steps, ids and what distinguishes keys are never cut: a part of
+one looks like another one.
+
+>>> cut("loss=2.5 acc=0.5", 10, Shrink.END)
+'loss=2.5 …'
+
+Prints the checkpoints of an import or a copy as they are committed.
 """
 
 import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
+from os.path import commonprefix
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from threading import Timer
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import click
 
 from storesvc_client._values.texts import (
     ABSENT,
+    count_text,
     json_text,
     json_value,
     number_text,
     order_metrics,
     plural,
     printable,
+    size_text,
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import DataLossError
+    from storesvc_client import DataLossError, Run
+    from storesvc_client._values.values import Transfer
 
 __all__ = [
     "GAP",
@@ -47,6 +71,39 @@ __all__ = [
     "report",
     "text_width",
 ]
+
+_DELAY_SECONDS: Final = 1.0
+
+
+@contextmanager
+def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Yields a function to call with the bytes of each completed part."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    bar = bars.Progress(
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.DownloadColumn(binary_units=True),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task(title, total=total_bytes)
+    timer = Timer(_DELAY_SECONDS, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda size_bytes: bar.advance(task, size_bytes)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+
 
 _Item = TypeVar("_Item")
 
@@ -88,8 +145,6 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     if sys.stdout.isatty():
         room = get_terminal_size().columns
         if max(map(text_width, aligned(columns, cells)), default=0) > room:
-            from storesvc_client.cli.table_layout import narrowed
-
             table = narrowed(columns, cells, room=room)
             columns, cells, hidden = table.columns, [*table.rows], table.hidden
             prefixes = table.prefixes
@@ -247,3 +302,232 @@ class Listing(Generic[_Item]):
 def _pad(cell: str, width: int, column: Column) -> str:
     space = " " * (width - text_width(cell))
     return space + cell if column.right else cell + space
+
+
+_MINUTES: Final = len("2026-11-24 07:55")
+_ELLIPSIS: Final = "…"
+
+
+_LEAST: Final = {Shrink.END: 10, Shrink.DRAWING: 20}
+"""Minimum characters of a text that is cut; fewer are unreadable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowed:
+    """A table that fits."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    hidden: tuple[str, ...]
+    """Titles of columns that have values and do not fit; the first is hidden first."""
+    prefixes: tuple[str, ...] = ()
+    """Lines above the table: the beginnings that the cells of a column lack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A column with its cells."""
+
+    column: Column
+    cells: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        return max(map(text_width, (self.column.title, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """The width that it can be cut to."""
+        if self.column.shrink not in _LEAST:
+            return self.width
+        least = max(_LEAST[self.column.shrink], text_width(self.column.title))
+        return min(self.width, least)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.column.shrink in _LEAST and {ABSENT, SAME, ""}.issuperset(
+            self.cells
+        )
+
+    def in_minutes(self) -> "_Part":
+        """Returns it with shorter times."""
+        if self.column.shrink is not Shrink.TIME:
+            return self
+        return replace(self, cells=tuple(cell[:_MINUTES] for cell in self.cells))
+
+    @property
+    def prefix(self) -> str:
+        """The parts that all its cells begin with; "" if it is no column of paths."""
+        if self.column.shrink is not Shrink.PREFIX or len(self.cells) < 2:
+            return ""
+        shared = commonprefix(self.cells)  # noqa: RUF071 - up to its last "/"
+        return shared[: shared.rfind("/") + 1]
+
+    def without(self, prefix: str) -> "_Part":
+        """Returns it with cells that lack a beginning."""
+        cells = tuple(cell.removeprefix(prefix) for cell in self.cells)
+        return replace(self, cells=cells)
+
+    def cut_to(self, width: int) -> "_Part":
+        how = self.column.shrink
+        return replace(self, cells=tuple(cut(cell, width, how) for cell in self.cells))
+
+
+def narrowed(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, room: int
+) -> Narrowed:
+    """Returns a table that fits, or has a single column.
+
+    Args:
+        columns: The columns.
+        rows: The cells of each row.
+        room: Width of the terminal in characters.
+    """
+    cells = tuple(zip(*rows, strict=True)) or ((),) * len(columns)
+    every = [
+        _Part(column=column, cells=tuple(each))
+        for column, each in zip(columns, cells, strict=True)
+    ]
+    parts = _without_empty(every, room)
+    if _total([part.width for part in parts]) > room:
+        parts = [part.in_minutes() for part in parts]
+    prefixes: tuple[str, ...] = ()
+    if _total([part.width for part in parts]) > room:
+        prefixes = tuple(
+            f"{part.column.title} below {part.prefix}" for part in parts if part.prefix
+        )
+        parts = [part.without(part.prefix) for part in parts]
+    hidden: list[str] = []
+    while len(parts) > 1 and _total([part.least for part in parts]) > room:
+        minor = [part for part in parts if part.column.is_minor]
+        last = (minor or parts)[-1]
+        parts.remove(last)
+        hidden.append(last.column.title)
+    widths = _shared_out(parts, room)
+    parts = [part.cut_to(w) for part, w in zip(parts, widths, strict=True)]
+    return Narrowed(
+        columns=tuple(part.column for part in parts),
+        rows=tuple(zip(*(part.cells for part in parts), strict=True)),
+        hidden=tuple(hidden),
+        prefixes=prefixes,
+    )
+
+
+def cut(text: str, width: int, how: Shrink) -> str:
+    """Returns a text that takes at most ``width`` characters of a terminal."""
+    if text_width(text) <= width or how not in _LEAST:
+        return text
+    return _beginning(text, width - 1) + _ELLIPSIS
+
+
+def _beginning(text: str, width: int) -> str:
+    """Returns as many characters as fit."""
+    ends = accumulate(map(char_width, text))
+    return text[: sum(end <= width for end in ends)]
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _without_empty(parts: Sequence[_Part], room: int) -> list[_Part]:
+    """Leaves out columns without a value, the last ones first, until the rest fits."""
+    kept = [*parts]
+    for part in reversed(parts):
+        if part.is_empty and _total([each.width for each in kept]) > room:
+            kept.remove(part)
+    return kept
+
+
+def _shared_out(parts: Sequence[_Part], room: int) -> list[int]:
+    """Returns widths that fit: the widest columns are cut first."""
+    widths = [max(part.least, min(part.width, room)) for part in parts]
+    while _total(widths) > room:
+        wide = [at for at, part in enumerate(parts) if widths[at] > part.least]
+        if not wide:
+            break
+        widths[max(wide, key=lambda at: widths[at])] -= 1
+    return widths
+
+
+def show_transfers(
+    transfers: "Iterable[Transfer]", *, into: "Run", as_json: bool
+) -> "list[Transfer]":
+    """Performs transfers, and prints each, a line as soon as it is done, or one JSON
+    document at the end, also if one of them fails.
+
+    A note on stderr names the run: a wrong name creates one, or mixes two.
+
+    Returns:
+        The transfers.
+
+    Raises:
+        StoreError: A transfer failed; those before it are done and printed.
+    """
+    done: list[Transfer] = []
+    note = _note(into)
+    try:
+        for transfer in transfers:
+            if note and transfer.is_new:
+                print_note(note)
+                note = ""
+            done.append(transfer)
+            if not as_json:
+                click.echo(_line(transfer))
+    finally:
+        if as_json and done:
+            print_json([_document(transfer) for transfer in done])
+    if not done and as_json:
+        print_json([])
+    elif not done:
+        click.echo("storectl: no checkpoints", err=True)
+    return done
+
+
+def _note(run: "Run") -> str:
+    """Returns what the first new checkpoint does to a run, before it is there."""
+    from storesvc_client import NotFoundError
+
+    try:
+        count = sum(1 for _ in run.checkpoints(on_damage=lambda _: None))
+    except NotFoundError:
+        return f"created run {run.name}"
+    return f"added to run {run.name}, which had {count_text(count, 'checkpoint')}"
+
+
+def _line(transfer: "Transfer") -> str:
+    checkpoint = transfer.checkpoint
+    name = f"{checkpoint.run}@{checkpoint.step}"
+    if not transfer.is_new:
+        return f"{name}: was there already"
+    size, sent = size_text(checkpoint.size_bytes), size_text(transfer.sent_bytes)
+    return printable(f"{name}: {size}, {sent} stored{_unverified(transfer)}")
+
+
+def _unverified(transfer: "Transfer") -> str:
+    """Returns what was not compared with checksums of the source; "" for nothing."""
+    if transfer.is_verified:
+        return ""
+    if not transfer.verified_count:
+        return ", source has no checksums"
+    total = transfer.checkpoint.leaf_count + transfer.checkpoint.item_count
+    return (
+        f", {transfer.verified_count:,} of {total:,} leaves and items compared with "
+        "checksums, source has none of the others"
+    )
+
+
+def _document(transfer: "Transfer") -> dict[str, Any]:
+    document: dict[str, Any] = json_value(transfer)
+    return document
+
+
+def step_list(text: str) -> list[int]:
+    """Returns the steps of an option; a type of click parameters."""
+    try:
+        steps = [int(part) for part in text.split(",")]
+    except ValueError:
+        steps = []
+    if not steps or min(steps) < 0:
+        raise click.BadParameter(f"{text!r}: expected steps, such as 100,200")
+    return steps

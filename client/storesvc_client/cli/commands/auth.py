@@ -1,14 +1,203 @@
-"""``storectl auth``: what the caller may do."""
+"""``storectl auth``: what the caller may do.
 
-from typing import Final
+``storectl login`` and ``storectl logout``: tokens of people.
+
+``storectl ping``: checks that a store answers.
+
+``storectl quota``: shows the quotas of a namespace.
+
+``storectl whoami``: shows the caller as a server sees it.
+"""
+
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import printable
+from storesvc_client._values.texts import printable, size_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import print_json, print_note
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import (
+    Column,
+    Shrink,
+    print_fields,
+    print_json,
+    print_note,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client import Quota
+    from storesvc_client.cli.logins import Prompt
+    from storesvc_proto.v1.access_service_pb2 import LoginOption
+
+
+@click.command()
+@click.option("--issuer", metavar="URL", help="Issuer, if the server lists several.")
+@click.option("--out", is_flag=True, help="Forget the login instead.")
+@pass_connection
+def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
+    """Log in to a store with a browser, and keep the token.
+
+    Prints a page and a code; confirm the login there, on any machine. The token is kept
+    in tokens.json next to the configuration, which only you may read, and is renewed
+    while the issuer permits it. Commands for the same store use it, unless
+    --token-file is given.
+
+    \b
+    Examples:
+      storectl login --store ckpt.example:7070
+      storectl login --store ckpt.example:7070 --out
+    """
+    from storesvc_client.cli.logins import keep_login, log_in
+
+    resolved = connection.resolved()
+    if out:
+        keep_login(resolved.target, None)
+        click.echo(printable(f"logged out of {resolved.target}"))
+        return
+    chosen = _chosen(resolved.login_options(), issuer, resolved.target)
+    found = log_in(
+        issuer=chosen.issuer,
+        client_id=chosen.client_id,
+        audience=chosen.audience,
+        scopes=tuple(chosen.scopes),
+        show=_show,
+    )
+    keep_login(resolved.target, found)
+    with resolved.open() as client:
+        identity = client.identity()
+    click.echo(printable(f"logged in to {resolved.target} as {identity.principal}"))
+
+
+def _show(prompt: "Prompt") -> None:
+    click.echo(printable(f"open {prompt.url} and confirm the code {prompt.code}"))
+
+
+def _chosen(
+    options: "list[LoginOption]", issuer: str | None, target: str
+) -> "LoginOption":
+    """Returns the issuer to log in at.
+
+    Raises:
+        Refusal: There is none, or several to choose from.
+    """
+    found = [each for each in options if issuer in (None, each.issuer)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(each.issuer for each in options) or "none"
+    raise Refusal(
+        f"{target}: expected one issuer to log in at, got {len(found)}; the server "
+        f"lists: {known}; name one with --issuer, or use --token-file"
+    )
+
+
+@click.command()
+@json_option
+@pass_connection
+def ping(connection: Connection, *, as_json: bool) -> None:
+    """Check that a server accepts calls; print what it serves.
+
+    The server answers without a call to its bucket: an unreachable bucket is no reason
+    to restart the server.
+
+    \b
+    Examples:
+      storectl ping
+      storectl --store ckpt.example:7070 --timeout 5 ping   as a probe does
+
+    Exit code 1: it does not accept calls.
+    """
+    connection = connection.resolved()
+    with connection.open() as client:
+        info = client.info()
+    if as_json:
+        print_json(info)
+    else:
+        text = f"{connection.target}: store {info.store_uid}, storesvc {info.version}"
+        click.echo(printable(text))
+
+
+@click.command()
+@click.argument(
+    "namespace", shell_complete=complete_path(Part.NAMESPACE, Part.NAMESPACE)
+)
+@json_option
+@pass_connection
+def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
+    """Show the quotas of a namespace, and how much is used.
+
+    Your own quotas are in the list, too. Each server counts its own calls; stored bytes
+    are of the whole store.
+
+    \b
+    Examples:
+      storectl quota prod
+    """
+    with connection.resolved().open() as client:
+        found = client.quotas(namespace)
+    if as_json:
+        print_json(found)
+    elif not found:
+        print_note(f"no quotas apply to {namespace}")
+    else:
+        columns = (
+            Column("QUOTA"),
+            Column("OF", shrink=Shrink.END),
+            Column("USED", right=True),
+            Column("LIMIT", right=True),
+            Column("WARNS AT", right=True),
+        )
+        print_table(columns, map(_row, found))
+
+
+def _row(found: "Quota") -> tuple[str, ...]:
+    amounts = (found.used, found.limit, found.soft_limit)
+    is_size = found.name in ("stored_bytes", "bytes_in_flight")
+    used, limit, warns = (
+        size_text(amount) if is_size else f"{amount:,}" for amount in amounts
+    )
+    return (
+        found.name,
+        found.scope or "(anonymous)",
+        used,
+        limit if found.limit else "none",
+        warns if found.soft_limit else "",
+    )
+
+
+@click.command()
+@json_option
+@pass_connection
+def whoami(connection: Connection, *, as_json: bool) -> None:
+    """Show who you are to a server, and by what.
+
+    \b
+    Examples:
+      storectl whoami --store ckpt.example:7070
+    """
+    with connection.resolved().open() as client:
+        identity = client.identity()
+    if as_json:
+        print_json(identity)
+        return
+    expires = identity.expire_time
+    print_fields(
+        identity.principal or "(anonymous)",
+        [
+            ("authenticated by", identity.authentication),
+            ("groups", ", ".join(identity.groups) or "none"),
+            ("expires", f"{expires:%Y-%m-%d %H:%M:%S} UTC" if expires else "never"),
+            (
+                "permissions",
+                "as the policy of the server says; see storectl auth can-i"
+                if identity.is_restricted
+                else "all: the server has no policy",
+            ),
+        ],
+    )
+
 
 VERBS: Final = {
     "list": "checkpoints.list",

@@ -10,8 +10,15 @@ from storesvc.format.names import InvalidNameError
 from storesvc_client._values.texts import ABSENT
 from storesvc_client.cli.arguments import json_option, store_target
 from storesvc_client.cli.completion import complete_context
-from storesvc_client.cli.config_file import config_path, read_config, write_config
-from storesvc_client.cli.contexts import FILES, Config, Context, check_name
+from storesvc_client.cli.contexts import (
+    FILES,
+    Config,
+    Context,
+    check_name,
+    config_path,
+    read_config,
+    write_config,
+)
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Column, Listing, Shrink, print_json
 

@@ -1,31 +1,262 @@
-"""``storectl import``: imports checkpoints that other projects wrote."""
+"""``storectl import``: imports checkpoints that other projects wrote.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+``storectl cp``: copies checkpoints between stores.
+
+``storectl export``: writes a checkpoint in the format of another project.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from storesvc.format.names import Which
+from storesvc_client._values.texts import count_text, size_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
     foreign_options,
     json_option,
     label,
     run_path,
+    run_place,
+    whole_checkpoint,
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.foreign import ForeignOptions
+from storesvc_client.cli.output import json_value, print_json, show_transfers, step_list
 from storesvc_client.cli.paths import (
     CheckpointPath,
+    ForeignOptions,
     LeafPath,
     RunPath,
     parse_foreign_path,
 )
-from storesvc_client.cli.transfers import show_transfers, step_list
+from storesvc_client.cli.places import Place
 
 if TYPE_CHECKING:
-    from storesvc_client import ForeignRun
+    from storesvc_client import ExportReport, ForeignRun, Run
+    from storesvc_client._values.values import Transfer
+
+
+@click.command()
+@click.argument(
+    "source",
+    type=run_place,
+    metavar="SRC",
+    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
+)
+@click.argument(
+    "target",
+    type=run_place,
+    metavar="DST",
+    shell_complete=complete_path(Part.RUN, Part.RUN, contexts=True),
+)
+@click.option("--steps", type=step_list, metavar="STEPS", help="Copy these: 100,200.")
+@click.option("--no-tags", is_flag=True, help="Set no tags.")
+@click.option(
+    "--move-tags", is_flag=True, help="Move tags that name other checkpoints in DST."
+)
+@click.option("--retention", is_flag=True, help="Set the retention policy of SRC.")
+@click.option(
+    "--create", is_flag=True, help="Create the store of DST if there is none."
+)
+@json_option
+@pass_connection
+def cp(
+    connection: Connection,
+    *,
+    source: Place,
+    target: Place,
+    steps: Sequence[int] | None,
+    no_tags: bool,
+    move_tags: bool,
+    retention: bool,
+    create: bool,
+    as_json: bool,
+) -> None:
+    """Copy a run or a checkpoint, also to another store.
+
+    SRC and DST are paths in the store of the command, or in another one: CONTEXT:PATH,
+    or STORE//PATH with a STORE as of --store. Steps, metrics, labels, items, pins and
+    tags are kept. Checkpoints that were copied before are skipped, so a copy that was
+    interrupted is repeated to finish it. Every chunk is compared with its checksums.
+
+    \b
+    Examples:
+      storectl cp prod/llama-8b@best prod/llama-8b-tuned
+      storectl cp prod:prod/llama-8b lab:prod/llama-8b
+      storectl cp prod/llama-8b gs://bucket/archive//prod/llama-8b --create
+    """
+    if steps is not None and isinstance(source.path, CheckpointPath):
+        raise click.UsageError("expected one of --steps and a checkpoint in SRC")
+    if not isinstance(target.path, RunPath):
+        raise click.UsageError(
+            f"expected a run as DST, got {target.path}; a copy keeps its step"
+        )
+    if no_tags and move_tags:
+        raise click.UsageError("expected one of --no-tags and --move-tags")
+    with ExitStack() as clients:
+        reached = [connection.to_part(place.store) for place in (source, target)]
+        reading = clients.enter_context(reached[0].open())
+        writing = reading
+        if reached[0] != reached[1]:
+            writing = clients.enter_context(reached[1].open(create=create))
+        into = writing.run(target.path.run)
+        transfers = _copied(
+            reading.run(source.path.run),
+            into,
+            source,
+            steps,
+            tags=not no_tags,
+            move_tags=move_tags,
+            retention=retention,
+        )
+        show_transfers(transfers, into=into, as_json=as_json)
+
+
+def _copied(
+    run: "Run",
+    other: "Run",
+    source: Place,
+    steps: Sequence[int] | None,
+    *,
+    tags: bool,
+    move_tags: bool,
+    retention: bool,
+) -> "Iterator[Transfer]":
+    """Copies as ``Run.copy_to``, and yields each checkpoint once it is committed."""
+    from storesvc_client import progress_bar
+    from storesvc_client._api.run import run_copy
+
+    if isinstance(source.path, CheckpointPath):
+        steps = [run.checkpoint(source.path.which).step]
+    copy = run_copy(run, other, progress_bar())
+    copied = []
+    for done in copy.checkpoints(steps):
+        yield done
+        copied.append(done.checkpoint.step)
+    if tags:
+        copy.tags(copied, move=move_tags)
+    if retention:
+        copy.retention()
+
+
+_SIZE: Final = re.compile(r"([1-9][0-9]{0,17}) ?([KMGT]?)(i?)B?")
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def _size(text: str) -> int:
+    """Returns a size in bytes: "5GB" is 5 * 1000**3 bytes, "5GiB" 5 * 1024**3."""
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        raise click.BadParameter(f"{text!r}: expected a size, such as 5GB or 512MiB")
+    unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
+    return int(found[1]) * unit
+
+
+@click.command()
+@click.argument(
+    "path",
+    type=whole_checkpoint,
+    metavar="RUN@STEP",
+    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+)
+@click.argument("target", metavar="FORMAT:PLACE")
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="GLOB",
+    help="Export leaves that match only; may be repeated.",
+)
+@click.option("--dtype", help="Cast floating-point arrays, such as to bf16.")
+@click.option(
+    "--rename",
+    metavar="FILE.json",
+    help="Rules that rename tensors, or the name of a table: llama_hf.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["v0", "v1"]),
+    help="Layout of Orbax: that of CheckpointManager, v0, is the default.",
+)
+@click.option(
+    "--item", metavar="NAME", help='Item of Orbax: by default "default", in v1 "state".'
+)
+@click.option(
+    "--max-shard",
+    type=_size,
+    metavar="SIZE",
+    help="Maximum size of a safetensors file: 5GB by default.",
+)
+@click.option(
+    "--drop-items", is_flag=True, help="Leave out items that the format cannot hold."
+)
+@json_option
+@pass_connection
+def export(
+    connection: Connection,
+    *,
+    path: CheckpointPath,
+    target: str,
+    select: tuple[str, ...],
+    dtype: str | None,
+    rename: str | None,
+    layout: Literal["v0", "v1"] | None,
+    item: str | None,
+    max_shard: int | None,
+    drop_items: bool,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint in the format of another project.
+
+    The formats: orbax:URL writes a step below a root of Orbax, safetensors:URL a folder
+    for Hugging Face's libraries or FILE.safetensors, npz:FILE.npz one file of NumPy.
+    What a format would lose is rejected. Nothing is replaced; after a failure the same
+    command goes on.
+
+    \b
+    Examples:
+      storectl export prod/llama-8b@best orbax:gs://bucket/ckpts
+      storectl export prod/llama-8b@best safetensors:/models/llama --dtype bf16
+      storectl export prod/llama-8b@500 npz:embed.npz --select 'params/embed/**'
+    """
+    from storesvc_client import progress_bar
+
+    with connection.open() as client:
+        report = client.run(path.run).export(
+            path.which,
+            target,
+            select=select or None,
+            cast=dtype,
+            rename=rename,
+            layout=layout,
+            item=item,
+            max_shard_bytes=max_shard,
+            drop_items=drop_items,
+            progress=progress_bar(),
+        )
+    if as_json:
+        print_json(json_value(report))
+    else:
+        click.echo(_text(report))
+
+
+def _text(report: "ExportReport") -> str:
+    parts = [
+        f"{report.target}: {count_text(report.leaf_count, 'leaf')}",
+        size_text(report.size_bytes),
+    ]
+    if report.renamed_count:
+        parts.insert(1, f"{report.renamed_count} renamed")
+    if report.linked_bytes:
+        parts.append(f"{size_text(report.linked_bytes)} of data files linked")
+    if report.copied_bytes:
+        parts.append(f"{size_text(report.copied_bytes)} copied within the bucket")
+    if report.dropped_items:
+        parts.append(f"without the items {', '.join(report.dropped_items)}")
+    return ", ".join(parts)
 
 
 def _source(text: str) -> RunPath | CheckpointPath:

@@ -6,18 +6,53 @@ has the same name.
 
 >>> CHECKPOINTS.field("loss").value(tagged)
 2.5
+
+Compares the field of a record with a value, as ``--where`` does.
+
+What is wrong with the value is found before the first record is compared.
+
+Parses ``--where`` and ``--sort`` of lists.
+
+A condition compares a field with a value; ``&``, ``|``, ``~`` and parentheses join
+conditions, as in retention policies::
+
+    condition  = all { "|" all }
+    all        = part { "&" part }
+    part       = "~" part | "(" condition ")" | comparison
+    comparison = FIELD [ OPERATOR VALUE ]
+    OPERATOR   = "<" | "<=" | ">" | ">=" | "=" | "!="
+    FIELD, VALUE = a word, or a text in quotes
+
+A field without an operator is one that is set: ``pinned``, ``tags``, ``loss``. A record
+that lacks a field satisfies only ``!=``. ``*`` and ``?`` in the value of a text that is
+not in quotes match any characters, and any character.
+
+Nothing is read or printed here; the current time is an argument.
+
+>>> query = parse_condition("loss<2.5 & ~pinned", CHECKPOINTS, now=now)
+>>> [checkpoint.step for checkpoint in checkpoints if query.matches(checkpoint)]
+[300, 200]
+
+Selects and orders the records of a list, in bounded memory if it has a limit.
 """
 
+import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
+from fnmatch import translate
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
-from storesvc_client._values.texts import dtype_text, natural_key, shape_text
+import click
+
+from storesvc_client._values.texts import dtype_text, natural_key, plural, shape_text
+from storesvc_client.cli.errors import nearest
 from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
@@ -269,3 +304,544 @@ def schema_of(path: StorePath | None, *, deleted: bool) -> Schema:
             return FOREIGN
         case RunPath():
             return DELETED if deleted else CHECKPOINTS
+
+
+Predicate: TypeAlias = Callable[[Any], bool]
+"""A condition on a record."""
+
+
+class Operator(Enum):
+    """An operator of a comparison."""
+
+    BELOW = "<"
+    AT_MOST = "<="
+    ABOVE = ">"
+    AT_LEAST = ">="
+    EQUAL = "="
+    UNEQUAL = "!="
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the operator of a text; ``==`` is ``=``."""
+        return cls("=" if text == "==" else text)
+
+    @property
+    def orders(self) -> bool:
+        """True if it needs an order, as numbers have."""
+        return self not in (Operator.EQUAL, Operator.UNEQUAL)
+
+
+_COMPARE: Final[dict[Operator, Callable[[Any, Any], bool]]] = {
+    Operator.BELOW: operator.lt,
+    Operator.AT_MOST: operator.le,
+    Operator.ABOVE: operator.gt,
+    Operator.AT_LEAST: operator.ge,
+    Operator.EQUAL: operator.eq,
+    Operator.UNEQUAL: operator.ne,
+}
+
+_FLAGS: Final = {"yes": True, "true": True, "no": False, "false": False}
+
+_SIZE: Final = re.compile(
+    r"([0-9]{1,30}(?:_[0-9]{1,30}){0,9}(?:\.[0-9]{1,30})?)\s*([kKMGTPE]?)(i?)B?"
+)
+_PREFIXES: Final = {prefix: power for power, prefix in enumerate("_KMGTPE")} | {"": 0}
+
+
+def comparison(
+    field: Field, sign: Operator, text: str, *, is_quoted: bool, now: datetime
+) -> Predicate:
+    """Returns the condition that a field compares so with the value of a text.
+
+    Args:
+        field: The field.
+        sign: The operator.
+        text: The value.
+        is_quoted: Whether the value was in quotes: then it is no pattern.
+        now: Current time, for ages.
+
+    Raises:
+        ValueError: The field has no such values, or no such order; describes what is
+            expected.
+    """
+    if sign.orders and field.kind in (Kind.FLAG, Kind.TEXT, Kind.TEXTS):
+        raise ValueError(f"expected = or != before the value of {field.name}")
+    if not sign.orders and field.kind in (Kind.TIME, Kind.AGE):
+        raise ValueError(f"expected <, <=, > or >= before the value of {field.name}")
+    match field.kind:
+        case Kind.NUMBER:
+            return _with_number(field, sign, _number(text, field))
+        case Kind.SIZE:
+            return _with_number(field, sign, parse_size(text))
+        case Kind.TIME:
+            return _with_time(field, sign, _time(text))
+        case Kind.AGE:
+            return _with_age(field, sign, _duration(text), now)
+        case Kind.FLAG:
+            wanted = _FLAGS.get(text.lower())
+            if wanted is None:
+                raise ValueError(f"expected {field.kind.value}")
+            return _with_number(field, sign, wanted)
+        case Kind.ANY if sign.orders:
+            return _with_number(field, sign, _number(text, field))
+        case Kind.ANY if not is_quoted and (number := as_number(text)) is not None:
+            return _with_number_or_text(field, sign, number, text)
+        case _:
+            return _with_text(field, sign, text, is_pattern=not is_quoted)
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of a size.
+
+    >>> parse_size("1.5GiB"), parse_size("2MB"), parse_size("100")
+    (1610612736, 2000000, 100)
+
+    Raises:
+        ValueError: It is no size.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"expected {Kind.SIZE.value}")
+    unit: int = (1024 if found[3] else 1000) ** _PREFIXES[found[2].upper()]
+    if "." in found[1]:
+        return round(float(found[1]) * unit)
+    return int(found[1]) * unit  # exact, unlike a float
+
+
+def _number(text: str, field: Field) -> float:
+    number = as_number(text)
+    if number is None:
+        also = ", which an order needs" if field.kind is Kind.ANY else ""
+        raise ValueError(f"expected {Kind.NUMBER.value}{also}")
+    return number
+
+
+def _time(text: str) -> datetime:
+    """Returns the time of a text; the first moment of a date, in the local zone."""
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError) as e:
+        raise ValueError(f"expected {Kind.TIME.value}") from e
+
+
+def _duration(text: str) -> timedelta:
+    from storesvc_client import InvalidRequestError
+    from storesvc_client._values.arguments import parse_duration
+
+    try:
+        return parse_duration(text)
+    except InvalidRequestError as e:
+        raise ValueError(f"expected {Kind.AGE.value}") from e
+
+
+def _with_number(field: Field, sign: Operator, wanted: float) -> Predicate:
+    compare = _COMPARE[sign]
+
+    def matches(record: Any) -> bool:
+        value = field.value(record)
+        found = as_number(value) if isinstance(value, str) else value
+        if found is None:
+            return sign is Operator.UNEQUAL
+        if _both_nan(found, wanted):
+            return sign is Operator.EQUAL
+        return compare(found, wanted)
+
+    return matches
+
+
+def _with_number_or_text(
+    field: Field, sign: Operator, number: float, text: str
+) -> Predicate:
+    """Returns the condition that a value is a number, or a text that looks like it:
+    a label of digits, such as a commit, is no rounded number."""
+    is_equal = _with_number(field, Operator.EQUAL, number)
+
+    def matches(record: Any) -> bool:
+        value = field.value(record)
+        found = value == text if isinstance(value, str) else is_equal(record)
+        return found == (sign is Operator.EQUAL)
+
+    return matches
+
+
+def _with_time(field: Field, sign: Operator, wanted: datetime) -> Predicate:
+    compare = _COMPARE[sign]
+
+    def matches(record: Any) -> bool:
+        value = field.value(record)
+        return value is not None and compare(value, wanted)
+
+    return matches
+
+
+def _with_age(
+    field: Field, sign: Operator, wanted: timedelta, now: datetime
+) -> Predicate:
+    compare = _COMPARE[sign]
+
+    def matches(record: Any) -> bool:
+        value = field.value(record)
+        return isinstance(value, datetime) and compare(now - value, wanted)
+
+    return matches
+
+
+def _with_text(
+    field: Field, sign: Operator, wanted: str, *, is_pattern: bool
+) -> Predicate:
+    """Returns the condition that a text, or one of several, is this one."""
+    is_glob = is_pattern and not {"*", "?"}.isdisjoint(wanted)
+    # no brackets: a shape such as [4,8] is a text
+    pattern = re.compile(translate(wanted.replace("[", "[[]"))) if is_glob else None
+
+    def is_wanted(text: str) -> bool:
+        return text == wanted if pattern is None else pattern.match(text) is not None
+
+    def matches(record: Any) -> bool:
+        value = field.value(record)
+        texts = value if isinstance(value, tuple) else (value,)
+        found = any(isinstance(text, str) and is_wanted(text) for text in texts)
+        return found == (sign is Operator.EQUAL)
+
+    return matches
+
+
+def _both_nan(found: Any, wanted: float) -> bool:
+    # isnan would convert an int, which may be too large for that
+    return wanted != wanted and found != found  # noqa: PLR0124
+
+
+MAX_NESTING: Final = 32
+"""Maximum depth of parentheses and negations, as in retention policies."""
+
+_TOKEN: Final = re.compile(
+    r"""(?P<operator><=|>=|!=|==|[=<>])|(?P<join>[&|~()])"""
+    r"""|(?P<quoted>'[^']*'?|"[^"]*"?)|(?P<word>[^\s&|~()<>=!'"]+)|(?P<other>\S)"""
+)
+_HINTS: Final = {
+    "and": "; & joins conditions",
+    "or": "; | joins conditions",
+    "not": "; ~ negates a condition",
+    "!": "; ~ negates a condition",
+    "&": "; a single & joins conditions",
+    "|": "; a single | joins conditions",
+}
+"""Hints for signs of other languages."""
+
+
+class QueryError(ValueError):
+    """A condition or an order that cannot be read; names the place in the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A condition on records."""
+
+    matches: Predicate
+    fields: frozenset[Field]
+    """Fields that it compares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of records; those without a value come last in both directions."""
+
+    field: Field
+    descending: bool
+
+    @property
+    def key(self) -> Callable[[Any], Any]:
+        """Returns the sort key of a record.
+
+        With ``descending`` it is a key for a reversed order.
+        """
+
+        def key_of(record: Any) -> tuple[object, ...]:
+            value = self.field.sort_value(record)
+            is_missing = value is None
+            is_first = not is_missing if self.descending else is_missing
+            return is_first, () if value is None else value
+
+        return key_of
+
+
+def parse_condition(text: str, schema: Schema, *, now: datetime) -> Condition:
+    """Returns the condition of a text.
+
+    Args:
+        text: The text.
+        schema: Fields of the records.
+        now: Current time, for ages.
+
+    Raises:
+        QueryError: The text is no condition on these fields.
+    """
+    reader = _Reader(text, schema, now)
+    matches = reader.any(0)
+    reader.end()
+    return Condition(matches=matches, fields=frozenset(reader.fields))
+
+
+def parse_order(text: str, schema: Schema) -> Order:
+    """Returns the order of a text: a field, with "-" before it for the highest first.
+
+    Raises:
+        QueryError: The records have no such field.
+    """
+    name = text.removeprefix("-").strip()
+    field = schema.field(name) if name else None
+    if field is None:
+        expected = _expected_field(schema)
+        raise QueryError(f"{expected}, got {name!r}{_hint(name, schema)}")
+    return Order(field=field, descending=text.startswith("-"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+
+
+class _Reader:
+    """Reads a text from left to right; each method takes what its name says."""
+
+    def __init__(self, text: str, schema: Schema, now: datetime) -> None:
+        self._text = text
+        self._schema = schema
+        self._now = now
+        self._tokens = [
+            _Token(str(found.lastgroup), found[0], found.start())
+            for found in _TOKEN.finditer(text)
+        ]
+        self._at = 0
+        self.fields: set[Field] = set()
+
+    def any(self, depth: int) -> Predicate:
+        """Takes conditions with "|" between them."""
+        parts = [self._all(depth)]
+        while self._take("|"):
+            parts.append(self._all(depth))
+        return parts[0] if len(parts) == 1 else lambda r: any(p(r) for p in parts)
+
+    def end(self) -> None:
+        """Rejects what is left."""
+        if self._next is not None:
+            raise self._error("expected &, | or the end")
+
+    def _all(self, depth: int) -> Predicate:
+        parts = [self._part(depth)]
+        while self._take("&"):
+            parts.append(self._part(depth))
+        return parts[0] if len(parts) == 1 else lambda r: all(p(r) for p in parts)
+
+    def _part(self, depth: int) -> Predicate:
+        if depth > MAX_NESTING:
+            raise self._error(f"expected at most {MAX_NESTING} nested parentheses")
+        if self._take("~"):
+            negated = self._part(depth + 1)
+            return lambda record: not negated(record)
+        if self._take("("):
+            inner = self.any(depth + 1)
+            if not self._take(")"):
+                raise self._error("expected &, | or )")
+            return inner
+        return self._comparison()
+
+    def _comparison(self) -> Predicate:
+        place = self._at
+        name = self._word("a field")
+        field = self._schema.field(name)
+        if field is None:
+            self._at = place
+            raise self._error(_expected_field(self._schema), _hint(name, self._schema))
+        self.fields.add(field)
+        if self._kind != "operator":
+            if not field.may_stand_alone:
+                raise self._error(f"expected an operator after {name}, such as < or =")
+            return field.is_set
+        operator = Operator.parse(self._advance().text)
+        place = self._at
+        is_quoted = self._kind == "quoted"
+        is_number = operator.orders and field.kind is Kind.ANY
+        expected = Kind.NUMBER if is_number else field.kind
+        value = self._word(f"{expected.value} after {operator.value}")
+        try:
+            return comparison(
+                field, operator, value, is_quoted=is_quoted, now=self._now
+            )
+        except ValueError as e:
+            self._at = place
+            raise self._error(str(e)) from e
+
+    @property
+    def _next(self) -> _Token | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    @property
+    def _kind(self) -> str:
+        """Kind of the next token; "" at the end."""
+        return self._next.kind if self._next else ""
+
+    def _advance(self) -> _Token:
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _take(self, join: str) -> bool:
+        """Takes a joining character if it is next."""
+        found = self._next
+        is_next = found is not None and (found.kind, found.text) == ("join", join)
+        self._at += is_next
+        return is_next
+
+    def _word(self, expected: str) -> str:
+        match self._next:
+            case _Token("word", text):
+                self._at += 1
+                return text
+            case _Token("quoted", text) if len(text) > 1 and text[0] == text[-1]:
+                self._at += 1
+                return text[1:-1]
+            case _Token("quoted", text):
+                raise self._error(f"expected {text[0]} at its end")
+            case _:
+                raise self._error(f"expected {expected}")
+
+    def _error(self, expected: str, hint: str = "") -> QueryError:
+        """Returns the error at the next token."""
+        found = self._next
+        if found is None:
+            place, got = "at the end", "nothing"
+        else:
+            place, got = f"at character {found.start + 1}", repr(found.text[:60])
+        before = [t for t in self._tokens[: self._at][-1:] if t.kind == "word"]
+        hints = (_HINTS.get(t.text.lower()) for t in (found, *before) if t)
+        hint = hint or next(filter(None, hints), "")
+        return QueryError(f"{self._text[:200]!r} {place}: {expected}, got {got}{hint}")
+
+
+def _expected_field(schema: Schema) -> str:
+    others = " or a metric or label" if "metrics" in schema.maps else ""
+    others = others or (" or a label" if schema.maps else "")
+    return f"expected a field: {', '.join(sorted(schema.fields))}{others}"
+
+
+def _hint(name: str, schema: Schema) -> str:
+    """Returns the suggestion of a field with a similar name."""
+    found = nearest(name, schema.fields)
+    return f"; did you mean {found}?" if found else ""
+
+
+_MOST_NAMES: Final = 1000
+"""Maximum names that are kept for a suggestion."""
+
+
+class RecordSelection:
+    """Applies ``--where`` and ``--sort`` to the records of one list."""
+
+    def __init__(
+        self, schema: Schema, *, where: Sequence[str] = (), sort: str | None = None
+    ) -> None:
+        """Parses the options.
+
+        Args:
+            schema: Fields of the records.
+            where: Conditions, of which a record must satisfy all.
+            sort: Order; None: that of the list.
+
+        Raises:
+            BadParameter: An option cannot be read.
+        """
+        from datetime import UTC, datetime
+
+        now = datetime.now(UTC)
+        option = "--where"
+        try:
+            self._conditions = [parse_condition(t, schema, now=now) for t in where]
+            option = "--sort"
+            self._order = None if sort is None else parse_order(sort, schema)
+        except QueryError as e:
+            raise click.BadParameter(str(e), param_hint=option) from e
+        self._schema = schema
+        used = {field for each in self._conditions for field in each.fields}
+        if self._order:
+            used.add(self._order.field)
+        self._absent = {each.name: each for each in used if each.kind is Kind.ANY}
+        self._known = set[str]()
+        self._count = 0
+        self._is_complete = False
+
+    def of(self, records: Iterable[Any], *, limit: int | None) -> Iterator[Any]:
+        """Yields the records that match, in order.
+
+        Args:
+            records: All records; they are read one by one.
+            limit: Maximum number that the caller uses; None: all. One more is yielded
+                if there are more, and no more are kept.
+        """
+        kept = self._matching(records)
+        order = self._order
+        if order is None:
+            yield from kept
+        elif limit is None:
+            yield from sorted(kept, key=order.key, reverse=order.descending)
+        else:
+            pick = heapq.nlargest if order.descending else heapq.nsmallest
+            yield from pick(limit + 1, kept, key=order.key)
+
+    def absence(self) -> str:
+        """Returns the note of an empty list."""
+        if not self._count:
+            return f"no {plural(self._schema.noun)}"
+        noun = plural(self._schema.noun)
+        if self._count == 1:
+            return f"the only {self._schema.noun} does not match --where"
+        return f"none of {self._count:,} {noun} matches --where"
+
+    def warning(self) -> str | None:
+        """Returns a note on names that no record has; None if each is found."""
+        if not (self._is_complete and self._count and self._absent):
+            return None
+        return self._absence_text(min(self._absent))
+
+    def _check_order(self) -> None:
+        """Rejects an order by a name that no record has.
+
+        Raises:
+            BadParameter: Suggests a name that some have.
+        """
+        order = self._order
+        if order is not None and self._count and order.field.name in self._absent:
+            raise click.BadParameter(
+                self._absence_text(order.field.name), param_hint="--sort"
+            )
+
+    def _absence_text(self, name: str) -> str:
+        bare = name.partition(".")[2] if name.partition(".")[0] in self._maps else name
+        known = sorted(self._known | {*self._schema.fields})
+        found = nearest(bare, known)
+        what = " or ".join(which.removesuffix("s") for which in self._maps)
+        ending = f"; did you mean {found}?" if found else ""
+        return f"no {self._schema.noun} has a {what} {name!r}{ending}"
+
+    @property
+    def _maps(self) -> list[str]:
+        return [*self._schema.maps]
+
+    def _matching(self, records: Iterable[Any]) -> Iterator[Any]:
+        for record in records:
+            self._count += 1
+            self._note_names(record)
+            if all(condition.matches(record) for condition in self._conditions):
+                yield record
+        self._is_complete = True
+        self._check_order()
+
+    def _note_names(self, record: Any) -> None:
+        """Keeps which names the records have, until each that is used was found."""
+        if self._absent:
+            found = {n for n, f in self._absent.items() if f.value(record) is not None}
+            for name in found:
+                del self._absent[name]
+            if len(self._known) < _MOST_NAMES:
+                self._known |= self._schema.names_of(record)

@@ -15,7 +15,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
 from storesvc.format.audit_chain import FIRST, line_of
 from storesvc.rpc.security import OPEN, Security
-from storesvc_client.console import navigation
+from storesvc_client.console import rendering
 from storesvc_client.console.pages import audit
 from tests.console.seeded import HOSTILE
 from tests.console.served import ServedConsole
@@ -138,13 +138,13 @@ def test_an_anonymous_caller_leads_to_what_all_of_them_did(tmp_path: Path) -> No
 def test_the_navigation_keeps_what_it_shows_while_it_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(navigation, "_SECONDS", 0.0)
+    monkeypatch.setattr(rendering, "_SECONDS", 0.0)
     reader = AuditReader(AuditLog(tmp_path / "audit.log", server="here"))
     with (
         serving(tmp_path / "store", security=replace(OPEN, audit=reader)) as address,
         store.connect(address) as client,
     ):
-        sections = navigation.Navigation(client)
+        sections = rendering.Navigation(client)
         first = sections.current()
         shown = []
         ask = client.test_permissions
@@ -156,7 +156,7 @@ def test_the_navigation_keeps_what_it_shows_while_it_asks(
         monkeypatch.setattr(client, "test_permissions", slow)
         second = sections.current()
 
-    assert navigation.AUDIT in first
+    assert rendering.AUDIT in first
     assert [first] == shown
     assert first == second
 

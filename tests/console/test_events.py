@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.console.event_feeds import EventFeeds
+from storesvc_client.console.visit import EventFeeds
 from tests.console.seeded import HOSTILE
 from tests.console.served import ServedConsole
 

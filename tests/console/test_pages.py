@@ -15,7 +15,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client import SaveReport
-from storesvc_client.console import leaf_values
+from storesvc_client.console import visit
 from storesvc_client.console.pages import trace
 from tests.console.seeded import HOSTILE, LAYERS
 from tests.console.served import ServedConsole
@@ -365,7 +365,7 @@ def test_a_sample_of_a_large_leaf_is_read(
     console: ServedConsole, run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.save(1, {"x": np.arange(5 << 20, dtype=np.float32)}).result()
-    monkeypatch.setattr(leaf_values, "READ_BYTES", 10 << 20)
+    monkeypatch.setattr(visit, "READ_BYTES", 10 << 20)
 
     text = Elements(console.text(f"/r/{run.name}@1?key=x&values=1")).text
 

@@ -2,7 +2,7 @@
 
 from storesvc_client import LeafInfo
 from storesvc_client._values.texts import Node, grow
-from storesvc_client.console.tree_rows import LEVEL, Row, level, opened_rows
+from storesvc_client.console.pages.checkpoint import LEVEL, Row, level, opened_rows
 
 
 def leaf(key: str, size: int = 4) -> LeafInfo:

@@ -29,15 +29,9 @@ from joserfc.jwk import KeySet
 
 import storesvc_client as store
 from storesvc.format.audit_chain import lines_of, verify
-from storesvc_client.demo.claims import (
-    TOLERANCE,
-    Claim,
-    History,
-    relative_difference,
-)
-from storesvc_client.demo.job_log import Event, Restored
+from storesvc_client.demo.job import TOLERANCE, Claim, History, relative_difference
 from storesvc_client.demo.kill_point import is_kill_point
-from storesvc_client.demo.processes import DemoError, Trainer, storectl
+from storesvc_client.demo.processes import DemoError, Event, Restored, Trainer, storectl
 from tests.fake_gcs import FakeGcs
 from tests.support.certificates import Authority
 from tests.support.server_process import ServerProcess

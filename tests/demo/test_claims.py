@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from storesvc_client.demo.claims import History, claims_of
-from storesvc_client.demo.job_log import (
+from storesvc_client.demo.job import History, claims_of
+from storesvc_client.demo.processes import (
     Committed,
     Event,
     Restored,

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from storesvc.format.grids import Grid
 from storesvc.format.trees import SavedSharding
-from storesvc_client._pictures.chunk_map import chunk_map
-from storesvc_client._pictures.leaf_colours import CHANGES
-from storesvc_client._pictures.planes import Plane
-from storesvc_client._pictures.sharding_grid import sharding_grid
+from storesvc_client._pictures.layer_bars import Plane, chunk_map, sharding_grid
+from storesvc_client._pictures.treemap import CHANGES
 from tests.pictures.parsed import HOSTILE, SVG, filled, parsed, texts, titles
 
 CHANGED = CHANGES[-1][1]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from storesvc_client._pictures.keys import layers_of
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
     layer_bars,
     layer_changes,
+    layers_of,
 )
-from storesvc_client._pictures.leaf_colours import percent
+from storesvc_client._pictures.treemap import percent
 from storesvc_client._values.texts import natural_key
 from storesvc_client._values.values import Diff, LeafDifference
 from tests.pictures.leaves import leaf, transformer

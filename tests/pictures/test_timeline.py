@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._pictures.mark_names import placed_names
 from storesvc_client._pictures.svg import BLUE, GREEN, ORANGE, PURPLE, RED, text_width
-from storesvc_client._pictures.time_axis import time_scale
-from storesvc_client._pictures.timeline import timeline
-from storesvc_client._pictures.timeline_marks import lanes_of
+from storesvc_client._pictures.timeline import (
+    lanes_of,
+    placed_names,
+    time_scale,
+    timeline,
+)
 from tests.pictures.parsed import HOSTILE, SVG, filled, parsed, texts, titles
 from tests.pictures.runs import START, checkpoint, hold, tag
 

@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._pictures.rectangles import Rectangle, divided
 from storesvc_client._pictures.svg import DTYPE_COLOURS, contrast, ink_on
-from storesvc_client._pictures.treemap import treemap
-from storesvc_client._pictures.treemap_layout import Tile, place_tiles
+from storesvc_client._pictures.treemap import (
+    Rectangle,
+    Tile,
+    divided,
+    place_tiles,
+    treemap,
+)
 from storesvc_client._values.values import LeafInfo
 from tests.pictures.leaves import leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, boxes, parsed, texts, titles

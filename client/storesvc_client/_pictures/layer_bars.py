@@ -2,32 +2,457 @@
 
 Example:
     >>> svg = layer_bars(opened.leaves.values(), changed_shares(run.diff(100, 200)))
+
+Draws a grid of any rank in two dimensions: the last axis that is cut is the columns.
+
+The other axes are the rows, in C order. A grid that is much taller than wide, such as
+one of a vector, is wrapped. Cells of a grid with very many are merged.
+
+Example:
+    >>> Plane.of((4, 2, 8))
+    Plane(count=64, columns=8)
+    >>> divmod(10, 8)  # row and column of chunk 10
+    (1, 2)
+
+The grid of the chunks of a leaf, with the changed ones filled.
+
+Example:
+    >>> svg = chunk_map((4096, 4096), (512, 4096), changed={3, 4})
+
+Groups leaf keys by the layers of a model.
+
+The blocks of a sharded leaf, and the devices that held each when it was saved.
+
+A checkpoint stores names and sizes of the mesh's axes and the axes that split each
+dimension, but not the numbers of devices: they are numbered by their place in the mesh,
+in C order.
+
+Example:
+    >>> svg = sharding_grid((4096, 1024), leaf.sharding)
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from storesvc_client._pictures.keys import layers_of
-from storesvc_client._pictures.leaf_colours import (
-    CHANGES,
-    Shares,
-    changed_share,
-    percent,
-)
+import numpy as np
+
+from storesvc.format.grids import Grid, Region
 from storesvc_client._pictures.svg import (
+    DTYPE_COLOURS,
+    FONT,
     GREY,
     Style,
     document,
     element,
     fitted,
     note,
+    number,
     text_width,
     words,
 )
-from storesvc_client._values.texts import count_text, natural_key, printable, size_text
+from storesvc_client._pictures.treemap import CHANGES, Shares, changed_share, percent
+from storesvc_client._values.texts import (
+    count_text,
+    natural_key,
+    printable,
+    size_text,
+    sizes_text,
+)
 from storesvc_client._values.values import Diff, LeafInfo
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from storesvc.format.trees import SavedSharding
+
+_TALLEST_PLANES: Final = 4
+"""Rows for each column from which a grid is wrapped."""
+
+_SHORTEST: Final = 16
+"""Rows, or cells of a vector, up to which a grid is never wrapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A grid in two dimensions."""
+
+    count: int
+    """Number of its cells, in C order; the last row may be shorter."""
+    columns: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> "Plane":
+        """Returns the plane of a grid with some cells along each axis."""
+        count = math.prod(counts)
+        columns = next((n for n in reversed(counts) if n > 1), 1)
+        rows = count // columns
+        if rows == 1 and columns > _SHORTEST:  # a vector
+            rows, columns = columns, 1
+        if rows > max(_SHORTEST, _TALLEST_PLANES * columns):
+            columns *= _wrapped(rows, math.isqrt(rows // columns))
+        return cls(count, columns)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return -(-self.count // self.columns)
+
+    def cells(self, most: int, marked: Iterable[int] = ()) -> "Iterator[Cell]":
+        """Yields at most some cells, each of which stands for a square of the plane.
+
+        Args:
+            most: Maximum number of cells.
+            marked: Numbers of cells of the grid to be counted.
+        """
+        side = 1
+        while math.prod(-(-n // side) for n in (self.rows, self.columns)) > most:
+            side += 1
+        down, across = -(-self.rows // side), -(-self.columns // side)
+        numbers = np.fromiter(marked, np.int64)
+        row, column = np.divmod(numbers, self.columns)
+        found = np.bincount(
+            row // side * across + column // side, minlength=down * across
+        )
+        for at in range(down * across):
+            top, left = (n * side for n in divmod(at, across))
+            cell = Cell(self, top, left, side, marked=int(found[at]))
+            if cell.count:
+                yield cell
+
+
+def _wrapped(rows: int, wanted: int) -> int:
+    """Returns how many rows follow each other in one, evenly if possible."""
+    even = (n for n in range(wanted, 2 * wanted + 1) if n and rows % n == 0)
+    return next(even, max(wanted, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A square of a plane, clipped to it."""
+
+    plane: Plane
+    top: int
+    left: int
+    side: int
+    marked: int
+    """Number of the cells of the grid in it that are marked."""
+
+    @property
+    def first(self) -> int:
+        """Number of its first cell of the grid."""
+        return self.top * self.plane.columns + self.left
+
+    @property
+    def numbers(self) -> Iterator[range]:
+        """Numbers of its cells of the grid, row by row."""
+        columns, count = self.plane.columns, self.plane.count
+        right = min(self.left + self.side, columns)
+        for row in range(self.top, min(self.top + self.side, self.plane.rows)):
+            start, stop = row * columns + self.left, row * columns + right
+            yield range(min(start, count), min(stop, count))
+
+    @property
+    def count(self) -> int:
+        """Number of its cells of the grid."""
+        return sum(map(len, self.numbers))
+
+
+MOST_CELLS: Final = 2500
+"""Maximum number of cells; a cell of a larger grid stands for several chunks."""
+
+_TITLED: Final = 600
+"""Maximum number of cells with tooltips."""
+
+_LARGEST: Final = 40.0
+_TALLEST: Final = 20.0
+"""Size of a cell at most: width and height."""
+
+_CAPTION: Final = 24.0
+_GAP: Final = 1.0
+
+
+def chunk_map(
+    shape: Sequence[int],
+    chunk_shape: Sequence[int],
+    *,
+    changed: Collection[int] | None = None,
+    width: float = 480,
+) -> str:
+    """Returns the map of the chunks of a leaf as SVG.
+
+    Args:
+        shape: Shape of the leaf.
+        chunk_shape: Shape of its chunks.
+        changed: Numbers of the changed chunks, in C order; None if that is not asked,
+            or not known.
+        width: Width in pixels.
+    """
+    grid = Grid(tuple(shape), tuple(chunk_shape), 1)
+    if not grid.count:
+        return note("no chunks: the leaf has no elements", width=width)
+    plane = Plane.of(grid.counts)
+    cells = [*plane.cells(MOST_CELLS, changed or ())]
+    side = cells[0].side
+    columns, rows = -(-plane.columns // side), -(-plane.rows // side)
+    wide = min(width / columns, _LARGEST)
+    size = wide, min(wide, _TALLEST)
+    if len(cells) <= _TITLED:
+        body = [_rectangle(cell, size, _title(cell, grid, changed)) for cell in cells]
+    else:
+        body = [*_paths(cells, size)]
+    caption = _caption(grid, side, changed)
+    height = rows * size[1] + _CAPTION
+    body.append(words(fitted(caption, width), 0, height - 7, fill_opacity=0.8))
+    return document(body, label=f"map of {caption}", width=width, height=height)
+
+
+def _caption(grid: Grid, side: int, changed: Collection[int] | None) -> str:
+    chunks = f"{count_text(grid.count, 'chunk')} of {sizes_text(grid.chunk_shape)}"
+    parts = [chunks]
+    if changed is not None:
+        parts.append(f"{len(changed):,} changed")
+    if side > 1:
+        parts.append(f"a cell stands for up to {side * side:,}")
+    return ", ".join(parts)
+
+
+def _rectangle(cell: Cell, size: tuple[float, float], title: str) -> str:
+    x, y, width, height = _box(cell, size)
+    style = _style(_level(cell))
+    return element("rect", title=title, x=x, y=y, width=width, height=height, **style)
+
+
+def _paths(cells: Sequence[Cell], size: tuple[float, float]) -> Iterator[str]:
+    """Yields one path for all cells of a colour, so that there are few elements."""
+    by_level: dict[int, list[str]] = {}
+    for cell in cells:
+        x, y, width, height = map(number, _box(cell, size))
+        square = f"M{x} {y}h{width}v{height}h-{width}z"
+        by_level.setdefault(_level(cell), []).append(square)
+    for level, squares in sorted(by_level.items()):
+        yield element("path", d="".join(squares), **_style(level))
+
+
+def _box(cell: Cell, size: tuple[float, float]) -> tuple[float, float, float, float]:
+    (wide, tall), gap = size, min(_GAP, size[0] / 5)
+    x, y = cell.left // cell.side * wide, cell.top // cell.side * tall
+    return x, y, wide - gap, tall - gap
+
+
+def _level(cell: Cell) -> int:
+    """Returns the index of the colour of a cell; 0 if nothing in it changed."""
+    share = cell.marked / cell.count
+    return next(at for at, (_, _, most) in enumerate(CHANGES) if share <= most)
+
+
+def _style(level: int) -> Style:
+    if not level:
+        return {"fill": "currentColor", "fill_opacity": 0.16}
+    return {"fill": CHANGES[level][1]}
+
+
+def _title(cell: Cell, grid: Grid, changed: Collection[int] | None) -> str:
+    if cell.count == 1:
+        chunk = cell.first
+        lines = [
+            f"chunk {sizes_text(grid.index(chunk))}",
+            _region_text(grid.region(chunk)),
+        ]
+        if changed is not None:
+            lines.append("changed" if cell.marked else "unchanged")
+        return "\n".join(lines)
+    rows = [*cell.numbers]
+    first, last = grid.index(rows[0][0]), grid.index(rows[-1][-1])
+    lines = [f"{cell.count:,} chunks, {sizes_text(first)} to {sizes_text(last)}"]
+    if changed is not None:
+        share = percent(cell.marked / cell.count)
+        lines.append(f"{cell.marked:,} changed, {share}")
+    return "\n".join(lines)
+
+
+def _region_text(region: Region) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in region)}]"
+
+
+_DIGITS: Final = "0123456789"
+
+
+def layers_of(keys: Iterable[str]) -> dict[str, str]:
+    """Returns the layer of each key: the key up to its numbered part with the most
+    siblings, at least two, such as "layers/3". Without such a part, it is the key
+    without its last part, and at most four parts of it.
+
+    >>> keys = [*(f"mu/0/layers/{at}/w" for at in range(3)), "mu/0/embed/w"]
+    >>> [*layers_of(keys).values()]
+    ['mu/0/layers/0', 'mu/0/layers/1', 'mu/0/layers/2', 'mu/0/embed']
+    """
+    parts_of = {key: tuple(key.split("/")) for key in keys}
+    siblings = defaultdict[tuple[str, ...], set[str]](set)
+    for parts in parts_of.values():
+        for at, part in enumerate(parts):
+            if part[-1:] in _DIGITS and part:
+                siblings[*parts[:at], part.rstrip(_DIGITS)].add(part)
+    return {
+        key: "/".join(_layer_keys(parts, siblings)) for key, parts in parts_of.items()
+    }
+
+
+def _layer_keys(
+    parts: tuple[str, ...], siblings: Mapping[tuple[str, ...], set[str]]
+) -> tuple[str, ...]:
+    most, length = 2, 0
+    for at, part in enumerate(parts):
+        if part[-1:] in _DIGITS and part:
+            count = len(siblings[*parts[:at], part.rstrip(_DIGITS)])
+            if count > most:
+                most, length = count, at + 1
+    return parts[:length] if length else parts[: min(max(len(parts) - 1, 1), 4)]
+
+
+MOST_SHARDS: Final = 1024
+"""Maximum number of cells; a cell of a larger grid stands for several blocks."""
+
+_MOST_DEVICES: Final = 1 << 20
+_LARGEST_SHARDING_GRID: Final = 150.0
+_LINE: Final = 16.0
+_GAP_SHARDING_GRID: Final = 1.5
+
+
+def sharding_grid(
+    shape: Sequence[int], sharding: "SavedSharding | None", *, width: float = 480
+) -> str:
+    """Returns the grid of the blocks of a leaf as SVG.
+
+    Args:
+        shape: Shape of the leaf.
+        sharding: Mesh and PartitionSpec; None if the leaf had none.
+        width: Width in pixels.
+    """
+    if sharding is None:
+        return note("saved without a mesh", width=width)
+    device_count = math.prod(sharding.axis_sizes)
+    if device_count > _MOST_DEVICES:
+        text = f"a mesh of {device_count:,} devices is too large to draw"
+        return note(text, width=width)
+    counts = _block_counts(shape, sharding)
+    devices = _devices(sharding)
+    plane = Plane.of(counts)
+    cells = [*plane.cells(MOST_SHARDS)]
+    side = cells[0].side
+    columns, rows = -(-plane.columns // side), -(-plane.rows // side)
+    wide = min(width / columns, _LARGEST_SHARDING_GRID)
+    tall = min(max(wide / 2, 12.0), 2 * FONT + 8)
+    lines = _caption_sharding_grid(shape, sharding, counts, devices.shape[1])
+    body = list[str]()
+    for cell in cells:
+        body += _drawn(cell, devices, shape, counts, (wide, tall))
+    top = rows * tall + _LINE
+    for at, text in enumerate(lines):
+        opacity = 1.0 if at == 0 else 0.8
+        shown = fitted(text, width)
+        body.append(words(shown, 0, top + at * _LINE, fill_opacity=opacity))
+    height = top + (len(lines) - 1) * _LINE + 6
+    return document(body, label="; ".join(lines), width=width, height=height)
+
+
+def _block_counts(shape: Sequence[int], sharding: "SavedSharding") -> list[int]:
+    """Returns the number of blocks along each dimension."""
+    sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
+    counts = [math.prod(sizes[axis] for axis in axes) for axes in sharding.spec]
+    return [*counts, *([1] * (len(shape) - len(counts)))]
+
+
+def _devices(sharding: "SavedSharding") -> "NDArray[np.int64]":
+    """Returns the devices of each block: a row for a block, in C order."""
+    mesh = np.arange(math.prod(sharding.axis_sizes)).reshape(sharding.axis_sizes)
+    used = [axis for axes in sharding.spec for axis in axes]
+    order = [sharding.axis_names.index(axis) for axis in used]
+    replicas = [at for at in range(mesh.ndim) if at not in order]
+    blocks = math.prod(sharding.axis_sizes[at] for at in order)
+    return mesh.transpose(*order, *replicas).reshape(blocks, -1)
+
+
+def _caption_sharding_grid(
+    shape: Sequence[int],
+    sharding: "SavedSharding",
+    counts: Sequence[int],
+    replicas: int,
+) -> list[str]:
+    mesh = ", ".join(
+        f"{name}={size}"
+        for name, size in zip(sharding.axis_names, sharding.axis_sizes, strict=True)
+    )
+    devices = count_text(math.prod(sharding.axis_sizes), "device")
+    lines = [printable(f"mesh of {devices}: {mesh}")]
+    for dim, (axes, count) in enumerate(zip(sharding.spec, counts, strict=False)):
+        if axes:
+            size = -(-shape[dim] // count) if dim < len(shape) else 0
+            along = printable(", ".join(axes))
+            blocks = count_text(count, "block")
+            lines.append(f"dimension {dim}: {blocks} of {size:,} along {along}")
+    whole = "the leaf" if math.prod(counts) == 1 else "each block"
+    lines.append(f"{whole} on {count_text(replicas, 'device')}")
+    return lines
+
+
+def _drawn(
+    cell: Cell,
+    devices: "NDArray[np.int64]",
+    shape: Sequence[int],
+    counts: Sequence[int],
+    size: tuple[float, float],
+) -> Iterator[str]:
+    """Yields a cell, with its devices if they fit."""
+    wide, tall = size
+    blocks = [block for row in cell.numbers for block in row]
+    held = np.unique(devices[blocks])
+    x, y = cell.left // cell.side * wide, cell.top // cell.side * tall
+    gap = min(_GAP_SHARDING_GRID, wide / 5)
+    if cell.count == 1:
+        where = _region_text_sharding_grid(cell.first, shape, counts)
+    else:
+        where = count_text(cell.count, "block")
+    yield element(
+        "rect",
+        title=f"{where}\n{count_text(len(held), 'device')}: {_ranges(held, 12)}",
+        x=x,
+        y=y,
+        width=wide - gap,
+        height=tall - gap,
+        fill=DTYPE_COLOURS[cell.first % len(DTYPE_COLOURS)],
+        fill_opacity=0.4,
+    )
+    for most in (6, 3, 1):
+        text = _ranges(held, most)
+        if text_width(text) <= wide - 8 and tall >= FONT + 3:
+            place = x + (wide - gap) / 2, y + (tall - gap) / 2 + 4
+            yield words(text, *place, text_anchor="middle", pointer_events="none")
+            return
+
+
+def _region_text_sharding_grid(
+    block: int, shape: Sequence[int], counts: Sequence[int]
+) -> str:
+    """Returns the indices of a block; all blocks of a dimension but the last ones have
+    one size."""
+    index: tuple[Any, ...] = np.unravel_index(block, counts) if counts else ()
+    parts = []
+    for at, n, count in zip(index, shape, counts, strict=False):
+        size = -(-n // count)
+        parts.append(f"{min(int(at) * size, n)}:{min((int(at) + 1) * size, n)}")
+    return f"[{', '.join(parts)}]"
+
+
+def _ranges(numbers: "NDArray[np.int64]", most: int) -> str:
+    """Returns ascending numbers as text, such as "0-3, 8-11", with some ranges."""
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    runs = np.split(numbers, cuts)
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ", ".join(parts[:most]) + ("…" if len(parts) > most else "")
+
 
 MOST_GROUPS: Final = 40
 """Maximum number of layers with a bar of their own."""

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from storesvc.format.grids import Region
-    from storesvc_client._pictures.block_means import Means
-    from storesvc_client._pictures.histograms import Histogram
     from storesvc_client._pictures.picture import Picture
+    from storesvc_client._pictures.value_tally import Histogram, Means
 
 _PART: Final = 1 << 20
 """Maximum number of elements that are converted at once."""
@@ -145,9 +144,12 @@ def leaf_statistics(
         blocks: Its chunks, or some of them: the region of each, and its values.
     """
     from storesvc.format.dtypes import DTYPES
-    from storesvc_client._pictures.block_means import BlockMeans
-    from storesvc_client._pictures.histograms import linear_histogram, symlog_histogram
-    from storesvc_client._pictures.value_tally import tallying
+    from storesvc_client._pictures.value_tally import (
+        BlockMeans,
+        linear_histogram,
+        symlog_histogram,
+        tallying,
+    )
 
     counters = tallying(DTYPES[leaf.dtype])
     has_blocks = len(leaf.shape) >= 2 and 0 not in leaf.shape

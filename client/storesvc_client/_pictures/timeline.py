@@ -7,17 +7,25 @@ of 10,000 steps has as many elements as one of 200.
 Example:
     >>> checkpoints = run.checkpoints(deleted=True)
     >>> svg = timeline(checkpoints, tags=run.tags.list(), metric="loss")
+
+Places the names of marks in a lane, where no other mark or name is.
+
+Ticks of an axis of time, at round hours, days and months of this machine's zone.
+
+Marks of a timeline: checkpoints that are close together share one.
+
+The number of marks depends on the width of the picture, not on the number of
+checkpoints.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
-from storesvc_client._pictures.mark_names import (
-    PlacedName,
-    needs_row_above,
-    placed_names,
-)
 from storesvc_client._pictures.svg import (
     BLUE,
     GREEN,
@@ -34,11 +42,231 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
-from storesvc_client._pictures.time_axis import time_scale
-from storesvc_client._pictures.timeline_marks import BIN, Lane, Mark, lanes_of
 from storesvc_client._values.axes import Place, Ticks, scale
-from storesvc_client._values.texts import count_text
+from storesvc_client._values.texts import count_text, printable, time_text
 from storesvc_client._values.values import Checkpoint, HoldInfo, Tag
+
+_GAP: Final = 6.0
+"""Space between a name and what is next to it."""
+
+_WIDEST: Final = 150.0
+"""Width beyond which a name is shortened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedName:
+    """A name with its place."""
+
+    text: str
+    x: float
+    anchor: Literal["start", "end"]
+    is_above: bool
+    """True for the row above the marks."""
+
+
+def placed_names(
+    marks: Sequence[tuple[float, str]], *, radius: float, width: float
+) -> Iterator[PlacedName]:
+    """Yields the names that have room: on the right of their mark, on its left, or
+    above it.
+
+    Args:
+        marks: Place and name of each mark, ascending by place.
+        radius: Half of the width of a mark.
+        width: Right end of the lane.
+    """
+    beside, above = 0.0, 0.0  # ends of the last name in each row
+    edges = [*(x - radius for x, _ in marks[1:]), width]
+    before = [0.0, *(x + radius for x, _ in marks[:-1])]
+    for (x, name), edge, last in zip(marks, edges, before, strict=True):
+        text = fitted(name, _WIDEST)
+        length = text_width(text)
+        right, left = x + radius + _GAP - 1, x - radius - _GAP + 1
+        if right + length + _GAP <= edge or (edge == width and right + length <= edge):
+            yield PlacedName(text=text, x=right, anchor="start", is_above=False)
+            beside = right + length
+        elif left - length >= max(beside, last) + _GAP:
+            yield PlacedName(text=text, x=left, anchor="end", is_above=False)
+        elif x - radius >= above + _GAP and x - radius + length <= width:
+            yield PlacedName(text=text, x=x - radius, anchor="start", is_above=True)
+            above = x - radius + length
+        elif x + radius - length >= above + _GAP:
+            yield PlacedName(text=text, x=x + radius, anchor="end", is_above=True)
+            above = x + radius
+
+
+def needs_row_above(names: Iterable[PlacedName]) -> bool:
+    """Returns whether a name is above its mark."""
+    return any(name.is_above for name in names)
+
+
+_TICKS: Final = 7
+"""Maximum number of intervals between ticks."""
+
+_DAY: Final = 86_400
+_STEPS: Final = (
+    *(1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
+    *(3600, 2 * 3600, 3 * 3600, 6 * 3600, 12 * 3600),
+    *(days * _DAY for days in (1, 2, 5, 10, 30, 60, 120, 365, 730, 3650, 36_500)),
+)
+"""Seconds between ticks."""
+
+
+def time_scale(times: list[float], start: float, end: float) -> tuple[Place, Ticks]:
+    """Returns the place of a time on an axis, and the ticks with their texts.
+
+    Args:
+        times: Times in seconds since 1970, at least one.
+        start: Place of the earliest.
+        end: Place of the latest.
+    """
+    low, high = min(times), max(times)
+    if low == high:  # one time: in the middle
+        low, high = low - 60, high + 60
+
+    def place(time: float) -> float:
+        return start + (end - start) * (time - low) / (high - low)
+
+    step = next((s for s in _STEPS if s * _TICKS >= high - low), _STEPS[-1])
+    form = "%Y-%m-%d" if step >= _DAY else "%m-%d %H:%M"
+    form = "%H:%M:%S" if step < 60 else form
+    found = _round_times(low, high, step)
+    return place, [(each.timestamp(), each.strftime(form)) for each in found]
+
+
+def _round_times(low: float, high: float, step: int) -> Iterator[datetime]:
+    """Yields the times between two at multiples of a step since a local midnight."""
+    first = datetime.fromtimestamp(low).astimezone()
+    time = first.replace(hour=0, minute=0, second=0, microsecond=0)
+    while time.timestamp() <= high:
+        if time.timestamp() >= low:
+            yield time
+        time += timedelta(seconds=step)
+
+
+BIN: Final = 8.0
+"""Width in pixels within which checkpoints share a mark."""
+
+_NAMED: Final = 6
+"""Maximum number of names in the tooltip of a mark."""
+
+_Words: TypeAlias = Mapping[str, Sequence[str]]
+"""Names of tags, or texts about holds, by uid of the checkpoint."""
+
+_NO_WORDS: Final[_Words] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One mark of a lane."""
+
+    x: float
+    """Place of its middle."""
+    count: int
+    """Number of checkpoints that it stands for."""
+    kept: float
+    """Share of them that is not deleted."""
+    names: tuple[str, ...]
+    """Names of tags, in the lane of tags."""
+    title: str
+    """Text of the tooltip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A row of marks of one kind."""
+
+    name: str
+    """"saved", "tags", "pinned", "held" or "damaged"."""
+    marks: tuple[Mark, ...]
+
+
+def lanes_of(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    tags: Iterable[Tag],
+    holds: Iterable[HoldInfo],
+    damaged: Collection[int],
+    at: Callable[[Checkpoint], float],
+    place: Place,
+) -> list[Lane]:
+    """Returns the lanes that have a mark, from the top to the bottom.
+
+    Args:
+        checkpoints: The checkpoints of a run, also deleted ones.
+        tags: Tags of the run.
+        holds: Holds of the run.
+        damaged: Steps of damaged checkpoints.
+        at: Returns the step or the time of a checkpoint.
+        place: Returns the place of a step or a time.
+    """
+    names = _grouped((tag.uid, tag.name) for tag in tags)
+    owners = _grouped((hold.uid, f"held by {hold.owner}") for hold in holds)
+
+    def lane(
+        name: str, chosen: Iterable[Checkpoint], words: _Words = _NO_WORDS
+    ) -> Lane:
+        bins = defaultdict[int, list[Checkpoint]](list)
+        for one in chosen:
+            bins[int(place(at(one)) // BIN)].append(one)
+        marks = (_mark(found, at, place, words) for _, found in sorted(bins.items()))
+        return Lane(name=name, marks=tuple(marks))
+
+    steps = frozenset(damaged)
+    lanes = (
+        lane("tags", (one for one in checkpoints if one.uid in names), names),
+        lane("saved", checkpoints),
+        lane("pinned", (one for one in checkpoints if one.pinned)),
+        lane("held", (one for one in checkpoints if one.uid in owners), owners),
+        lane("damaged", (one for one in checkpoints if one.step in steps)),
+    )
+    return [one for one in lanes if one.marks]
+
+
+def _mark(
+    found: Sequence[Checkpoint],
+    at: Callable[[Checkpoint], float],
+    place: Place,
+    words: _Words,
+) -> Mark:
+    ordered = sorted(found, key=at)
+    places = [place(at(one)) for one in (ordered[0], ordered[-1])]
+    deleted = sum(one.delete_time is not None for one in ordered)
+    names = [name for one in ordered for name in words.get(one.uid, ())]
+    return Mark(
+        x=sum(places) / 2,
+        count=len(ordered),
+        kept=1 - deleted / len(ordered),
+        names=tuple(names),
+        title="\n".join((*_about(ordered, deleted), *_listed(names))),
+    )
+
+
+def _about(ordered: Sequence[Checkpoint], deleted: int) -> list[str]:
+    """Returns the lines of a tooltip about checkpoints."""
+    first, last = ordered[0], ordered[-1]
+    if len(ordered) > 1:
+        gone = f", {deleted:,} deleted" if deleted else ""
+        steps = f"steps {first.step:,} to {last.step:,}"
+        return [f"{count_text(len(ordered), 'checkpoint')}{gone}", steps]
+    states = {"deleted": bool(deleted), "pinned": first.pinned}
+    lines = [f"step {first.step:,}", f"committed {time_text(first.commit_time)}"]
+    return [*lines, *(state for state, applies in states.items() if applies)]
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    """Returns the lines of a tooltip about tags or holds."""
+    more = len(names) - _NAMED
+    shown = [*map(printable, names[:_NAMED])]
+    return [*shown, f"and {more:,} more"] if more > 0 else shown
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found = defaultdict[str, list[str]](list)
+    for uid, name in pairs:
+        found[uid].append(name)
+    return dict(found)
+
 
 Axis: TypeAlias = Literal["step", "time"]
 

@@ -12,15 +12,18 @@ import numpy as np
 
 from storesvc.format.grids import Region
 from storesvc_client._chunks.buffer_layout import Buffer
-from storesvc_client._pictures.chunk_map import chunk_map
-from storesvc_client._pictures.layer_bars import changed_shares, layer_bars
+from storesvc_client._pictures.layer_bars import (
+    changed_shares,
+    chunk_map,
+    layer_bars,
+    sharding_grid,
+)
 from storesvc_client._pictures.leaf_statistics import (
     LeafStatistics,
     leaf_statistics,
     sampled_chunks,
 )
 from storesvc_client._pictures.picture import Picture
-from storesvc_client._pictures.sharding_grid import sharding_grid
 from storesvc_client._pictures.treemap import treemap
 from storesvc_client._values.values import Diff, LeafInfo
 from storesvc_client.errors import InvalidRequestError

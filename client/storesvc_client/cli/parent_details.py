@@ -389,7 +389,7 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     Raises:
         Refusal: It has no runs.
     """
-    from storesvc_client._documents.usages import usages_of
+    from storesvc_client._documents.checkpoints import usages_of
 
     damaged: list[DataLossError] = []
     usages = usages_of(client, namespace, damaged.append)

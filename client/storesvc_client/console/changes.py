@@ -3,6 +3,8 @@
 A change has the storectl command that does the same, and passes on the etag of what the
 user saw, so that it is rejected if another user changed that in the meantime. What the
 store would reject anyhow is rejected before the question.
+
+``/change/ACTION``: asks before a change, and makes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +24,15 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client._values.texts import count_text, size_text
-from storesvc_client.console.addresses import checkpoint_url, command, run_url
-from storesvc_client.console.visit import number_of
+from storesvc_client.console.rendering import (
+    Crumb,
+    Page,
+    checkpoint_url,
+    command,
+    crumbs_to_run,
+    run_url,
+)
+from storesvc_client.console.visit import Visit, number_of
 
 Fields: TypeAlias = Mapping[str, str]
 
@@ -362,3 +371,44 @@ _CHANGES: Final[Mapping[str, Callable[[Fields], Change]]] = {
     "policy": _set_policy,
     "apply": _apply_policy,
 }
+
+
+_OWN: frozenset[str] = frozenset({"token", "json"})
+"""Fields that no change has."""
+
+
+def page(visit: Visit) -> Page:
+    """Returns the question before a change; changes nothing."""
+    action = visit.path["action"]
+    change = change_of(action, visit.query)
+    seen = change.look(visit.client)
+    fields = {**visit.query, "etag": visit.query.get("etag") or seen.etag}
+    at = f"@{change.step}"
+    crumbs = () if change.step is None else (Crumb(name=at, address=change.address),)
+    return Page(
+        template="change.html",
+        title=change.title,
+        document={
+            "command": change.command,
+            "effect": f"{change.effect} {seen.remark}".strip(),
+        },
+        command=change.command,
+        crumbs=(*crumbs_to_run(change.run), *crumbs),
+        values={
+            "action": action,
+            "change": change,
+            "remark": seen.remark,
+            "fields": {k: v for k, v in fields.items() if k not in _OWN},
+        },
+    )
+
+
+def made(visit: Visit, fields: Mapping[str, str]) -> str:
+    """Makes the change, and returns the address of the page that shows it.
+
+    Raises:
+        StoreError: The store rejects the change.
+    """
+    change = change_of(visit.path["action"], fields)
+    change.apply(visit.client)
+    return change.address

@@ -2,31 +2,381 @@
 
 Every value that a template prints is escaped, and its unprintable characters are shown
 as escapes, so that no label or key can add markup or turn the direction of text.
+
+Addresses of pages, and the storectl commands that print the same.
+
+>>> checkpoint_url("prod/llama-8b", 500)
+'/r/prod/llama-8b@500'
+>>> command("stat", "prod/llama-8b@500:a b")
+"storectl stat 'prod/llama-8b@500:a b'"
+
+The navigation: the pages that every user has, and those that the server permits.
+
+The server is asked once a minute, not for each page; the navigation may be wrong for
+that long, but it only shows links: the server decides about each page.
+
+Pages as values: what a page function returns.
+
+Draws the phases of a save of one process, as bars over seconds.
+
+Pictures of the pages, as SVG that needs no script and no inline style.
+
+The functions return None where there is nothing to draw; a page then leaves the panel
+out.
 """
 
+import math
 import re
+import shlex
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from storesvc.format.names import Which
+from storesvc_client import (
+    Checkpoint,
+    Client,
+    Diff,
+    HoldInfo,
+    LeafInfo,
+    OpenCheckpoint,
+    PhaseSpan,
+    StoreError,
+    Tag,
+    WriterReport,
+)
+from storesvc_client._pictures.layer_bars import changed_shares
+from storesvc_client._pictures.layer_bars import chunk_map as chunk_map_picture
+from storesvc_client._pictures.layer_bars import layer_bars as layer_bars_picture
+from storesvc_client._pictures.layer_bars import sharding_grid as sharding_grid_picture
+from storesvc_client._pictures.svg import BLUE, document, element, line, words
+from storesvc_client._pictures.timeline import timeline as timeline_picture
+from storesvc_client._pictures.treemap import treemap as treemap_picture
 from storesvc_client._values.arguments import duration_text
+from storesvc_client._values.plots import plot_of
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
     number_text,
     order_metrics,
+    printable,
     printable_lines,
     size_text,
     time_text,
 )
-from storesvc_client.console import addresses
-from storesvc_client.console.navigation import Section
-from storesvc_client.console.page import Page
+from storesvc_client.console.visit import LeafValues
+
+
+def command(*words: str) -> str:
+    """Returns a storectl command as it is typed in a shell."""
+    return shlex.join(("storectl", *map(printable, words)))
+
+
+def run_url(run: str, **values: str | int) -> str:
+    """Returns the address of the page of a run."""
+    return with_values(f"/r/{quote(run)}", values)
+
+
+def checkpoint_url(run: str, which: Which, **values: str | int) -> str:
+    """Returns the address of the page of a checkpoint."""
+    return with_values(f"/r/{quote(run)}@{quote(str(which), safe='')}", values)
+
+
+def plot_url(run: str, metric: str) -> str:
+    """Returns the address of the points of a metric."""
+    return with_values(f"/plot/{quote(run)}", {"metric": metric})
+
+
+def trace_url(run: str, which: Which) -> str:
+    """Returns the address of the timeline of a save."""
+    return f"/trace/{quote(run)}@{quote(str(which), safe='')}"
+
+
+def tree_url(run: str, which: Which, **values: str | int) -> str:
+    """Returns the address of rows of the tree of a checkpoint."""
+    return with_values(f"/tree/{quote(run)}@{quote(str(which), safe='')}", values)
+
+
+def leaf_url(run: str, which: Which, key: str) -> str:
+    """Returns the address of the page of a leaf."""
+    return checkpoint_url(run, which, key=key)
+
+
+def diff_url(before: str, after: str) -> str:
+    """Returns the address of the comparison of two checkpoints."""
+    return with_values("/diff", {"a": before, "b": after})
+
+
+def change_url(action: str, **values: str | int) -> str:
+    """Returns the address of the page that asks before a change."""
+    return with_values(f"/change/{action}", values)
+
+
+def with_values(path: str, values: Mapping[str, str | int]) -> str:
+    """Returns an address with values in its query."""
+    return f"{path}?{urlencode(values, quote_via=quote)}" if values else path
+
+
+Section = tuple[str, str]
+"""Name and address of a page."""
+
+SECTIONS: Final[tuple[Section, ...]] = (
+    ("Runs", "/"),
+    ("Uploads", "/uploads"),
+    ("Storage", "/storage"),
+    ("Events", "/events"),
+    ("Help", "/help"),
+)
+"""Pages for every user."""
+
+AUDIT: Final[Section] = ("Audit", "/audit")
+
+_SECONDS: Final = 60.0
+"""Time for which an answer of the server is used."""
+
+
+class Navigation:
+    """The sections of a console."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._until = 0.0
+        self.known = SECTIONS
+        """The sections as the server has last permitted them."""
+
+    def current(self) -> tuple[Section, ...]:
+        """Returns the sections; asks the server if its last answer is old."""
+        if time.monotonic() >= self._until:
+            # assigned last: other threads show what was known until then
+            reads = self._reads_audit_log()
+            self.known = (*SECTIONS[:-1], AUDIT, SECTIONS[-1]) if reads else SECTIONS
+            self._until = time.monotonic() + _SECONDS
+        return self.known
+
+    def _reads_audit_log(self) -> bool:
+        """Returns whether the user may read the audit log, and there is one."""
+        try:
+            # first, because the log records a denial
+            if not self._client.test_permissions(None, ["audit.read"]):
+                return False
+            self._client.audit_entries().read_page(1)
+        except StoreError:  # an older server, or one without a log
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crumb:
+    """A link to a page above."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A page for people, and its document for programs."""
+
+    template: str
+    """File below `templates/`."""
+    title: str
+    document: Any
+    """Value of ``?json``; equals that of the command with ``--json`` where both
+    exist."""
+    command: str = ""
+    """The storectl command that prints the same; "" if there is none."""
+    section: str = "Runs"
+    """Entry of the navigation that it belongs to."""
+    crumbs: tuple[Crumb, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the template."""
+    status: int = 200
+
+
+RUNS = Crumb(name="Runs", address="/")
+
+
+def crumbs_to_namespace(run: str) -> tuple[Crumb, ...]:
+    """Returns the links above the page of a run."""
+    namespace = run.partition("/")[0]
+    return RUNS, Crumb(name=namespace, address=f"/?in={namespace}")
+
+
+def crumbs_to_run(run: str) -> tuple[Crumb, ...]:
+    """Returns the links above the page of a checkpoint."""
+    name = run.partition("/")[2]
+    return *crumbs_to_namespace(run), Crumb(name=name, address=run_url(run))
+
+
+_WIDTH_SAVE_CHART: Final = 1180.0
+_LEFT: Final = 150.0
+_RIGHT: Final = 150.0
+_ROW: Final = 22.0
+_THINNEST: Final = 2.0
+
+
+def save_chart(spans: tuple[PhaseSpan, ...], *, seconds: float, label: str) -> str:
+    """Returns a bar for each phase, from its first start to its last end, as SVG.
+
+    Args:
+        spans: Phases of the process.
+        seconds: Length of the axis, which the processes of a save share.
+        label: Text for people who do not see it.
+    """
+    room = _WIDTH_SAVE_CHART - _LEFT - _RIGHT
+    scale = room / max(seconds, 1e-9)
+    body = [line(_LEFT, 0, _LEFT, _ROW * len(spans), opacity=0.3)]
+    for at, span in enumerate(spans):
+        top = at * _ROW
+        start = _LEFT + min(span.start_seconds * scale, room)
+        length = min((span.end_seconds - span.start_seconds) * scale, room)
+        times = f"{span.start_seconds:.3f} s to {span.end_seconds:.3f} s"
+        body += [
+            words(span.name, _LEFT - 10, top + 15, text_anchor="end"),
+            element(
+                "rect",
+                title=f"{span.name}: {times}, busy for {span.busy_seconds:.3f} s",
+                x=start,
+                y=top + 4,
+                width=max(length, _THINNEST),
+                height=_ROW - 8,
+                rx=2,
+                fill=BLUE,
+            ),
+            words(
+                f"{span.end_seconds - span.start_seconds:.3f} s",
+                _WIDTH_SAVE_CHART - _RIGHT + 70,
+                top + 15,
+                text_anchor="end",
+            ),
+            words(
+                f"{span.busy_seconds:.3f} s",
+                _WIDTH_SAVE_CHART - 6,
+                top + 15,
+                text_anchor="end",
+                opacity=0.7,
+            ),
+        ]
+    height = _ROW * max(len(spans), 1)
+    return document(body, label=label, width=_WIDTH_SAVE_CHART, height=height)
+
+
+_WIDTH: Final = 96
+_HEIGHT: Final = 22
+
+
+def metric_plot(
+    run: str, metric: str, checkpoints: Sequence[Checkpoint]
+) -> Markup | None:
+    """Returns the plot of a metric over steps."""
+    drawn = [c for c in checkpoints if math.isfinite(c.metrics.get(metric, math.nan))]
+    if len(drawn) < 2:
+        return None
+    return _drawn(plot_of(run, metric, checkpoints).svg)
+
+
+def sparkline(values: Sequence[float], title: str) -> Markup | None:
+    """Returns a small line through values, the oldest first."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return None
+    low, high = min(finite), max(finite)
+    span = (high - low) or 1.0
+    points = " ".join(
+        f"{2 + at * (_WIDTH - 4) / (len(finite) - 1):.1f},"
+        f"{_HEIGHT - 3 - (value - low) / span * (_HEIGHT - 6):.1f}"
+        for at, value in enumerate(finite)
+    )
+    return Markup(  # noqa: S704 - numbers, and an escaped title
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'height="{_HEIGHT}" role="img"><title>{escape(printable(title))}</title>'
+        f'<polyline points="{points}" fill="none" stroke="currentColor" '
+        'stroke-width="1.5" stroke-linejoin="round"/></svg>'
+    )
+
+
+def timeline(
+    checkpoints: Sequence[Checkpoint], tags: Sequence[Tag], holds: Sequence[HoldInfo]
+) -> Markup | None:
+    """Returns the checkpoints of a run over steps, deleted ones included."""
+    if not checkpoints:
+        return None
+    damaged = {found.step for found in checkpoints if "damage" in found.labels}
+    return _drawn(
+        timeline_picture(
+            checkpoints, tags=tags, holds=holds, damaged=damaged, width=1180
+        )
+    )
+
+
+def treemap(opened: OpenCheckpoint, found: Diff | None) -> Markup | None:
+    """Returns the leaves of a checkpoint as areas, coloured by dtype or by change."""
+    leaves = opened.leaves.values()
+    if not any(leaf.size_bytes for leaf in leaves):
+        return None
+    shares = None if found is None else changed_shares(found)
+    return _drawn(treemap_picture(leaves, width=780, height=360, changed=shares))
+
+
+def chunk_map(leaf: LeafInfo) -> Markup | None:
+    """Returns the grid of the chunks of a leaf of several."""
+    if leaf.chunk_count < 2:
+        return None
+    return _drawn(chunk_map_picture(leaf.shape, leaf.chunk_shape, width=760))
+
+
+def sharding_grid(leaf: LeafInfo) -> Markup | None:
+    """Returns the devices that held the blocks of a leaf."""
+    if leaf.sharding is None or not leaf.shape:
+        return None
+    return _drawn(sharding_grid_picture(leaf.shape, leaf.sharding, width=760))
+
+
+def histogram(values: LeafValues, scale: Literal["linear", "symlog"]) -> Markup | None:
+    """Returns the histogram of a leaf."""
+    found = values.statistics
+    if found is None or found.minimum is None:
+        return None
+    return _drawn(found.histogram(scale=scale).drawing)
+
+
+def heatmap(values: LeafValues) -> Markup | None:
+    """Returns the means of the blocks of a leaf of two dimensions or more."""
+    found = values.statistics
+    if found is None or found.means is None or found.minimum is None:
+        return None
+    return _drawn(found.heatmap().drawing)
+
+
+def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
+    """Returns the phases of a process of a save."""
+    if not writer.timeline:
+        return None
+    label = f"phases of process {writer.writer}"
+    return _drawn(save_chart(writer.timeline, seconds=seconds, label=label))
+
+
+def layer_bars(opened: OpenCheckpoint, found: Diff) -> Markup | None:
+    """Returns the share of the changed bytes of each layer."""
+    shares = changed_shares(found)
+    if not shares:
+        return None
+    return _drawn(layer_bars_picture(opened.leaves.values(), shares, width=1180))
+
+
+def _drawn(svg: str) -> Markup:
+    """Marks a picture as HTML: the functions that draw escape every text."""
+    return Markup(svg)  # noqa: S704
+
 
 FOLDER: Final = Path(__file__).parent
 
@@ -62,14 +412,14 @@ class Renderer:
         self._environment.globals |= {
             "absent": ABSENT,
             "asset": _asset,
-            "change_url": addresses.change_url,
-            "checkpoint_url": addresses.checkpoint_url,
-            "diff_url": addresses.diff_url,
-            "leaf_url": addresses.leaf_url,
-            "plot_url": addresses.plot_url,
-            "run_url": addresses.run_url,
-            "trace_url": addresses.trace_url,
-            "tree_url": addresses.tree_url,
+            "change_url": change_url,
+            "checkpoint_url": checkpoint_url,
+            "diff_url": diff_url,
+            "leaf_url": leaf_url,
+            "plot_url": plot_url,
+            "run_url": run_url,
+            "trace_url": trace_url,
+            "tree_url": tree_url,
         }
 
     def html(

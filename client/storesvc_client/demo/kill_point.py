@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from storesvc_client.demo.job_log import Committed, Event, Step
+from storesvc_client.demo.processes import Committed, Event, Step
 
 __all__ = ["STEPS_SINCE", "is_kill_point", "stop_at_kill_point"]
 

@@ -8,20 +8,311 @@ As one of the processes of a job, it takes its number: ``--devices 2 --processes
 
 JAX reads its devices from the environment when it is first imported, so `main` sets
 that and only then imports what needs JAX.
+
+Computes one digest of a whole state: equal digests mean bitwise equal states.
+
+The digest is saved in a label of the checkpoint, independent of the path of the leaves,
+and computed again from what a restore returns.
+
+Defines a small decoder-only language model over bytes, and its placement.
+
+Trains on a mesh of CPU devices, from the start or from a checkpoint, and saves; in
+one process, or in the processes of a job.
+
+A resumed run does what an uninterrupted one does. A batch is a function of the step
+alone. A step is one jitted function from state to state. The count of each dropout's
+RNG stream is part of the state, so that the masks are the same. The result keeps the
+shardings of the argument: chosen by the compiler, they would change, and the next save
+would record them. Each save has a digest of its state, which is compared after a
+restore.
 """
 
 import argparse
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pydoc_data.topics import topics
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+import xxhash
+from flax import nnx
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.names import Which
-from storesvc_client import connect
-from storesvc_client.demo.job_log import Event, line
+from storesvc_client import Run, Save, connect
+from storesvc_client._pytree.partition_rules import shardings_by_rules
+from storesvc_client.demo.processes import (
+    Committed,
+    Event,
+    Restored,
+    SaveBegun,
+    Step,
+    line,
+)
+from storesvc_client.easydel import restore_state, save_state
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.traversals import tree_path_to_string
 
-if TYPE_CHECKING:
-    from storesvc_client.demo.training import Training
+
+def digest_of(tree: Any) -> str:
+    """Returns a hexadecimal digest of the name, dtype, shape and bytes of each leaf."""
+    digest = xxhash.xxh3_128()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = repr(tree_path_to_string(path))
+        digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = jax.random.key_data(leaf) if is_key else leaf
+        digest.update(_whole(array).tobytes())
+    return digest.hexdigest()
+
+
+def _whole(array: Any) -> Any:
+    """Returns a whole array as a host array. If other processes hold parts of it, all
+    processes must call this."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+WINDOW = 64
+"""Length of the context in bytes."""
+
+_WIDTH = 64
+_HEADS = 4
+_LAYERS = 2
+_DROPOUT = 0.1
+
+_P = PartitionSpec
+RULES: list[tuple[str, PartitionSpec]] = [
+    ("embedding", _P("tp", "fsdp")),
+    ("attention/(query|key|value)/kernel", _P("fsdp", "tp")),
+    ("attention/out/kernel", _P("tp", None, "fsdp")),
+    ("up/kernel", _P("fsdp", "tp")),
+    ("down/kernel", _P("tp", "fsdp")),
+    (".*", _P()),
+]
+"""Pairs of a regular expression, searched in the leaf key, and a placement. The moments
+of the optimizer contain the names of their parameters, and so match the same rules."""
+
+
+class Block(nnx.Module):
+    """Attention, then a wide layer, each added to its input."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(_WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            _HEADS, _WIDTH, dropout_rate=_DROPOUT, decode=False, rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(_WIDTH, rngs=rngs)
+        self.up = nnx.Linear(_WIDTH, 4 * _WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * _WIDTH, _WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(_DROPOUT, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns the layer's output, of the shape of ``x``."""
+        x = x + self.attention(self.attention_norm(x), mask=mask, deterministic=False)
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class ByteModel(nnx.Module):
+    """A transformer with tied input and output embeddings."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        small = nnx.initializers.normal(0.1)
+        self.embed = nnx.Embed(256, _WIDTH, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Param(small(rngs.params(), (WINDOW, _WIDTH)))
+        self.layers = nnx.List([Block(rngs=rngs) for _ in range(_LAYERS)])
+        self.norm = nnx.LayerNorm(_WIDTH, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """Returns the logits of the byte after each prefix: (batch, window, 256)."""
+        x = self.embed(text) + self.positions[...]
+        mask = nnx.make_causal_mask(text)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
+def make_model() -> ByteModel:
+    """Returns a new model with fixed seeds; dropout has its own RNG stream."""
+    return ByteModel(rngs=nnx.Rngs(params=0, dropout=1))
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """Returns AdamW with warm-up and cosine decay."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0, peak_value=1e-2, warmup_steps=10, decay_steps=80, end_value=1e-3
+    )
+    return optax.adamw(schedule, weight_decay=0.01)
+
+
+def loss_of(model: ByteModel, batch: jax.Array) -> jax.Array:
+    """Returns the mean cross entropy of the batch, in nats a byte."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch[:, :-1]), batch[:, 1:]
+    )
+    return jnp.mean(losses)
+
+
+_SEED = 20_260_401
+_BATCH_SIZE = 32
+
+StateAndLoss: TypeAlias = tuple[EasyDeLState, jax.Array]
+
+
+class Training:
+    """Trains a state on a mesh."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self._mesh = jax.make_mesh(
+            tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+        )
+        self._mesh_text = ",".join(f"{name}={size}" for name, size in axes.items())
+        self._tx = make_optimizer()
+        self._corpus = _Corpus()
+
+    def start(self) -> EasyDeLState:
+        """Returns the state before the first step."""
+
+        def made() -> EasyDeLState:
+            return EasyDeLState.create(
+                step=jnp.zeros((), jnp.int32),
+                model=make_model(),
+                tx=self._tx,
+                init_opt_state=True,
+            )
+
+        # As lists: two traces of `made` have equal leaves, but different tree
+        # structures because of the closures in their graphdefs.
+        abstract = jax.eval_shape(made)
+        shardings = jax.tree.leaves(shardings_by_rules(abstract, self._mesh, RULES))
+        make_leaves = jax.jit(lambda: jax.tree.leaves(made()), out_shardings=shardings)
+        state: EasyDeLState = jax.tree.unflatten(
+            jax.tree.structure(abstract), make_leaves()
+        )
+        return state
+
+    def resume(self, run: Run, which: Which) -> tuple[EasyDeLState, Restored]:
+        """Returns the state of a checkpoint, bitwise as it was saved.
+
+        Raises:
+            ValueError: The digest of the state differs from the saved one.
+        """
+        began = time.monotonic()
+        state = restore_state(
+            run, which, model=make_model, tx=self._tx, mesh=self._mesh, rules=RULES
+        )
+        jax.block_until_ready(state)
+        seconds = time.monotonic() - began
+        checkpoint = run.checkpoint(int(state.step))
+        digest = digest_of(state)
+        if digest != checkpoint.labels["digest"]:
+            raise ValueError(
+                f"checkpoint {checkpoint.step}: expected a state of digest "
+                f"{checkpoint.labels['digest']}, as saved, got {digest}"
+            )
+        return state, Restored(
+            step=checkpoint.step,
+            mesh=self._mesh_text,
+            leaf_count=checkpoint.leaf_count,
+            size_bytes=checkpoint.size_bytes,
+            seconds=seconds,
+            digest=digest,
+        )
+
+    def steps(
+        self, state: EasyDeLState, *, until: int
+    ) -> Iterator[tuple[EasyDeLState, Step]]:
+        """Yields the state after each step; the one before it is donated."""
+        advance = _advance_with(state.shardings, self._mesh)
+        rows = NamedSharding(self._mesh, _P(("dp", "fsdp")))
+        for step in range(int(state.step) + 1, until + 1):
+            text = self._corpus.batch(step)
+            # each process of a job provides what its devices need
+            batch = jax.make_array_from_callback(text.shape, rows, text.__getitem__)
+            state, loss = advance(state, batch)
+            yield state, Step(step=step, loss=float(loss), mesh=self._mesh_text)
+
+
+def _advance_with(
+    shardings: Any, mesh: Mesh
+) -> Callable[[EasyDeLState, jax.Array], StateAndLoss]:
+    def advance(state: EasyDeLState, batch: jax.Array) -> StateAndLoss:
+        def loss(graphstate: Any) -> tuple[jax.Array, Any]:
+            model = state.merge(graphstate)
+            # evaluated first: dropout advances the counts in `model`
+            value = loss_of(model, batch)
+            return value, nnx.state(model, nnx.Not(nnx.Param))
+
+        grad = jax.value_and_grad(loss, has_aux=True)
+        (value, graphother), grads = grad(state.graphstate)
+        advanced = state.apply_gradients(grads=grads)
+        return advanced.replace(graphother=graphother), value
+
+    replicated = NamedSharding(mesh, _P())
+    return jax.jit(advance, donate_argnums=0, out_shardings=(shardings, replicated))
+
+
+class _Corpus:
+    """Batches of the training text: the topics of ``help()``, prose that ships with
+    Python, as bytes. A batch is a function of the step alone."""
+
+    def __init__(self) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        self._bytes = np.frombuffer(text.encode(), np.uint8)
+
+    def batch(self, step: int) -> npt.NDArray[np.int32]:
+        """Returns the batch of a step: ``_BATCH_SIZE`` rows of ``WINDOW + 1`` bytes,
+        each window with the byte that follows it."""
+        draw = np.random.default_rng((_SEED, step))
+        starts = draw.integers(len(self._bytes) - WINDOW, size=_BATCH_SIZE)
+        columns = np.arange(WINDOW + 1)
+        windows: npt.NDArray[np.uint8] = self._bytes[starts[:, None] + columns]
+        return windows.astype(np.int32)
+
+
+def saved(
+    steps: Iterable[tuple[EasyDeLState, Step]], run: Run, *, every: int
+) -> Iterator[Event]:
+    """Yields the steps, and the events of saves in the background at each ``every``
+    steps.
+
+    A save that is due while another is in progress is skipped: on slow storage, the job
+    would be killed within a save, which the demo does not show.
+    """
+    pending: Save | None = None
+    for state, step in steps:
+        yield step
+        is_due = step.step % every == 0
+        is_busy = pending is not None and not pending.done()
+        if pending is not None and (is_due or not is_busy):
+            yield _committed(pending)
+            pending = None
+        if is_due and not is_busy:
+            pending, begun = _begin(run, state, step)
+            yield begun
+    if pending is not None:
+        yield _committed(pending)
+
+
+def _begin(run: Run, state: EasyDeLState, step: Step) -> tuple[Save, SaveBegun]:
+    labels = {"digest": digest_of(state), "mesh": step.mesh}
+    began = time.monotonic()
+    save = save_state(run, state, metrics={"loss": step.loss}, labels=labels)
+    blocked = time.monotonic() - began
+    return save, SaveBegun(step=step.step, blocked_seconds=blocked)
+
+
+def _committed(save: Save) -> Committed:
+    checkpoint = save.result()
+    return Committed(step=checkpoint.step, size_bytes=checkpoint.size_bytes)
 
 
 def main() -> None:
@@ -101,7 +392,6 @@ def _which(text: str) -> Which:
 
 
 def _events(arguments: argparse.Namespace) -> Iterator[Event]:
-    from storesvc_client.demo.training import Training
 
     training = Training(arguments.mesh)
     if arguments.store is None:
@@ -113,7 +403,6 @@ def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
     from storesvc_client.demo.kill_point import stop_at_kill_point
-    from storesvc_client.demo.training import saved
 
     with connect(
         arguments.store,

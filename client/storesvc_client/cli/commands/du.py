@@ -196,7 +196,7 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    from storesvc_client._documents.usages import usages_of
+    from storesvc_client._documents.checkpoints import usages_of
 
     damaged: list[DataLossError] = []
     usages = usages_of(client, namespace, damaged.append)

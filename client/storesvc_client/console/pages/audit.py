@@ -10,8 +10,7 @@ from storesvc_client import AuditEntries, AuditEntry
 from storesvc_client._api.client import newest
 from storesvc_client._values.arguments import parse_past
 from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
-from storesvc_client.console.addresses import command, with_values
-from storesvc_client.console.page import Page
+from storesvc_client.console.rendering import Page, command, with_values
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 100

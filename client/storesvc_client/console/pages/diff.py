@@ -8,10 +8,8 @@ from markupsafe import Markup
 
 from storesvc_client import Diff, ItemDifference, LeafDifference
 from storesvc_client._values.texts import ABSENT, natural_key, sizes_text, value_text
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import Page
 from storesvc_client.console.pages.checkpoint import LARGE
-from storesvc_client.console.pictures import layer_bars
+from storesvc_client.console.rendering import Page, command, layer_bars
 from storesvc_client.console.visit import Visit, checkpoint_path
 
 ROWS: Final = 200

@@ -1,8 +1,7 @@
 """``/events``: changes of checkpoints as they happen."""
 
 from storesvc_client import DataLossError
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import Page
+from storesvc_client.console.rendering import Page, command
 from storesvc_client.console.visit import Visit
 
 

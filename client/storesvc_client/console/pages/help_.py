@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc_client.console.page import Page
+from storesvc_client.console.rendering import Page
 from storesvc_client.console.visit import Visit
 
 

@@ -14,17 +14,19 @@ from storesvc_client._values.texts import (
     sizes_text,
     spec_text,
 )
-from storesvc_client.console.addresses import checkpoint_url, command
-from storesvc_client.console.leaf_values import READ_BYTES, is_readable
-from storesvc_client.console.page import Crumb, Page, crumbs_to_run
 from storesvc_client.console.pages import checkpoint
-from storesvc_client.console.pictures import (
+from storesvc_client.console.rendering import (
+    Crumb,
+    Page,
+    checkpoint_url,
     chunk_map,
+    command,
+    crumbs_to_run,
     heatmap,
     histogram,
     sharding_grid,
 )
-from storesvc_client.console.visit import Visit
+from storesvc_client.console.visit import READ_BYTES, Visit, is_readable
 
 
 def page(visit: Visit) -> Page:

@@ -1,7 +1,6 @@
 """``/me``: who the store takes the user for, and what the user may do."""
 
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import Page
+from storesvc_client.console.rendering import Page, command
 from storesvc_client.console.visit import Visit
 
 

@@ -22,10 +22,16 @@ from storesvc_client import (
 )
 from storesvc_client._values.axes import scale
 from storesvc_client._values.texts import json_value, order_metrics
-from storesvc_client.console.addresses import command, run_url, with_values
-from storesvc_client.console.page import Page, crumbs_to_namespace
 from storesvc_client.console.pages.runs import main_metric
-from storesvc_client.console.pictures import metric_plot, timeline
+from storesvc_client.console.rendering import (
+    Page,
+    command,
+    crumbs_to_namespace,
+    metric_plot,
+    run_url,
+    timeline,
+    with_values,
+)
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 50

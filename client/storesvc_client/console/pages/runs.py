@@ -19,9 +19,7 @@ from storesvc_client import (
     Tag,
 )
 from storesvc_client._values.texts import order_metrics
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import RUNS, Page
-from storesvc_client.console.pictures import sparkline
+from storesvc_client.console.rendering import RUNS, Page, command, sparkline
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 50

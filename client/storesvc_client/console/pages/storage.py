@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc_client import Collected, DataLossError, Usage
-from storesvc_client._documents.usages import usages_of
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import Page
+from storesvc_client._documents.checkpoints import usages_of
+from storesvc_client.console.rendering import Page, command
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 100

@@ -6,9 +6,14 @@ from typing import Final
 from markupsafe import Markup
 
 from storesvc_client import WriterReport
-from storesvc_client.console.addresses import checkpoint_url, command
-from storesvc_client.console.page import Crumb, Page, crumbs_to_run
-from storesvc_client.console.pictures import save_phases
+from storesvc_client.console.rendering import (
+    Crumb,
+    Page,
+    checkpoint_url,
+    command,
+    crumbs_to_run,
+    save_phases,
+)
 from storesvc_client.console.visit import Visit
 
 _PHASES: Final = {

@@ -5,8 +5,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from storesvc_client import DataLossError, UploadInfo
-from storesvc_client.console.addresses import command
-from storesvc_client.console.page import Page
+from storesvc_client.console.rendering import Page, command
 from storesvc_client.console.visit import Visit
 
 _SHOWN: Final = 8

@@ -44,7 +44,7 @@ from storesvc.storage.bucket import (
     check_conditions,
 )
 from storesvc.storage.location import LOCK_SUFFIX
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 

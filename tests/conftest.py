@@ -37,7 +37,7 @@ from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.support.contract import Writer

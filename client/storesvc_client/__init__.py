@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from storesvc_client._api.client import AuditEntries, Client, connect
+    from storesvc_client._api.groups import Collected, Hold, Usage
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
-    from storesvc_client._api.watch import Collected, Hold, Usage
     from storesvc_client._export.report import ExportReport
     from storesvc_client._foreign.mount import (
         ForeignCheckpoint,
@@ -28,7 +28,26 @@ if TYPE_CHECKING:
     from storesvc_client._restore.items import Items
     from storesvc_client._save.saver import Save
     from storesvc_client._values.access import Identity, Quota
-    from storesvc_client._values.item_values import PerProcess, Replicated
+    from storesvc_client._values.items import PerProcess, Replicated
+    from storesvc_client._values.models import (
+        AuditEntry,
+        Checkpoint,
+        Damage,
+        Diff,
+        Event,
+        HoldInfo,
+        ItemDifference,
+        ItemInfo,
+        LeafDifference,
+        LeafInfo,
+        RetentionDecision,
+        RunInfo,
+        ServerInfo,
+        Tag,
+        Transfer,
+        UploadInfo,
+        Verification,
+    )
     from storesvc_client._values.options import Distributed, SaveOptions
     from storesvc_client._values.plots import Plot
     from storesvc_client._values.policies import (
@@ -59,25 +78,6 @@ if TYPE_CHECKING:
     )
     from storesvc_client._values.telemetry import StepLogger
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
-    from storesvc_client._values.values import (
-        AuditEntry,
-        Checkpoint,
-        Damage,
-        Diff,
-        Event,
-        HoldInfo,
-        ItemDifference,
-        ItemInfo,
-        LeafDifference,
-        LeafInfo,
-        RetentionDecision,
-        RunInfo,
-        ServerInfo,
-        Tag,
-        Transfer,
-        UploadInfo,
-        Verification,
-    )
     from storesvc_client.errors import (
         AlreadyExistsError,
         ConflictError,
@@ -185,20 +185,20 @@ __all__ = [
 
 _HOMES: Final = {
     "AuditEntries": "_api.client",
-    "AuditEntry": "_values.values",
+    "AuditEntry": "_values.models",
     "Client": "_api.client",
     "connect": "_api.client",
-    **dict.fromkeys(("Collected", "Usage"), "_api.watch"),
+    **dict.fromkeys(("Collected", "Usage"), "_api.groups"),
     **dict.fromkeys(
         ("ForeignCheckpoint", "ForeignInfo", "ForeignRun", "open_foreign"),
         "_foreign.mount",
     ),
-    "Hold": "_api.watch",
+    "Hold": "_api.groups",
     "Loop": "_api.loop",
     "ExportReport": "_export.report",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
-    **dict.fromkeys(("PerProcess", "Replicated"), "_values.item_values"),
+    **dict.fromkeys(("PerProcess", "Replicated"), "_values.items"),
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "Identity": "_values.access",
@@ -207,7 +207,7 @@ _HOMES: Final = {
     "Picture": "_pictures.picture",
     "Plot": "_values.plots",
     "StepLogger": "_values.telemetry",
-    "Transfer": "_values.values",
+    "Transfer": "_values.models",
     "progress_bar": "_values.progress",
     "Run": "_api.run",
     "Save": "_save.saver",
@@ -228,7 +228,7 @@ _HOMES: Final = {
     **dict.fromkeys(("Minutes", "Raise", "Steps", "Tolerate"), "_values.triggers"),
     **dict.fromkeys(
         ("Damage", "Diff", "ItemDifference", "LeafDifference", "Verification"),
-        "_values.values",
+        "_values.models",
     ),
     **dict.fromkeys(
         (
@@ -255,7 +255,7 @@ _HOMES: Final = {
             "Tag",
             "UploadInfo",
         ),
-        "_values.values",
+        "_values.models",
     ),
 }
 """Module of each public name; all other names are in ``errors``."""

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from storesvc_client._chunks.host_memory import MIN_BUDGET_BYTES, BlockPool, StagingPool
+from storesvc_client._chunks.memory import MIN_BUDGET_BYTES, BlockPool, StagingPool
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.telemetry import Telemetry
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
-    from storesvc_client._storage.lent_bucket import LentBucket
+    from storesvc_client._storage.lending import LentBucket
 
 DEFAULT_STAGING_BYTES: Final = 4 << 30
 """Default host memory for the saves of a client."""

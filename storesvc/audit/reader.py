@@ -48,7 +48,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.errors import AuditUnavailableError, InvalidPageTokenError
 from storesvc.format.audit_chain import REOPENED, STARTED, TORN
 from storesvc.format.names import InvalidNameError, RunName
-from storesvc.storage.hedged_calls import run_in_daemon_thread
+from storesvc.storage.requests import run_in_daemon_thread
 
 MAX_LINE_BYTES: Final = 2 << 20
 """Maximum bytes of a line that is kept. Entries of a server are far shorter."""

@@ -69,7 +69,7 @@ from storesvc.format.manifests import (
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.storage.hedged_calls import AT_ONCE, each
+from storesvc.storage.requests import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 S = TypeVar("S")

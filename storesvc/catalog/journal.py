@@ -31,7 +31,7 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.storage.hedged_calls import beside
+from storesvc.storage.requests import beside
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)

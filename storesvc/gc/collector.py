@@ -66,7 +66,7 @@ from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.requests import each
 from storesvc.telemetry.events import (
     RetentionApplied,
     RunCollected,

@@ -52,7 +52,7 @@ from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import Outcome, RetentionEnforcer
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

@@ -30,8 +30,8 @@ from storesvc.format.layout import RunPaths, upload_of_data_file
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gc.mark import RunState, agree, uploads_needing_records
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.storage.hedged_calls import each
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import each
 from storesvc.telemetry.events import RunContents
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -47,9 +47,9 @@ from storesvc.errors import (
     TokenExpiredError,
 )
 from storesvc.storage.config_files import read_file
-from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc.storage.hedging import LogThrottle
 from storesvc.storage.location import shows_plaintext
+from storesvc.storage.requests import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from joserfc.jwk import KeySet

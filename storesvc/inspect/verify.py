@@ -35,11 +35,11 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import corrupted_in_transit
 from storesvc.clock import Clock
+from storesvc.concurrency import FairSemaphore
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
 )
-from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.chunks import ChunkLocations, Read, plan_reads
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
@@ -49,8 +49,8 @@ from storesvc.format.names import (
     RunName,
     check_data_file,
 )
-from storesvc.inspect import damage
-from storesvc.inspect.damage import (
+from storesvc.inspect import rules
+from storesvc.inspect.rules import (
     Damage,
     Difference,
     LeafMetadata,
@@ -58,8 +58,8 @@ from storesvc.inspect.damage import (
     Tally,
     differences,
 )
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.ocdbt_reader import ValueLocation
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.telemetry.events import DamageFound, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api
@@ -248,7 +248,7 @@ class _Reading:
             await self._check_slot()
         data = stored.data if stored is not None else None
         return await asyncio.to_thread(
-            damage.file_table_damages, manifest, data, expected=expected
+            rules.file_table_damages, manifest, data, expected=expected
         )
 
     async def checked(
@@ -352,10 +352,10 @@ def _chunks(
     """Returns the damages of chunks at the locations of the manifest."""
 
     def check(chunks: Sequence[int], data: bytes) -> Iterator[Damage]:
-        return damage.chunk_damages(manifest, chunks, data)
+        return rules.chunk_damages(manifest, chunks, data)
 
     def missing(chunk: int, why: str) -> list[Damage]:
-        return [damage.chunk_damage(manifest.tree, chunk, damage.MISSING, why)]
+        return [rules.chunk_damage(manifest.tree, chunk, rules.MISSING, why)]
 
     return reading.checked(manifest.places, check, missing)
 
@@ -367,10 +367,10 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
         what = "the key space of the checkpoint is missing or damaged"
         leaves = manifest.tree.leaves
         await asyncio.to_thread(
-            tally.add, (damage.leaf_damage(leaf, what) for leaf in leaves)
+            tally.add, (rules.leaf_damage(leaf, what) for leaf in leaves)
         )
         return
-    differing = damage.key_space_damages(manifest, shown, tally.damaged)
+    differing = rules.key_space_damages(manifest, shown, tally.damaged)
     await asyncio.to_thread(tally.add, differing)
     metadata = LeafMetadata(manifest.tree)
     unshown, sharing, places = await asyncio.to_thread(

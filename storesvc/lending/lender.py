@@ -38,9 +38,9 @@ from storesvc.errors import (
 from storesvc.format.names import HoldName, UploadName
 from storesvc.lending import boundary
 from storesvc.lending.boundary import Boundary, gcs_options, s3_policy
-from storesvc.storage.gcs import source_credentials
-from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc.storage.location import Storage, shows_plaintext
+from storesvc.storage.remote import source_credentials
+from storesvc.storage.requests import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials

@@ -32,7 +32,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.holds import References
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)

@@ -61,7 +61,7 @@ from storesvc.storage.bucket import (
     PreconditionError,
     WriteCondition,
 )
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

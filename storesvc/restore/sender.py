@@ -24,7 +24,7 @@ from storesvc.restore.read_scheduler import (
     Urgency,
     plan_units,
 )
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.telemetry.events import ChunksMoved, publish
 
 READS_AHEAD: Final = 3

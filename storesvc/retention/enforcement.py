@@ -35,7 +35,7 @@ from storesvc.retention.policy import (
     decide,
     metrics_of,
 )
-from storesvc.storage.hedged_calls import each
+from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 

@@ -25,7 +25,7 @@ import grpc.aio
 from storesvc.access.call import Call, current
 from storesvc.access.policy import ANONYMOUS, Principal
 from storesvc.errors import IdentityRequiredError, TokenExpiredError
-from storesvc.rpc.permissions import RULES, Open, Public
+from storesvc.rpc.methods import RULES, Open, Public
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import (
     KINDS,

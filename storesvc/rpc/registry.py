@@ -25,21 +25,21 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from storesvc.quota.quotas import Quotas
-from storesvc.rpc.audit import AccessService
-from storesvc.rpc.checkpoints import (
+from storesvc.rpc.access_service import AccessService
+from storesvc.rpc.checkpoint_service import (
     CheckpointCalls,
     DiffCalls,
     HoldCalls,
     RunCalls,
     TagCalls,
 )
-from storesvc.rpc.maintenance import ChunkService, MaintenanceService
-from storesvc.rpc.permissions import authorize
+from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
+from storesvc.rpc.methods import authorize
 from storesvc.rpc.requests import check_counts, check_size, parsed
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import KINDS, Context, host_of, note_status
 from storesvc.rpc.streams import MessageBudget, released
-from storesvc.rpc.uploads import UploadService
+from storesvc.rpc.upload_service import UploadService
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     access_service_pb2,

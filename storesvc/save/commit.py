@@ -53,7 +53,6 @@ from storesvc.format.names import UploadName
 from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
 from storesvc.offload import offload
-from storesvc.save.plan_mismatch import key_space_of
 from storesvc.save.receipts import Receipt, Receipts, longest
 from storesvc.save.reuse import (
     Claims,
@@ -61,10 +60,11 @@ from storesvc.save.reuse import (
     claimed_places,
     find_claims,
 )
+from storesvc.save.rules import key_space_of
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Generation, PreconditionError
-from storesvc.storage.hedged_calls import beside, together
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import beside, together
 from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2

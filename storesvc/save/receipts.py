@@ -68,8 +68,8 @@ from storesvc.save.staging_tables import (
 )
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.storage.hedged_calls import AT_ONCE, each
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 

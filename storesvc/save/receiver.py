@@ -70,9 +70,9 @@ from storesvc.save.batches import (
 )
 from storesvc.save.staging_tables import NewTable, OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.file_threads import NewObject
-from storesvc.storage.hedged_calls import beside
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.file_bucket import NewObject
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import beside
 from storesvc.telemetry.events import ChunksMoved, Path, publish
 from storesvc_proto.v1 import tree_pb2
 

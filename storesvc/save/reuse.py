@@ -35,8 +35,8 @@ from storesvc.format.trees import Tree
 from storesvc.offload import offload
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.hedged_calls import each
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import each
 
 MAX_VERSIONS: Final = 16
 """Maximum versions of one chunk of one writer that can be reused; more are ignored."""

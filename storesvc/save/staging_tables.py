@@ -34,8 +34,8 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.offload import offload
-from storesvc.storage.hedged_calls import each
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 

@@ -49,10 +49,10 @@ from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
-from storesvc.save.plan_mismatch import differing_rows, first_difference
+from storesvc.save.rules import differing_rows, first_difference
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
-from storesvc.storage.hedged_calls import beside, together
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import beside, together
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _KEPT_RENEWALS: Final = 10_000

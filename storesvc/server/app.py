@@ -21,13 +21,13 @@ from storesvc.format import layout
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import registry
 from storesvc.rpc.calls import CallInterceptor, MeasuringInterceptor
-from storesvc.rpc.permissions import ReadOnly
+from storesvc.rpc.methods import ReadOnly
 from storesvc.rpc.registry import HealthCalls
 from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.status import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.server.tls import Tls
 from storesvc.storage.bucket import invalid_place
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 
 DRAIN_SECONDS: Final = 10.0

@@ -28,7 +28,7 @@ from storesvc.server.gc_scheduler import (
     apply_pending_retention,
     collecting,
 )
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.threads import Threads
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.storage.hedged_calls import await_future
+from storesvc.storage.requests import await_future
 
 _CONFLICT: Final = b""
 """Generation that a write returns whose condition failed."""

@@ -12,12 +12,12 @@ import tensorstore as ts
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import ROOT
 from storesvc.storage.bucket import translated
-from storesvc.storage.gcs import endpoint_in_environment
-from storesvc.storage.hedged_calls import await_future
 from storesvc.storage.location import MEMORY_DRIVER
+from storesvc.storage.remote import endpoint_in_environment
+from storesvc.storage.requests import await_future
 
 if TYPE_CHECKING:
-    from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+    from storesvc.storage.object_bucket import TensorStoreBucket
 
 _NODE: Final = "node"
 """Name of a node's object in the memory that TensorStore decodes it from."""

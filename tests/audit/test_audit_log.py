@@ -27,7 +27,7 @@ from storesvc.audit.log import (
     AuditLog,
 )
 from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
-from storesvc.rpc.permissions import READING
+from storesvc.rpc.methods import READING
 from storesvc_client.cli import main
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub

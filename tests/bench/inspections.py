@@ -19,7 +19,7 @@ import storesvc_client as store
 from storesvc.format.chunks import READ_BYTES, ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc.inspect.damage import differences
+from storesvc.inspect.rules import differences
 from storesvc.inspect.verify import MAX_READS
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import MIB, resident

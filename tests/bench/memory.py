@@ -26,7 +26,7 @@ from storesvc.format import wire
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
-from storesvc_client._restore import file_source
+from storesvc_client._restore import sources
 from storesvc_client._save import chunk_streams
 from tests.fake_gcs import FakeGcs
 from tests.support.gcs_calls import BUCKET
@@ -113,7 +113,7 @@ def main() -> None:
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
     save = 4 * chunk_streams.STREAMS * batches.FRAME_BYTES // MIB
-    restore = 4 * file_source.STREAMS * wire.FRAME_BYTES // MIB
+    restore = 4 * sources.STREAMS * wire.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
     bound = READ_BUFFER_BYTES + kept
     print(

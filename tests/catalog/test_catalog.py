@@ -27,7 +27,7 @@ from storesvc.format.seal import seal
 from storesvc.rpc import paging
 from storesvc.rpc.paging import page_token
 from storesvc.storage.bucket import Stored
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -19,7 +19,7 @@ import pytest
 import tensorstore as ts
 
 import storesvc_client as store
-from storesvc_client._foreign.remote_location import open_location
+from storesvc_client._foreign.locations import open_location
 from tests.conftest import gcs_root, s3_root
 from tests.support.command_line import document, printed, refusal
 from tests.support.examples import sampled, soaked

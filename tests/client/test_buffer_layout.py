@@ -13,7 +13,7 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer_layout import Buffer, Span, lay_out
+from storesvc_client._chunks.buffers import Buffer, Span, lay_out
 from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._chunks.host_memory import (
-    HUGE_PAGE_BYTES,
-    BlockPool,
-    allocate,
-)
+from storesvc_client._chunks.buffers import Bytes
+from storesvc_client._chunks.memory import HUGE_PAGE_BYTES, BlockPool, allocate
 from tests.support.examples import sampled
 
 SIZE = 3 * HUGE_PAGE_BYTES + 5

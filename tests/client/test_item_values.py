@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values import item_values
-from storesvc_client._values.item_values import (
+from storesvc_client._values import items
+from storesvc_client._values.items import (
     MAX_JSON_DEPTH,
     Encoded,
     decode,
@@ -163,7 +163,7 @@ def test_a_value_that_contains_itself_is_rejected() -> None:
 def test_a_value_that_is_too_large_is_rejected(
     monkeypatch: pytest.MonkeyPatch, value: Any
 ) -> None:
-    monkeypatch.setattr(item_values, "MAX_ENCODED_BYTES", 2)
+    monkeypatch.setattr(items, "MAX_ENCODED_BYTES", 2)
 
     with pytest.raises(ValueError, match="expected at most 2 bytes, got"):
         encode_item(value)

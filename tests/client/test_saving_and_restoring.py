@@ -22,7 +22,7 @@ import storesvc_client as store
 from storesvc.format.trees import Leaf
 from storesvc_client._rpc import retry
 from storesvc_client._save.saver import PendingSave
-from storesvc_client._values.values import Event, LeafInfo, UploadInfo
+from storesvc_client._values.models import Event, LeafInfo, UploadInfo
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests.support.server_process import ServerProcess

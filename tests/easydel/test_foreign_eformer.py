@@ -9,7 +9,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client._foreign.formats import eformer
-from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.locations import LocalLocation
 from tests.easydel.eformer_writer import write
 from tests.easydel.scenarios import SCENARIOS, stepper
 from tests.support.eformer_parts import check_steps

@@ -12,7 +12,7 @@ from safetensors.numpy import load
 
 import storesvc_client as store
 from storesvc_client._export.orbax import COMMITTED
-from storesvc_client._foreign.remote_location import Location, open_location
+from storesvc_client._foreign.locations import Location, open_location
 from tests.conftest import gcs_root, s3_root
 from tests.export.parts import Save
 from tests.fake_gcs import ALWAYS, FakeGcs, Status

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from storesvc.format.grids import Region, part, whole
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._foreign import zarr_arrays
 from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client._foreign.mount import ForeignCheckpoint
-from storesvc_client._foreign.remote_location import LocalLocation
 from storesvc_client._foreign.source import ForeignSource
 from storesvc_client._foreign.zarr_arrays import (
     ArrayPlace,

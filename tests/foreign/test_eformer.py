@@ -11,7 +11,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import eformer
-from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError
 from tests.support.eformer_parts import KERNEL, check_steps, expected_tree
 from tests.support.foreign_reading import as_bytes, read_leaf, read_tree

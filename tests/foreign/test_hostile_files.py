@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from storesvc_client._foreign.foreign_step import ForeignRoot
 from storesvc_client._foreign.formats import eformer, jax_arrays, levanter, safetensors
-from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client.errors import (
     DataLossError,
     LimitError,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 import storesvc_client as store
-from storesvc_client._foreign.remote_location import open_location
+from storesvc_client._foreign.locations import open_location
 from tests.support.hub_server import Fault, Hub, serving
 from tests.support.written_files import files_below
 

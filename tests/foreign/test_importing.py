@@ -18,7 +18,7 @@ import storesvc_client as store
 from storesvc.format.grids import Region
 from storesvc.format.trees import Tree
 from storesvc_client import ForeignRun
-from storesvc_client._chunks.host_memory import ExtentPool
+from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
 

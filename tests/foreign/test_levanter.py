@@ -21,7 +21,7 @@ from jax.experimental.array_serialization.serialization import (
 import storesvc_client as store
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import levanter
-from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from tests.support.foreign_reading import (
     as_bytes,

@@ -13,7 +13,7 @@ import pytest
 import tensorstore as ts
 from fsspec.registry import _registry
 
-from storesvc_client._foreign.remote_location import Location, open_location
+from storesvc_client._foreign.locations import Location, open_location
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

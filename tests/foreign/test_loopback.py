@@ -24,7 +24,7 @@ from huggingface_hub import constants
 
 import storesvc_client as store
 from storesvc_client._foreign import loopback
-from storesvc_client._foreign.remote_location import open_location
+from storesvc_client._foreign.locations import open_location
 from tests.foreign.orbax_checkpoints import WRITERS
 from tests.foreign.test_round_trips import all_bits
 from tests.foreign.written_formats import FORMATS

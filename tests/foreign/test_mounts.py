@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc_client._foreign.remote_location import open_location
+from storesvc_client._foreign.locations import open_location
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.foreign.orbax_checkpoints import WRITERS, arrays, mesh, tree_for

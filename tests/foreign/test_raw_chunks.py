@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.grids import Region
 from storesvc_client._foreign import raw_chunks as ocdbt_places
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client._foreign.raw_chunks import (
     FolderPlaces,
     OcdbtPlaces,
@@ -20,7 +21,6 @@ from storesvc_client._foreign.raw_chunks import (
     RawChunks,
     raw_form,
 )
-from storesvc_client._foreign.remote_location import LocalLocation
 from storesvc_client._foreign.zarr_arrays import (
     ArrayPlace,
     TensorStoreArray,

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import storesvc_client as store
 from storesvc_client._foreign.formats import safetensors
 from storesvc_client._foreign.formats.safetensors import TENSOR_DTYPES
-from storesvc_client._foreign.remote_location import LocalLocation
+from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from tests.support.foreign_reading import (
     as_bytes,

@@ -12,7 +12,7 @@ from storesvc.errors import InvalidFieldError
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.wire import FRAME_BYTES, Frame, cut, parts_of
-from storesvc.rpc.uploads import part_of
+from storesvc.rpc.upload_service import part_of
 from storesvc_client._chunks.slabs import (
     FilledSlab,
     SentFrame,

@@ -17,7 +17,7 @@ import storesvc_client as store
 from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc.inspect.damage import CONTENT, Difference, differences
+from storesvc.inspect.rules import CONTENT, Difference, differences
 from storesvc_client.cli import main
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

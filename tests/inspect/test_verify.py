@@ -19,10 +19,10 @@ from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import chunks
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.inspect import damage as verify_report
+from storesvc.inspect import rules as verify_report
 from storesvc.inspect import verify as verification
-from storesvc.inspect.damage import Report
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.inspect.rules import Report
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.contract import CHUNK, Writer

@@ -17,8 +17,8 @@ import pytest
 
 import storesvc_client as store
 from storesvc.lending.lender import Lending
-from storesvc_client._save import data_files
-from storesvc_client._storage import own_store
+from storesvc_client._save import direct as data_files
+from storesvc_client._storage import objects
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.fake_gcs import ALWAYS, Delay, Tokens
@@ -73,14 +73,14 @@ def test_threads_that_send_the_first_requests_share_an_event_loop(
         time.sleep(0.05)  # as long as a switch of threads may take
         return new_loop()
 
-    monkeypatch.setattr(own_store, "_loops", loops)
+    monkeypatch.setattr(objects, "_loops", loops)
     monkeypatch.setattr(asyncio, "new_event_loop", slowly)
 
     async def request() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
     with ThreadPoolExecutor(8) as pool:
-        calls = pool.map(lambda _: own_store.started(request()), range(8))
+        calls = pool.map(lambda _: objects.started(request()), range(8))
         found = [call.result() for call in calls]
     for loop in loops:
         loop.call_soon_threadsafe(loop.stop)

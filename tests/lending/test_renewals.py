@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from storesvc_client._storage.own_store import (
+from storesvc_client._storage.objects import (
     PAUSE_SECONDS,
     GcsSecret,
     Lent,

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import args
 
 import storesvc_client as store
-from storesvc_client.orbax.step_items import pack_files, read_files
+from storesvc_client.orbax.items import pack_files, read_files
 from tests.orbax.conftest import NewManager
 
 

@@ -15,13 +15,13 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 import storesvc_client as store
 from storesvc_client import orbax
-from storesvc_client.orbax.retention_options import (
+from storesvc_client.orbax.items import StepRecord
+from storesvc_client.orbax.options import (
     metric_of,
     retention_of_options,
     retention_of_policy,
 )
 from storesvc_client.orbax.sequence import split_target
-from storesvc_client.orbax.step_items import StepRecord
 from tests.orbax.conftest import NewManager
 from tests.support.stable_ids import stable_id
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from storesvc.format.trees import SavedSharding
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.models import LeafInfo
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 

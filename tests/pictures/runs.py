@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
-from storesvc_client._values.values import Checkpoint, HoldInfo, Tag
+from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
 
 START = datetime(2026, 7, 1, tzinfo=UTC)
 

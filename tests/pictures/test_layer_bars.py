@@ -9,8 +9,8 @@ from storesvc_client._pictures.layer_bars import (
     layers_of,
 )
 from storesvc_client._pictures.treemap import percent
+from storesvc_client._values.models import Diff, LeafDifference
 from storesvc_client._values.texts import natural_key
-from storesvc_client._values.values import Diff, LeafDifference
 from tests.pictures.leaves import leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, parsed, texts, titles
 from tests.pictures.runs import checkpoint

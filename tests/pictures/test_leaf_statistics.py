@@ -21,7 +21,7 @@ from storesvc_client._pictures.leaf_statistics import (
     leaf_statistics,
     sampled_chunks,
 )
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.models import LeafInfo
 from tests.pictures.parsed import SVG, boxes, filled, parsed, texts, titles
 
 BLUE = "#2b83ea"

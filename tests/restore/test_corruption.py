@@ -15,7 +15,7 @@ import storesvc_client as store
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
-from storesvc_client._restore import file_source
+from storesvc_client._restore import sources
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests.support import stored_records
 from tests.support.examples import examples
@@ -146,19 +146,19 @@ def test_a_failed_stream_stops_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    stream = file_source.ServerSource._stream
+    stream = sources.ServerSource._stream
 
     def counted(self: Any, method: Any, ordinals: Any, assembly: Any) -> None:
         begun.append(ordinals)
         stream(self, method, ordinals, assembly)
 
-    monkeypatch.setattr(file_source.ServerSource, "_stream", counted)
+    monkeypatch.setattr(sources.ServerSource, "_stream", counted)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/damage")
         run.save(1, {f"{n}": np.full(2**21, n, np.int64) for n in range(16)}).result()
         send_through_server(client)
         run.restore(1)
-        assert file_source.STREAMS == len(begun)
+        assert sources.STREAMS == len(begun)
         begun.clear()
         places = run.open(1)._manifest.places  # files hold chunks in any order
         damaged = tmp_path / "data/tests/damage/pool" / places.files[places.file[0]]
@@ -167,7 +167,7 @@ def test_a_failed_stream_stops_the_others(
         with pytest.raises(store.DataLossError, match="chunk 0"):
             run.restore(1)
         # and the chunk is requested a second time
-        assert [[0]] == begun[file_source.STREAMS :]
+        assert [[0]] == begun[sources.STREAMS :]
 
 
 def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:

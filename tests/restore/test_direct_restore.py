@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc.format.chunks import Read
 from storesvc.format.grids import whole
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BufferBudget
 from tests.bench.speed.meters import measured, memory_mib, settle

@@ -12,8 +12,8 @@ import pytest
 import storesvc_client as store
 from storesvc_client._job import job as wait_log
 from storesvc_client._job.job import JointSave
-from storesvc_client._restore import joint_restore
-from storesvc_client._restore.joint_restore import JointRestore
+from storesvc_client._restore import joint as joint_restore
+from storesvc_client._restore.joint import JointRestore
 from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.reports import ProcessReading
 from tests.support.thread_job import ThreadJob, ThreadProcess

@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Job
-from storesvc_client._restore.joint_restore import Finding, agreed_damage, damage_of
+from storesvc_client._restore.joint import Finding, agreed_damage, damage_of
 from tests.support.sessions import send_through_server
 from tests.support.thread_job import ThreadJob
 
@@ -360,7 +360,7 @@ def test_processes_do_not_step_back_from_the_oldest_or_without_a_meeting() -> No
 def test_a_process_that_does_not_answer_counts_as_another_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("storesvc_client._restore.joint_restore.LEAST_SECONDS", 0.2)
+    monkeypatch.setattr("storesvc_client._restore.joint.LEAST_SECONDS", 0.2)
 
     def part(process: Job) -> str:
         if process.index == 1:

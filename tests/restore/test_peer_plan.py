@@ -12,8 +12,8 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._job.assignment import Holders
-from storesvc_client._restore import peer_source
-from storesvc_client._restore.peer_source import Exchange, SpreadPlan, Stage
+from storesvc_client._restore import spread
+from storesvc_client._restore.spread import Exchange, SpreadPlan, Stage
 from storesvc_proto.v1 import tree_pb2
 
 COUNT = 4
@@ -28,8 +28,8 @@ Cut = tuple[tuple[int, int], Holders]
 def small() -> Iterator[None]:
     """Budgets and slices of a few chunks."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(peer_source, "STAGE_BYTES", BUDGET)
-    patch.setattr(peer_source, "SLICE_BYTES", 250)
+    patch.setattr(spread, "STAGE_BYTES", BUDGET)
+    patch.setattr(spread, "SLICE_BYTES", 250)
     yield
     patch.undo()
 
@@ -143,8 +143,8 @@ def test_slices_hold_what_is_sent_and_have_few_sizes(drawn: list[list[Cut]]) -> 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1000, (64 << 20) - 1, 64 << 20])
 def test_a_rounded_size_is_little_larger(size: int) -> None:
-    rounded = peer_source._rounded_up(size)
+    rounded = spread._rounded_up(size)
 
     assert size <= rounded <= size * (1 + 1 / 16)
     near = np.arange(size, size + size // 2)[: 1 << 12]
-    assert len({peer_source._rounded_up(int(n)) for n in near}) <= 32
+    assert len({spread._rounded_up(int(n)) for n in near}) <= 32

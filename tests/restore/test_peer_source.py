@@ -13,12 +13,12 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._job import assignment
-from storesvc_client._restore import peer_source
+from storesvc_client._restore import spread
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._restore.peer_source import PeerSource, SpreadPlan
+from storesvc_client._restore.spread import PeerSource, SpreadPlan
 from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -31,16 +31,16 @@ LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 def left() -> Iterator[threading.Event]:
     """Event that is set if this process has abandoned an exchange. The processes of
     these tests are threads, and share it."""
-    yield peer_source._left
-    peer_source._left.clear()
+    yield spread._left
+    spread._left.clear()
 
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
     """A checkpoint of which each round exchanges half a leaf per process."""
-    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * 80_000)
-    monkeypatch.setattr(peer_source, "SLICE_BYTES", 200_000)
-    monkeypatch.setattr(peer_source, "BATCH_BYTES", 200_000)
+    monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(spread, "SLICE_BYTES", 200_000)
+    monkeypatch.setattr(spread, "BATCH_BYTES", 200_000)
     monkeypatch.setattr(assignment, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/spread")
@@ -172,7 +172,7 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
     monkeypatch: pytest.MonkeyPatch,
     stage_bytes: int,
 ) -> None:
-    monkeypatch.setattr(peer_source, "STAGE_BYTES", stage_bytes)
+    monkeypatch.setattr(spread, "STAGE_BYTES", stage_bytes)
     corrupted: list[int] = []
 
     def part(job: ThreadProcess) -> dict[str, Any]:
@@ -180,10 +180,10 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
 
         def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
             brought = [np.array(each) for each in job.gather(own, processes)]
-            has_chunks = len(brought[0]) > peer_source.HEADER_BYTES
+            has_chunks = len(brought[0]) > spread.HEADER_BYTES
             if job.index == 1 and has_chunks and not corrupted:
                 corrupted.append(1)
-                brought[0][peer_source.HEADER_BYTES + 9] ^= (
+                brought[0][spread.HEADER_BYTES + 9] ^= (
                     1  # of the elements, not of the header or the tail
                 )
             return brought
@@ -208,7 +208,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     """A round may end anywhere in a chunk, also within the checksum at its end."""
-    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * slice_bytes)
+    monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading, most = Reading(opened, job), 0
@@ -225,10 +225,8 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
     for result in ThreadJob(COUNT).run(part):
         assert isinstance(result, tuple), result
         found, most = result
-        assert peer_source.HEADER_BYTES < most
-        assert most <= peer_source.HEADER_BYTES + min(
-            slice_bytes, peer_source.SLICE_BYTES
-        )
+        assert spread.HEADER_BYTES < most
+        assert most <= spread.HEADER_BYTES + min(slice_bytes, spread.SLICE_BYTES)
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
 
@@ -237,7 +235,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
 def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
 ) -> None:
-    monkeypatch.setattr(peer_source, "STAGE_BYTES", budget_bytes)
+    monkeypatch.setattr(spread, "STAGE_BYTES", budget_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading = Reading(opened, job)
@@ -277,7 +275,7 @@ def rounds_with_a_failure(opened: OpenCheckpoint) -> list[int]:
 def test_a_failure_ends_the_exchanges_of_all_stages(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_source, "STAGE_BYTES", 1)  # a stage for each leaf
+    monkeypatch.setattr(spread, "STAGE_BYTES", 1)  # a stage for each leaf
 
     # 1 to meet, 2 or 3 for the first leaf, 1 to report the error
     assert all(n <= 5 for n in rounds_with_a_failure(opened))
@@ -306,7 +304,7 @@ def test_ctrl_c_ends_all_processes_after_the_current_round(
             raise KeyboardInterrupt
         return futures.wait(*args)
 
-    monkeypatch.setattr(peer_source, "wait", wait)
+    monkeypatch.setattr(spread, "wait", wait)
 
     def part(job: ThreadProcess) -> None:
         interrupted.__dict__.update({"in": job.index == 1})
@@ -324,7 +322,7 @@ def test_ctrl_c_ends_all_processes_after_the_current_round(
 def test_the_exchange_ends_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_source, "ROUND_BYTES", COUNT * 10_000)
+    monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * 10_000)
 
     # 1 to meet, 17 for the first chunks, 1 to report the error; all would be some 64
     assert all(n < 25 for n in rounds_with_a_failure(opened))
@@ -333,8 +331,8 @@ def test_the_exchange_ends_once_a_process_has_failed(
 def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
@@ -351,8 +349,8 @@ def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
 def test_a_failed_process_is_not_waited_for(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
-    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         if job.index == 1:
@@ -415,8 +413,8 @@ def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) ->
 def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading, met = Reading(opened, job), 0

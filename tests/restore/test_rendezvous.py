@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc_client._job import job as wait_log
-from storesvc_client._restore import joint_restore
-from storesvc_client._restore.joint_restore import together
+from storesvc_client._restore import joint as joint_restore
+from storesvc_client._restore.joint import together
 from storesvc_client._values.arguments import Deadline
 from tests.support.examples import examples
 from tests.support.thread_job import ThreadJob, ThreadProcess

@@ -17,7 +17,7 @@ from storesvc.format.wire import FRAME_BYTES, Part
 from storesvc.restore import read_scheduler
 from storesvc.restore import sender as sending
 from storesvc.restore.sender import Sender
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 

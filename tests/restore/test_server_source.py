@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._restore.file_source import CHUNKS_A_CALL, shares
+from storesvc_client._restore.sources import CHUNKS_A_CALL, shares
 
 MIB = 1 << 20
 

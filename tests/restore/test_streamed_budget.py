@@ -10,7 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
 from tests.conftest import GIVEN_BUCKET  # noqa: F401 - sets jax up before it is imported
 from tests.support.server_process import ServerProcess

@@ -17,10 +17,10 @@ from grpc_status import rpc_status
 from storesvc.errors import RunNotFoundError
 from storesvc.format.names import InvalidNameError
 from storesvc.rpc import registry
-from storesvc.rpc.audit import AccessService
-from storesvc.rpc.maintenance import ChunkService, MaintenanceService
+from storesvc.rpc.access_service import AccessService
+from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.status import ErrorInterceptor
-from storesvc.rpc.uploads import UploadService
+from storesvc.rpc.upload_service import UploadService
 from storesvc_proto.v1 import (
     access_service_pb2,
     checkpoint_service_pb2,

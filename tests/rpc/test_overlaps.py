@@ -29,7 +29,7 @@ from storesvc.format.wire import Frame
 from storesvc.save import batches, receiver
 from storesvc.save.uploads import NewUpload, OpenUpload
 from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

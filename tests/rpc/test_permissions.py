@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from storesvc.access.policy import ROLES, Policy
-from storesvc.rpc.permissions import RULES
+from storesvc.rpc.methods import RULES
 from storesvc.rpc.registry import SERVICES
 from storesvc.telemetry.events import CallEnded, Event, subscribe, unsubscribe
 from storesvc_proto.v1 import (

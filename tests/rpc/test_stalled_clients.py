@@ -13,12 +13,12 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from storesvc import fair_semaphore
+from storesvc import concurrency
+from storesvc.concurrency import FairSemaphore
 from storesvc.errors import LimitExceededError
-from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.rpc import streams, uploads
+from storesvc.rpc import streams, upload_service
 from storesvc.rpc.streams import MessageBudget
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import tree_pb2
@@ -113,8 +113,8 @@ def test_readers_of_manifests_that_stop_delay_no_other_reader(
 def test_the_slowest_client_is_cut_where_others_need_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalled: Stalled
 ) -> None:
-    monkeypatch.setattr(uploads, "TABLES_BYTES", 1 << 20)
-    monkeypatch.setattr(uploads, "PEER_BYTES", 1 << 20)
+    monkeypatch.setattr(upload_service, "TABLES_BYTES", 1 << 20)
+    monkeypatch.setattr(upload_service, "PEER_BYTES", 1 << 20)
     monkeypatch.setattr(streams, "CREDIT_SECONDS", -30.0)
     document = tree_pb2.LeafTable(structure=[b"x" * (700 << 10)])
     part = api.BeginUploadRequest(leaves=document)
@@ -178,7 +178,7 @@ def test_peers_are_served_in_turn() -> None:
 def test_a_call_that_finds_no_place_is_rejected_with_a_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fair_semaphore, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(concurrency, "WAIT_SECONDS", 0.01)
 
     async def main() -> None:
         semaphore = FairSemaphore(1, purpose="works")

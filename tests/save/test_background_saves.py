@@ -25,11 +25,7 @@ import storesvc_client as store
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
-from storesvc_client._chunks.host_memory import (
-    BATCH_BYTES,
-    MIN_BUDGET_BYTES,
-    StagingPool,
-)
+from storesvc_client._chunks.memory import BATCH_BYTES, MIN_BUDGET_BYTES, StagingPool
 from storesvc_client._chunks.slabs import (
     FilledSlab,
     Slab,

@@ -6,7 +6,7 @@ from typing import Any
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.save.commit import MAX_DEFERRED, Discards
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 
 RUN = RunName.parse("tests/discards")
 

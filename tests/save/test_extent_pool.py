@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._chunks.host_memory import ALIGNMENT, ExtentPool
+from storesvc_client._chunks.memory import ALIGNMENT, ExtentPool
 
 BUDGET = 64 * ALIGNMENT
 

@@ -9,7 +9,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.trees import Tree, pack_leaves
-from storesvc.save.plan_mismatch import first_difference
+from storesvc.save.rules import first_difference
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

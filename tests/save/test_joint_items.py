@@ -9,7 +9,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client._job.job import JointSave
-from storesvc_client._save.item_table import ItemExchange, checked_items
+from storesvc_client._save.items import ItemExchange, checked_items
 from tests.conftest import gcs_root
 from tests.support import item_parts
 from tests.support.jax_job import run_job

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import storesvc_client as store
 from storesvc_client._job.job import JointSave
-from storesvc_client._save import joint_writer, saver
+from storesvc_client._save import saver, writers
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.support import job_parts
@@ -288,7 +288,7 @@ def test_a_board_that_is_gone_fails_no_save_that_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = threading.local()
-    monkeypatch.setattr(joint_writer, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(writers, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(
         saver, "_joint_save", lambda *what: JointSave(joined.process, *what)
     )

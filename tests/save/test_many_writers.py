@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from storesvc.rpc.uploads import MAX_WRITERS
+from storesvc.rpc.upload_service import MAX_WRITERS
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.support.contract import Writer, frame, sums

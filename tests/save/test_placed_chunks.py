@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from storesvc.format.chunks import MAX_PART_ROWS, ChunkLocations, Sums
-from storesvc_client._save.data_files import _PlacedChunks
+from storesvc_client._save.direct import _PlacedChunks
 from storesvc_proto.v1 import tree_pb2
 
 

@@ -27,9 +27,9 @@ from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
-from storesvc.storage.hedged_calls import beside
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.opened_storage import OpenedStorage
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.requests import beside
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.contract import frame, received, sums, tree_of

@@ -17,8 +17,8 @@ import storesvc_client as store
 from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.rpc import streams
 from storesvc.save import reuse
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
-from storesvc_client._chunks.host_memory import StagingPool
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc_client._chunks.memory import StagingPool
 from storesvc_client._rpc import retry
 from storesvc_client._save.chunk_streams import ResendWindow
 from tests.support.contract import tree_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from storesvc.format.chunks import Sums
-from storesvc_client._chunks.host_memory import StagingPool
+from storesvc_client._chunks.memory import StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.snapshot import SUM_THREADS, SlabQueue, SumsAhead
 from storesvc_client._values.progress import Meter

@@ -26,7 +26,7 @@ from storesvc.errors import (
 )
 from storesvc.format.chunks import Sums
 from storesvc.format.names import RunName
-from storesvc.inspect.damage import Damage
+from storesvc.inspect.rules import Damage
 from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
-from storesvc.rpc.uploads import writer_report
+from storesvc.rpc.upload_service import writer_report
 from storesvc.save.receipts import MAX_PHASES, MAX_WRITERS, check_report, longest
 from storesvc_proto.v1 import report_pb2 as pb
 from storesvc_proto.v1 import upload_service_pb2 as api

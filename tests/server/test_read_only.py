@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.rpc.permissions import READING
+from storesvc.rpc.methods import READING
 from storesvc_proto.v1 import (
     access_service_pb2,
     checkpoint_service_pb2,

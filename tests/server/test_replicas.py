@@ -21,9 +21,9 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 import storesvc_client as store
 from storesvc import failpoints
 from storesvc.failpoints import Failpoint
-from storesvc.rpc.maintenance import MaintenanceService
+from storesvc.rpc.maintenance_service import MaintenanceService
 from storesvc.rpc.registry import HealthCalls, handler_of
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client import Progress
 from storesvc_client._values import progress as _progress

@@ -33,7 +33,7 @@ from storesvc.format.trees import Leaf, Tree, pack_leaves, unpack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
 from storesvc.store import Store
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from tests.support.contract import frame, received, sums, tree_of

@@ -52,10 +52,10 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
 
 PARTS: Final[Mapping[str, Sequence[str]]] = {
     "Checkpoints, tags and holds": (
-        *("storesvc_client._api.watch.Tags", "storesvc_client._api.watch.Holds"),
-        "storesvc_client._api.watch.Uploads",
+        *("storesvc_client._api.groups.Tags", "storesvc_client._api.groups.Holds"),
+        "storesvc_client._api.groups.Uploads",
     ),
-    "Retention": ("storesvc_client._api.watch.Retention",),
+    "Retention": ("storesvc_client._api.groups.Retention",),
 }
 """Classes of attributes of a ``Run``, such as ``run.tags``, by the sections of
 ``CLIENT`` that they belong to. They have no public name."""

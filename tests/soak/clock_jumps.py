@@ -18,7 +18,7 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from tests.soak.outcomes import Outcome
 from tests.support.contract import elements, frame, received, sums, tree_of

@@ -27,14 +27,14 @@ from storesvc.errors import (
 )
 from storesvc.format.wire import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError, translated
-from storesvc.storage.file_threads import TICK_SECONDS
+from storesvc.storage.file_bucket import TICK_SECONDS
 from storesvc.storage.location import (
     CONCURRENCY,
     is_this_machine,
     shows_plaintext,
     storage_at,
 )
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
 from tests.support.small_disk import small_disk
@@ -379,7 +379,7 @@ class BucketTests:
 RACING = """
 import asyncio, sys
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 
 async def race(root, name, rounds):
     bucket = await TensorStoreBucket.open(root)

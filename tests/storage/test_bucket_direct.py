@@ -20,11 +20,11 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Hedging, Limits
-from storesvc_client._chunks import host_memory
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks import memory
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._save import data_files
+from storesvc_client._save import direct as data_files
 from storesvc_client._storage.bucket import HedgedCall, Responses
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
@@ -382,13 +382,13 @@ def test_a_save_copies_nothing_or_uses_the_memory_of_its_objects_again(
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
     monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 20 * MIB)
     mapped: list[int] = []
-    new = host_memory._mapped
+    new = memory._mapped
 
     def counted(size_bytes: int) -> Any:
         mapped.append(size_bytes)
         return new(size_bytes)
 
-    monkeypatch.setattr(host_memory, "_mapped", counted)
+    monkeypatch.setattr(memory, "_mapped", counted)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # an object each
     gc.collect()
     gc.disable()

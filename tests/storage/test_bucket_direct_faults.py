@@ -19,8 +19,8 @@ from storesvc.rpc import streams
 from storesvc.storage import hedging
 from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc.storage.location import storage_at
-from storesvc_client._chunks.host_memory import MIN_BUDGET_BYTES
-from storesvc_client._save import data_files
+from storesvc_client._chunks.memory import MIN_BUDGET_BYTES
+from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root
 from tests.fake_gcs import (
@@ -70,7 +70,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 @pytest.fixture
 def run(root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Run]:
     """A run of a direct client, with a checkpoint that has a data file per leaf."""
-    monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(direct, "OBJECT_BYTES", MIB)
     with store.connect(root) as client:
         run = client.run("tests/faults")
         run.save(0, TREE).result()

@@ -38,7 +38,7 @@ sys.exit(3)
 
 DELETING = """
 import asyncio, sys, threading, time
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 async def main():
     bucket = await TensorStoreBucket.open(sys.argv[1])
     generation = await bucket.write("a", b"1")

@@ -10,10 +10,10 @@ import pytest
 
 from storesvc.catalog.records import write_record
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
-from storesvc.storage import hedged_calls, hedging
+from storesvc.storage import hedging, requests
 from storesvc.storage.bucket import IF_ABSENT, Condition, Stored
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import gcs_root
 from tests.fake_gcs import (
@@ -195,7 +195,7 @@ def test_a_creation_is_never_hedged(
     hasty: None, within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late duplicate of a creation would restore an object that was deleted since."""
-    monkeypatch.setattr(hedged_calls, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(requests, "ANSWER_SECONDS", 0.5)
 
     async def test(bucket: TensorStoreBucket) -> None:
         for condition in (IF_ABSENT, Condition.ALWAYS):
@@ -368,7 +368,7 @@ def test_a_list_fails_at_its_deadline(
     within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
-        monkeypatch.setattr(hedged_calls, "ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr(requests, "ANSWER_SECONDS", 0.2)
         gcs.fault("GET .*/o[?]", Delay(1), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match="did not answer in time"):
             await bucket.list("a/")

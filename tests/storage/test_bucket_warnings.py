@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from storesvc.storage import hedged_calls, hedging, location
+from storesvc.storage import hedging, location, requests
 from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc_client._rpc import retry
 from tests.conftest import gcs_root
@@ -113,7 +113,7 @@ def test_a_bucket_that_does_not_answer_is_logged_at_a_throttled_rate(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(hedged_calls, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(requests, "LATE_SECONDS", 0.2)
     limits = Limits(floor_seconds=600, answer_seconds=0.2)
     with store.connect(root, timeout=2) as client:
         run = client.run("tests/warned")

@@ -20,8 +20,8 @@ import pytest
 
 import storesvc_client as store
 from storesvc.errors import InvalidFieldError
-from storesvc.storage import gcs
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage import remote
+from storesvc.storage.object_bucket import TensorStoreBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.support.gcs_calls import BUCKET
@@ -170,7 +170,7 @@ def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         monkeypatch.setenv("GCE_METADATA_IP", f"{host}:{port}")
-        monkeypatch.setattr(gcs, "SEARCH_SECONDS", 0.3)
+        monkeypatch.setattr(remote, "SEARCH_SECONDS", 0.3)
         began = time.monotonic()
         with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
             asyncio.run(TensorStoreBucket.open(f"{gcs_root()}?driver={driver}"))

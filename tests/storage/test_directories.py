@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from storesvc.storage import rooted_files
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.rooted_files import Directories
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
 def test_the_cache_of_known_directories_is_bounded(

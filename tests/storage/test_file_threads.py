@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from storesvc.errors import StorageUnavailableError
-from storesvc.storage import file_threads
-from storesvc.storage.file_threads import FileThreads
+from storesvc.storage import file_bucket
+from storesvc.storage.file_bucket import FileThreads
 
 SOON = 0.05
 
@@ -89,7 +89,7 @@ def test_calls_of_a_hanging_file_fail_at_once_until_it_returns() -> None:
 @pytest.mark.slow
 def test_more_files_may_hang_than_there_are_threads() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
-        for at in range(file_threads.THREADS + 3):
+        for at in range(file_bucket.THREADS + 3):
             await refused_late(threads, str(at), hanging)
 
         assert "well" == await threads.run("a", lambda: "well", seconds=60)
@@ -101,14 +101,14 @@ def test_a_call_waits_for_a_thread_until_its_deadline() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         others = [
             asyncio.ensure_future(threads.run(str(at), hanging, seconds=None))
-            for at in range(file_threads.THREADS)
+            for at in range(file_bucket.THREADS)
         ]
         await asyncio.sleep(0)
         ran = []
         with pytest.raises(TimeoutError):
             await threads.run("a", lambda: ran.append(1), seconds=SOON)
         hanging.go_on()
-        assert ["late"] * file_threads.THREADS == await asyncio.gather(*others)
+        assert ["late"] * file_bucket.THREADS == await asyncio.gather(*others)
         assert [] == ran  # its caller has stopped waiting
 
         assert 1 == await threads.run("a", lambda: 1, seconds=60)
@@ -120,10 +120,10 @@ def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         calls = [
             asyncio.ensure_future(threads.run("a", hanging, seconds=60))
-            for _ in range(file_threads.THREADS * 2)
+            for _ in range(file_bucket.THREADS * 2)
         ]
         assert 1 == await threads.run("b", lambda: 1, seconds=60)
-        assert file_threads.CALLS_PER_PATH == threads._running["a"]
+        assert file_bucket.CALLS_PER_PATH == threads._running["a"]
 
         hanging.go_on()
         assert ["late"] * len(calls) == await asyncio.gather(*calls)
@@ -134,7 +134,7 @@ def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
 def test_the_number_of_abandoned_threads_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file_threads, "MAX_ABANDONED", 5)
+    monkeypatch.setattr(file_bucket, "MAX_ABANDONED", 5)
 
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         before = threading.active_count()
@@ -179,7 +179,7 @@ def test_a_call_that_hangs_past_the_deadline_is_abandoned() -> None:
 
 
 def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_threads, "IDLE_SECONDS", SOON)
+    monkeypatch.setattr(file_bucket, "IDLE_SECONDS", SOON)
 
     async def main() -> None:
         threads = FileThreads("file:///store")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from storesvc.storage.hedged_calls import await_future
+from storesvc.storage.requests import await_future
 
 
 def promised() -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def test_a_result_after_the_end_of_the_loop_is_ignored() -> None:
 
 CANCELLING = """
 import asyncio, faulthandler, random, sys, time
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 
 faulthandler.dump_traceback_later(60, exit=True)
 

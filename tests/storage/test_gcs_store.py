@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc.storage import hedged_calls, hedging, location
+from storesvc.storage import hedging, location, requests
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._rpc import retry
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status, Truncate
@@ -228,7 +228,7 @@ def test_a_commit_that_a_bucket_does_not_answer_is_hedged(
     # the first one reserves the step
     gcs.fault("POST /upload.*/checkpoints/", Stall(), after=1)
 
-    run.save(1, tree).result(timeout=hedged_calls.ANSWER_SECONDS / 2)
+    run.save(1, tree).result(timeout=requests.ANSWER_SECONDS / 2)
 
     assert_equal(tree, run.restore(1, like=tree))
 
@@ -245,7 +245,7 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     began = time.monotonic()
     assert_equal(tree, run.restore(1, like=tree))
 
-    assert time.monotonic() - began < hedged_calls.ANSWER_SECONDS / 2
+    assert time.monotonic() - began < requests.ANSWER_SECONDS / 2
     assert "tests/gcs@1: no response about its hold" in caplog.text
 
 
@@ -410,6 +410,6 @@ def test_a_save_does_not_wait_for_the_deletion_of_its_staging(
     with store.connect(bucket_server.address) as client:
         run = client.run("tests/gcs")
         gcs.fault("DELETE .*staging", Stall(), times=ALWAYS)
-        run.save(1, tree).result(timeout=hedged_calls.ANSWER_SECONDS / 2)
+        run.save(1, tree).result(timeout=requests.ANSWER_SECONDS / 2)
         assert_equal(tree, run.restore(1, like=tree))
         assert left_of_uploads(root)

@@ -15,9 +15,9 @@ import pytest
 import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.names import RunName
-from storesvc.storage import hedged_calls, rooted_files
-from storesvc.storage.file_threads import FileBackend
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage import requests, rooted_files
+from storesvc.storage.file_bucket import FileBackend
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support.contract import Writer, frame
@@ -138,7 +138,7 @@ def test_hanging_records_do_not_block_other_calls(
 def test_a_read_that_hangs_fails_at_its_deadline_and_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hedged_calls, "DISK_SECONDS", 0.2)
+    monkeypatch.setattr(requests, "DISK_SECONDS", 0.2)
     may_go_on = threading.Event()
     open_file = rooted_files.open_file
 

@@ -8,7 +8,7 @@ import pytest
 import tensorstore as ts
 
 from storesvc.storage import rooted_files
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 
 
 def write(root: Path, place: str, data: bytes) -> None:

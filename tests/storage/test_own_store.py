@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from google.auth.exceptions import GoogleAuthError, TransportError
 
-from storesvc.storage.gcs import ENDPOINT, endpoint_in_environment, endpoint_of
 from storesvc.storage.location import storage_at
-from storesvc_client._storage import own_store
-from storesvc_client._storage.own_store import OwnStore
+from storesvc.storage.remote import ENDPOINT, endpoint_in_environment, endpoint_of
+from storesvc_client._storage import objects
+from storesvc_client._storage.objects import OwnStore
 
 
 def is_written_by_obstore(root: str) -> bool:
@@ -74,11 +74,11 @@ class Renewed:
 def test_a_renewal_that_fails_for_a_moment_is_retried() -> None:
     passing = TransportError("reset", retryable=True)
     credentials: Any = Renewed(passing, passing)
-    own_store._refresh(credentials, None)  # type: ignore[arg-type]
+    objects._refresh(credentials, None)  # type: ignore[arg-type]
     assert [] == credentials.errors
 
 
 def test_a_renewal_that_is_rejected_is_not_retried() -> None:
     credentials: Any = Renewed(TransportError("revoked", retryable=False))
     with pytest.raises(TransportError, match="revoked"):
-        own_store._refresh(credentials, None)  # type: ignore[arg-type]
+        objects._refresh(credentials, None)  # type: ignore[arg-type]

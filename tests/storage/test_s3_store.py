@@ -25,11 +25,11 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.storage import gcs as s3_deletes
 from storesvc.storage import hedging
+from storesvc.storage import remote as s3_deletes
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import s3_root

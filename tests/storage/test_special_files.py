@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc.errors import CorruptDataError
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api

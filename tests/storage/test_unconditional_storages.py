@@ -11,7 +11,7 @@ import requests
 
 import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from tests.fake_gcs import FakeGcs
 from tests.support.gcs_calls import BUCKET
 from tests.support.other_emulators import (

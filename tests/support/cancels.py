@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from storesvc.save.receiver import MAX_FILES
-from storesvc.storage.file_threads import FileBackend
+from storesvc.storage.file_bucket import FileBackend
 from tests.support.thread_server import ThreadServer
 
 SECONDS: Final = 60.0

@@ -24,8 +24,8 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.storage.file_threads import NewObject
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.file_bucket import NewObject
+from storesvc.storage.object_bucket import TensorStoreBucket
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc_client._pytree.all_gather import all_gather
 from storesvc_client._pytree.jax_job import job_of_process
-from storesvc_client._restore import peer_source
+from storesvc_client._restore import spread as peer_source
 from tests.support.restrictions import connect
 
 RUN = "tests/job"

@@ -12,7 +12,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest, unpack_manifest
 from storesvc.format.names import RunName
-from storesvc.storage.tensorstore_bucket import TensorStoreBucket
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support import stored_records
 

@@ -9,7 +9,7 @@ from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload, OpenUpload
-from storesvc.storage.hedged_calls import beside
+from storesvc.storage.requests import beside
 from storesvc.store import Store
 from tests.support.contract import frame, received, tree_of
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import storesvc_client as store
-from storesvc.storage import hedged_calls, hedging
+from storesvc.storage import hedging
+from storesvc.storage import requests as hedged_calls
 from storesvc.storage.hedging import Limits
 from storesvc.telemetry.events import (
     Event,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from storesvc_client._values import item_values
-from storesvc_client._values.item_values import pack_document, unpack_document
+from storesvc_client._values import items
+from storesvc_client._values.items import pack_document, unpack_document
 from storesvc_client.errors import StructureError
 
 
@@ -44,7 +44,7 @@ def test_other_bytes_are_rejected(document: bytes, words: str) -> None:
 
 @pytest.mark.slow
 def test_a_document_that_becomes_too_many_bytes_is_rejected() -> None:
-    document = zlib.compress(b" " * (item_values.MAX_BYTES + 1), 9)
+    document = zlib.compress(b" " * (items.MAX_BYTES + 1), 9)
 
     with pytest.raises(StructureError, match="too large: expected at most 134217728 b"):
         unpack_document(document)
@@ -52,7 +52,7 @@ def test_a_document_that_becomes_too_many_bytes_is_rejected() -> None:
 
 @pytest.mark.parametrize("item", ['{"":0}', "{}", "[]", "0"])
 def test_a_document_that_becomes_too_many_objects_is_rejected(item: str) -> None:
-    count = item_values.MAX_TOKENS // (1 + sum(map(item.count, ",:[{"))) + 1
+    count = items.MAX_TOKENS // (1 + sum(map(item.count, ",:[{"))) + 1
     document = packed('{"a":[' + ",".join([item] * count) + "]}")
 
     with pytest.raises(StructureError, match="too large: expected at most 5000000 v"):
@@ -63,7 +63,7 @@ def test_a_document_that_becomes_too_many_objects_is_rejected(item: str) -> None
 def test_nothing_is_packed_that_could_not_be_unpacked(
     limit: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_values, limit, most)
+    monkeypatch.setattr(items, limit, most)
     fields: dict[str, Any] = {"a": list(range(50))}
 
     with pytest.raises(StructureError, match="too large"):

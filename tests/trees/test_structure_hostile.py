@@ -20,7 +20,7 @@ from storesvc_client.trees.structure import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.values import skeleton_of
+from storesvc_client.trees.structure.encoder import skeleton_of
 from tests.modules import CASES, rngs
 from tests.trees.test_structure_rejections import (
     LINEAR,

@@ -21,7 +21,7 @@ from storesvc_client.trees.structure import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.allowed_names import BUILT_IN
+from storesvc_client.trees.structure.names import BUILT_IN
 from tests.modules import CASES, rngs
 from tests.support.examples import examples
 from tests.trees.test_structure_golden import stored
@@ -298,9 +298,9 @@ def test_a_million_levels_are_rejected_by_all_that_read_documents() -> None:
 def test_a_list_with_too_many_values_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from storesvc_client.trees.structure import allowed_names
+    from storesvc_client.trees.structure import names
 
-    monkeypatch.setattr(allowed_names, "MAX_VALUES", 1000)
+    monkeypatch.setattr(names, "MAX_VALUES", 1000)
 
     with pytest.raises(StructureError, match="at most 1000 values"):
         decode_graphdef(with_static({"tuple": [0] * 1001}))

@@ -19,10 +19,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.storage.location import parse_root
+from storesvc_client._api.groups import Collected, collect, list_uploads, watch
 from storesvc_client._api.run import Run
-from storesvc_client._api.watch import Collected, collect, list_uploads, watch
 from storesvc_client._rpc.connection import Connection, open_connection
-from storesvc_client._rpc.run_stub import FOLLOWING, OnDamage, rows
+from storesvc_client._rpc.stubs import FOLLOWING, OnDamage, rows
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import (
     DEFAULT_RESTORE_POOL_BYTES,
@@ -47,10 +47,7 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
-from storesvc_client._values.notebook import listed
-from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
-from storesvc_client._values.telemetry import StepLogger, Telemetry
-from storesvc_client._values.values import (
+from storesvc_client._values.models import (
     AuditEntry,
     Event,
     RunInfo,
@@ -59,6 +56,9 @@ from storesvc_client._values.values import (
     authentication_number,
     stage_number,
 )
+from storesvc_client._values.notebook import listed
+from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
+from storesvc_client._values.telemetry import StepLogger, Telemetry
 from storesvc_client.errors import DataLossError, InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

@@ -14,22 +14,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from storesvc_client._api.watch import (
+from storesvc_client._api.groups import (
     Retention,
     Tags,
     configure_run,
     get_run,
     update_checkpoint,
 )
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
-from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.values import (
+from storesvc_client._values.models import (
     Checkpoint,
     RunInfo,
     Transfer,
     with_provenance,
 )
+from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     AlreadyExistsError,
     InvalidRequestError,

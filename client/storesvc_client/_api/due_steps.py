@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Final, Protocol, Self, assert_never
 
 from storesvc_client._job.job import Decision, Decisions
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._save.saver import Save, is_written
 from storesvc_client._values.options import IfBusy
 from storesvc_client._values.save_schedule import Schedule

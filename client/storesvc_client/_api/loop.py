@@ -56,6 +56,7 @@ from storesvc_client._values.arguments import (
     checked_flag,
     shown,
 )
+from storesvc_client._values.data_iterators import has_state
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
@@ -69,7 +70,6 @@ from storesvc_client._values.policies import (
     format_policy,
     rule_of,
 )
-from storesvc_client._values.stateful import has_state
 from storesvc_client._values.texts import size_text
 from storesvc_client._values.triggers import (
     OnFailure,

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, Unpack
 
 from storesvc.format.names import LATEST, CheckpointName, Which
-from storesvc_client._api.watch import update_checkpoint
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._api.groups import update_checkpoint
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     MAX_TEXT_BYTES,
@@ -29,20 +29,20 @@ from storesvc_client._values.arguments import (
     checked_duration,
     received,
 )
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
     Distributed,
     OnDamaged,
     RestoreKeywords,
     checked_distributed,
 )
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import DataLossError, InvalidRequestError, StoreError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client._restore.joint_restore import JointRestore
+    from storesvc_client._restore.joint import JointRestore
 
 DAMAGE_LABEL: Final = "damage"
 """Label that a damaged checkpoint gets, with the damage as its text."""
@@ -272,7 +272,7 @@ class Opening:
         restore of all processes, which an error within it ends in all of them.
         """
         # Late, as it imports NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._restore.joint_restore import together
+        from storesvc_client._restore.joint import together
 
         job = self._job()
         while True:

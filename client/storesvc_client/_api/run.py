@@ -30,9 +30,7 @@ from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._api.copying import RunCopy
 from storesvc_client._api.due_steps import deleted_steps
-from storesvc_client._api.loop import Loop
-from storesvc_client._api.opening import open_checked, restored
-from storesvc_client._api.watch import (
+from storesvc_client._api.groups import (
     Holds,
     Retention,
     Tags,
@@ -47,13 +45,27 @@ from storesvc_client._api.watch import (
     usage_of,
     watch,
 )
+from storesvc_client._api.loop import Loop
+from storesvc_client._api.opening import open_checked, restored
 from storesvc_client._rpc.retry import BEGINNINGS
-from storesvc_client._rpc.run_stub import OnDamage, RunStub
+from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
 from storesvc_client._save.saver import RunSaver, Save
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import DurationLike, checked_labels
 from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.models import (
+    Checkpoint,
+    Damage,
+    Diff,
+    Event,
+    ItemDifference,
+    LeafDifference,
+    RunInfo,
+    Tag,
+    Transfer,
+    Verification,
+)
 from storesvc_client._values.notebook import listed
 from storesvc_client._values.options import (
     ALL_PROCESSES,
@@ -73,18 +85,6 @@ from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.reports import SaveTrace, WriterReport
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
-from storesvc_client._values.values import (
-    Checkpoint,
-    Damage,
-    Diff,
-    Event,
-    ItemDifference,
-    LeafDifference,
-    RunInfo,
-    Tag,
-    Transfer,
-    Verification,
-)
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -15,8 +15,8 @@ from storesvc.format.chunks import I64
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer_layout import Buffer
-from storesvc_client._chunks.host_memory import Bytes
+from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint

@@ -135,7 +135,7 @@ def _model(structure: bytes) -> dict[str, Any] | None:
     """Returns the model that a checkpoint describes; None without a description."""
     if not structure:
         return None
-    from storesvc_client._values.item_values import unpack_document
+    from storesvc_client._values.items import unpack_document
 
     fields = unpack_document(structure)
     return {name: fields.get(name) for name in ("model", "versions", "config")}

@@ -66,7 +66,7 @@ from storesvc.format.ocdbt import ZarrArray, view_of_arrays
 from storesvc.format.trees import SavedSharding
 from storesvc.storage import rooted_files
 from storesvc.storage.rooted_files import sync_directory
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._export.elements import (
     ExportCall,
     Piece,
@@ -90,9 +90,9 @@ from storesvc_client._export.target import (
     make_directory,
     translated,
 )
-from storesvc_client._values.item_values import Container, decoded
+from storesvc_client._values.items import Container, decoded
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.progress import Meter
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

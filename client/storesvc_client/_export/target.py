@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from storesvc.storage.location import Storage
 from storesvc.storage.rooted_files import sync_directory
-from storesvc_client._storage.outside import (
+from storesvc_client._storage.roots import (
     OutsideFiles,
     files_error,
     is_denied,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from storesvc_client._foreign.remote_location import Location
+from storesvc_client._foreign.locations import Location
 from storesvc_client.errors import DataLossError
 
 MAX_BYTES: Final = 128 << 20

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from storesvc.format.grids import Grid
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._values.models import ItemDifference, LeafDifference, LeafInfo
 from storesvc_client._values.texts import dtype_text
-from storesvc_client._values.values import ItemDifference, LeafDifference, LeafInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from storesvc_client._chunks.host_memory import ExtentPool
+from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.source import StepFiller, stored_tree, units_of
-from storesvc_client._foreign.tree_rows import with_items_for_long_labels
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._foreign.steps import with_items_for_long_labels
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._save.transfer import (
     TransferPlan,
     committed,
@@ -23,13 +23,13 @@ from storesvc_client._save.transfer import (
     transfer,
 )
 from storesvc_client._session import Session
-from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.values import (
+from storesvc_client._values.models import (
     Checkpoint,
     Transfer,
     label_text,
     with_provenance,
 )
+from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     AlreadyExistsError,
     DataLossError,

@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import unquote
 
-from storesvc_client._foreign.remote_location import Location
+from storesvc_client._foreign.locations import Location
 from storesvc_client.errors import NotFoundError, PreconditionError, StoreError
 
 _HOST: Final = "127.0.0.1"

@@ -27,12 +27,12 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import Which
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
-from storesvc_client._foreign.remote_location import Location, open_location
+from storesvc_client._foreign.locations import Location, open_location
 from storesvc_client._foreign.source import ForeignSource
-from storesvc_client._foreign.tree_rows import item_name
+from storesvc_client._foreign.steps import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
@@ -43,7 +43,7 @@ from storesvc_client._values.arguments import (
     checked_patterns,
     checked_texts,
 )
-from storesvc_client._values.item_values import CONTAINERS
+from storesvc_client._values.items import CONTAINERS
 from storesvc_client._values.notebook import listed
 from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback

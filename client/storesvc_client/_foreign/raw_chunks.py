@@ -48,7 +48,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, part
 from storesvc.storage.threads import Threads
-from storesvc_client._foreign.remote_location import LocalLocation, Location
+from storesvc_client._foreign.locations import LocalLocation, Location
 from storesvc_client.errors import DataLossError, NotFoundError, UnavailableError
 
 MAX_PIECE_BYTES: Final = 16 << 20

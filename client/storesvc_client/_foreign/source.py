@@ -46,8 +46,8 @@ from storesvc.format.grids import (
     part,
 )
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.buffers import Bytes
+from storesvc_client._chunks.memory import allocate
 from storesvc_client._chunks.slabs import FilledSlab, Slab, slabs_of
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._restore.assembly import Assembly

@@ -26,6 +26,7 @@ from storesvc.format.grids import Region, shape_problem
 from storesvc.storage.location import CONCURRENCY, RETRIES
 from storesvc_client._foreign.chunk_bounds import ChunkBounds, check_stored
 from storesvc_client._foreign.foreign_step import Reading
+from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import (
     MIN_CHUNK_BYTES,
     NODE,
@@ -36,8 +37,7 @@ from storesvc_client._foreign.raw_chunks import (
     raw_form,
     reading_threads,
 )
-from storesvc_client._foreign.remote_location import Location
-from storesvc_client._foreign.tree_rows import join, place
+from storesvc_client._foreign.steps import join, place
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

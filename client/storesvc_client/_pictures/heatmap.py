@@ -22,7 +22,7 @@ from storesvc_client._pictures.svg import (
 from storesvc_client._values.texts import number_text, sizes_text
 
 if TYPE_CHECKING:
-    from storesvc_client._pictures.value_tally import Means
+    from storesvc_client._pictures.statistics import Means
 
 _NEGATIVE: Final = "#2b83ea"
 _POSITIVE: Final = "#d9653b"

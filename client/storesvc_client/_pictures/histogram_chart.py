@@ -21,7 +21,7 @@ from storesvc_client._pictures.svg import (
 from storesvc_client._values.axes import Place, Ticks, scale
 
 if TYPE_CHECKING:
-    from storesvc_client._pictures.value_tally import Histogram
+    from storesvc_client._pictures.statistics import Histogram
 
 # margins
 _LEFT: Final = 64.0
@@ -72,7 +72,7 @@ def _x_axis(histogram: "Histogram", start: float, end: float) -> tuple[Place, Ti
         return place, [tick for tick in ticks if abs(place(tick[0]) - start) > 1]
     if not histogram.unit:
         return _linear_axis(low, high, start, end)
-    from storesvc_client._pictures.value_tally import symlog
+    from storesvc_client._pictures.statistics import symlog
 
     unit = histogram.unit
     first, last = symlog(low, unit), symlog(high, unit)

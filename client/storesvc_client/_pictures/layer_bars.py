@@ -54,6 +54,7 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._pictures.treemap import CHANGES, Shares, changed_share, percent
+from storesvc_client._values.models import Diff, LeafInfo
 from storesvc_client._values.texts import (
     count_text,
     natural_key,
@@ -61,7 +62,6 @@ from storesvc_client._values.texts import (
     size_text,
     sizes_text,
 )
-from storesvc_client._values.values import Diff, LeafInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

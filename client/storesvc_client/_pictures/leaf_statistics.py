@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.notebook import Column, heading, note, table
 from storesvc_client._values.texts import (
     count_text,
@@ -18,7 +19,6 @@ from storesvc_client._values.texts import (
     shape_text,
     size_text,
 )
-from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from storesvc.format.grids import Region
     from storesvc_client._pictures.picture import Picture
-    from storesvc_client._pictures.value_tally import Histogram, Means
+    from storesvc_client._pictures.statistics import Histogram, Means
 
 _PART: Final = 1 << 20
 """Maximum number of elements that are converted at once."""
@@ -144,7 +144,7 @@ def leaf_statistics(
         blocks: Its chunks, or some of them: the region of each, and its values.
     """
     from storesvc.format.dtypes import DTYPES
-    from storesvc_client._pictures.value_tally import (
+    from storesvc_client._pictures.statistics import (
         BlockMeans,
         linear_histogram,
         symlog_histogram,

@@ -43,8 +43,8 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.axes import Place, Ticks, scale
+from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
 from storesvc_client._values.texts import count_text, printable, time_text
-from storesvc_client._values.values import Checkpoint, HoldInfo, Tag
 
 _GAP: Final = 6.0
 """Space between a name and what is next to it."""

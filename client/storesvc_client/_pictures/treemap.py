@@ -43,6 +43,7 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
+from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.texts import (
     count_text,
     dtype_text,
@@ -52,7 +53,6 @@ from storesvc_client._values.texts import (
     shape_text,
     size_text,
 )
-from storesvc_client._values.values import LeafInfo
 
 Shares: TypeAlias = Mapping[str, float | None]
 """Share of changed chunks by key, from 0 to 1; None: not known. Leaves without an entry

@@ -9,7 +9,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.buffers import Bytes
 from storesvc_client.errors import UnavailableError
 
 

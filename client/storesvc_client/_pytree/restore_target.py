@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
-from storesvc_client._chunks.buffer_layout import Buffer
-from storesvc_client._chunks.host_memory import allocate, collector_paused
+from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.memory import allocate, collector_paused
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.leaves import is_encoded, list_problems
 from storesvc_client._pytree.matching import (
@@ -53,7 +53,7 @@ from storesvc_client._pytree.partition_rules import (
 )
 from storesvc_client._pytree.save_plan import region_of
 from storesvc_client._values.arguments import checked_cast
-from storesvc_client._values.item_values import Container, decoded
+from storesvc_client._values.items import Container, decoded
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb

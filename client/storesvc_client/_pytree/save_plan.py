@@ -27,7 +27,7 @@ from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
-from storesvc_client._chunks.host_memory import Bytes, collector_paused
+from storesvc_client._chunks.memory import Bytes, collector_paused
 from storesvc_client._chunks.slabs import Slab, slabs_of
 from storesvc_client._job.assignment import (
     Held,
@@ -37,6 +37,7 @@ from storesvc_client._job.assignment import (
     shared_chunk_shape,
 )
 from storesvc_client._job.job import Job
+from storesvc_client._pytree.containers import pack_containers
 from storesvc_client._pytree.leaves import (
     EncodedLeaf,
     Layout,
@@ -51,8 +52,7 @@ from storesvc_client._pytree.leaves import (
     storable,
     with_encoded,
 )
-from storesvc_client._pytree.plain_containers import pack_containers
-from storesvc_client._values.item_values import PlannedItem
+from storesvc_client._values.items import PlannedItem
 from storesvc_client.errors import UnavailableError
 from storesvc_proto.v1 import tree_pb2 as pb
 

@@ -26,7 +26,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
-from storesvc_client._chunks.buffer_layout import (
+from storesvc_client._chunks.buffers import (
     Buffer,
     Bytes,
     Goal,
@@ -35,7 +35,7 @@ from storesvc_client._chunks.buffer_layout import (
     Span,
     lay_out,
 )
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.memory import allocate
 from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError

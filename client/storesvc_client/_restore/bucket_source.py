@@ -25,7 +25,7 @@ import numpy as np
 from storesvc.format.chunks import Read
 from storesvc.format.manifests import Manifest
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffer_layout import Bytes
+from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import (
     BufferBudget,

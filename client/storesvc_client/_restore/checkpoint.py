@@ -25,20 +25,20 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
-from storesvc_client._restore.file_source import FileSource, ServerSource
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._restore.joint_restore import JointRestore, together
+from storesvc_client._restore.joint import JointRestore, together
 from storesvc_client._restore.open_tree import OpenTree
-from storesvc_client._restore.peer_source import PeerSource, SpreadPlan, may_spread
+from storesvc_client._restore.sources import FileSource, ServerSource
+from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.lent_bucket import LentBucket
+from storesvc_client._storage.lending import LentBucket
 from storesvc_client._values.arguments import (
     NEVER,
     Deadline,
@@ -47,11 +47,11 @@ from storesvc_client._values.arguments import (
     checked_patterns,
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
+from storesvc_client._values.models import IMPORTED, Checkpoint
 from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import ProcessReading, RestoreReport
 from storesvc_client._values.telemetry import Unfinished
-from storesvc_client._values.values import IMPORTED, Checkpoint
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

@@ -26,8 +26,8 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.chunks import I64, ChunkLocations, Read, plan_reads
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
-from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.buffers import Bytes
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client.errors import DataLossError
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from storesvc.format.keys import item_of
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.item_values import decoded
-from storesvc_client._values.stateful import (
+from storesvc_client._values.data_iterators import (
     UnfitStateError,
     give_shards,
     give_state,
@@ -21,8 +20,9 @@ from storesvc_client._values.stateful import (
     read_shards,
     shard_part,
 )
+from storesvc_client._values.items import decoded
+from storesvc_client._values.models import KINDS, UNKNOWN, ItemInfo
 from storesvc_client._values.texts import count_text
-from storesvc_client._values.values import KINDS, UNKNOWN, ItemInfo
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

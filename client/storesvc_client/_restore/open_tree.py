@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any, Final
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffer_layout import Buffer, Bytes
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.buffers import Buffer, Bytes
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.items import Items
 from storesvc_client._values.arguments import NEVER, Deadline, checked_texts
-from storesvc_client._values.item_values import (
+from storesvc_client._values.items import (
     CONTAINERS,
     TUPLE,
     Container,
     unpack_containers,
 )
 from storesvc_client._values.key_patterns import Pattern, matching_keys, nearest_keys
+from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.notebook import Leaves
 from storesvc_client._values.progress import Meter
-from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import NotFoundError
 
 if TYPE_CHECKING:

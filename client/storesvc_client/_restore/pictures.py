@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from storesvc.format.grids import Region
-from storesvc_client._chunks.buffer_layout import Buffer
+from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
     chunk_map,
@@ -25,7 +25,7 @@ from storesvc_client._pictures.leaf_statistics import (
 )
 from storesvc_client._pictures.picture import Picture
 from storesvc_client._pictures.treemap import treemap
-from storesvc_client._values.values import Diff, LeafInfo
+from storesvc_client._values.models import Diff, LeafInfo
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from typing import Final, Generic, Self, TypeAlias, TypeVar
 import grpc
 
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.host_memory import BATCH_BYTES, STREAM_BYTES
+from storesvc_client._chunks.memory import BATCH_BYTES, STREAM_BYTES
 from storesvc_client._chunks.slabs import SLAB_BYTES, FilledSlab, SumsInProgress, frames
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES, Connection
 from storesvc_client._rpc.retry import is_transient

@@ -28,13 +28,14 @@ from storesvc.storage.threads import Threads
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.process_exit import await_at_exit, check_not_over, forget
 from storesvc_client._rpc.retry import clear_variables, trim
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     DurationLike,
     checked_choice,
     seconds_or_none,
 )
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     Distributed,
@@ -45,7 +46,6 @@ from storesvc_client._values.options import (
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import Rehearsal, SaveReport
 from storesvc_client._values.telemetry import Unfinished
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     ConflictError,
     InvalidRequestError,
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from storesvc_client._job.job import Departures, Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
-    from storesvc_client._save.item_table import ItemExchange
-    from storesvc_client._save.joint_writer import Writer
+    from storesvc_client._save.items import ItemExchange
     from storesvc_client._save.snapshot import BaseSums, SlabQueue
     from storesvc_client._save.upload import SaveResult, Upload
-    from storesvc_client._values.item_values import PlannedItem
+    from storesvc_client._save.writers import Writer
+    from storesvc_client._values.items import PlannedItem
 
 
 class PendingSave:
@@ -319,11 +319,7 @@ class RunSaver:
             checked_description,
             checked_step,
         )
-        from storesvc_client._save.item_table import (
-            ItemExchange,
-            checked_items,
-            items_alone,
-        )
+        from storesvc_client._save.items import ItemExchange, checked_items, items_alone
 
         checked_distributed(f"save to {self.name}", distributed)
         number = checked_step(self.name, step)
@@ -516,7 +512,7 @@ class RunSaver:
             mode: Where to copy.
             meter: Measures the phases.
         """
-        from storesvc_client._chunks.host_memory import STREAM_BYTES, StagingPool
+        from storesvc_client._chunks.memory import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.save_plan import TreeSource
         from storesvc_client._save.chunk_streams import STREAMS
@@ -692,7 +688,7 @@ def _new_writer(
     joint: "JointSave | None",
 ) -> "Writer":
     """Returns this process's writer in a save."""
-    from storesvc_client._save.joint_writer import JointWriter, Writer
+    from storesvc_client._save.writers import JointWriter, Writer
 
     if joint is None:
         return Writer(connection, description, plan.tree, meter)

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.host_memory import Bytes
+from storesvc_client._chunks.memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._values.progress import Meter
 

@@ -26,17 +26,17 @@ from storesvc.format.chunks import I64, Sums
 from storesvc.format.names import CheckpointName
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.host_memory import Bytes, ExtentPool, StagingPool
+from storesvc_client._chunks.memory import Bytes, ExtentPool, StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._save.description import Description, checked_description
-from storesvc_client._save.joint_writer import Writer
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.upload import SaveResult, Upload
+from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import DEFAULT_LEASE
 from storesvc_client._values.progress import Meter, ProgressCallback
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     DataLossError,
     NotFoundError,

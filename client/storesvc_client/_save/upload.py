@@ -33,16 +33,16 @@ from storesvc.format.names import InvalidNameError, UploadName
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
-from storesvc_client._save.data_files import DirectWriter
-from storesvc_client._save.joint_writer import Writer
+from storesvc_client._save.direct import DirectWriter
 from storesvc_client._save.snapshot import SlabQueue, SumsAhead, WantedSlabs
+from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.lent_bucket import LentBucket
+from storesvc_client._storage.lending import LentBucket
 from storesvc_client._values.arguments import Deadline
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.reports import SaveReport, WriterReport
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     ConflictError,
     PreconditionError,

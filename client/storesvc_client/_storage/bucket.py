@@ -33,16 +33,16 @@ from storesvc.errors import (
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.bucket import translated
-from storesvc.storage.gcs import bucket_of, endpoint_in_environment
 from storesvc.storage.hedging import Hedging, LogThrottle
 from storesvc.storage.location import GRPC_DRIVER, Storage
-from storesvc_client._storage.own_store import OwnStore
+from storesvc.storage.remote import bucket_of, endpoint_in_environment
+from storesvc_client._storage.objects import OwnStore
 from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
-    from storesvc_client._storage.own_store import LentStore
+    from storesvc_client._storage.objects import LentStore
 
 T = TypeVar("T")
 

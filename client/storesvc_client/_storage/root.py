@@ -17,7 +17,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
-    from storesvc_client._storage.lent_bucket import LentBucket
+    from storesvc_client._storage.lending import LentBucket
 
 Root: TypeAlias = "Path | BucketRoot"
 """A directory, or a prefix in a bucket."""
@@ -68,7 +68,7 @@ def lent_bucket(target: str, direct: object, connection: Connection) -> "LentBuc
         InvalidRequestError: The target is no server, the root is not in a bucket, or a
             package is missing.
     """
-    from storesvc_client._storage.lent_bucket import LentBucket
+    from storesvc_client._storage.lending import LentBucket
 
     if is_root(target):
         raise InvalidRequestError(

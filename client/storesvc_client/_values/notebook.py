@@ -46,6 +46,21 @@ from typing import (
 )
 
 from storesvc_client._values.arguments import duration_text
+from storesvc_client._values.models import (
+    Checkpoint,
+    Damage,
+    Diff,
+    HoldInfo,
+    ItemDifference,
+    ItemInfo,
+    LeafDifference,
+    LeafInfo,
+    RetentionDecision,
+    RunInfo,
+    Tag,
+    UploadInfo,
+    Verification,
+)
 from storesvc_client._values.reports import RestoreReport, SaveReport, SaveTrace
 from storesvc_client._values.texts import (
     ABSENT,
@@ -66,21 +81,6 @@ from storesvc_client._values.texts import (
     sizes_text,
     time_text,
     value_text,
-)
-from storesvc_client._values.values import (
-    Checkpoint,
-    Damage,
-    Diff,
-    HoldInfo,
-    ItemDifference,
-    ItemInfo,
-    LeafDifference,
-    LeafInfo,
-    RetentionDecision,
-    RunInfo,
-    Tag,
-    UploadInfo,
-    Verification,
 )
 from storesvc_client.errors import StoreError
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from storesvc_client._values.axes import Place, Ticks, scale
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.texts import number_text, printable
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 
 Point: TypeAlias = tuple[int, float | None]

@@ -56,8 +56,8 @@ from functools import cache
 from typing import Any, Final, Literal, Protocol, TypeAlias, assert_never
 
 from storesvc.format.names import TraceIds, trace_of_upload, traceparent
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.reports import PhaseSpan, RestoreReport, SaveReport
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 Operation: TypeAlias = Literal["save", "restore"]

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, assert_never
 
 if TYPE_CHECKING:
     from storesvc.format.trees import SavedSharding
-    from storesvc_client._values.values import ItemInfo, LeafInfo
+    from storesvc_client._values.models import ItemInfo, LeafInfo
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from storesvc.format.layout import STORE
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import ForeignOptions, ForeignStore, is_foreign
 from storesvc_client.cli.places import ContextName, StorePart, StoreTarget

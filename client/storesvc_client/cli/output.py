@@ -53,7 +53,7 @@ from storesvc_client._values.texts import (
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError, Run
-    from storesvc_client._values.values import Transfer
+    from storesvc_client._values.models import Transfer
 
 __all__ = [
     "GAP",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from storesvc_client.orbax.checkpointer import Checkpointer
+    from storesvc_client.orbax.items import StepPath
     from storesvc_client.orbax.manager import CheckpointManager
     from storesvc_client.orbax.step_errors import (
         ItemMissingError,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         StepMissingError,
         TreeMismatchError,
     )
-    from storesvc_client.orbax.step_items import StepPath
 
 __all__ = [
     "CheckpointManager",

@@ -25,8 +25,15 @@ from orbax.checkpoint.experimental.v1._src.handlers import registration
 from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata
 
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.orbax.leaf_targets import restore_tree, saved_target, tree_structs
-from storesvc_client.orbax.retention_options import (
+from storesvc_client.orbax.items import (
+    Content,
+    FilesContent,
+    Part,
+    TreeContent,
+    restore_files,
+    step_contents,
+)
+from storesvc_client.orbax.options import (
     NEEDLESS,
     IgnoredOptions,
     context_settings,
@@ -39,19 +46,12 @@ from storesvc_client.orbax.sequence import (
     root_metadata,
     timestamps,
 )
-from storesvc_client.orbax.step_items import (
-    Content,
-    FilesContent,
-    Part,
-    TreeContent,
-    restore_files,
-    step_contents,
-)
+from storesvc_client.orbax.trees import restore_tree, saved_target, tree_structs
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client.orbax.step_items import StepRecord
+    from storesvc_client.orbax.items import StepRecord
 
 _PLAIN: Final = (handlers.PyTreeHandler, handlers.JsonHandler)
 """Handlers whose checkpointables a store keeps as trees: they are never called."""

@@ -31,15 +31,20 @@ from orbax.checkpoint.checkpoint_manager import (
     StepMetadata,
 )
 
-from storesvc_client._values.item_values import encode_item
+from storesvc_client._values.items import encode_item
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.orbax.leaf_targets import (
-    TreeMetadata,
-    plain_tree,
-    restore_tree,
-    tree_structs,
+from storesvc_client.orbax.items import (
+    DEFAULT_ITEM,
+    Content,
+    FilesContent,
+    JsonContent,
+    Part,
+    StepRecord,
+    TreeContent,
+    restore_files,
+    step_contents,
 )
-from storesvc_client.orbax.retention_options import (
+from storesvc_client.orbax.options import (
     IgnoredOptions,
     check_handler,
     default_options,
@@ -58,16 +63,11 @@ from storesvc_client.orbax.sequence import (
     timestamps,
 )
 from storesvc_client.orbax.step_errors import StepMissingError
-from storesvc_client.orbax.step_items import (
-    DEFAULT_ITEM,
-    Content,
-    FilesContent,
-    JsonContent,
-    Part,
-    StepRecord,
-    TreeContent,
-    restore_files,
-    step_contents,
+from storesvc_client.orbax.trees import (
+    TreeMetadata,
+    plain_tree,
+    restore_tree,
+    tree_structs,
 )
 
 if TYPE_CHECKING:

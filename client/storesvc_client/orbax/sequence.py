@@ -31,16 +31,16 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from storesvc.storage.threads import Threads
 from storesvc_client._api.client import connect
+from storesvc_client._api.groups import APPLY_SECONDS
 from storesvc_client._api.run import Run
-from storesvc_client._api.watch import APPLY_SECONDS
 from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import job_of_process
 from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._save.saver import Save
+from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client._values.policies import RetentionPolicy, format_policy, rule_of
 from storesvc_client._values.telemetry import StepLogger
-from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -48,17 +48,17 @@ from storesvc_client.errors import (
     StoreError,
     UnavailableError,
 )
-from storesvc_client.orbax.step_errors import (
-    ItemMissingError,
-    StepExistsError,
-    StepMissingError,
-)
-from storesvc_client.orbax.step_items import (
+from storesvc_client.orbax.items import (
     Part,
     StepPath,
     StepRecord,
     find_part,
     read_record,
+)
+from storesvc_client.orbax.step_errors import (
+    ItemMissingError,
+    StepExistsError,
+    StepMissingError,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc_client._restore.file_source import STREAMS
+from storesvc_client._restore.sources import STREAMS
 from tests.bench.speed import raw_grpc
 from tests.bench.speed.contenders import Maker, Target
 from tests.bench.speed.files import sync

@@ -26,8 +26,8 @@ from storesvc_client._foreign.formats.safetensors import (
     not_read_label,
     tensor_rows,
 )
-from storesvc_client._foreign.remote_location import Location
-from storesvc_client._foreign.tree_rows import (
+from storesvc_client._foreign.locations import Location
+from storesvc_client._foreign.steps import (
     METADATA,
     Row,
     array_row,

@@ -33,8 +33,8 @@ import xxhash
 from storesvc.format.keys import InvalidKeyError, join_key
 from storesvc_client._foreign.bounded_json import integers, parse_object
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._foreign.remote_location import Location
-from storesvc_client._foreign.tree_rows import (
+from storesvc_client._foreign.locations import Location
+from storesvc_client._foreign.steps import (
     Row,
     array_row,
     join,
@@ -52,7 +52,7 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.item_values import Container, pack_document_of
+from storesvc_client._values.items import Container, pack_document_of
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 
 _FORMAT: Final = "tensorstore"

@@ -14,8 +14,8 @@ from typing import Final
 import xxhash
 
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._foreign.remote_location import Location
-from storesvc_client._foreign.tree_rows import (
+from storesvc_client._foreign.locations import Location
+from storesvc_client._foreign.steps import (
     METADATA,
     Row,
     array_row,

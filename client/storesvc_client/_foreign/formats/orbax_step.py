@@ -42,8 +42,8 @@ from storesvc_client._foreign.bounded_json import as_object, read_json
 from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
-from storesvc_client._foreign.remote_location import Location, checked_path
-from storesvc_client._foreign.tree_rows import (
+from storesvc_client._foreign.locations import Location, checked_path
+from storesvc_client._foreign.steps import (
     Row,
     encoded_row,
     file_item_row,
@@ -64,7 +64,7 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.item_values import Container, pack_document_of
+from storesvc_client._values.items import Container, pack_document_of
 from storesvc_client._values.texts import unicode_text
 from storesvc_client.errors import (
     DataLossError,

@@ -36,9 +36,9 @@ from storesvc_client._foreign.foreign_step import (
     Reading,
     UnreadItem,
 )
+from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import PlainArray
-from storesvc_client._foreign.remote_location import Location
-from storesvc_client._foreign.tree_rows import (
+from storesvc_client._foreign.steps import (
     Row,
     array_row,
     file_name,

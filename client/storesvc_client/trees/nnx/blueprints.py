@@ -33,6 +33,7 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
+from storesvc_client._pytree.containers import nest
 from storesvc_client._pytree.leaves import list_problems, named_leaves, signature
 from storesvc_client._pytree.partition_rules import (
     Rules,
@@ -40,11 +41,10 @@ from storesvc_client._pytree.partition_rules import (
     shardings_by_rules,
 )
 from storesvc_client._pytree.paths import GraphPath
-from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.arguments import checked_cast
+from storesvc_client._values.models import LeafInfo, PathPart
 from storesvc_client._values.options import Indivisible
-from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

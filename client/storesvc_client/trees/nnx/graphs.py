@@ -37,7 +37,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.paths import (
     GraphPath,
@@ -47,7 +47,7 @@ from storesvc_client._pytree.paths import (
     path_text,
 )
 from storesvc_client.trees.structure.descriptions import is_cached
-from storesvc_client.trees.structure.values import NODES, skeleton_of
+from storesvc_client.trees.structure.encoder import NODES, skeleton_of
 
 GraphState: TypeAlias = nnx.State[Any, Any]
 """An NNX state: a nested mapping whose leaves are Variables."""

@@ -47,8 +47,8 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.keys import escape_part, join_key
-from storesvc_client._chunks.host_memory import collector_paused
-from storesvc_client._values.item_values import pack_document, unpack_document
+from storesvc_client._chunks.memory import collector_paused
+from storesvc_client._values.items import pack_document, unpack_document
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

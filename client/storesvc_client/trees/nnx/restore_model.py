@@ -37,11 +37,11 @@ from jax.sharding import Mesh
 from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import join_key
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
+from storesvc_client._pytree.containers import nest
 from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
-from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.arguments import checked_patterns
@@ -51,6 +51,7 @@ from storesvc_client._values.key_patterns import (
     nearest_keys,
     patterns_of,
 )
+from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import (
     Indivisible,
     Missing,
@@ -59,7 +60,6 @@ from storesvc_client._values.options import (
     ReadKeywords,
     TargetOptions,
 )
-from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

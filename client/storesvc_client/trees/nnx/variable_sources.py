@@ -27,13 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
-from storesvc_client._chunks.host_memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._pytree.paths import GraphPath, nest_leaves, path_text
 from storesvc_client._pytree.restore_target import would_narrow
+from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Indivisible
-from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import PARTS, Blueprint, stand_in
 from storesvc_client.trees.nnx.graphs import (

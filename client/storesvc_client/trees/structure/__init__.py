@@ -18,7 +18,6 @@ Imports flax, and from the client `_pytree` and the layers below it. Start with
 """
 
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.builder import decode_graphdef
 from storesvc_client.trees.structure.comparison import (
     ABSENT,
     Difference,
@@ -30,6 +29,8 @@ from storesvc_client.trees.structure.comparison import (
     merge_layers,
     rows,
 )
+from storesvc_client.trees.structure.decoder import decode_graphdef
+from storesvc_client.trees.structure.encoder import encode_graphdef
 from storesvc_client.trees.structure.settings import (
     Opaque,
     decode_data,
@@ -37,7 +38,6 @@ from storesvc_client.trees.structure.settings import (
     encode_settings,
     plain_settings,
 )
-from storesvc_client.trees.structure.values import encode_graphdef
 
 __all__ = [
     "ABSENT",

@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from storesvc_client.trees.structure.allowed_names import (
+from storesvc_client.trees.structure.descriptions import EXECUTION, IGNORED, named_dtype
+from storesvc_client.trees.structure.encoder import MAPPINGS
+from storesvc_client.trees.structure.names import (
     JSON,
     Place,
     check_json,
@@ -40,9 +42,7 @@ from storesvc_client.trees.structure.allowed_names import (
     shown,
     structure_error,
 )
-from storesvc_client.trees.structure.descriptions import EXECUTION, IGNORED, named_dtype
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.values import MAPPINGS
 
 ABSENT: Final = "nothing"
 """Text for a value that is missing on one side."""

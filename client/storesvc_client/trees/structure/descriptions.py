@@ -39,7 +39,7 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client.trees.structure.allowed_names import JSON
+from storesvc_client.trees.structure.names import JSON
 from storesvc_client.trees.structure.plain import NOT_PLAIN, encode_plain
 
 _VALUE: Final = "(value)"

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.allowed_names import (
+from storesvc_client.trees.structure.names import (
     JSON,
     MAX_BITS,
     MAX_COMPOUND_KEYS,

@@ -52,7 +52,13 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client.trees.structure.allowed_names import (
+from storesvc_client.trees.structure.descriptions import (
+    is_cached,
+    named_dtype,
+    slots_of,
+)
+from storesvc_client.trees.structure.encoder import MAPPINGS, ValueDecoder, ValueEncoder
+from storesvc_client.trees.structure.names import (
     JSON,
     Place,
     Table,
@@ -60,11 +66,6 @@ from storesvc_client.trees.structure.allowed_names import (
     check_json,
     shown,
     structure_error,
-)
-from storesvc_client.trees.structure.descriptions import (
-    is_cached,
-    named_dtype,
-    slots_of,
 )
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
@@ -74,11 +75,6 @@ from storesvc_client.trees.structure.plain import (
     items_of,
     pairs_of,
     tag_of,
-)
-from storesvc_client.trees.structure.values import (
-    MAPPINGS,
-    ValueDecoder,
-    ValueEncoder,
 )
 
 _MAX_CLASSES: Final = 5000

@@ -37,7 +37,7 @@ from storesvc_client.cli.places import Place
 
 if TYPE_CHECKING:
     from storesvc_client import ExportReport, ForeignRun, Run
-    from storesvc_client._values.values import Transfer
+    from storesvc_client._values.models import Transfer
 
 
 @click.command()

@@ -55,9 +55,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, asser
 from storesvc.errors import InvalidFieldError, StorageDeniedError
 from storesvc.format.checksums import Buffer
 from storesvc.storage.bucket import denied, failed, unauthenticated
-from storesvc.storage.gcs import endpoint_of, own_credentials
-from storesvc.storage.hedged_calls import run_in_daemon_thread
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
+from storesvc.storage.remote import endpoint_of, own_credentials
+from storesvc.storage.requests import run_in_daemon_thread
 from storesvc_client.errors import StoreError
 
 if TYPE_CHECKING:

@@ -47,8 +47,8 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffer_layout import Buffer, Bytes
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.buffers import Buffer, Bytes
+from storesvc_client._chunks.memory import allocate
 from storesvc_client._job.assignment import Holders, assigned, needers_of_chunks
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource

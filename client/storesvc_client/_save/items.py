@@ -20,12 +20,7 @@ from storesvc.format.keys import MAX_ITEMS, ItemName, kind_text
 from storesvc.format.names import InvalidNameError, check_item
 from storesvc_client._job.job import JointSave, process_name
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.item_values import (
-    OwnItem,
-    PlannedItem,
-    Sharing,
-    own_item,
-)
+from storesvc_client._values.items import OwnItem, PlannedItem, Sharing, own_item
 from storesvc_client.errors import (
     InvalidRequestError,
     PeerFailedError,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64
 from storesvc.format.grids import Grid, Region, intersection
-from storesvc_client._chunks.host_memory import ALIGNMENT, COPIED_BYTES
+from storesvc_client._chunks.memory import ALIGNMENT, COPIED_BYTES
 
 GROUP_BYTES: Final = 64 << 20
 """Maximum size of a group of segments, unless one segment is larger."""

@@ -21,7 +21,7 @@ from storesvc.catalog.slots import Change
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, parse_step
-from storesvc.inspect.damage import Difference, dtype_text, shape_of
+from storesvc.inspect.rules import Difference, dtype_text, shape_of
 from storesvc.inspect.verify import Comparison
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.lifecycle.holds import DEFAULT_TTL

@@ -35,14 +35,14 @@ from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import escape_part
+from storesvc_client._pytree.containers import nest
 from storesvc_client._pytree.leaves import NamedLeaf, named_leaves
-from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.restore_target import (
     default_device,
     saved_placement,
     would_narrow,
 )
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.models import LeafInfo
 from storesvc_client.errors import InvalidRequestError, MismatchError, without_advice
 from storesvc_client.orbax.step_errors import TreeMismatchError
 

@@ -42,8 +42,8 @@ from storesvc_client.cli.paths import ForeignOptions, LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo
-    from storesvc_client.cli.array_files import ArrayFormat, Arrays
     from storesvc_client.cli.leaf_summary import Array, Summary
+    from storesvc_client.cli.leaves import ArrayFormat, Arrays
     from storesvc_client.cli.paths import Readable
 
 
@@ -192,7 +192,7 @@ def _print(
 
 def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
     """Returns the format of a file by its name; None: it names a directory."""
-    from storesvc_client.cli.array_files import FORMATS
+    from storesvc_client.cli.leaves import FORMATS
 
     suffix = Path(output).suffix
     if output.endswith(os.sep) or not suffix:
@@ -216,7 +216,7 @@ def _write_file(
     *,
     force: bool,
 ) -> None:
-    from storesvc_client.cli.array_files import replacing
+    from storesvc_client.cli.leaves import replacing
 
     file_format.check(selection.leaves)
     with (
@@ -227,7 +227,7 @@ def _write_file(
 
 
 def _write_directory(client: "Readable", selection: Selection, output: Path) -> None:
-    from storesvc_client.cli.array_files import file_names, new_directory, write_leaves
+    from storesvc_client.cli.leaves import file_names, new_directory, write_leaves
 
     names = file_names(selection.leaves)
     with new_directory(output) as directory, _reading(client, selection) as arrays:

@@ -22,13 +22,8 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
 from storesvc_client._pytree.leaves import KeyCache
-from storesvc_client._values.item_values import (
-    EMPTY,
-    TUPLE,
-    Container,
-    pack_document_of,
-)
-from storesvc_client._values.values import PathPart
+from storesvc_client._values.items import EMPTY, TUPLE, Container, pack_document_of
+from storesvc_client._values.models import PathPart
 from storesvc_client.errors import (
     MismatchError,
     StructureError,

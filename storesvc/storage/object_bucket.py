@@ -18,7 +18,7 @@ from typing import Self, TypeAlias, TypeVar
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.format.wire import Part, cut
-from storesvc.storage import hedged_calls, hedging, kvstore
+from storesvc.storage import hedging, kvstore, requests
 from storesvc.storage.bucket import (
     ALWAYS,
     Condition,
@@ -28,12 +28,12 @@ from storesvc.storage.bucket import (
     WriteCondition,
     translated,
 )
-from storesvc.storage.file_threads import FileBackend, NewObject
-from storesvc.storage.gcs import GcsLists, S3Deletes, endpoint_of
-from storesvc.storage.hedged_calls import HedgedSender, await_future, each
+from storesvc.storage.file_bucket import FileBackend, NewObject
 from storesvc.storage.location import CONCURRENCY, FILE_DRIVER
 from storesvc.storage.ocdbt_reader import KeySpace
 from storesvc.storage.opened_storage import OpenedStorage, open_storage
+from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_of
+from storesvc.storage.requests import HedgedSender, await_future, each
 from storesvc.telemetry.events import (
     Operation,
     Span,
@@ -149,9 +149,7 @@ class RemoteBackend(MemoryBackend):
         # 1. A creation, or a write without a condition, is sent once: a late duplicate
         #    would restore what was deleted in the meantime.
         if isinstance(condition, Condition):
-            return await hedged_calls.answer(
-                self._storage, ask(), size_bytes=size_bytes
-            )
+            return await requests.answer(self._storage, ask(), size_bytes=size_bytes)
         # 2. A change of one generation may be repeated: no generation comes back, so a
         #    late duplicate changes nothing. A conflict is no response while another
         #    request is in flight, because that one may have made the change.
@@ -175,7 +173,7 @@ class RemoteBackend(MemoryBackend):
 
     async def _names(self, prefix: str, after: str) -> list[str]:
         listing = kvstore.names(self._root, prefix, after)
-        return await hedged_calls.answer(self._storage, listing)
+        return await requests.answer(self._storage, listing)
 
 
 class GcsBackend(RemoteBackend):

@@ -23,21 +23,9 @@ from flax.typing import HashableMapping
 from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._pytree.paths import mapping_leaves
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
-from storesvc_client.trees.structure import values
-from storesvc_client.trees.structure.allowed_names import (
-    GIVE_CODE,
-    JSON,
-    MAX_NAME,
-    Allowed,
-    Place,
-    Table,
-    check_json,
-    shown,
-    structure_error,
-)
+from storesvc_client.trees.structure import encoder
 from storesvc_client.trees.structure.comparison import differences
-from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.values import (
+from storesvc_client.trees.structure.encoder import (
     CONTAINERS,
     FAILURES,
     FORMAT,
@@ -53,6 +41,18 @@ from storesvc_client.trees.structure.values import (
     stored_key,
     with_placeholders,
 )
+from storesvc_client.trees.structure.names import (
+    GIVE_CODE,
+    JSON,
+    MAX_NAME,
+    Allowed,
+    Place,
+    Table,
+    check_json,
+    shown,
+    structure_error,
+)
+from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
 
 _KEYS: Final[dict[str, set[str]]] = {
     "container": {"container", "items"},
@@ -180,7 +180,7 @@ class Builder:
                 got = f"{shown(key)}, a hook that flax calls"
                 raise structure_error(place, "plain metadata", got, GIVE_CODE)
             stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
-        if any(type(stored.get(key, False)) is not bool for key in values.DEFAULTS):
+        if any(type(stored.get(key, False)) is not bool for key in encoder.DEFAULTS):
             raise structure_error(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
             raise structure_error(
@@ -191,7 +191,7 @@ class Builder:
                 place, "a Variable of arrays", "a Variable of references", GIVE_CODE
             )
         self.paths.append(tuple(self._path))
-        variable = cls.from_metadata(placeholder(), values.native(stored))
+        variable = cls.from_metadata(placeholder(), encoder.native(stored))
         self._keep(value, variable)
         return variable
 

@@ -16,7 +16,7 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.gc.collector import FailureLimit, Progress
 from storesvc.gc.run_state import Usage
-from storesvc.inspect.damage import Damage, Report
+from storesvc.inspect.rules import Damage, Report
 from storesvc.restore import sender
 from storesvc.rpc import messages, requests
 from storesvc.rpc.status import MAX_MESSAGE_BYTES, Context

@@ -11,16 +11,16 @@ from typing import Final, Self
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
-from storesvc.storage.gcs import endpoint_of
 from storesvc.storage.location import (
     GRPC_DRIVER,
     Storage,
     shows_plaintext,
     storage_at,
 )
+from storesvc.storage.remote import endpoint_of
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.own_store import (
+from storesvc_client._storage.objects import (
     GcsSecret,
     Lent,
     LentCredential,

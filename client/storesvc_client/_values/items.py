@@ -40,8 +40,8 @@ from storesvc.format.keys import (
     fits_key,
     split_key,
 )
-from storesvc_client._values.stateful import at, take_state, type_name
-from storesvc_client._values.values import PathPart
+from storesvc_client._values.data_iterators import at, take_state, type_name
+from storesvc_client._values.models import PathPart
 from storesvc_client.errors import DataLossError, StructureError
 from storesvc_proto.v1 import tree_pb2 as pb
 

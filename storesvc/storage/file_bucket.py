@@ -51,7 +51,7 @@ from storesvc.errors import CorruptDataError, StorageUnavailableError
 from storesvc.format.checksums import Buffer
 from storesvc.format.layout import is_pooled
 from storesvc.format.wire import Part
-from storesvc.storage import hedged_calls, kvstore, rooted_files
+from storesvc.storage import kvstore, requests, rooted_files
 from storesvc.storage.bucket import (
     ALWAYS,
     Condition,
@@ -492,9 +492,7 @@ class LocalFiles:
         return await self._threads.run(path, function, seconds=None)
 
     async def _read(self, path: str, read: Callable[[], T], *, size_bytes: int) -> T:
-        seconds = (
-            hedged_calls.DISK_SECONDS + size_bytes / hedged_calls.LEAST_BYTES_PER_SECOND
-        )
+        seconds = requests.DISK_SECONDS + size_bytes / requests.LEAST_BYTES_PER_SECOND
         return await self._threads.run(path, read, seconds=seconds)
 
     async def _run(
@@ -506,7 +504,7 @@ class LocalFiles:
         discard: Callable[[T], object] | None = None,
         instead: Callable[[], object] | None = None,
     ) -> T:
-        seconds = hedged_calls.seconds_of(self._storage, size_bytes=size_bytes)
+        seconds = requests.seconds_of(self._storage, size_bytes=size_bytes)
         return await self._threads.run(
             path, function, seconds=seconds, discard=discard, instead=instead
         )
@@ -577,7 +575,7 @@ class FileBackend:
         if self._makes_generations:
             return found
         reading = kvstore.read(self._root, path)
-        stored = await hedged_calls.answer(self._storage, reading)
+        stored = await requests.answer(self._storage, reading)
         if stored is not None:
             self._makes_generations = stored == found
         return stored
@@ -646,7 +644,7 @@ class FileBackend:
 
     async def list_paths(self, prefix: str, after: str) -> list[str]:
         listing = kvstore.names(self._root, prefix, after)
-        return await hedged_calls.answer(self._storage, listing)
+        return await requests.answer(self._storage, listing)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         return await self._files.sizes(folder)
@@ -656,7 +654,7 @@ class FileBackend:
 
     async def _delete(self, path: str, condition: WriteCondition) -> None:
         deleting = kvstore.write(self._root, path, None, condition)
-        await hedged_calls.answer(self._storage, deleting)
+        await requests.answer(self._storage, deleting)
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

@@ -38,7 +38,7 @@ from storesvc.format.names import (
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import BEGINNINGS
-from storesvc_client._rpc.run_stub import OnDamage, RunStub, rows
+from storesvc_client._rpc.stubs import OnDamage, RunStub, rows
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     DurationLike,
@@ -51,9 +51,7 @@ from storesvc_client._values.arguments import (
     parent_resource,
     received,
 )
-from storesvc_client._values.notebook import Rows, listed
-from storesvc_client._values.policies import RetentionPolicy, policy_message, policy_of
-from storesvc_client._values.values import (
+from storesvc_client._values.models import (
     Checkpoint,
     Event,
     HoldInfo,
@@ -62,6 +60,8 @@ from storesvc_client._values.values import (
     Tag,
     UploadInfo,
 )
+from storesvc_client._values.notebook import Rows, listed
+from storesvc_client._values.policies import RetentionPolicy, policy_message, policy_of
 from storesvc_client.errors import (
     ConflictError,
     DataLossError,

@@ -26,21 +26,21 @@ from storesvc.access.call import require
 from storesvc.access.policy import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
+from storesvc.concurrency import FairSemaphore
 from storesvc.errors import (
     InvalidFieldError,
     LimitExceededError,
     StalledError,
     StoreError,
 )
-from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.offload import offload
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import messages, requests, streams
+from storesvc.rpc.methods import authorize
 from storesvc.rpc.paging import list_page
-from storesvc.rpc.permissions import authorize
 from storesvc.rpc.requests import check_counts
 from storesvc.rpc.status import CALL_SECONDS, Context, share_key
 from storesvc.rpc.streams import (
@@ -60,7 +60,7 @@ from storesvc.rpc.streams import (
 from storesvc.save.leaf_tables import LeafParts, SumParts, unpacked
 from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
-from storesvc.storage.hedged_calls import beside
+from storesvc.storage.requests import beside
 from storesvc.store import Store
 from storesvc_proto.v1 import report_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

@@ -37,7 +37,7 @@ from storesvc.format.names import HoldName, UploadName
 from storesvc.lending.lender import GcsToken, LentCredential, S3Keys
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import paging, requests
-from storesvc.rpc.permissions import RULES, resource_of
+from storesvc.rpc.methods import RULES, resource_of
 from storesvc.rpc.security import Lender, Security
 from storesvc.rpc.status import Context
 from storesvc.store import Store

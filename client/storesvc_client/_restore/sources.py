@@ -34,8 +34,8 @@ from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
 from storesvc.storage import rooted_files
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._chunks.host_memory import allocate
+from storesvc_client._chunks.buffers import Bytes
+from storesvc_client._chunks.memory import allocate
 from storesvc_client._chunks.slabs import frame_of
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import (

@@ -68,7 +68,15 @@ from flax.typing import HashableMapping
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from storesvc_client.errors import UnsupportedLeafError
-from storesvc_client.trees.structure.allowed_names import (
+from storesvc_client.trees.structure.descriptions import (
+    MAX_DESCRIBED,
+    MAX_PARTS,
+    describe,
+    is_cached,
+    reported_name,
+    truncated_description,
+)
+from storesvc_client.trees.structure.names import (
     GIVE_CODE,
     JSON,
     MAX_BITS,
@@ -80,14 +88,6 @@ from storesvc_client.trees.structure.allowed_names import (
     name_of,
     shown,
     structure_error,
-)
-from storesvc_client.trees.structure.descriptions import (
-    MAX_DESCRIBED,
-    MAX_PARTS,
-    describe,
-    is_cached,
-    reported_name,
-    truncated_description,
 )
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,

@@ -41,15 +41,15 @@ from etils.epath.stat_utils import StatResult
 
 from storesvc.format.keys import MAX_ENCODED_BYTES
 from storesvc_client._api.run import Run
-from storesvc_client._values.item_values import PerProcess
+from storesvc_client._values.items import PerProcess
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
     MismatchError,
     NotFoundError,
 )
-from storesvc_client.orbax.leaf_targets import has_tree
 from storesvc_client.orbax.step_errors import StepMissingError
+from storesvc_client.orbax.trees import has_tree
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint

@@ -42,7 +42,7 @@ from storesvc.format.chunks import (
 )
 from storesvc.storage import rooted_files
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.host_memory import BlockPool, Bytes
+from storesvc_client._chunks.memory import BlockPool, Bytes
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
 from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._save.snapshot import SlabQueue, WantedSlabs

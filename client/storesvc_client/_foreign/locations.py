@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
-from storesvc.storage.gcs import endpoint_in_environment
 from storesvc.storage.location import Storage
-from storesvc_client._storage.outside import (
+from storesvc.storage.remote import endpoint_in_environment
+from storesvc_client._storage.roots import (
     files_error,
     local_folder,
     name_below,
@@ -153,7 +153,7 @@ def open_location(
     local = local_folder(url, noun="location")
     if local is not None:
         return LocalLocation(local)
-    from storesvc_client._foreign.hub_location import HubLocation
+    from storesvc_client._foreign.hub import HubLocation
 
     kind = HubLocation if os.fspath(url).startswith("hf://") else RemoteLocation
     return kind.at(os.fspath(url), storage_options or {})

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from storesvc.storage.location import Storage
-from storesvc_client._foreign.remote_location import RemoteLocation
-from storesvc_client._storage.outside import files_error, status_of, text_of
+from storesvc_client._foreign.locations import RemoteLocation
+from storesvc_client._storage.roots import files_error, status_of, text_of
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -14,8 +14,8 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from storesvc.errors import InvalidFieldError
-from storesvc.storage.gcs import TOKEN, endpoint_of
 from storesvc.storage.location import GRPC_DRIVER, Storage, storage_at
+from storesvc.storage.remote import TOKEN, endpoint_of
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

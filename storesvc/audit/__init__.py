@@ -2,7 +2,7 @@
 
 It may import `storesvc.access` and the layers below it.
 
-Start with `observer.py`, which decides what is recorded and when;
+Start with `log.py`, which decides what is recorded and when, and writes it;
 `reader.py` reads pages of it. `storesvc.format.audit_chain` has the format, and
 verifies it.
 """

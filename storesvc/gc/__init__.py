@@ -4,6 +4,6 @@ It may import `storesvc.retention`, the packages of the save and lifecycle paths
 the layers below them; only `storesvc.store` and the server start it.
 
 Start with `collector.py`, one pass over a run: `expiry.py` ends leases and checkpoints,
-`mark.py` decides what is garbage in the state that `run_state.py` read, and `sweep.py`
-deletes it.
+`mark.py` decides what is garbage in the state that `run_state.py` read, and the
+collector deletes it.
 """

@@ -2,6 +2,6 @@
 
 It may import `storesvc.access`, `storesvc.storage` and the layers below them.
 
-Begin with `lender.py`; `boundary.py` decides what a credential permits, and `gcs.py`
-and `s3.py` obtain it from the provider.
+Begin with `lender.py`, which obtains a credential from the provider; `boundary.py`
+decides what it permits.
 """

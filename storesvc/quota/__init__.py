@@ -2,5 +2,5 @@
 
 It may import `storesvc.access` and the layers below it.
 
-Start with `quotas.py`; `limits.py` has the rules.
+Start with `quotas.py`.
 """

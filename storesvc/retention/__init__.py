@@ -2,6 +2,6 @@
 
 It may import `storesvc.lifecycle`, `storesvc.catalog` and the layers below them.
 
-Start with `policy.py`, which evaluates a policy; `validation.py` rejects invalid
-policies, and `enforcement.py` applies one to a run.
+Start with `policy.py`, which checks and evaluates a policy; `enforcement.py` applies
+one to a run.
 """

@@ -2,7 +2,7 @@
 
 It may import `storesvc.store` and everything below it; it decides nothing.
 
-Start with `checkpoints.py` or `uploads.py`, one module per resource; `registry.py`
-lists the services, `boundary.py` ends failed calls, and `status.py` has the table of
-errors.
+Start with `checkpoint_service.py` or `upload_service.py`, one module a service;
+`registry.py` lists the services, `methods.py` what each rpc needs, and `status.py` has
+the table of errors and ends failed calls.
 """

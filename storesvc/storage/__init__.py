@@ -4,6 +4,6 @@ It may import `storesvc.format`, `storesvc.errors` and the foundations next to i
 the catalog or gRPC. The client shares this package with the service.
 
 Begin with `bucket.py`, the protocol, and `location.py`, which parses the URI of a root;
-`tensorstore_bucket.py` implements the protocol over one of two kinds of backend:
-`file_backend.py` for files of this machine, `object_backends.py` for the others.
+`object_bucket.py` implements the protocol; `file_bucket.py` has the backend for files
+of this machine, `remote.py` what GCS and S3 need.
 """

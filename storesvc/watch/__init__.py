@@ -4,5 +4,5 @@ It may import `storesvc.catalog` and the layers below it, and none of the packag
 `lifecycle`, `save`, `restore` and `inspect`.
 
 Begin with `watcher.py`; `events.py` decides which events a change of the journal
-produces, and `change_cache.py` keeps the changes that were read.
+produces.
 """

@@ -3,7 +3,6 @@
 It may import `storesvc_client._save`, `storesvc_client._restore` and the layers below
 them; it imports neither `trees` nor jax.
 
-Begin with `client.py` and `run.py`. `tags.py`, `holds.py`, `retention.py` and
-`uploads.py` are the groups of a run (`run.tags.set`); the other modules are functions
-that `Client` and `Run` call.
+Begin with `client.py` and `run.py`. `groups.py` has the groups of a run
+(`run.tags.set`); `loop.py` is the loop of a training job.
 """

@@ -3,6 +3,6 @@
 It may import `storesvc_client._rpc`, `storesvc_client._values` and the layers
 below them; it does no I/O and does not import jax.
 
-Begin with `slabs.py` and `staging_pool.py` for saves, and `buffer_layout.py` for
-restores; `frames.py` packs chunks into messages and unpacks them.
+Begin with `slabs.py` for saves and `buffers.py` for restores; `memory.py` keeps the
+memory of both for the next call.
 """

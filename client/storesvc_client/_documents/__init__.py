@@ -2,6 +2,5 @@
 
 It may import the public client and the layers below it.
 
-Begin with `checkpoints.py`, documents of checkpoints and leaves; `usages.py` lists what
-the runs of a store use.
+Begin with `checkpoints.py`.
 """

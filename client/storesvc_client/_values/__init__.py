@@ -3,6 +3,6 @@
 It may import `storesvc.format` and `storesvc_client.errors`, and nothing else of the
 client.
 
-Begin with `values.py` (checkpoints, leaves, runs), `policies.py` (retention) and
-`durations.py`; `arguments.py` checks labels, metrics and single arguments.
+Begin with `models.py` (checkpoints, leaves, runs) and `policies.py` (retention);
+`arguments.py` checks labels, metrics and single arguments.
 """

@@ -2,8 +2,8 @@
 
 ``storectl --help`` shows how to use it. It starts fast: slow imports (click, gRPC,
 NumPy, rich, the server) happen when they are needed, most of them inside the commands.
-No command imports jax or flax. Begin with `group.py`; `commands/` has a module for each
-command.
+No command imports jax or flax. Begin with `group.py`, whose table names the module
+of each command in `commands/`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,8 +10,7 @@ Example:
     manager.save(step, args=ocp.args.StandardSave(state))
     state = manager.restore(None, args=ocp.args.StandardRestore(state))
 
-Begin with ``manager.py``. ``retention_options.py``, ``save_options.py`` and
-``step_record.py`` decide; ``sequence.py`` calls the run.
+Begin with ``manager.py``. ``options.py`` decides; ``sequence.py`` calls the run.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """One module for each format that storesvc reads.
 
 Each has ``open_root(location)``, which returns the ``ForeignRoot`` of a location, or
-raises an error that states what was expected there. Begin with ``orbax.py``.
+raises an error that states what was expected there. Begin with ``orbax_step.py``.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ CONTRACT := proto/storesvc_proto
 # Files that jax compiled for the tests; they find it in the checkout themselves.
 COMPILED := $(CURDIR)/build/jax
 # What a test may read besides the installed package.
-TESTED := tests README.md CONTRIBUTING.md CHANGELOG.md docs mkdocs.yml Makefile pyproject.toml requirements deploy
+TESTED := tests benchmarks soak README.md CONTRIBUTING.md CHANGELOG.md docs mkdocs.yml Makefile pyproject.toml requirements deploy
 
 # The first one that runs: the shim of a version manager may have no Python behind it.
 PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
@@ -137,10 +137,10 @@ deploy-test: $(INSTALLED)
 	  --numprocesses=2 tests/deploy
 
 # Compares with Orbax and others: every benchmark on tmpfs, lm on disk too, in two
-# hours. `python -m tests.bench NAME` runs one. EasyDeL takes part if
+# hours. `python -m benchmarks NAME` runs one. EasyDeL takes part if
 # `make test-easydel` has created its environment, torch if it is installed.
 bench: $(INSTALLED)
-	$(BIN)/python -m tests.bench.speed
+	$(BIN)/python -m benchmarks.speed
 
 # Faults of a machine at every point of a store's work: an hour, as root for the parts
 # that mount a disk. SOAK names parts; by default, all run, after the cases and examples
@@ -148,7 +148,7 @@ bench: $(INSTALLED)
 soak: $(INSTALLED)
 	$(if $(SOAK),,STORESVC_SUITE=full $(BIN)/python -m pytest --numprocesses=3 \
 	  -m "soak or hypothesis")
-	$(BIN)/python -m tests.soak $(SOAK)
+	$(BIN)/python -m soak $(SOAK)
 
 # With the real easydel and the jax and flax that it pins: first the quick tests of its
 # states and helpers, then the tests of other code that works on jax's objects. Importing

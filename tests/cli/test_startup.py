@@ -1,4 +1,4 @@
-"""Short commands import what they need, and little else; ``tests.bench startup`` has
+"""Short commands import what they need, and little else; ``benchmarks startup`` has
 the seconds."""
 
 import os

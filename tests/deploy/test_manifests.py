@@ -243,7 +243,7 @@ def test_the_limit_of_memory_is_above_what_a_server_may_take(
     overlay: list[Object],
 ) -> None:
     limit = container_of(overlay)["resources"]["limits"]["memory"]
-    # as python -m tests.bench.memory --bucket counts; a quarter is for all else
+    # as python -m benchmarks.memory --bucket counts; a quarter is for all else
     bound = READ_BUFFER_BYTES + 3 * MAX_BATCHES * BATCH_BYTES
 
     assert int(limit.removesuffix("Gi")) * GIB * 0.75 >= bound

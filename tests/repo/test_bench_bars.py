@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.bench.speed.bars import BARS, Results, verdicts
-from tests.bench.speed.links import LATENCY_SECONDS, bound, save_bound_seconds
-from tests.bench.speed.tables import bars_table, table
-from tests.bench.speed.works import CONTENDERS, WORKS
+from benchmarks.speed.bars import BARS, Results, verdicts
+from benchmarks.speed.links import LATENCY_SECONDS, bound, save_bound_seconds
+from benchmarks.speed.tables import bars_table, table
+from benchmarks.speed.works import CONTENDERS, WORKS
 
 
 def judged(results: Results, what: str) -> tuple[float | None, str]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.shapes import ratios
-from tests.bench.shapes.bars import BARS
-from tests.bench.shapes.drawing import (
+from benchmarks.shapes import ratios
+from benchmarks.shapes.bars import BARS
+from benchmarks.shapes.drawing import (
     DEVICES,
     QUICK_STATE_BYTES,
     SHAPES,
@@ -14,8 +14,8 @@ from tests.bench.shapes.drawing import (
     STATE_BYTES,
     draw,
 )
-from tests.bench.shapes.tables import ratios_table, table
-from tests.bench.speed.bars import Found, Results, verdicts
+from benchmarks.shapes.tables import ratios_table, table
+from benchmarks.speed.bars import Found, Results, verdicts
 
 SIZED = [name for name, shape in SHAPES.items() if shape.judged == "size"]
 GB = 10**9

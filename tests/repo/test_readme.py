@@ -42,13 +42,13 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from benchmarks.__main__ import OTHERS
+from benchmarks.speed.works import WORKS
 from storesvc.access.policy import ROLES, Permission
 from storesvc.identity.policy_document import parse as parse_policy_file
 from storesvc_client._export.elements import parse_table
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
-from tests.bench.__main__ import OTHERS
-from tests.bench.speed.works import WORKS
 from tests.support.document_blocks import (
     Block,
     blocks_of,
@@ -172,7 +172,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 
 def test_the_other_pages_of_the_site_have_output_only() -> None:
-    pages = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/bench/RESULTS.md")
+    pages = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
     kinds = {block.language for page in pages for block in blocks_of(ROOT / page)}
 
     assert {"text"} == kinds

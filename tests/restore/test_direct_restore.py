@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from benchmarks.speed.meters import measured, memory_mib, settle
 from storesvc.format.chunks import Read
 from storesvc.format.grids import whole
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BufferBudget
-from tests.bench.speed.meters import measured, memory_mib, settle
 from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess
 

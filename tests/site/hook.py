@@ -40,7 +40,7 @@ DOCUMENTS: Final[Mapping[str, str]] = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "deploy/README.md": "deployment.md",
-    "tests/bench/RESULTS.md": "benchmarks.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
 }
 """Documents outside of ``docs/``, and their pages."""
 

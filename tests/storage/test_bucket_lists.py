@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 import storesvc_client as store
-from tests.bench.catalogue import LARGE, records
+from benchmarks.catalogue import LARGE, records
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs
 from tests.support.gcs_calls import BUCKET, GcsCalls

@@ -1,0 +1,269 @@
+"""The floors: times that no store on this machine can beat."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.speed import raw_grpc
+from benchmarks.speed.contenders import Maker, Target
+from benchmarks.speed.files import sync
+from benchmarks.speed.states import State
+from storesvc_client._restore.sources import STREAMS
+from tests.support.certificates import Authority
+
+PART_BYTES: Final = 64 << 20
+"""Of a file."""
+
+
+class RawFiles:
+    """The floor for files: writes and reads the bytes of each shard, nothing else."""
+
+    pids: Sequence[int] = ()
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def save(self, step: int, state: State) -> None:
+        number, held, file = 0, PART_BYTES, None
+        for shard in _shards(state):
+            if held >= PART_BYTES:
+                if file is not None:
+                    _close(file)
+                file = (self._directory / f"{step}-{number}").open("wb", buffering=0)
+                number, held = number + 1, 0
+            data = shard
+            held += len(data)
+            while data:
+                data = data[file.write(data) :] if file else data[:0]
+        if file is not None:
+            _close(file)
+        sync(self._directory)
+
+    def restore(self, step: int, target: Target) -> Any:
+        found = []
+        for path in sorted(self._directory.glob(f"{step}-*")):
+            size = path.stat().st_size
+            buffer = np.empty(size, np.uint8)
+            with path.open("rb", buffering=0) as file:
+                at = 0
+                while at < size:
+                    at += file.readinto(_bytes_of(buffer)[at:]) or 0
+            found.append(buffer)
+        return found
+
+    def remove(self, *steps: int) -> None:
+        """Removes steps."""
+        for step in steps:
+            for path in self._directory.glob(f"{step}-*"):
+                path.unlink()
+
+    def close(self) -> None:
+        pass
+
+
+class RawGrpc:
+    """The floor for sockets: sends and receives the bytes of each shard, no more."""
+
+    def __init__(self, directory: Path) -> None:
+        self._server, address = _served(directory)
+        self.pids: Sequence[int] = [self._server.pid]
+        self._channel = grpc.insecure_channel(address)
+        self._sizes: dict[int, int] = {}
+
+    def save(self, step: int, state: State) -> None:
+        take: Any = self._channel.stream_unary(f"/{raw_grpc.SERVICE}/Take")
+        answer = take(_messages(state))
+        self._sizes[step] = int.from_bytes(answer, "little")
+
+    def restore(self, step: int, target: Target) -> Any:
+        send: Any = self._channel.unary_stream(f"/{raw_grpc.SERVICE}/Send")
+        size = self._sizes[step]
+        buffer, at = np.empty(size, np.uint8), 0
+        for message in send(size.to_bytes(8, "little")):
+            buffer[at : at + len(message)] = np.frombuffer(message, np.uint8)
+            at += len(message)
+        return buffer
+
+    def close(self) -> None:
+        self._channel.close()
+        self._server.kill()
+        self._server.wait()
+
+
+def _served(directory: Path, *pair: Path) -> "tuple[subprocess.Popen[bytes], str]":
+    """Starts the server, with TLS if it gets a certificate and its key; returns it and
+    its address."""
+    ready = directory / "address"
+    command = [sys.executable, "-m", "benchmarks.speed.raw_grpc", str(ready)]
+    server = subprocess.Popen([*command, *map(str, pair)])
+    while not ready.exists():
+        assert server.poll() is None, "the server ended"
+        time.sleep(0.01)
+    return server, ready.read_text()
+
+
+def _messages(state: State) -> Iterator[bytes]:
+    for data in _shards(state):
+        for at in range(0, len(data), raw_grpc.MESSAGE_BYTES):
+            yield bytes(data[at : at + raw_grpc.MESSAGE_BYTES])
+
+
+def _shards(state: State) -> Iterator[memoryview]:
+    """Yields the bytes of each shard once."""
+    for leaf in state.values():
+        for shard in leaf.addressable_shards:
+            if not shard.replica_id:
+                yield _bytes_of(np.asarray(shard.data))
+
+
+class GrpcFiles:
+    """The floor for a server: bytes over as many sockets as this store uses, in
+    messages of the same size, into one file a socket, and back."""
+
+    def __init__(self, directory: Path, *pair: Path, ca: Path | None = None) -> None:
+        self._directory = directory
+        self._server, address = _served(directory, *pair)
+        self.pids: Sequence[int] = [self._server.pid]
+        self._channels = [self._dialed(address, ca) for _ in range(STREAMS)]
+        self._threads = ThreadPoolExecutor(STREAMS)
+        self._sizes: dict[str, int] = {}
+
+    def save(self, step: int, state: State) -> None:
+        shards = list(_shards(state))
+        share = -(-sum(map(len, shards)) // STREAMS)
+        futures = [
+            self._threads.submit(self._put, f"{step}-{number}", channel, pieces)
+            for number, (channel, pieces) in enumerate(
+                zip(self._channels, _shares(shards, share), strict=False)
+            )
+        ]
+        for future in futures:
+            future.result()
+        sync(self._directory)
+
+    def restore(self, step: int, target: Target) -> Any:
+        del target
+        return list(self._threads.map(self._got, self._names(step), self._channels))
+
+    def remove(self, *steps: int) -> None:
+        """Removes steps."""
+        for name in [name for step in steps for name in self._names(step)]:
+            (self._directory / name).unlink()
+            del self._sizes[name]
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for channel in self._channels:
+            channel.close()
+        self._server.kill()
+        self._server.wait()
+
+    def _names(self, step: int) -> list[str]:
+        return sorted(name for name in self._sizes if name.startswith(f"{step}-"))
+
+    def _dialed(self, address: str, ca: Path | None) -> grpc.Channel:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a socket each
+        if ca is None:
+            return grpc.insecure_channel(address, options)
+        credentials = grpc.ssl_channel_credentials(ca.read_bytes())
+        return grpc.secure_channel(address, credentials, options)
+
+    def _put(self, name: str, channel: grpc.Channel, pieces: list[memoryview]) -> None:
+        put: Any = channel.stream_unary(f"/{raw_grpc.SERVICE}/Put")
+        answer = put(chain([name.encode()], _packed(pieces)))
+        self._sizes[name] = int.from_bytes(answer, "little")
+
+    def _got(self, name: str, channel: grpc.Channel) -> "NDArray[np.uint8]":
+        get: Any = channel.unary_stream(f"/{raw_grpc.SERVICE}/Get")
+        buffer, at = np.empty(self._sizes[name], np.uint8), 0
+        for message in get(name.encode()):
+            buffer[at : at + len(message)] = np.frombuffer(message, np.uint8)
+            at += len(message)
+        assert at == len(buffer)
+        return buffer
+
+
+class GrpcFilesTls(GrpcFiles):
+    """The same over TLS."""
+
+    def __init__(self, directory: Path) -> None:
+        authority = Authority(directory)
+        pair = authority.issue("server", "127.0.0.1", "localhost")
+        super().__init__(
+            directory, pair.certificate, pair.key, ca=authority.certificate
+        )
+
+
+def _shares(shards: list[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """Cuts the concatenation of shards into shares of a size."""
+    share: list[memoryview] = []
+    left = size
+    for shard in shards:
+        while len(shard) > left:
+            yield [*share, shard[:left]]
+            shard, share, left = shard[left:], [], size  # noqa: PLW2901 - the rest
+        share.append(shard)
+        left -= len(shard)
+    yield share
+
+
+def _packed(pieces: list[memoryview]) -> Iterator[bytes]:
+    """Yields full messages; small pieces share one."""
+    for message in _shares(pieces, raw_grpc.MESSAGE_BYTES):
+        yield b"".join(message)
+
+
+class Memory:
+    """The floor for memory: one copy."""
+
+    pids: Sequence[int] = ()
+
+    def __init__(self, directory: Path) -> None:
+        del directory
+        self._held: list[Any] = []
+
+    def save(self, step: int, state: State) -> None:
+        del step
+        shards = [
+            np.asarray(shard.data)
+            for leaf in state.values()
+            for shard in leaf.addressable_shards
+            if not shard.replica_id
+        ]
+        self._held = [shard.copy() for shard in shards]
+
+    def restore(self, step: int, target: Target) -> Any:
+        del step, target
+        return [shard.copy() for shard in self._held]
+
+    def close(self) -> None:
+        self._held = []
+
+
+def _bytes_of(array: "NDArray[Any]") -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _close(file: Any) -> None:
+    os.fsync(file.fileno())
+    file.close()
+
+
+FLOORS: Final[Mapping[str, Maker]] = {
+    "memcpy": Memory,
+    "files": RawFiles,
+    "grpc": RawGrpc,
+    "grpc-files": GrpcFiles,
+    "grpc-files-tls": GrpcFilesTls,
+}
+"""Floors by name."""

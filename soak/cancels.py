@@ -1,0 +1,42 @@
+"""I12: every call of the contract is cancelled at each of its suspensions, once, or
+again while it cleans up."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from soak.outcomes import Outcome
+from tests.support.cancels import CancellingServer, Start
+from tests.support.every_call import CALLS, Make, Saved, check_save
+
+
+def cancels() -> Outcome:
+    """Cancels each call at each of its suspensions."""
+    outcome, points = Outcome(), list[str]()
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as directory:
+        for name, ways in CALLS.items():
+            before = outcome.points
+            with CancellingServer(Path(directory, name)) as server:
+                for make in ways:
+                    for times in (1, 2):
+                        _cancel(outcome, server, make, times)
+            points.append(f"{name} {outcome.points - before}")
+    outcome.note = ", ".join(points)
+    return outcome
+
+
+def _cancel(outcome: Outcome, server: CancellingServer, make: Make, times: int) -> None:
+    prepare = partial(_prepared, server.address, make)
+    what = f"{make.__name__} cancelled" + (" twice" if times == 2 else "")
+    for number, lost in server.sweep(prepare, times=times):
+        try:
+            check_save(server.address)
+        except grpc.RpcError as e:
+            lost.append(f"a save after it failed: {e}")
+        outcome.add(f"{what} at suspension {number}", lost)
+
+
+def _prepared(address: str, make: Make) -> Start:
+    return make(Saved(address))

@@ -1,0 +1,121 @@
+"""R1, R17: SIGKILL of a server before each call that changes a file, during a save, and
+during a deletion, a purge and a collection."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+
+import storesvc_client as store
+from soak import promises
+from soak.outcomes import Outcome
+from soak.watched import WatchedServer, watched
+from tests.support.server_process import EndedError
+
+WAIT_SECONDS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A piece of work on a store with the steps 0 and 1."""
+
+    name: str
+    do: Callable[[store.Client], None]
+    """Function that may be called repeatedly, and succeeds each time."""
+    kept: frozenset[int]
+    """Steps that it does not change."""
+    changes: frozenset[int]
+    """Steps that may exist or not once it has begun."""
+    after: frozenset[int]
+    """Steps that exist once it is done."""
+
+
+def save(client: store.Client) -> None:
+    """Saves step 2, which shares chunks with step 1."""
+    with suppress(store.AlreadyExistsError):
+        promises.save(client, 2)
+
+
+def collect(client: store.Client) -> None:
+    """Deletes step 0, purges it, and collects its garbage."""
+    run = client.run(promises.RUN)
+    with suppress(store.NotFoundError):
+        run.delete(0, purge_delay=timedelta())
+    with suppress(store.NotFoundError):
+        run.purge(0)
+    for _ in client.collect(promises.RUN, grace=timedelta()):
+        pass
+
+
+WORKS = (
+    Work(
+        name="save",
+        do=save,
+        kept=frozenset({0, 1}),
+        changes=frozenset({2}),
+        after=frozenset({0, 1, 2}),
+    ),
+    Work(
+        name="collection",
+        do=collect,
+        kept=frozenset({1}),
+        changes=frozenset({0}),
+        after=frozenset({1}),
+    ),
+)
+
+
+def kill_points() -> Outcome:
+    """Kills a server at every point of its start and of its work."""
+    outcome = Outcome()
+    with promises.prepared(0, 1) as root:
+        for work in WORKS:
+            for number in count(1):
+                with promises.copied(root) as copy:
+                    lost = kill_at(number, copy, work)
+                if lost is None:
+                    outcome.note += f"{work.name}: {number - 1} calls; "
+                    break
+                outcome.add(f"{work.name} killed before call {number}", lost)
+    return outcome
+
+
+def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
+    """Returns the losses after a kill before a call; None if there is no such call."""
+    with watched(root) as server, ThreadPoolExecutor() as pool:
+        server.kill_at(number)
+        with suppress(EndedError):
+            server.start()
+        if server.is_running:
+            with server.connect() as client:
+                done = pool.submit(work.do, client)
+                if _is_done_before_the_end(done, server):
+                    done.result()
+                    return None
+                lost = promises.losses_at(root, kept=work.kept, maybe=work.changes)
+                # the client goes on at a new server; what it does not repeat by
+                # itself fails there, and is asked for again below
+                server.mend()
+                server.start()
+                with suppress(store.UnavailableError):
+                    done.result(WAIT_SECONDS)
+        else:
+            lost = promises.losses_at(root, kept={0, 1})
+            server.mend()
+            server.start()
+        with server.connect() as client:
+            work.do(client)
+        server.stop()
+    return lost + promises.losses_at(root, kept=work.after)
+
+
+def _is_done_before_the_end(done: "Future[None]", server: WatchedServer) -> bool:
+    """Waits until a server or its work has ended."""
+    while server.is_running:
+        if done.done():
+            return True
+        wait([done], timeout=0.02)
+    return False

@@ -1,7 +1,4 @@
-"""Connects to a store: ``connect`` and ``Client``.
-
-The audit log of a server, read page by page.
-"""
+"""Connects to a store: ``connect``, ``Client``, and the audit log of its server."""
 
 import math
 from collections import deque
@@ -36,6 +33,7 @@ from storesvc_client._values.access import Identity, Quota
 from storesvc_client._values.arguments import (
     DurationLike,
     checked_duration,
+    duration_message,
     is_text,
     namespace_resource,
     parent_resource,
@@ -142,45 +140,6 @@ class AuditEntries(Iterator[AuditEntry]):
 
     def __repr__(self) -> str:
         return f"<iterator over audit entries of {self._connection.address}>"
-
-
-def audit_entries(
-    connection: Connection,
-    *,
-    principal: str | None,
-    method: str | None,
-    parent: str | None,
-    stage: AuditStage | None,
-    authentication: Authentication | None,
-    since: datetime | None,
-    until: datetime | None,
-    page_token: str,
-) -> AuditEntries:
-    """Returns the entries of the audit log that match; see ``Client.audit_entries``."""
-    for name, text in (("principal=", principal), ("method=", method)):
-        if text is not None and not (is_text(text) and text):
-            raise InvalidRequestError(
-                f"audit entries: {name} expected a text, got {text!r}"
-            )
-    _check_choice("stage=", stage, STAGES)
-    _check_choice("authentication=", authentication, AUTHENTICATIONS)
-    if not is_text(page_token):
-        raise InvalidRequestError(
-            f"audit entries: page_token= expected a text, got {page_token!r}"
-        )
-    request = access_api.ListAuditEntriesRequest(
-        principal=principal or "",
-        method=method or "",
-        resource=parent_resource(parent),
-        stage=stage_number(stage),
-        authentication=authentication_number(authentication),
-        page_token=page_token,
-    )
-    if since is not None:
-        request.start_time.CopyFrom(_stamp("since=", since))
-    if until is not None:
-        request.end_time.CopyFrom(_stamp("until=", until))
-    return AuditEntries(connection, request)
 
 
 def newest(
@@ -321,7 +280,12 @@ def connect(
         token=token,
     )
     try:
-        info = _greeted(connection)
+        try:  # without retries, as the target may be mistyped
+            info = _info(connection, connection.call)
+        except UnavailableError as e:
+            if cause := connection.refusal():
+                raise UnavailableError(cause) from e
+            raise
         if lend_credentials:
             lent = lent_bucket(target, direct, connection)
             return Client(Session(connection, staging, blocks, telemetry, lent))
@@ -331,16 +295,6 @@ def connect(
         return Client(Session(connection, staging, blocks, telemetry, root))
     except BaseException:
         connection.close()
-        raise
-
-
-def _greeted(connection: Connection) -> ServerInfo:
-    """Returns the server's info without retries, as the target may be mistyped."""
-    try:
-        return _info(connection, connection.call)
-    except UnavailableError as e:
-        if cause := connection.refusal():
-            raise UnavailableError(cause) from e
         raise
 
 
@@ -461,17 +415,30 @@ class Client:
         Raises:
             InvalidRequestError: An argument is not valid.
         """
-        return audit_entries(
-            self._connection,
-            principal=principal,
-            method=method,
-            parent=parent,
-            stage=stage,
-            authentication=authentication,
-            since=since,
-            until=until,
+        for name, text in (("principal=", principal), ("method=", method)):
+            if text is not None and not (is_text(text) and text):
+                raise InvalidRequestError(
+                    f"audit entries: {name} expected a text, got {text!r}"
+                )
+        _check_choice("stage=", stage, STAGES)
+        _check_choice("authentication=", authentication, AUTHENTICATIONS)
+        if not is_text(page_token):
+            raise InvalidRequestError(
+                f"audit entries: page_token= expected a text, got {page_token!r}"
+            )
+        request = access_api.ListAuditEntriesRequest(
+            principal=principal or "",
+            method=method or "",
+            resource=parent_resource(parent),
+            stage=stage_number(stage),
+            authentication=authentication_number(authentication),
             page_token=page_token,
         )
+        if since is not None:
+            request.start_time.CopyFrom(_stamp("since=", since))
+        if until is not None:
+            request.end_time.CopyFrom(_stamp("until=", until))
+        return AuditEntries(self._connection, request)
 
     def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
         """Returns a run; sends nothing to the server.
@@ -570,7 +537,12 @@ class Client:
             InvalidRequestError: ``parent`` is neither a run nor a namespace, or
                 ``grace`` is negative.
         """
-        return collect(self._connection, parent, grace=grace, dry_run=dry_run)
+        request = maintenance_api.CollectGarbageRequest(
+            parent=parent_resource(parent), validate_only=dry_run
+        )
+        if grace is not None:
+            request.grace.CopyFrom(duration_message(grace, "grace= of a collection"))
+        return collect(self._connection, request)
 
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
         """Returns an endless iterator over the changes of checkpoints in a namespace.

@@ -91,16 +91,30 @@ class RunCopy:
         from storesvc_client._save.transfer import committed
 
         # 1. Reject.
-        record = get_run(self._from)
+        record = RunInfo.from_message(get_run(self._from))
         wanted = _wanted(self._place, committed(self._from), steps)
         present = committed(self._to)
         for checkpoint in wanted:
             if checkpoint.step in present:
                 if checkpoint.uid == present[checkpoint.step].uid:
                     raise self._same_run()  # by another address of its store
-                self._check_same(checkpoint, present[checkpoint.step])
+                if origin(checkpoint) != origin(present[checkpoint.step]):
+                    raise AlreadyExistsError(
+                        f"{self._to.name}@{checkpoint.step}: expected no checkpoint, "
+                        f"or a copy of {self._url(checkpoint)}, got one with another "
+                        "origin; copy to another run, or only the other steps",
+                        reason="CHECKPOINT_EXISTS",
+                    )
         # 2. The run.
-        self._create(RunInfo.from_message(record))
+        try:
+            get_run(self._to)
+        except NotFoundError:
+            configure_run(
+                self._to,
+                labels=record.labels,
+                purge_delay=record.purge_delay,
+                etag=None,
+            )
         # 3. The checkpoints.
         for checkpoint in wanted:
             found = present.get(checkpoint.step)
@@ -151,38 +165,16 @@ class RunCopy:
 
     def retention(self) -> None:
         """Sets the retention policy of the source in the target."""
-        policy = Retention(self._from).get()
-        Retention(self._to).set(policy)
+        Retention(self._to).set(Retention(self._from).get())
 
     def _same_run(self) -> InvalidRequestError:
         return InvalidRequestError(
             f"copy of {self._from.name}: expected another run to copy to, got the same "
-            "one; give the run to create, such as "
-            f"{self._from.name}-copy"
+            f"one; give the run to create, such as {self._from.name}-copy"
         )
 
     def _url(self, checkpoint: Checkpoint) -> str:
         return f"{self._place}@{checkpoint.step}"
-
-    def _check_same(self, source: Checkpoint, present: Checkpoint) -> None:
-        if origin(source) != origin(present):
-            raise AlreadyExistsError(
-                f"{self._to.name}@{source.step}: expected no checkpoint, or a copy of "
-                f"{self._url(source)}, got one with another origin; copy to another "
-                "run, or only the other steps",
-                reason="CHECKPOINT_EXISTS",
-            )
-
-    def _create(self, record: RunInfo) -> None:
-        try:
-            get_run(self._to)
-        except NotFoundError:
-            configure_run(
-                self._to,
-                labels=record.labels,
-                purge_delay=record.purge_delay,
-                etag=None,
-            )
 
     def _copy(self, checkpoint: Checkpoint, present: Iterable[int]) -> Transfer:
         """Copies one checkpoint."""

@@ -1,17 +1,13 @@
 """The steps that a training loop saves by its schedule, alike in all processes.
 
 Process 0 decides, by its clock and by its running save, and publishes the decision. A
-step that is due waits, or is skipped, while the save before it is not written.
+step that is due waits, or is skipped, while the save before it is not written
+(``LoopSaves``). SIGTERM is noted, so that the loop can save and end.
 
-The saves of a training loop that have not ended, and what became of the others.
-
-SIGTERM during a training loop: noted, so that the loop can save and end.
-
-Steps that a training loop comes to, and that other checkpoints have.
-
-A run is rewound by deleting its newest checkpoints. Until they are purged they can be
-undeleted, and no other checkpoint can be saved at their steps. Nor can one at the step
-of a damaged checkpoint, from which a restore has stepped back.
+Some steps have a checkpoint already (``TakenSteps``). A run is rewound by deleting its
+newest checkpoints. Until they are purged they can be undeleted, and no other checkpoint
+can be saved at their steps. Nor can one at the step of a damaged checkpoint, from which
+a restore has stepped back.
 """
 
 import logging

@@ -1,21 +1,11 @@
-"""Watches the changes of checkpoints across restarts of the server.
+"""The groups of a run, and calls that ``Run`` and ``Client`` share.
+
+``Holds`` keep a checkpoint from being purged while it is read. ``Retention`` decides
+which checkpoints stay. ``Tags`` are names for checkpoints, which can be moved to
+another checkpoint. ``Uploads`` are checkpoints that are being written.
 
 A watch is a stream of events, each with a resume token. A broken stream is opened again
 from the last token, so no event is missed or repeated.
-
-Garbage collection, and the storage that runs use.
-
-Holds: they keep a checkpoint from being purged while it is read.
-
-Changes of a checkpoint after its commit: update, delete, undelete, purge.
-
-The record of a run: its labels, purge delay and retention policy.
-
-Retention of a run: which checkpoints stay.
-
-Tags of a run: names for checkpoints, which can be moved to another checkpoint.
-
-Uploads: checkpoints that are being written.
 """
 
 import uuid
@@ -48,7 +38,6 @@ from storesvc_client._values.arguments import (
     checked_text,
     duration_message,
     is_text,
-    parent_resource,
     received,
 )
 from storesvc_client._values.models import (
@@ -164,25 +153,10 @@ def usage_of(stub: RunStub) -> Usage:
 
 
 def collect(
-    connection: Connection,
-    parent: str | None,
-    *,
-    grace: DurationLike | None,
-    dry_run: bool,
-) -> Iterator[Collected]:
-    """Collects garbage run by run; see ``Client.collect``."""
-    request = maintenance_service_pb2.CollectGarbageRequest(
-        parent=parent_resource(parent), validate_only=dry_run
-    )
-    if grace is not None:
-        request.grace.CopyFrom(duration_message(grace, "grace= of a collection"))
-    return _collected(connection, request)
-
-
-def _collected(
     connection: Connection, request: maintenance_service_pb2.CollectGarbageRequest
 ) -> Iterator[Collected]:
-    """Yields each run once, over as many calls as it takes."""
+    """Collects garbage as ``Client.collect``; yields each run once, over as many calls
+    as it takes."""
     seen = set[str]()
     for left in reversed(range(BEGINNINGS)):
         with closing(_passes(connection, request)) as passes:
@@ -394,86 +368,13 @@ def update_checkpoint(
     # Resolved once: a retry must change the same checkpoint, even if a tag moves.
     message.name = stub.step_name(which).resource
     request = api.UpdateCheckpointRequest(
-        checkpoint=message, etag=_text(stub, "etag", etag), request_id=_new_id()
+        checkpoint=message,
+        etag=checked_text(f"{stub.name}: etag=", etag),
+        request_id=str(uuid.uuid4()),
     )
     request.update_mask.paths.extend(paths)
     response = stub.ask(stub.service.UpdateCheckpoint, request)
     return Checkpoint.from_message(response.checkpoint)
-
-
-def delete_checkpoint(
-    stub: RunStub,
-    step: int,
-    *,
-    uid: str | None,
-    etag: str | None,
-    purge_delay: DurationLike | None,
-) -> Checkpoint:
-    """Marks a checkpoint as deleted; see ``Run.delete``."""
-    request = api.DeleteCheckpointRequest(
-        name=_resource(stub, step),
-        uid=_text(stub, "uid", uid),
-        etag=_text(stub, "etag", etag),
-        request_id=_new_id(),
-    )
-    if purge_delay is not None:
-        request.purge_delay.CopyFrom(
-            duration_message(purge_delay, f"purge_delay= of {stub.name}")
-        )
-    response = stub.ask(stub.service.DeleteCheckpoint, request)
-    return Checkpoint.from_message(response.checkpoint)
-
-
-def undelete_checkpoint(stub: RunStub, step: int, *, uid: str | None) -> Checkpoint:
-    """Reverts the deletion of a checkpoint; see ``Run.undelete``."""
-    request = api.UndeleteCheckpointRequest(
-        name=_resource(stub, step),
-        uid=_text(stub, "uid", uid),
-        request_id=_new_id(),
-    )
-    response = stub.ask(stub.service.UndeleteCheckpoint, request)
-    return Checkpoint.from_message(response.checkpoint)
-
-
-def purge_checkpoint(
-    stub: RunStub, step: int, *, uid: str | None, etag: str | None
-) -> None:
-    """Removes a deleted checkpoint for good; see ``Run.purge``."""
-    request = api.PurgeCheckpointRequest(
-        name=_resource(stub, step),
-        uid=_text(stub, "uid", uid),
-        etag=_text(stub, "etag", etag),
-    )
-    connection, may_be_purged = stub.connection, False
-    for attempt in connection.attempts("PurgeCheckpoint"):
-        with attempt:
-            try:
-                with translated(connection.address):
-                    stub.service.PurgeCheckpoint(request, timeout=connection.timeout)
-            except UnavailableError:
-                may_be_purged = True  # only the response may have been lost
-                raise
-            except NotFoundError:
-                if not may_be_purged:
-                    raise
-
-
-def _resource(stub: RunStub, step: int) -> str:
-    name = stub.checkpoint_name(step)
-    if isinstance(name.which, str):
-        raise InvalidRequestError(
-            f"{stub.name}: expected a step (int), got {step!r}, which can move to "
-            "another checkpoint"
-        )
-    return name.resource
-
-
-def _text(stub: RunStub, name: str, given: str | None) -> str:
-    return checked_text(f"{stub.name}: {name}=", given)
-
-
-def _new_id() -> str:
-    return str(uuid.uuid4())
 
 
 def get_run(stub: RunStub) -> api.Run:

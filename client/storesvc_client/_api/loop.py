@@ -19,9 +19,8 @@ A step whose save is due waits, as in ``Run.save``, until the save before is wri
 that makes progress. If that one waits for a server that does not answer, the step is
 skipped, which is logged and counted; training is not delayed.
 
-The retention policy that a training loop sets: ``keep=``.
-
-A policy that the run has already is compared, and never overwritten.
+With ``keep=``, a retention policy that the run has already is compared, and never
+overwritten.
 """
 
 import logging
@@ -480,7 +479,8 @@ class Loop:
             self._note_sigterm(step)
         self._check_open("after")
         if type(step) is not int or step < self._least_step:
-            step = self._checked(step)
+            place = f"loop of {self._run.name}: after"
+            step = whole_number(place, step, least=self._least_step)
         self._least_step = step + 1
         if self._initial is not None:
             from storesvc_client._pytree.training_loop import check_restorable
@@ -642,10 +642,6 @@ class Loop:
         levels = _log.level, logging.getLogger().level
         if self._is_leader and levels == (logging.NOTSET, logging.WARNING):
             print(f"{self._run.name}: {event}", file=sys.stderr)
-
-    def _checked(self, step: SupportsIndex) -> int:
-        place = f"loop of {self._run.name}: after"
-        return whole_number(place, step, least=self._least_step)
 
     def _no_state(self, got: str) -> InvalidRequestError:
         return InvalidRequestError(

@@ -1,11 +1,10 @@
 """Opens checkpoints, by this process alone or by all processes of a job together.
 
-The newest checkpoint that is whole, for ``on_damage="older"``.
-
-A checkpoint is damaged if its record, its manifest or a chunk that is read is. Process
-0 of a job chooses the checkpoint for all. A damaged record is found by it alone, in the
-list of the run; a damaged manifest or chunk may be found by any process, so all of them
-agree after a failed attempt whether damage was the cause, and then all step back.
+Process 0 of a job chooses the checkpoint for all. With ``on_damage="older"`` it is the
+newest one that is whole. A checkpoint is damaged if its record, its manifest or a chunk
+that is read is. A damaged record is found by process 0 alone, in the list of the run; a
+damaged manifest or chunk may be found by any process, so all of them agree after a
+failed attempt whether damage was the cause, and then all step back.
 """
 
 import json
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack
 
 from storesvc.format.names import LATEST, CheckpointName, Which
 from storesvc_client._api.groups import update_checkpoint
@@ -157,27 +156,13 @@ Prepare: TypeAlias = (
 )
 
 
-class OpenKeywords(TypedDict):
-    """Keyword arguments of ``Run.open`` and ``Run.restore``."""
-
-    distributed: Distributed
-    deadline: DurationLike
-    on_damage: OnDamaged
-
-
-def open_checked(
-    session: Session, stub: RunStub, which: Which, **how: Unpack[OpenKeywords]
+def check_same(
+    opened: "OpenCheckpoint", joint: "JointRestore | None", _: Deadline
 ) -> "OpenCheckpoint":
-    """Opens a checkpoint as ``Run.open``."""
-
-    def check(
-        opened: "OpenCheckpoint", joint: "JointRestore | None", _: Deadline
-    ) -> "OpenCheckpoint":
-        if joint is not None:
-            joint.check(opened.info.uid, "")
-        return opened
-
-    return Opening(session, stub, which, **how).use(check)
+    """Returns an open checkpoint once all processes of a job have opened the same."""
+    if joint is not None:
+        joint.check(opened.info.uid, "")
+    return opened
 
 
 def restored(
@@ -274,7 +259,12 @@ class Opening:
         # Late, as it imports NumPy: lists of checkpoints must not wait for it.
         from storesvc_client._restore.joint import together
 
-        job = self._job()
+        job: Job | None = None
+        # Without jax, this process is of no job; reading items must not import it.
+        if self._takes_all and "jax" in sys.modules:
+            from storesvc_client._pytree.jax_job import job_of_process
+
+            job = job_of_process()
         while True:
             joint = None
             try:
@@ -287,14 +277,6 @@ class Opening:
         if self._newest is not None and (job is None or job.index == 0):
             self._newest.mark()
         return result
-
-    def _job(self) -> "Job | None":
-        # Without jax, this process is of no job; reading items must not import it.
-        if not self._takes_all or "jax" not in sys.modules:
-            return None
-        from storesvc_client._pytree.jax_job import job_of_process
-
-        return job_of_process()
 
     def _opened(
         self, job: "Job | None", joint: "JointRestore | None"

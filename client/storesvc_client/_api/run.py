@@ -1,16 +1,12 @@
 """A training run: saves and restores state, and manages its checkpoints.
 
-Imports checkpoints that other projects wrote; ``Run.import_from``.
-
-Verifies checkpoints and compares them, without restoring them.
-
-The checkpoints of a run as records: lookups, lists, and what changes after the
-commit. Their data are read and written by ``Run``.
-
-Checkpoints that enter a run from elsewhere: imports from other projects, and copies
-between runs.
+``Run`` is the class that a user sees. What reads or writes data is elsewhere:
+``_save.saver``, ``opening`` and ``copying``; the groups (``run.tags``) are in
+``groups``. Imports and copies are functions besides, as ``storectl`` shows each
+checkpoint once it is committed, where ``Run`` returns all at the end.
 """
 
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
@@ -37,22 +33,24 @@ from storesvc_client._api.groups import (
     Uploads,
     Usage,
     configure_run,
-    delete_checkpoint,
     get_run,
-    purge_checkpoint,
-    undelete_checkpoint,
     update_checkpoint,
     usage_of,
     watch,
 )
 from storesvc_client._api.loop import Loop
-from storesvc_client._api.opening import open_checked, restored
+from storesvc_client._api.opening import Opening, check_same, restored
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
 from storesvc_client._save.saver import RunSaver, Save
 from storesvc_client._session import Session
-from storesvc_client._values.arguments import DurationLike, checked_labels
+from storesvc_client._values.arguments import (
+    DurationLike,
+    checked_labels,
+    checked_text,
+    duration_message,
+)
 from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.models import (
     Checkpoint,
@@ -109,478 +107,7 @@ if TYPE_CHECKING:
     from storesvc_client._restore.items import Items
 
 
-def imported(
-    session: Session,
-    stub: RunStub,
-    source: "str | ForeignRun",
-    *,
-    steps: Iterable[int] | None,
-    labels: Mapping[str, str] | None,
-    progress: ProgressCallback | None,
-    jobs: int | None,
-) -> Iterator[Transfer]:
-    """Imports steps as ``Run.import_from``, and yields each once it is committed."""
-    from storesvc_client._foreign.importing import import_steps, wanted_steps
-    from storesvc_client._foreign.mount import ForeignRun, open_foreign
-    from storesvc_client._foreign.source import JOBS
-
-    what = f"import into {stub.name}"
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise InvalidRequestError(
-            f"{what}: jobs=: expected a whole number of at least 1, got {jobs!r}"
-        )
-    wanted = None
-    if steps is not None:
-        wanted = [checked_step(str(stub.name), step) for step in steps]
-    foreign = open_foreign(source) if isinstance(source, str) else source
-    if not isinstance(foreign, ForeignRun):
-        raise InvalidRequestError(
-            f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
-            f"returns, got {source!r}"
-        )
-    yield from import_steps(
-        session,
-        stub,
-        foreign.root,
-        steps=wanted_steps(foreign.name, foreign.steps(), wanted),
-        labels=checked_labels(what, labels),
-        progress=progress,
-        jobs=JOBS if jobs is None else jobs,
-    )
-
-
-def verify_checkpoint(
-    stub: RunStub, which: Which, *, progress: Callable[[Verification], object] | None
-) -> Verification:
-    """Returns the damage of a checkpoint; see ``Run.verify``."""
-    name = stub.checkpoint_name(which)
-    for left in reversed(range(BEGINNINGS)):
-        with closing(_findings(stub, name)) as findings:
-            found = next(findings)
-            try:
-                for found in findings:
-                    if progress is not None:
-                        progress(found)
-            except UnavailableError as e:
-                # With a reason the server itself reports the error: no retry helps.
-                if e.reason or not left:
-                    raise
-            else:
-                return found
-    raise AssertionError
-
-
-def diff_checkpoints(stub: RunStub, base: CheckpointName, name: CheckpointName) -> Diff:
-    """Returns the differences between two checkpoints; see ``Run.diff``."""
-    request = api.DiffCheckpointsRequest(base=base.resource, name=name.resource)
-    for attempt in stub.connection.attempts("DiffCheckpoints"):
-        with attempt:
-            return _difference(stub, request)
-    raise AssertionError
-
-
-def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
-    """Yields the findings so far: first none, once the server has begun."""
-    connection = stub.connection
-    service = MaintenanceServiceStub(connection.channel)
-    request = maintenance_api.VerifyCheckpointRequest(name=name.resource)
-    for attempt in connection.attempts("VerifyCheckpoint"):
-        with attempt, translated(connection.address):
-            stream = service.VerifyCheckpoint(request)
-            checkpoint = Checkpoint.from_message(next(stream).checkpoint)
-    damages = list[Damage]()
-    yield Verification(checkpoint=checkpoint, chunk_count=0, stored_bytes=0, damages=())
-    try:
-        with translated(connection.address):
-            for report in stream:
-                damages += map(Damage.from_message, report.damages)
-                yield Verification(
-                    checkpoint=checkpoint,
-                    chunk_count=report.chunk_count,
-                    stored_bytes=report.stored_bytes,
-                    damages=tuple(damages),
-                )
-    finally:
-        stream.cancel()  # if the caller stops early, the server must stop, too
-
-
-def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:
-    summary = api.DiffSummary()
-    found, items = list[LeafDifference](), list[ItemDifference]()
-    with translated(stub.connection.address):
-        for response in stub.service.DiffCheckpoints(
-            request, timeout=stub.connection.timeout
-        ):
-            if response.HasField("summary"):
-                summary = response.summary
-            for difference in response.differences:
-                if is_item(difference.key):
-                    items.append(ItemDifference.from_message(difference))
-                else:
-                    found.append(LeafDifference.from_message(difference))
-    return Diff(
-        base=Checkpoint.from_message(summary.base),
-        checkpoint=Checkpoint.from_message(summary.checkpoint),
-        same_leaf_count=summary.same_leaf_count,
-        differences=tuple(found),
-        items=tuple(items),
-    )
-
-
-class RunCheckpoints:
-    """The part of ``Run`` that works on the records of checkpoints."""
-
-    def __init__(self, stub: RunStub) -> None:
-        self._stub = stub
-
-    def checkpoint(self, which: Which) -> Checkpoint:
-        """Returns a checkpoint: its step, metrics, labels, times and sizes.
-
-        Args:
-            which: A step, "latest", or a tag.
-
-        Raises:
-            NotFoundError: There is no such checkpoint; names the nearest steps.
-        """
-        name = self._stub.checkpoint_name(which)
-        request = api.GetCheckpointRequest(name=name.resource)
-        response = self._stub.ask(self._stub.service.GetCheckpoint, request)
-        return Checkpoint.from_message(response.checkpoint)
-
-    def trace(self, which: Which) -> SaveTrace:
-        """Returns the timeline of the save of a checkpoint.
-
-        >>> print(run.trace("latest"))
-
-        Args:
-            which: A step, "latest", or a tag.
-
-        Raises:
-            NotFoundError: There is no such checkpoint; names the nearest steps.
-        """
-        name = self._stub.checkpoint_name(which)
-        request = api.GetCheckpointRequest(name=name.resource)
-        response = self._stub.ask(self._stub.service.GetCheckpoint, request)
-        checkpoint = Checkpoint.from_message(response.checkpoint)
-        return SaveTrace(
-            run=checkpoint.run,
-            step=checkpoint.step,
-            upload=checkpoint.uid,
-            create_time=checkpoint.create_time,
-            commit_time=checkpoint.commit_time,
-            writers=tuple(map(WriterReport.from_message, response.writers)),
-        )
-
-    def latest(self) -> Checkpoint:
-        """Returns the newest checkpoint.
-
-        Raises:
-            NotFoundError: The run has no checkpoint.
-        """
-        return self.checkpoint("latest")
-
-    def latest_step(self) -> int | None:
-        """Returns the newest committed step; None if the run has no checkpoint.
-
-        >>> start = 0 if run.latest_step() is None else run.latest_step() + 1
-        """
-        try:
-            return self.latest().step
-        except NotFoundError:
-            return None
-
-    def steps(self) -> list[int]:
-        """Returns the committed steps, ascending; none if there is no such run.
-
-        Raises:
-            DataLossError: The record of a checkpoint is damaged; ``checkpoints`` can
-                list the others.
-        """
-        try:
-            return sorted(found.step for found in self.checkpoints())
-        except NotFoundError:
-            return []
-
-    @listed("checkpoint")
-    def checkpoints(
-        self, *, deleted: bool = False, on_damage: OnDamage = None
-    ) -> Iterator[Checkpoint]:
-        """Yields the checkpoints, the highest step first.
-
-        Args:
-            deleted: Lists the deleted checkpoints that can be undeleted, instead of the
-                others.
-            on_damage: Called with a ``DataLossError`` for each checkpoint whose record
-                is damaged; None raises the error in its place.
-
-        Raises:
-            NotFoundError: There is no such run.
-            DataLossError: The record of the next checkpoint is damaged.
-        """
-        request = api.ListCheckpointsRequest(
-            parent=self._stub.name.resource, show_deleted=deleted
-        )
-        for message in self._stub.rows(
-            self._stub.service.ListCheckpoints,
-            request,
-            lambda page: page.checkpoints,
-            on_damage,
-        ):
-            if message.HasField("delete_time") == deleted:
-                yield Checkpoint.from_message(message)
-
-    def update(
-        self,
-        which: Which,
-        *,
-        labels: Mapping[str, str] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        pinned: bool | None = None,
-        etag: str | None = None,
-    ) -> Checkpoint:
-        """Sets labels, metrics or the pin of a checkpoint, and returns it.
-
-        Args:
-            which: A step, "latest" or a tag.
-            labels: All labels of the checkpoint; None leaves them unchanged.
-            metrics: All metrics of the checkpoint; None leaves them unchanged.
-            pinned: Whether the checkpoint cannot be deleted; None leaves it unchanged.
-            etag: ``Checkpoint.etag``: rejects the change if the checkpoint changed
-                since.
-
-        Raises:
-            NotFoundError: There is no such checkpoint, or it was deleted.
-            ConflictError: It changed since the etag was read.
-            InvalidRequestError: Nothing is to be set, or a value is out of range.
-        """
-        return update_checkpoint(
-            self._stub,
-            which,
-            labels=labels,
-            metrics=metrics,
-            pinned=pinned,
-            etag=etag,
-        )
-
-    def delete(
-        self,
-        step: int,
-        *,
-        uid: str | None = None,
-        etag: str | None = None,
-        purge_delay: DurationLike | None = None,
-    ) -> Checkpoint:
-        """Deletes a checkpoint, and returns it with its ``purge_time``.
-
-        Until then it can be undeleted. Deleting it again changes nothing.
-
-        Args:
-            step: Step of the checkpoint.
-            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
-            etag: ``Checkpoint.etag``: rejects the deletion if it changed since.
-            purge_delay: How long it can be undeleted, a ``timedelta`` or seconds; None:
-                the purge delay of the run.
-
-        Raises:
-            NotFoundError: There is no such checkpoint, or its uid is another one.
-            PreconditionError: It is pinned or has a tag.
-            ConflictError: It changed since the etag was read.
-        """
-        return delete_checkpoint(
-            self._stub, step, uid=uid, etag=etag, purge_delay=purge_delay
-        )
-
-    def undelete(self, step: int, *, uid: str | None = None) -> Checkpoint:
-        """Restores a deleted checkpoint to the list of the run, and returns it.
-
-        Args:
-            step: Step of the checkpoint.
-            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
-
-        Raises:
-            NotFoundError: There is no such checkpoint, its uid is another one, or it
-                was purged.
-            ConflictError: It is being purged.
-        """
-        return undelete_checkpoint(self._stub, step, uid=uid)
-
-    def purge(
-        self, step: int, *, uid: str | None = None, etag: str | None = None
-    ) -> None:
-        """Removes a deleted checkpoint for good, and frees its step.
-
-        Args:
-            step: Step of the checkpoint.
-            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
-            etag: ``Checkpoint.etag``: rejects the purge if it changed since.
-
-        Raises:
-            NotFoundError: There is no such checkpoint, or its uid is another one.
-            PreconditionError: It is not deleted, or a hold or an upload needs it.
-            ConflictError: It changed since the etag was read.
-        """
-        purge_checkpoint(self._stub, step, uid=uid, etag=etag)
-
-
-class RunTransfers:
-    """The part of ``Run`` that imports and copies."""
-
-    name: str
-    _session: Session
-    _stub: RunStub
-
-    def import_from(
-        self,
-        source: "str | ForeignRun",
-        *,
-        steps: Iterable[int] | None = None,
-        labels: Mapping[str, str] | None = None,
-        progress: ProgressCallback | None = None,
-        jobs: int | None = None,
-    ) -> list[Transfer]:
-        """Imports checkpoints that another project wrote, the lowest step first, and
-        returns once all are committed. Needs no jax, and none of the project's code.
-
-        Each becomes a checkpoint of this run at the same step, with its metrics, and
-        with labels that record where it comes from: ``import.url``, ``import.format``,
-        ``import.digest`` of the files that describe it, ``import.time``, and
-        ``import.create_time`` if they state it. Chunks that an earlier checkpoint has
-        are not stored again. A step that was imported from the same files is skipped,
-        so an import that was interrupted is repeated to finish it.
-
-        Args:
-            source: Format and location of the checkpoints, such as
-                "orbax:///ckpts/run" or "safetensors:gs://bucket/model"; or what
-                ``open_foreign`` returns.
-            steps: Steps to import; None: all finished ones.
-            labels: Texts to keep with each checkpoint, besides these.
-            progress: Called with a ``Progress`` of each checkpoint; see
-                ``ProgressCallback``.
-            jobs: Maximum reads in flight; None: 16.
-
-        Returns:
-            A ``Transfer`` for each step, also for those that were skipped.
-
-        Raises:
-            NotFoundError: The location has no such step, or none at all.
-            AlreadyExistsError: The run has another checkpoint at one of the steps;
-                nothing was imported.
-            PreconditionError: A step holds something that a checkpoint cannot hold.
-            DataLossError: Files of a step are damaged; the steps before it are
-                imported.
-            UnavailableError: The location or the store does not answer.
-        """
-        return list(
-            run_import(
-                self,
-                source,
-                steps=steps,
-                labels=labels,
-                progress=progress,
-                jobs=jobs,
-            )
-        )
-
-    def copy_to(
-        self,
-        target: Self,
-        *,
-        steps: Iterable[int] | None = None,
-        tags: bool = True,
-        move_tags: bool = False,
-        retention: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> list[Transfer]:
-        """Copies checkpoints to another run, of any store, and returns once all are
-        committed. Needs no jax.
-
-        Chunks keep their bytes, and are compared with their checksums twice, when they
-        are read and when they are stored. Those that the target has are not read.
-        Metrics, labels, items, documents and pins are copied, and the labels and the
-        purge delay of the run if the target does not exist. Checkpoints are created in
-        the order of their creation, with the labels ``copy.url``, ``copy.time``, and
-        ``copy.uid`` and ``copy.create_time`` of the checkpoint that was saved. A
-        checkpoint with the same ``copy.uid`` is skipped, so a copy that was interrupted
-        is repeated to finish it, and one that is repeated moves nothing.
-
-        >>> with connect("gs://lab/store") as lab:
-        ...     run.copy_to(lab.run("prod/llama-8b"), steps=[100])
-
-        Args:
-            target: The run to copy to.
-            steps: Steps to copy; None: all.
-            tags: Whether to set the tags of the copied checkpoints.
-            move_tags: Whether tags that name other checkpoints in the target move.
-            retention: Whether to set the retention policy, which may then delete
-                checkpoints of the target.
-            progress: Called with a ``Progress`` of each checkpoint; see
-                ``ProgressCallback``.
-
-        Returns:
-            A ``Transfer`` for each checkpoint, also for those that were skipped.
-
-        Raises:
-            NotFoundError: There is no such run or step.
-            InvalidRequestError: The target is this run, or no run.
-            AlreadyExistsError: The target has another checkpoint at one of the steps;
-                nothing was copied.
-            DataLossError: A checkpoint is damaged; those before it are copied.
-            PreconditionError: Tags name other checkpoints in the target; everything
-                else is copied.
-            UnavailableError: One of the stores does not answer.
-        """
-        copy = run_copy(self, target, progress)
-        done = list(copy.checkpoints(steps))
-        if tags:
-            copied = [one.checkpoint.step for one in done]
-            copy.tags(copied, move=move_tags)
-        if retention:
-            copy.retention()
-        return done
-
-
-def run_import(
-    run: RunTransfers,
-    source: "str | ForeignRun",
-    *,
-    steps: Iterable[int] | None,
-    labels: Mapping[str, str] | None,
-    progress: ProgressCallback | None,
-    jobs: int | None,
-) -> Iterator[Transfer]:
-    """Imports as ``Run.import_from``, and yields each checkpoint once it is
-    committed."""
-    return imported(
-        run._session,  # noqa: SLF001 - not public
-        run._stub,  # noqa: SLF001 - not public
-        source,
-        steps=steps,
-        labels=labels,
-        progress=progress,
-        jobs=jobs,
-    )
-
-
-def run_copy(
-    source: RunTransfers, target: RunTransfers, progress: ProgressCallback | None = None
-) -> RunCopy:
-    """Returns the copy from a run to another.
-
-    Raises:
-        InvalidRequestError: The target is the same run, or no run.
-    """
-    if not isinstance(target, RunTransfers):
-        raise InvalidRequestError(
-            f"copy of {source.name}: expected a run to copy to, got {target!r}"
-        )
-    return RunCopy(
-        (source._session, source._stub),  # noqa: SLF001 - not public
-        (target._session, target._stub),  # noqa: SLF001 - not public
-        progress,
-    )
-
-
-class Run(RunTransfers, RunCheckpoints):
+class Run:
     """One training run of a store; returned by ``Client.run``. Threads may share it.
 
     >>> run = client.run("prod/llama-8b")
@@ -593,7 +120,6 @@ class Run(RunTransfers, RunCheckpoints):
         self, session: Session, name: RunName, saver: RunSaver, defaults: SaveOptions
     ) -> None:
         stub = RunStub(session.connection, name)
-        super().__init__(stub)
         self.name = str(name)
         """Name of the run, ``namespace/run``."""
         self.tags = Tags(stub)
@@ -605,6 +131,7 @@ class Run(RunTransfers, RunCheckpoints):
         self.uploads = Uploads(stub)
         """Uploads: ``list``, ``get``, ``abort``."""
         self._session = session
+        self._stub = stub
         self._saver = saver
         self._defaults = defaults
 
@@ -870,7 +397,7 @@ class Run(RunTransfers, RunCheckpoints):
                 join; names it.
             PeerFailedError: Other processes of the job failed; names the cause.
         """
-        return open_checked(
+        opening = Opening(
             self._session,
             self._stub,
             which,
@@ -878,6 +405,7 @@ class Run(RunTransfers, RunCheckpoints):
             deadline=deadline,
             on_damage=on_damage,
         )
+        return opening.use(check_same)
 
     def export(
         self,
@@ -976,6 +504,236 @@ class Run(RunTransfers, RunCheckpoints):
         """
         return self.open(which, distributed=distributed, deadline=deadline).items
 
+    def checkpoint(self, which: Which) -> Checkpoint:
+        """Returns a checkpoint: its step, metrics, labels, times and sizes.
+
+        Args:
+            which: A step, "latest", or a tag.
+
+        Raises:
+            NotFoundError: There is no such checkpoint; names the nearest steps.
+        """
+        return Checkpoint.from_message(self._record(which).checkpoint)
+
+    def trace(self, which: Which) -> SaveTrace:
+        """Returns the timeline of the save of a checkpoint.
+
+        >>> print(run.trace("latest"))
+
+        Args:
+            which: A step, "latest", or a tag.
+
+        Raises:
+            NotFoundError: There is no such checkpoint; names the nearest steps.
+        """
+        response = self._record(which)
+        checkpoint = Checkpoint.from_message(response.checkpoint)
+        return SaveTrace(
+            run=checkpoint.run,
+            step=checkpoint.step,
+            upload=checkpoint.uid,
+            create_time=checkpoint.create_time,
+            commit_time=checkpoint.commit_time,
+            writers=tuple(map(WriterReport.from_message, response.writers)),
+        )
+
+    def _record(self, which: Which) -> api.GetCheckpointResponse:
+        name = self._stub.checkpoint_name(which)
+        request = api.GetCheckpointRequest(name=name.resource)
+        return self._stub.ask(self._stub.service.GetCheckpoint, request)
+
+    def latest(self) -> Checkpoint:
+        """Returns the newest checkpoint.
+
+        Raises:
+            NotFoundError: The run has no checkpoint.
+        """
+        return self.checkpoint("latest")
+
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step; None if the run has no checkpoint.
+
+        >>> start = 0 if run.latest_step() is None else run.latest_step() + 1
+        """
+        try:
+            return self.latest().step
+        except NotFoundError:
+            return None
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending; none if there is no such run.
+
+        Raises:
+            DataLossError: The record of a checkpoint is damaged; ``checkpoints`` can
+                list the others.
+        """
+        try:
+            return sorted(found.step for found in self.checkpoints())
+        except NotFoundError:
+            return []
+
+    @listed("checkpoint")
+    def checkpoints(
+        self, *, deleted: bool = False, on_damage: OnDamage = None
+    ) -> Iterator[Checkpoint]:
+        """Yields the checkpoints, the highest step first.
+
+        Args:
+            deleted: Lists the deleted checkpoints that can be undeleted, instead of the
+                others.
+            on_damage: Called with a ``DataLossError`` for each checkpoint whose record
+                is damaged; None raises the error in its place.
+
+        Raises:
+            NotFoundError: There is no such run.
+            DataLossError: The record of the next checkpoint is damaged.
+        """
+        request = api.ListCheckpointsRequest(
+            parent=self._stub.name.resource, show_deleted=deleted
+        )
+        for message in self._stub.rows(
+            self._stub.service.ListCheckpoints,
+            request,
+            lambda page: page.checkpoints,
+            on_damage,
+        ):
+            if message.HasField("delete_time") == deleted:
+                yield Checkpoint.from_message(message)
+
+    def update(
+        self,
+        which: Which,
+        *,
+        labels: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        pinned: bool | None = None,
+        etag: str | None = None,
+    ) -> Checkpoint:
+        """Sets labels, metrics or the pin of a checkpoint, and returns it.
+
+        Args:
+            which: A step, "latest" or a tag.
+            labels: All labels of the checkpoint; None leaves them unchanged.
+            metrics: All metrics of the checkpoint; None leaves them unchanged.
+            pinned: Whether the checkpoint cannot be deleted; None leaves it unchanged.
+            etag: ``Checkpoint.etag``: rejects the change if the checkpoint changed
+                since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was deleted.
+            ConflictError: It changed since the etag was read.
+            InvalidRequestError: Nothing is to be set, or a value is out of range.
+        """
+        return update_checkpoint(
+            self._stub,
+            which,
+            labels=labels,
+            metrics=metrics,
+            pinned=pinned,
+            etag=etag,
+        )
+
+    def delete(
+        self,
+        step: int,
+        *,
+        uid: str | None = None,
+        etag: str | None = None,
+        purge_delay: DurationLike | None = None,
+    ) -> Checkpoint:
+        """Deletes a checkpoint, and returns it with its ``purge_time``.
+
+        Until then it can be undeleted. Deleting it again changes nothing.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+            etag: ``Checkpoint.etag``: rejects the deletion if it changed since.
+            purge_delay: How long it can be undeleted, a ``timedelta`` or seconds; None:
+                the purge delay of the run.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or its uid is another one.
+            PreconditionError: It is pinned or has a tag.
+            ConflictError: It changed since the etag was read.
+        """
+        request = api.DeleteCheckpointRequest(
+            name=self._step_resource(step),
+            uid=checked_text(f"{self.name}: uid=", uid),
+            etag=checked_text(f"{self.name}: etag=", etag),
+            request_id=str(uuid.uuid4()),
+        )
+        if purge_delay is not None:
+            what = f"purge_delay= of {self.name}"
+            request.purge_delay.CopyFrom(duration_message(purge_delay, what))
+        response = self._stub.ask(self._stub.service.DeleteCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
+
+    def undelete(self, step: int, *, uid: str | None = None) -> Checkpoint:
+        """Restores a deleted checkpoint to the list of the run, and returns it.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, its uid is another one, or it
+                was purged.
+            ConflictError: It is being purged.
+        """
+        request = api.UndeleteCheckpointRequest(
+            name=self._step_resource(step),
+            uid=checked_text(f"{self.name}: uid=", uid),
+            request_id=str(uuid.uuid4()),
+        )
+        response = self._stub.ask(self._stub.service.UndeleteCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
+
+    def purge(
+        self, step: int, *, uid: str | None = None, etag: str | None = None
+    ) -> None:
+        """Removes a deleted checkpoint for good, and frees its step.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+            etag: ``Checkpoint.etag``: rejects the purge if it changed since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or its uid is another one.
+            PreconditionError: It is not deleted, or a hold or an upload needs it.
+            ConflictError: It changed since the etag was read.
+        """
+        request = api.PurgeCheckpointRequest(
+            name=self._step_resource(step),
+            uid=checked_text(f"{self.name}: uid=", uid),
+            etag=checked_text(f"{self.name}: etag=", etag),
+        )
+        stub, may_be_purged = self._stub, False
+        connection = stub.connection
+        for attempt in connection.attempts("PurgeCheckpoint"):
+            with attempt:
+                try:
+                    with translated(connection.address):
+                        stub.service.PurgeCheckpoint(
+                            request, timeout=connection.timeout
+                        )
+                except UnavailableError:
+                    may_be_purged = True  # only the response may have been lost
+                    raise
+                except NotFoundError:
+                    if not may_be_purged:
+                        raise
+
+    def _step_resource(self, step: int) -> str:
+        name = self._stub.checkpoint_name(step)
+        if isinstance(name.which, str):
+            raise InvalidRequestError(
+                f"{self.name}: expected a step (int), got {step!r}, which can move to "
+                "another checkpoint"
+            )
+        return name.resource
+
     def info(self) -> RunInfo:
         """Returns the run's record: uid, labels, purge delay, etag.
 
@@ -1037,7 +795,21 @@ class Run(RunTransfers, RunCheckpoints):
             DataLossError: The manifest itself is damaged.
             UnavailableError: The server, or its storage, does not answer.
         """
-        return verify_checkpoint(self._stub, which, progress=progress)
+        name = self._stub.checkpoint_name(which)
+        for left in reversed(range(BEGINNINGS)):
+            with closing(_findings(self._stub, name)) as findings:
+                found = next(findings)
+                try:
+                    for found in findings:
+                        if progress is not None:
+                            progress(found)
+                except UnavailableError as e:
+                    # With a reason the server itself reports the error: no retry helps.
+                    if e.reason or not left:
+                        raise
+                else:
+                    return found
+        raise AssertionError
 
     def diff(
         self, base: Which, which: Which = "latest", *, of: "Run | None" = None
@@ -1061,11 +833,123 @@ class Run(RunTransfers, RunCheckpoints):
             raise InvalidRequestError(
                 f"diff of {self.name}: expected a run of the same client, got {of!r}"
             )
-        return diff_checkpoints(
-            self._stub,
-            self._stub.checkpoint_name(base),
-            other.checkpoint_name(which),
+        request = api.DiffCheckpointsRequest(
+            base=self._stub.checkpoint_name(base).resource,
+            name=other.checkpoint_name(which).resource,
         )
+        for attempt in self._stub.connection.attempts("DiffCheckpoints"):
+            with attempt:
+                return _difference(self._stub, request)
+        raise AssertionError
+
+    def import_from(
+        self,
+        source: "str | ForeignRun",
+        *,
+        steps: Iterable[int] | None = None,
+        labels: Mapping[str, str] | None = None,
+        progress: ProgressCallback | None = None,
+        jobs: int | None = None,
+    ) -> list[Transfer]:
+        """Imports checkpoints that another project wrote, the lowest step first, and
+        returns once all are committed. Needs no jax, and none of the project's code.
+
+        Each becomes a checkpoint of this run at the same step, with its metrics, and
+        with labels that record where it comes from: ``import.url``, ``import.format``,
+        ``import.digest`` of the files that describe it, ``import.time``, and
+        ``import.create_time`` if they state it. Chunks that an earlier checkpoint has
+        are not stored again. A step that was imported from the same files is skipped,
+        so an import that was interrupted is repeated to finish it.
+
+        Args:
+            source: Format and location of the checkpoints, such as
+                "orbax:///ckpts/run" or "safetensors:gs://bucket/model"; or what
+                ``open_foreign`` returns.
+            steps: Steps to import; None: all finished ones.
+            labels: Texts to keep with each checkpoint, besides these.
+            progress: Called with a ``Progress`` of each checkpoint; see
+                ``ProgressCallback``.
+            jobs: Maximum reads in flight; None: 16.
+
+        Returns:
+            A ``Transfer`` for each step, also for those that were skipped.
+
+        Raises:
+            NotFoundError: The location has no such step, or none at all.
+            AlreadyExistsError: The run has another checkpoint at one of the steps;
+                nothing was imported.
+            PreconditionError: A step holds something that a checkpoint cannot hold.
+            DataLossError: Files of a step are damaged; the steps before it are
+                imported.
+            UnavailableError: The location or the store does not answer.
+        """
+        return list(
+            run_import(
+                self,
+                source,
+                steps=steps,
+                labels=labels,
+                progress=progress,
+                jobs=jobs,
+            )
+        )
+
+    def copy_to(
+        self,
+        target: Self,
+        *,
+        steps: Iterable[int] | None = None,
+        tags: bool = True,
+        move_tags: bool = False,
+        retention: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> list[Transfer]:
+        """Copies checkpoints to another run, of any store, and returns once all are
+        committed. Needs no jax.
+
+        Chunks keep their bytes, and are compared with their checksums twice, when they
+        are read and when they are stored. Those that the target has are not read.
+        Metrics, labels, items, documents and pins are copied, and the labels and the
+        purge delay of the run if the target does not exist. Checkpoints are created in
+        the order of their creation, with the labels ``copy.url``, ``copy.time``, and
+        ``copy.uid`` and ``copy.create_time`` of the checkpoint that was saved. A
+        checkpoint with the same ``copy.uid`` is skipped, so a copy that was interrupted
+        is repeated to finish it, and one that is repeated moves nothing.
+
+        >>> with connect("gs://lab/store") as lab:
+        ...     run.copy_to(lab.run("prod/llama-8b"), steps=[100])
+
+        Args:
+            target: The run to copy to.
+            steps: Steps to copy; None: all.
+            tags: Whether to set the tags of the copied checkpoints.
+            move_tags: Whether tags that name other checkpoints in the target move.
+            retention: Whether to set the retention policy, which may then delete
+                checkpoints of the target.
+            progress: Called with a ``Progress`` of each checkpoint; see
+                ``ProgressCallback``.
+
+        Returns:
+            A ``Transfer`` for each checkpoint, also for those that were skipped.
+
+        Raises:
+            NotFoundError: There is no such run or step.
+            InvalidRequestError: The target is this run, or no run.
+            AlreadyExistsError: The target has another checkpoint at one of the steps;
+                nothing was copied.
+            DataLossError: A checkpoint is damaged; those before it are copied.
+            PreconditionError: Tags name other checkpoints in the target; everything
+                else is copied.
+            UnavailableError: One of the stores does not answer.
+        """
+        copy = run_copy(self, target, progress)
+        done = list(copy.checkpoints(steps))
+        if tags:
+            copied = [one.checkpoint.step for one in done]
+            copy.tags(copied, move=move_tags)
+        if retention:
+            copy.retention()
+        return done
 
     def plot(self, metric: str) -> Plot:
         """Returns a plot of a metric over the steps, which a notebook shows.
@@ -1160,4 +1044,110 @@ def save_checked(
     """
     return run._begin(  # noqa: SLF001 - not public, as plans are not
         step, tree, check, document=document, **options
+    )
+
+
+def run_import(
+    run: Run,
+    source: "str | ForeignRun",
+    *,
+    steps: Iterable[int] | None,
+    labels: Mapping[str, str] | None,
+    progress: ProgressCallback | None,
+    jobs: int | None,
+) -> Iterator[Transfer]:
+    """Imports as ``Run.import_from``, and yields each checkpoint once it is
+    committed."""
+    from storesvc_client._foreign.importing import import_steps, wanted_steps
+    from storesvc_client._foreign.mount import ForeignRun, open_foreign
+    from storesvc_client._foreign.source import JOBS
+
+    what = f"import into {run.name}"
+    if jobs is not None and (type(jobs) is not int or jobs < 1):
+        raise InvalidRequestError(
+            f"{what}: jobs=: expected a whole number of at least 1, got {jobs!r}"
+        )
+    wanted = None
+    if steps is not None:
+        wanted = [checked_step(run.name, step) for step in steps]
+    foreign = open_foreign(source) if isinstance(source, str) else source
+    if not isinstance(foreign, ForeignRun):
+        raise InvalidRequestError(
+            f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
+            f"returns, got {source!r}"
+        )
+    yield from import_steps(
+        *_connection_of(run),
+        foreign.root,
+        steps=wanted_steps(foreign.name, foreign.steps(), wanted),
+        labels=checked_labels(what, labels),
+        progress=progress,
+        jobs=JOBS if jobs is None else jobs,
+    )
+
+
+def run_copy(
+    source: Run, target: Run, progress: ProgressCallback | None = None
+) -> RunCopy:
+    """Returns the copy from a run to another.
+
+    Raises:
+        InvalidRequestError: The target is the same run, or no run.
+    """
+    if not isinstance(target, Run):
+        raise InvalidRequestError(
+            f"copy of {source.name}: expected a run to copy to, got {target!r}"
+        )
+    return RunCopy(_connection_of(source), _connection_of(target), progress)
+
+
+def _connection_of(run: Run) -> tuple[Session, RunStub]:
+    return run._session, run._stub  # noqa: SLF001 - for functions of this module
+
+
+def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
+    """Yields the findings so far: first none, once the server has begun."""
+    connection = stub.connection
+    service = MaintenanceServiceStub(connection.channel)
+    request = maintenance_api.VerifyCheckpointRequest(name=name.resource)
+    for attempt in connection.attempts("VerifyCheckpoint"):
+        with attempt, translated(connection.address):
+            stream = service.VerifyCheckpoint(request)
+            checkpoint = Checkpoint.from_message(next(stream).checkpoint)
+    damages = list[Damage]()
+    yield Verification(checkpoint=checkpoint, chunk_count=0, stored_bytes=0, damages=())
+    try:
+        with translated(connection.address):
+            for report in stream:
+                damages += map(Damage.from_message, report.damages)
+                yield Verification(
+                    checkpoint=checkpoint,
+                    chunk_count=report.chunk_count,
+                    stored_bytes=report.stored_bytes,
+                    damages=tuple(damages),
+                )
+    finally:
+        stream.cancel()  # if the caller stops early, the server must stop, too
+
+
+def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:
+    summary = api.DiffSummary()
+    found, items = list[LeafDifference](), list[ItemDifference]()
+    with translated(stub.connection.address):
+        for response in stub.service.DiffCheckpoints(
+            request, timeout=stub.connection.timeout
+        ):
+            if response.HasField("summary"):
+                summary = response.summary
+            for difference in response.differences:
+                if is_item(difference.key):
+                    items.append(ItemDifference.from_message(difference))
+                else:
+                    found.append(LeafDifference.from_message(difference))
+    return Diff(
+        base=Checkpoint.from_message(summary.base),
+        checkpoint=Checkpoint.from_message(summary.checkpoint),
+        same_leaf_count=summary.same_leaf_count,
+        differences=tuple(found),
+        items=tuple(items),
     )

@@ -118,16 +118,12 @@ class _Window:
 def bytes_tree(tree: Tree) -> Tree:
     """Returns rows of bytes whose chunks are the chunks of a tree, with the same
     ordinals and the same bytes."""
-    rows = zip(tree.leaves, tree.grids, strict=True)
-    return Tree(
-        tuple(_bytes_row(leaf, g.count, max(1, g.chunk_bytes)) for leaf, g in rows)
-    )
-
-
-def _bytes_row(leaf: Leaf, count: int, chunk_bytes: int) -> Leaf:
-    return replace(
-        leaf, dtype="uint8", shape=(count * chunk_bytes,), chunk_shape=(chunk_bytes,)
-    )
+    rows = list[Leaf]()
+    for leaf, grid in zip(tree.leaves, tree.grids, strict=True):
+        size = max(1, grid.chunk_bytes)
+        shape, chunk_shape = (grid.count * size,), (size,)
+        rows.append(replace(leaf, dtype="uint8", shape=shape, chunk_shape=chunk_shape))
+    return Tree(tuple(rows))
 
 
 def _windows(

@@ -145,69 +145,34 @@ class TokenExpiredError(UnauthenticatedError, UnavailableError):
     is raised if there was none for as long as a server's restart takes."""
 
 
-BY_REASON: Final[Mapping[str, type[StoreError]]] = {
-    "INVALID_FIELD": InvalidRequestError,
-    "INVALID_TREE": InvalidRequestError,
-    "INVALID_ITEM": InvalidRequestError,
-    "INVALID_CHUNK": InvalidRequestError,
-    "REQUEST_ID_REUSED": InvalidRequestError,
-    "INVALID_PAGE_TOKEN": InvalidRequestError,
-    "RUN_NOT_FOUND": NotFoundError,
-    "CHECKPOINT_NOT_FOUND": NotFoundError,
-    "INVALID_POLICY": InvalidRequestError,
-    "POLICY_KEEPS_NOTHING": InvalidRequestError,
-    "INVALID_RESUME_TOKEN": InvalidRequestError,
-    "CHECKPOINT_DELETED": NotFoundError,
-    "TAG_NOT_FOUND": NotFoundError,
-    "HOLD_NOT_FOUND": NotFoundError,
-    "ETAG_MISMATCH": ConflictError,
-    "CHECKPOINT_NOT_DELETED": PreconditionError,
-    "CHECKPOINT_IN_USE": PreconditionError,
-    "TAG_PROTECTED": PreconditionError,
-    "HOLD_EXPIRED": PreconditionError,
-    "RESUME_TOKEN_EXPIRED": PreconditionError,
-    "UPLOAD_NOT_FOUND": ConflictError,
-    "CHECKPOINT_EXISTS": AlreadyExistsError,
-    "UPLOAD_SUPERSEDED": ConflictError,
-    "CONFLICT": ConflictError,
-    "WRITER_UNFINISHED": PreconditionError,
-    "PLAN_MISMATCH": PreconditionError,
-    "PROCESSES_DIFFER": PreconditionError,
-    "CHUNKS_INCOMPLETE": PreconditionError,
-    "FORMAT_UNSUPPORTED": PreconditionError,
-    "CORRUPT_DATA": DataLossError,
-    "LIMIT_EXCEEDED": LimitError,
-    "STORAGE_DENIED": PreconditionError,
-    "STORAGE_FULL": LimitError,
-    "STORAGE_UNAVAILABLE": UnavailableError,
-    "STALLED": UnavailableError,
-    "IDENTITY_REQUIRED": UnauthenticatedError,
-    "TOKEN_INVALID": UnauthenticatedError,
-    "TOKEN_EXPIRED": TokenExpiredError,
-    "TOKEN_AUDIENCE_MISMATCH": UnauthenticatedError,
-    "ISSUER_UNKNOWN": UnauthenticatedError,
-    "ISSUER_UNREACHABLE": UnavailableError,
-    "CERTIFICATE_INVALID": UnauthenticatedError,
+_BY_CODE: Final[Mapping[str, type[StoreError]]] = {
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "NOT_FOUND": NotFoundError,
+    "ALREADY_EXISTS": AlreadyExistsError,
+    "ABORTED": ConflictError,
+    "FAILED_PRECONDITION": PreconditionError,
+    "DATA_LOSS": DataLossError,
+    "RESOURCE_EXHAUSTED": LimitError,
+    "UNAUTHENTICATED": UnauthenticatedError,
     "PERMISSION_DENIED": PermissionDeniedError,
-    "AUDIT_UNAVAILABLE": UnavailableError,
-    "AUDIT_LOG_DISABLED": PreconditionError,
-    "QUOTA_EXCEEDED": LimitError,
-    "LENDING_UNSUPPORTED": PreconditionError,
 }
-"""Error class of each reason of the contract."""
 
-_BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
-    grpc.StatusCode.NOT_FOUND: NotFoundError,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
-    grpc.StatusCode.ABORTED: ConflictError,
-    grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
-    grpc.StatusCode.DATA_LOSS: DataLossError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+_UNAVAILABLE: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""Codes of an ``UnavailableError``, if the response has a reason: without one, gRPC
+itself ended the call, and the message says where."""
+
+_BY_REASON: Final[Mapping[str, type[StoreError]]] = {
+    "TOKEN_EXPIRED": TokenExpiredError,
+    "UPLOAD_NOT_FOUND": ConflictError,  # another call has ended this process's upload
 }
-"""Error classes for unknown reasons, and for responses without a reason."""
+"""Error classes of reasons whose code has another."""
+
+
+def error_class(code: str, reason: str) -> type[StoreError]:
+    """Returns the class of an error by its code of gRPC and its ``ErrorReason``."""
+    if reason and code in _UNAVAILABLE:
+        return UnavailableError
+    return _BY_REASON.get(reason) or _BY_CODE.get(code, StoreError)
 
 
 @contextmanager
@@ -251,8 +216,7 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
     assert isinstance(e, grpc.Call)  # gRPC raises them as one object
     info, retry_seconds = _details(e)
     if info is not None:
-        kind = BY_REASON.get(info.reason) or _BY_CODE.get(e.code(), StoreError)
-        return kind(
+        return error_class(e.code().name, info.reason)(
             e.details(),
             reason=info.reason,
             metadata=dict(info.metadata),
@@ -279,7 +243,7 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         return UnavailableError(
             f"store {address} ended the call, as a server does that stops; try again"
         )
-    kind = _BY_CODE.get(e.code(), StoreError)
+    kind = error_class(e.code().name, "")
     return kind(f"store {address} failed: {e.code().name}: {e.details()}")
 
 

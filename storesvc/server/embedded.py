@@ -21,7 +21,6 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format import layout
-from storesvc.rpc.status import WIRE, reason_name
 from storesvc.server import app
 from storesvc.server.gc_scheduler import (
     DEFAULT_INTERVAL,
@@ -41,11 +40,11 @@ _THREADS: Final = 32
 
 
 class StartError(Exception):
-    """The store cannot be opened; ``reason`` is an `ErrorReason` name."""
+    """The store cannot be opened; has the code and the reason of the cause."""
 
     def __init__(self, error: StoreError) -> None:
         super().__init__(str(error))
-        self.reason = reason_name(WIRE[type(error)].reason)
+        self.code, self.reason = error.code, error.reason
         self.metadata = error.metadata
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from storesvc.access.policy import Policy
 from storesvc.audit.log import AuditLog, AuditObserver
 from storesvc.audit.reader import AuditReader
-from storesvc.errors import InvalidFieldError
+from storesvc.errors import InvalidFieldError, StoreError
 from storesvc.identity.authenticator import Authenticator
 from storesvc.identity.policy_document import PolicyDocument, PolicyFile
 from storesvc.identity.tokens import Issuer
 from storesvc.lending.lender import Lender
 from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.security import OPEN, Security
-from storesvc.rpc.status import WIRE, reason_name
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
@@ -120,8 +119,7 @@ async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Secu
 
 def reason_of(error: BaseException) -> str:
     """Returns the reason of an error in the contract; for others, its class."""
-    wire = WIRE.get(type(error))  # type: ignore[arg-type]  # most are StoreErrors
-    return type(error).__name__ if wire is None else reason_name(wire.reason)
+    return error.reason if isinstance(error, StoreError) else type(error).__name__
 
 
 def quota_rules_of(

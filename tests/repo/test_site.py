@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import storesvc_client
+from storesvc.errors import StoreError
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
-from storesvc_client.errors import BY_REASON
 from storesvc_proto.v1 import errors_pb2 as pb
+from tests.rpc.test_errors import subclasses
 from tests.site.client_pages import CLIENT, MODELS, client_pages, page_of
 from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
@@ -25,7 +26,6 @@ from tests.site.storectl_page import storectl_page
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
 ERRORS = ROOT / "docs" / "errors.md"
-CLASSES = {reason: kind.__name__ for reason, kind in BY_REASON.items()}
 
 with_contract = pytest.mark.skipif(
     not (PROTO / "storesvc").exists(), reason="the wheel has generated code only"
@@ -151,7 +151,7 @@ def test_the_page_of_errors_has_cause_status_class_and_remedy(
 ) -> None:
     page = "### RUN_NOT_FOUND\n\nCorrect it.\n\n## B\n\n### CONFLICT\n\nRetry.\n"
 
-    text = completed(page, [sample], CLASSES)
+    text = completed(page, [sample])
 
     assert (
         "### RUN_NOT_FOUND\n\n"
@@ -178,7 +178,7 @@ def test_a_page_of_errors_that_lacks_or_invents_a_reason_is_rejected(
     sample: ProtoFile, page: str, named: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"\['{named}'\]"):
-        completed(page, [sample], CLASSES)
+        completed(page, [sample])
 
 
 def test_each_reason_has_a_text_about_what_to_do() -> None:
@@ -193,11 +193,11 @@ def test_each_reason_has_a_text_about_what_to_do() -> None:
 def test_each_reason_has_a_cause_in_the_contract() -> None:
     found = reasons_of(read_contract(PROTO))
 
-    assert {*CLASSES} == {*found}
+    assert {e.reason: e.code for e in subclasses(StoreError)} == {
+        name: reason.status for name, reason in found.items()
+    }
     assert [] == [name for name, r in found.items() if len(r.cause.split()) < 4]
-    assert "**What to do:**" in completed(
-        ERRORS.read_text(), read_contract(PROTO), CLASSES
-    )
+    assert "**What to do:**" in completed(ERRORS.read_text(), read_contract(PROTO))
 
 
 @with_contract

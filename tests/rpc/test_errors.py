@@ -14,7 +14,7 @@ import storesvc_client.orbax
 from storesvc.errors import StorageDeniedError
 from storesvc.storage import bucket as storage_errors
 from storesvc.storage.location import storage_at
-from storesvc_client.errors import translated
+from storesvc_client.errors import error_class, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.errors_pb2 import ErrorReason
@@ -31,18 +31,71 @@ def subclasses(base: type[T]) -> set[type[T]]:
     return found.union(*(subclasses(below) for below in found))
 
 
-def test_every_error_of_the_service_has_its_own_reason() -> None:
-    wire = storesvc.rpc.status.WIRE
+GOLDEN = {
+    "AUDIT_LOG_DISABLED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "AUDIT_UNAVAILABLE": ("UNAVAILABLE", store.UnavailableError),
+    "CERTIFICATE_INVALID": ("UNAUTHENTICATED", store.UnauthenticatedError),
+    "CHECKPOINT_DELETED": ("NOT_FOUND", store.NotFoundError),
+    "CHECKPOINT_EXISTS": ("ALREADY_EXISTS", store.AlreadyExistsError),
+    "CHECKPOINT_IN_USE": ("FAILED_PRECONDITION", store.PreconditionError),
+    "CHECKPOINT_NOT_DELETED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "CHECKPOINT_NOT_FOUND": ("NOT_FOUND", store.NotFoundError),
+    "CHUNKS_INCOMPLETE": ("FAILED_PRECONDITION", store.PreconditionError),
+    "CONFLICT": ("ABORTED", store.ConflictError),
+    "CORRUPT_DATA": ("DATA_LOSS", store.DataLossError),
+    "ETAG_MISMATCH": ("ABORTED", store.ConflictError),
+    "FORMAT_UNSUPPORTED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "HOLD_EXPIRED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "HOLD_NOT_FOUND": ("NOT_FOUND", store.NotFoundError),
+    "IDENTITY_REQUIRED": ("UNAUTHENTICATED", store.UnauthenticatedError),
+    "INVALID_CHUNK": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_FIELD": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_ITEM": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_PAGE_TOKEN": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_POLICY": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_RESUME_TOKEN": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "INVALID_TREE": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "ISSUER_UNKNOWN": ("UNAUTHENTICATED", store.UnauthenticatedError),
+    "ISSUER_UNREACHABLE": ("UNAVAILABLE", store.UnavailableError),
+    "LENDING_UNSUPPORTED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "LIMIT_EXCEEDED": ("RESOURCE_EXHAUSTED", store.LimitError),
+    "PERMISSION_DENIED": ("PERMISSION_DENIED", store.PermissionDeniedError),
+    "PLAN_MISMATCH": ("FAILED_PRECONDITION", store.PreconditionError),
+    "POLICY_KEEPS_NOTHING": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "PROCESSES_DIFFER": ("FAILED_PRECONDITION", store.PreconditionError),
+    "QUOTA_EXCEEDED": ("RESOURCE_EXHAUSTED", store.LimitError),
+    "REQUEST_ID_REUSED": ("INVALID_ARGUMENT", store.InvalidRequestError),
+    "RESUME_TOKEN_EXPIRED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "RUN_NOT_FOUND": ("NOT_FOUND", store.NotFoundError),
+    "STALLED": ("DEADLINE_EXCEEDED", store.UnavailableError),
+    "STORAGE_DENIED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "STORAGE_FULL": ("RESOURCE_EXHAUSTED", store.LimitError),
+    "STORAGE_UNAVAILABLE": ("UNAVAILABLE", store.UnavailableError),
+    "TAG_NOT_FOUND": ("NOT_FOUND", store.NotFoundError),
+    "TAG_PROTECTED": ("FAILED_PRECONDITION", store.PreconditionError),
+    "TOKEN_AUDIENCE_MISMATCH": ("UNAUTHENTICATED", store.UnauthenticatedError),
+    "TOKEN_EXPIRED": ("UNAUTHENTICATED", store.TokenExpiredError),
+    "TOKEN_INVALID": ("UNAUTHENTICATED", store.UnauthenticatedError),
+    "UPLOAD_NOT_FOUND": ("NOT_FOUND", store.ConflictError),
+    "UPLOAD_SUPERSEDED": ("ABORTED", store.ConflictError),
+    "WRITER_UNFINISHED": ("FAILED_PRECONDITION", store.PreconditionError),
+}
+"""Code and error class of the client of each reason."""
 
-    assert subclasses(storesvc.errors.StoreError) == set(wire)
-    assert [storesvc.rpc.status.reason_name(w.reason) for w in wire.values()] == list(
-        dict.fromkeys(storesvc.rpc.status.reason_name(w.reason) for w in wire.values())
-    )
-    assert {storesvc.rpc.status.reason_name(w.reason) for w in wire.values()} == REASONS
+
+def test_every_reason_of_the_contract_has_one_error_of_the_service() -> None:
+    found = subclasses(storesvc.errors.StoreError)
+
+    assert sorted(e.reason for e in found) == sorted(REASONS)
 
 
-def test_every_reason_of_the_contract_has_an_error_of_the_client() -> None:
-    assert set(storesvc_client.errors.BY_REASON) == REASONS
+def test_code_and_client_class_of_a_reason_stay() -> None:
+    found = {
+        e.reason: (e.code, error_class(e.code, e.reason))
+        for e in subclasses(storesvc.errors.StoreError)
+    }
+
+    assert found == GOLDEN
 
 
 def test_every_error_of_the_client_is_public() -> None:

@@ -1,8 +1,8 @@
 """The page of the error reasons: causes of the contract, remedies of docs/errors.md.
 
 docs/errors.md has a heading for each reason and, below it, what to do. The contract has
-the cause and the status, its rpcs list where the reason is sent, and the client has the
-class that it raises. ``completed`` joins them.
+the cause and the status, its rpcs list where the reason is sent, and the client derives
+the class that it raises. ``completed`` joins them.
 """
 
 import re
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from storesvc_client.errors import error_class
 from tests.site.contract_pages import REASONS, Links
 from tests.site.proto_files import Method, ProtoFile
 
@@ -89,13 +90,12 @@ def _reasons(name: str, methods: Mapping[str, Method]) -> set[str]:
     return method.own_reasons().union(*(_reasons(other, methods) for other in others))
 
 
-def completed(page: str, files: Sequence[ProtoFile], classes: Mapping[str, str]) -> str:
+def completed(page: str, files: Sequence[ProtoFile]) -> str:
     """Returns docs/errors.md with status, class, cause and rpcs of each reason.
 
     Args:
         page: The text of docs/errors.md.
         files: The contract.
-        classes: Name of the client's error class for each reason.
 
     Raises:
         ValueError: The page lacks a reason, or has one that the contract lacks.
@@ -112,17 +112,13 @@ def completed(page: str, files: Sequence[ProtoFile], classes: Mapping[str, str])
         )
 
     return _SECTION.sub(
-        lambda found: _section(
-            reasons[found["name"]],
-            classes[found["name"]],
-            found["text"].strip(),
-            links,
-        ),
+        lambda found: _section(reasons[found["name"]], found["text"].strip(), links),
         page,
     )
 
 
-def _section(reason: Reason, kind: str, remedy: str, links: Links) -> str:
+def _section(reason: Reason, remedy: str, links: Links) -> str:
+    kind = error_class(reason.status, reason.name).__name__
     client = f"[`{kind}`](client/errors.md#storesvc_client.{kind})"
     cause = _from_root(links.of_text(reason.cause))
     parts = [

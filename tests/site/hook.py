@@ -13,7 +13,6 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from storesvc_client.errors import BY_REASON
 from tests.site.client_pages import client_pages
 from tests.site.contract_pages import FOLDER, contract_pages
 from tests.site.error_page import completed, reasons_of
@@ -57,8 +56,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         contract = read_contract(ROOT / "proto")
         generated = _generated(contract)
         errors = (ROOT / "docs" / "errors.md").read_text()
-        classes = {reason: kind.__name__ for reason, kind in BY_REASON.items()}
-        generated["errors.md"] = completed(errors, contract, classes)
+        generated["errors.md"] = completed(errors, contract)
     except ValueError as e:
         raise PluginError(str(e)) from e
     for page, text in generated.items():

@@ -38,10 +38,10 @@ from storesvc_client._rpc.tokens import Token, TokenSource, token_source
 from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.telemetry import current_traceparent
 from storesvc_client.errors import (
-    BY_REASON,
     InvalidRequestError,
     StoreError,
     UnavailableError,
+    error_class,
     translated,
 )
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -101,7 +101,7 @@ def _refused(root: str) -> Generator[None]:
     try:
         yield
     except StartError as e:
-        kind = BY_REASON[e.reason]
+        kind = error_class(e.code, e.reason)
         raise kind(str(e), reason=e.reason, metadata=e.metadata) from None
 
 

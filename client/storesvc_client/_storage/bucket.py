@@ -24,12 +24,7 @@ from typing import (
     assert_never,
 )
 
-from storesvc.errors import (
-    CorruptDataError,
-    StorageDeniedError,
-    StorageFullError,
-    StorageUnavailableError,
-)
+from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.bucket import translated
@@ -37,7 +32,7 @@ from storesvc.storage.hedging import Hedging, LogThrottle
 from storesvc.storage.location import GRPC_DRIVER, Storage
 from storesvc.storage.remote import bucket_of, endpoint_in_environment
 from storesvc_client._storage.objects import OwnStore
-from storesvc_client.errors import BY_REASON, InvalidRequestError, StoreError
+from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -50,13 +45,6 @@ POLL_SECONDS: Final = 0.2
 """Interval at which a write checks whether it is still needed."""
 
 _log = logging.getLogger("storesvc_client")
-
-_REASONS: Final = {
-    CorruptDataError: "CORRUPT_DATA",
-    StorageDeniedError: "STORAGE_DENIED",
-    StorageFullError: "STORAGE_FULL",
-    StorageUnavailableError: "STORAGE_UNAVAILABLE",
-}
 
 
 class BucketRoot:
@@ -351,8 +339,8 @@ def _translated(storage: Storage, path: str) -> Generator[None]:
                 yield
             except StoreError as e:
                 own = e  # of the server that lends credentials; some are OSErrors too
-    except tuple(_REASONS) as e:
-        reason = _REASONS[type(e)]
-        raise BY_REASON[reason](str(e), reason=reason, metadata=e.metadata) from None
+    except StorageError as e:
+        kind = error_class(e.code, e.reason)
+        raise kind(str(e), reason=e.reason, metadata=e.metadata) from None
     if own is not None:
         raise own

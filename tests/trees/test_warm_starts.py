@@ -2,7 +2,11 @@
 
 import logging
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -14,7 +18,7 @@ from flax import nnx
 
 import storesvc_client as store
 from storesvc_client._pytree.leaves import named_leaves
-from storesvc_client.easydel import restore_model, restore_state, save_state
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.nnx import restore_into, save
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.support.examples import sampled
@@ -32,6 +36,21 @@ class Averaged(EasyDeLState):
     """A state with a field of its own."""
 
     ema: Any = None
+
+
+class Settings:
+    """A config whose ``log`` may be an object of the process."""
+
+    def __init__(self, log: Any = None) -> None:
+        self.width, self.log = 2, log
+
+
+class Configured(nnx.Module):
+    """A model that is made of its config."""
+
+    def __init__(self, config: Settings, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.fc = nnx.Linear(config.width, config.width, rngs=rngs)
 
 
 def maker(vocabulary: int = 8, depth: int = 2) -> Callable[[], Model]:
@@ -246,6 +265,44 @@ def test_another_model_altogether_is_read_without_one_as_the_message_says(
         restore_state(run, model=lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx=ADAMW)
 
     assert {"graphstate", "opt_state", "step"} == set(run.restore())
+
+
+@pytest.mark.parametrize("kind", ["file", "lock", "thread", "socket"])
+def test_a_config_with_an_object_of_its_process_is_refused_by_the_field(
+    run: store.Run, tmp_path: Path, kind: str
+) -> None:
+    with ExitStack() as stack:
+
+        def make_log() -> Any:
+            match kind:
+                case "file":
+                    return stack.enter_context((tmp_path / "log").open("w"))
+                case "lock":
+                    return threading.Lock()
+                case "thread":
+                    return threading.Thread(target=print)
+                case _:
+                    return stack.enter_context(socket.socket())
+
+        def make() -> Configured:
+            return Configured(Settings(make_log()), rngs=nnx.Rngs(1))
+
+        saved = make()
+        save = save_model(run, 1, saved)
+        save.result()
+        assert save.rehearsal is not None
+        assert "model=lambda: Configured(config=" in save.rehearsal.result(60).message
+        with pytest.raises(store.MismatchError) as caught:
+            restore_model(run, model=Configured)
+        options = advice(caught.value)
+        by_class = restore_model(run, model=Configured, **options)
+        by_factory = restore_model(run, model=make)
+
+    assert re.search(r": log: expected described \S+\.\w+ ", str(caught.value))
+    assert {"on_mismatch": "log"} == options
+    assert {"width": 2} == vars(by_class.config)
+    for back in (by_class, by_factory):
+        np.testing.assert_array_equal(saved.fc.kernel[...], back.fc.kernel[...])
 
 
 def test_what_is_not_restored_is_logged(

@@ -550,6 +550,8 @@ def _field_text(value: Any) -> str:
     """Returns the text of a value; an attribute that is None counts as absent."""
     if _is_dtype(value):  # a config that went through JSON has only the name
         return repr(np.dtype(value).name)
+    if isinstance(value, Opaque):
+        return str(value)
     return ABSENT if value is None else repr(value)
 
 

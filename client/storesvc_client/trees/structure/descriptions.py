@@ -29,6 +29,7 @@ import operator
 import os
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
@@ -281,7 +282,8 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
     if isinstance(value, type):
         return {"class": reported_name(value)}
     name = reported_name(type(value))
-    if isinstance(value, (nnx.Variable, *_PLACES)):
+    # A thread of another process has another name and another state.
+    if isinstance(value, (nnx.Variable, threading.Thread, *_PLACES)):
         return {"class": name}
     if isinstance(value, nnx.Pytree):
         # For example, a module that its own closure refers to. It is described where it

@@ -40,6 +40,7 @@ import enum
 import inspect
 import re
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -380,7 +381,10 @@ def _is_settings(value: Any) -> bool:
     return is_made_by_init and not callable(value) and has_attributes
 
 
-_NO_SETTINGS: Final = (enum.Enum, type, types.ModuleType, nnx.Pytree, nnx.Variable)
+_NO_SETTINGS: Final = (
+    *(enum.Enum, type, types.ModuleType, nnx.Pytree, nnx.Variable),
+    threading.Thread,
+)
 
 
 def _array(value: Any) -> JSON | None:
@@ -501,6 +505,14 @@ class Opaque:
     """A value of which a document holds only a description."""
 
     description: JSON
+
+    def __str__(self) -> str:
+        """Returns the description for messages: its name first, then its content."""
+        rest = dict(self.description)
+        found = [rest.pop(tag) for tag in ("function", "class", "array") if tag in rest]
+        name = str(found[0]).replace(":", ".") if found else "value"
+        content = ", ".join(f"{tag} {part}" for tag, part in rest.items() if part)
+        return f"described {name}" + (f" ({content})" if content else "")
 
 
 def encode_data(value: Any) -> JSON:

@@ -263,6 +263,32 @@ def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
     assert (2, 7) == back.model.linear.kernel.shape
 
 
+def test_a_model_that_was_changed_is_restored_by_the_factory_that_changes_it(
+    client: store.Client,
+) -> None:
+    run = client.run("tests/rehearsal")
+
+    def make() -> Plain:
+        model = Plain(rngs=nnx.Rngs(0))
+        model.linear = nnx.LoRALinear(2, 3, lora_rank=1, rngs=nnx.Rngs(0))
+        return model
+
+    model = make()
+    found = rehearsed(save_model(run, 1, model))
+
+    assert found.message.endswith(
+        "restore it with restore_model(run, model=lambda: Plain(rngs=nnx.Rngs(0))), "
+        "with the arguments and the later changes (adapters, quantization) that it was "
+        "made with"
+    )
+    with pytest.raises(store.MismatchError):
+        restore_model(run, model=Plain)
+    for back, saved in zip(
+        leaves_of(restore_model(run, model=make)), leaves_of(model), strict=True
+    ):
+        np.testing.assert_array_equal(saved, back)
+
+
 def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
     client: store.Client,
 ) -> None:

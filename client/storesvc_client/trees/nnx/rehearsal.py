@@ -198,7 +198,8 @@ class Rehearser:
             message = (
                 f"the checkpoint cannot be restored by its class, {call}(run, "
                 f"model={cls.__name__}): {by_class}; restore it with {call}(run, "
-                f"model={factory_of(cls)}), with the arguments that it was created with"
+                f"model={factory_of(cls)}), with the arguments and the later changes "
+                "(adapters, quantization) that it was made with"
             )
             return Rehearsal(ok=False, message=message)
         if saved.state_class and added_fields(saved.state_class):

@@ -188,3 +188,22 @@ def test_an_array_whose_spec_is_longer_than_its_rank_is_saved(run: store.Run) ->
     run.save(1, {"a": leaf}).result()
 
     assert P("ep") == run.restore(1, mesh=mesh, rules="recorded")["a"].sharding.spec
+
+
+def test_a_step_of_a_weak_type_is_a_plain_one_after_a_restore(run: store.Run) -> None:
+    traced = []
+
+    @jax.jit
+    def advance(step: jax.Array) -> jax.Array:
+        traced.append(step.aval)
+        return step + 1
+
+    state = trained(jnp.float32).replace(step=jnp.asarray(7))
+    advance(state.step)
+    save_state(run, state).result()
+    back = restore_state(run, model=make, tx=optax.adamw(1e-3))
+    advance(back.step)
+    advance(jnp.asarray(int(back.step)))  # as in docs/easydel.md
+
+    assert [True, False] == [aval.weak_type for aval in traced]
+    assert (7, jnp.int32) == (int(back.step), back.step.dtype)

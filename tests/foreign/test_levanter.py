@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.experimental.array_serialization.serialization import (
     GlobalAsyncCheckpointManager,
@@ -22,6 +24,7 @@ import storesvc_client as store
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import levanter
 from storesvc_client._foreign.locations import LocalLocation
+from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from tests.support.foreign_reading import (
     as_bytes,
@@ -49,6 +52,25 @@ METADATA = {
     "timestamp": "2026-01-02T03:04:05.678901",
     "is_temporary": False,
 }
+
+
+@jax.tree_util.register_pytree_node_class
+class NamedArray:
+    """A node like haliax's, whose array has no name in a path."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def tree_flatten(self) -> Any:
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> "NamedArray":
+        return cls(*children)
+
+
+def is_named_array(value: Any) -> bool:
+    return isinstance(value, NamedArray)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +136,59 @@ def test_every_bit_that_levanter_wrote_is_read_in_place_and_imported(
     leaves = {leaf.key: array for leaf, array in copy.read(copy.leaves)}
     assert expected == checksums(leaves)
     assert run.verify(GOLDEN_STEP).ok
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_equinox_model_and_its_optimizer_take_what_levanter_wrote(
+    version: str, run: store.Run
+) -> None:
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):  # type: ignore[misc,name-defined]  # maybe not installed
+        embeddings: Any
+        layers: list[Any]
+        scale: jax.Array
+        dotted: dict[str, Any]
+
+    rows = json.loads((GOLDEN / version / "leaves.json").read_text())
+    kinds = {row["name"]: row for row in rows}
+
+    def make(name: str) -> jax.Array:
+        row = kinds[f"model/{name}"]
+        return jnp.zeros(row["shape"], row["dtype"])
+
+    layers = [eqx.nn.Linear(*size, key=jax.random.key(0)) for size in ((8, 4), (4, 3))]
+    weight = NamedArray(make("layers/0/weight"))
+    model = Model(
+        embeddings=NamedArray(make("embeddings")),
+        layers=[eqx.tree_at(lambda x: x.weight, layers[0], weight), layers[1]],
+        scale=make("scale"),
+        dotted={"lora": {"a": make("dotted/lora/a")}},
+    )
+    optimizer = optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))
+    key = jnp.zeros(2, jnp.uint32)
+    state: dict[str, Any] = {"model": model, "opt_state": optimizer}
+    state |= {"step": jnp.int32(0), "training_key": key}
+    if version == "1.1":
+        state = {"model": model, "training_state": (optimizer, key)}
+    foreign = store.open_foreign(f"levanter:{GOLDEN / version}")
+    run.import_from(foreign)
+
+    # as in docs/migration.md
+    arrays = eqx.filter(state, eqx.is_array)
+    like = jax.tree.map(
+        lambda x: x.array if is_named_array(x) else x, arrays, is_leaf=is_named_array
+    )
+    for place in (foreign, run):
+        found = place.restore(GOLDEN_STEP, like=like)
+        found_leaves = jax.tree.leaves(found)
+        back = jax.tree.unflatten(jax.tree.structure(arrays), found_leaves)
+        whole = eqx.combine(back, state)
+
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (state, whole)]
+        assert structures[0] == structures[1]
+        named = {leaf.key: np.asarray(leaf.value) for leaf in named_leaves(found)[0]}
+        assert rows == checksums(named)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

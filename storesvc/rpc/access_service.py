@@ -1,11 +1,8 @@
-"""The rpc that lists the entries of the audit log.
+"""Rpcs of the access service: who the caller is, what it may do, credentials for the
+storage, and the entries of the audit log.
 
-The rpc that lends credentials for the storage.
-
-It checks that the upload is open, or the hold live: a credential is lent only to what
-the server itself would serve. Permissions are checked before it is called.
-
-Rpcs of the access service: who the caller is, and what it may do.
+A credential is lent only to what the server itself would serve, so the upload must be
+open, or the hold live.
 """
 
 import difflib
@@ -17,16 +14,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.access import call as access
-from storesvc.access.call import current
-from storesvc.access.policy import Authentication, Permission, Principal
-from storesvc.audit.reader import (
-    AuditFilter,
-    AuditReader,
-    Bookmark,
-    Entry,
-    Stage,
-    Unreadable,
-)
+from storesvc.access.policy import Authentication, Permission
+from storesvc.audit.reader import AuditFilter, Bookmark, Entry, Stage, Unreadable
 from storesvc.catalog.records import timestamp
 from storesvc.errors import (
     AuditLogDisabledError,
@@ -62,15 +51,98 @@ STAGES: Final = {
 }
 
 
-class AuditCalls:
-    """Lists the entries of the audit log."""
+class AccessService:
+    """Answers what a caller may do, lends credentials, and lists the audit log."""
 
-    _audit: AuditReader | None
+    def __init__(self, store: Store, security: Security, quotas: Quotas) -> None:
+        self._store = store
+        self._security = security
+        self._quotas = quotas
+
+    async def GetLoginOptions(
+        self, request: access_api.GetLoginOptionsRequest, context: Context
+    ) -> access_api.GetLoginOptionsResponse:
+        options = self._security.login_options()
+        return access_api.GetLoginOptionsResponse(options=options)
+
+    async def GetIdentity(
+        self, request: access_api.GetIdentityRequest, context: Context
+    ) -> access_api.GetIdentityResponse:
+        caller = access.principal()
+        expires = caller.expire_time
+        return access_api.GetIdentityResponse(
+            principal=caller.name,
+            groups=sorted(caller.groups),
+            authentication=AUTHENTICATIONS[caller.authentication],
+            expire_time=timestamp(expires) if expires else None,
+            is_restricted=access.is_restricted(),
+        )
+
+    async def TestPermissions(
+        self, request: access_api.TestPermissionsRequest, context: Context
+    ) -> access_api.TestPermissionsResponse:
+        resource = resource_of(request.resource)
+        asked = permissions_of(request)
+        permitted = [each for each in asked if access.may(each, resource)]
+        return access_api.TestPermissionsResponse(permissions=permitted)
+
+    async def LendCredentials(
+        self, request: access_api.LendCredentialsRequest, context: Context
+    ) -> access_api.LendCredentialsResponse:
+        match request.WhichOneof("purpose"):
+            case "upload":
+                lent = await self._lend_write(request.upload)
+            case "hold":
+                lent = await self._lend_read(HoldName.from_resource(request.hold))
+            case None:
+                raise InvalidFieldError("purpose: expected upload or hold, got none")
+        if call := access.current.get():
+            call.detail["prefix"] = lent.prefix
+            call.detail["expire_time"] = lent.expire_time.isoformat()
+        return lent_message(lent)
+
+    async def _lend_write(self, ref: upload_api.WriterRef) -> LentCredential:
+        name, lender = UploadName.from_resource(ref.upload), self._lender()
+        upload = await self._store.uploads.open(name, ref.epoch)
+        count = upload.record.writer_count
+        requests.check_writer("upload.writer", ref.writer, count)
+        return await lender.lend_write(name)
+
+    async def _lend_read(self, name: HoldName) -> LentCredential:
+        lender = self._lender()
+        await self._store.holds.live(name)
+        return await lender.lend_read(name)
+
+    def _lender(self) -> Lender:
+        if self._security.lender is None:
+            raise LendingUnsupportedError(
+                "lending: expected a server with [lending] in its policy file, got one "
+                "without; ask its administrator for it, or connect without "
+                "lend_credentials="
+            )
+        return self._security.lender
+
+    async def GetQuota(
+        self, request: access_api.GetQuotaRequest, context: Context
+    ) -> access_api.GetQuotaResponse:
+        namespace = requests.namespace_of(request.parent)
+        if namespace is None:
+            raise InvalidFieldError(
+                f"parent {request.parent!r}: expected one namespace, got all; get the "
+                "quotas of each one"
+            )
+        found = await self._quotas.describe(namespace)
+        return access_api.GetQuotaResponse(quotas=found)
 
     async def ListAuditEntries(
         self, request: access_api.ListAuditEntriesRequest, context: Context
     ) -> access_api.ListAuditEntriesResponse:
-        log = self._opened()
+        log = self._security.audit
+        if log is None:
+            raise AuditLogDisabledError(
+                "audit log: this server has none; ask its administrator to start it "
+                "with --audit-log FILE"
+            )
         listed, wanted = _listed(request), filter_of(request)
         size = paging.page_size(request.page_size)
         after = paging.last_of_page(listed, request.page_token, Bookmark.parse)
@@ -82,14 +154,6 @@ class AuditCalls:
             ),
             server=log.server,
         )
-
-    def _opened(self) -> AuditReader:
-        if self._audit is None:
-            raise AuditLogDisabledError(
-                "audit log: this server has none; ask its administrator to start it "
-                "with --audit-log FILE"
-            )
-        return self._audit
 
 
 def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
@@ -108,16 +172,15 @@ def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
         )
     stage = _known(STAGES, request.stage, "stage")
     how = _known(AUTHENTICATIONS, request.authentication, "authentication")
+    start, end = request.start_time, request.end_time
     return AuditFilter(
         principal=request.principal,
         method=request.method,
         resource=resource_of(request.resource or "namespaces/-"),
         stage=stage,
         authentication=how,
-        start_ns=(
-            _time_ns(request.start_time) if request.HasField("start_time") else None
-        ),
-        end_ns=_time_ns(request.end_time) if request.HasField("end_time") else None,
+        start_ns=_time_ns(start) if request.HasField("start_time") else None,
+        end_ns=_time_ns(end) if request.HasField("end_time") else None,
     )
 
 
@@ -188,49 +251,6 @@ def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry
     return message
 
 
-class LendingCalls:
-    """Lends credentials."""
-
-    _store: Store
-    _lender: Lender | None
-
-    async def LendCredentials(
-        self, request: access_api.LendCredentialsRequest, context: Context
-    ) -> access_api.LendCredentialsResponse:
-        match request.WhichOneof("purpose"):
-            case "upload":
-                lent = await self._lent_to_write(request.upload)
-            case "hold":
-                lent = await self._lent_to_read(HoldName.from_resource(request.hold))
-            case None:
-                raise InvalidFieldError("purpose: expected upload or hold, got none")
-        if call := current.get():
-            call.detail["prefix"] = lent.prefix
-            call.detail["expire_time"] = lent.expire_time.isoformat()
-        return lent_message(lent)
-
-    async def _lent_to_write(self, ref: upload_api.WriterRef) -> LentCredential:
-        name, lender = UploadName.from_resource(ref.upload), self._given_lender()
-        upload = await self._store.uploads.open(name, ref.epoch)
-        count = upload.record.writer_count
-        requests.check_writer("upload.writer", ref.writer, count)
-        return await lender.lend_write(name)
-
-    async def _lent_to_read(self, name: HoldName) -> LentCredential:
-        lender = self._given_lender()
-        await self._store.holds.live(name)
-        return await lender.lend_read(name)
-
-    def _given_lender(self) -> Lender:
-        if self._lender is None:
-            raise LendingUnsupportedError(
-                "lending: expected a server with [lending] in its policy file, got one "
-                "without; ask its administrator for it, or connect without "
-                "lend_credentials="
-            )
-        return self._lender
-
-
 def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
     """Returns the response with a credential."""
     response = access_api.LendCredentialsResponse(
@@ -246,62 +266,6 @@ def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
         case secret:
             assert_never(secret)
     return response
-
-
-class AccessService(AuditCalls, LendingCalls):
-    """Answers what a caller may do, lends credentials, and lists the audit log."""
-
-    def __init__(self, store: Store, security: Security, quotas: Quotas) -> None:
-        self._store = store
-        self._security = security
-        self._lender = security.lender
-        self._audit = security.audit
-        self._quotas = quotas
-
-    async def GetLoginOptions(
-        self, request: access_api.GetLoginOptionsRequest, context: Context
-    ) -> access_api.GetLoginOptionsResponse:
-        options = self._security.login_options()
-        return access_api.GetLoginOptionsResponse(options=options)
-
-    async def GetIdentity(
-        self, request: access_api.GetIdentityRequest, context: Context
-    ) -> access_api.GetIdentityResponse:
-        return identity_message(access.principal(), restricted=access.is_restricted())
-
-    async def TestPermissions(
-        self, request: access_api.TestPermissionsRequest, context: Context
-    ) -> access_api.TestPermissionsResponse:
-        resource = resource_of(request.resource)
-        asked = permissions_of(request)
-        permitted = [each for each in asked if access.may(each, resource)]
-        return access_api.TestPermissionsResponse(permissions=permitted)
-
-    async def GetQuota(
-        self, request: access_api.GetQuotaRequest, context: Context
-    ) -> access_api.GetQuotaResponse:
-        namespace = requests.namespace_of(request.parent)
-        if namespace is None:
-            raise InvalidFieldError(
-                f"parent {request.parent!r}: expected one namespace, got all; get the "
-                "quotas of each one"
-            )
-        found = await self._quotas.describe(namespace)
-        return access_api.GetQuotaResponse(quotas=found)
-
-
-def identity_message(
-    principal: Principal, *, restricted: bool
-) -> access_api.GetIdentityResponse:
-    """Returns the message for a caller."""
-    expires = principal.expire_time
-    return access_api.GetIdentityResponse(
-        principal=principal.name,
-        groups=sorted(principal.groups),
-        authentication=AUTHENTICATIONS[principal.authentication],
-        expire_time=timestamp(expires) if expires else None,
-        is_restricted=restricted,
-    )
 
 
 def permissions_of(

@@ -1,14 +1,13 @@
-"""Makes each rpc of the contract a call with a caller.
+"""Measures each call, and gives each rpc of the contract its caller.
+
+`MeasuringInterceptor` publishes the beginning and the end of each call, and counts its
+bytes. Methods and statuses have the names of gRPC's own metrics (gRFC A66), and the
+same is counted: messages without their five bytes of framing. Calls of methods that the
+server does not have are counted as "other".
 
 `CallInterceptor` authenticates the caller, and sets the call for whatever runs in its
 task (`storesvc.access.call`). It fails a call that ended well without a check of its
 permissions, so that a handler that forgets one is a bug, not a hole.
-
-Publishes the beginning and the end of each call, and counts its bytes.
-
-Methods and statuses have the names of gRPC's own metrics (gRFC A66), and the same is
-counted: messages without their five bytes of framing. Calls of methods that the server
-does not have are counted as "other".
 """
 
 import asyncio
@@ -17,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, cast
 
 import grpc
@@ -36,6 +36,7 @@ from storesvc.rpc.status import (
     method_of,
     replaced,
     request_id_trailer,
+    wrap_method,
 )
 from storesvc.telemetry.events import (
     CallEnded,
@@ -62,10 +63,12 @@ class MeasuringInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Returns the handler of a call, wrapped in its measurement."""
+        sent = handler_call_details.invocation_metadata or ()
+        parents = (v for k, v in sent if k == TRACEPARENT and isinstance(v, str))
         found = CallScope(
             method=handler_call_details.method.removeprefix("/"),
             request_id=uuid.uuid4().hex,
-            parent=_parent_of(handler_call_details),
+            parent=next(parents, ""),
         )
         scope.set(found)
         handler = await continuation(handler_call_details)
@@ -146,13 +149,6 @@ def _ended(found: CallScope, span: Span, *, method: str, status: str) -> CallEnd
     )
 
 
-def _parent_of(details: grpc.HandlerCallDetails) -> str:
-    for key, value in details.invocation_metadata or ():
-        if key == TRACEPARENT and isinstance(value, str):
-            return value
-    return ""
-
-
 LEEWAY_SECONDS: Final = 30.0
 """Time after which a call ends whose credential has expired: clocks differ."""
 
@@ -173,36 +169,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         name = handler_call_details.method
         if handler is None or not is_of_contract(name):
             return handler
-        rpc = name.rpartition("/")[2]
-        return replaced(handler, self._called(rpc, method_of(handler)))
-
-    def _called(
-        self, rpc: str, method: Callable[[Any, Context], Any]
-    ) -> Callable[[Any, Context], Any]:
-        """Returns a method that runs as a call."""
-
-        async def call(request: Any, context: Context) -> Any:
-            async with self._call(rpc, context):
-                return await method(request, context)
-
-        async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with (
-                self._call(rpc, context),
-                aclosing(method(request, context)) as responses,
-            ):
-                async for response in responses:
-                    yield response
-
-        return generate if inspect.isasyncgenfunction(method) else call
+        run = partial(self._call, name.rpartition("/")[2])
+        return replaced(handler, wrap_method(run, method_of(handler)))
 
     @asynccontextmanager
     async def _call(self, rpc: str, context: Context) -> AsyncIterator[None]:
+        """Runs the context as a call of an rpc."""
         security = self._security
+        measured = scope.get()
         call = Call(
             principal=ANONYMOUS,
             policy=security.policy(),
             method=rpc,
-            request_id=_request_id(),
+            # that of its measurement, so that logs, spans and the audit log have it too
+            request_id=measured.request_id if measured else uuid.uuid4().hex,
             peer=context.peer(),
             observers=security.observers,
         )
@@ -225,13 +205,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             for observer in call.observers:
                 await observer.ended(call, error)
-
-
-def _request_id() -> str:
-    """Returns the id of the call: the one of its measurement, so that logs, spans and
-    the audit log have the same."""
-    measured = scope.get()
-    return uuid.uuid4().hex if measured is None else measured.request_id
 
 
 @asynccontextmanager

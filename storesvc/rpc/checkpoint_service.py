@@ -1,12 +1,6 @@
-"""Rpcs of checkpoints, and the watch of their events.
+"""Rpcs of the checkpoint service: runs, checkpoints, tags and holds.
 
-Rpcs that compare checkpoints.
-
-Rpcs of holds.
-
-Rpcs of runs and their retention policies.
-
-Rpcs of tags.
+Comparisons and manifests are sent in several messages, whose memory a budget bounds.
 """
 
 import asyncio
@@ -35,143 +29,25 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import retention_pb2
 
+SENT_BYTES: Final = 128 << 20
+"""Memory for response messages that clients have not yet read, except chunks."""
+
+PEER_BYTES: Final = 96 << 20
+"""The part of it that one peer may use."""
+
 PAGE: Final = 500
 """Differences per message: it fits with keys and shapes of maximum length."""
-
-
-class DiffCalls:
-    """Compares checkpoints."""
-
-    _store: Store
-    _sent: MessageBudget
-
-    async def DiffCheckpoints(
-        self, request: checkpoint_api.DiffCheckpointsRequest, context: Context
-    ) -> None:
-        before, after = map(CheckpointName.from_resource, (request.base, request.name))
-        async with self._store.comparisons.between(before, after) as found:
-            summary = summary_message(before.run, after.run, found)
-            pages = await asyncio.to_thread(pages_of, found.differences)
-        # Outside the comparison, so that no other one waits while the client reads.
-        with self._sent.share(share_key(context)) as share:
-            await share.take(sum(page.ByteSize() for page in pages))
-            response = checkpoint_api.DiffCheckpointsResponse(summary=summary)
-            await write(context, response)
-            for page in pages:
-                await write(context, page, share)
-
-
-def pages_of(
-    differences: Sequence[Difference],
-) -> list[checkpoint_api.DiffCheckpointsResponse]:
-    """Returns the messages for differences."""
-    return [
-        checkpoint_api.DiffCheckpointsResponse(
-            differences=map(difference_message, differences[at : at + PAGE])
-        )
-        for at in range(0, len(differences), PAGE)
-    ]
-
-
-def summary_message(
-    before: RunName, after: RunName, found: Comparison
-) -> checkpoint_api.DiffSummary:
-    """Returns the message for the summary of a comparison."""
-    return checkpoint_api.DiffSummary(
-        base=messages.checkpoint_message(before, found.before),
-        checkpoint=messages.checkpoint_message(after, found.after),
-        same_leaf_count=found.same_leaf_count,
-        different_leaf_count=sum(not each.is_of_item for each in found.differences),
-    )
-
-
-def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
-    """Returns the message for the difference of a leaf."""
-    message = checkpoint_api.LeafDifference(
-        key=difference.leaf.key,
-        kind=difference.kind,
-        changed_chunk_count=difference.changed_chunks,
-        chunk_count=difference.leaf.grid.count,
-    )
-    if difference.before is not None:
-        message.base_dtype = dtype_text(difference.before)
-        message.base_shape.extend(shape_of(difference.before))
-    if difference.after is not None:
-        message.dtype = dtype_text(difference.after)
-        message.shape.extend(shape_of(difference.after))
-    return message
-
 
 MAX_TTL: Final = timedelta(days=30)
 """Maximum lease of a hold."""
 
 
-class HoldCalls:
-    """Creates, renews, deletes and lists holds."""
+class CheckpointService:
+    """The catalog: reads and changes runs, checkpoints, tags and holds."""
 
-    _store: Store
-
-    async def CreateHold(
-        self, request: checkpoint_api.CreateHoldRequest, context: Context
-    ) -> checkpoint_api.CreateHoldResponse:
-        checkpoint = CheckpointName.from_resource(request.parent)
-        hex_id = requests.checked_request_id(request.request_id).replace("-", "")
-        name, ttl = HoldName(checkpoint.run, hex_id), ttl_of(request)
-        owner = requests.checked_owner("owner", request.owner)
-        record = await self._store.holds.create(
-            name, checkpoint, owner=owner, ttl=ttl, uid=request.uid
-        )
-        hold = messages.hold_message(name, record)
-        return checkpoint_api.CreateHoldResponse(hold=hold)
-
-    async def RenewHold(
-        self, request: checkpoint_api.RenewHoldRequest, context: Context
-    ) -> checkpoint_api.RenewHoldResponse:
-        name = HoldName.from_resource(request.name)
-        hold = messages.hold_message(name, await self._store.holds.renew(name))
-        return checkpoint_api.RenewHoldResponse(hold=hold)
-
-    async def DeleteHold(
-        self, request: checkpoint_api.DeleteHoldRequest, context: Context
-    ) -> checkpoint_api.DeleteHoldResponse:
-        await self._store.holds.delete(HoldName.from_resource(request.name))
-        return checkpoint_api.DeleteHoldResponse()
-
-    async def ListHolds(
-        self, request: checkpoint_api.ListHoldsRequest, context: Context
-    ) -> checkpoint_api.ListHoldsResponse:
-        run, holds = RunName.from_resource(request.parent), self._store.holds
-        page = await list_page(
-            request,
-            f"{request.parent}/holds",
-            find=lambda last, limit: holds.list(run, after=last or "", limit=limit),
-            parse=str,
-            key=lambda name: name.hold,
-            show=messages.hold_message,
-        )
-        return checkpoint_api.ListHoldsResponse(
-            holds=page.rows, damaged=page.damaged, next_page_token=page.token
-        )
-
-
-def ttl_of(request: checkpoint_api.CreateHoldRequest) -> timedelta:
-    """Returns the lease of a new hold.
-
-    Raises:
-        InvalidFieldError: It is not positive, or too long.
-    """
-    if not request.HasField("ttl"):
-        return DEFAULT_TTL
-    ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)
-    if not ttl:
-        raise InvalidFieldError("ttl: expected more than 0 s, got 0 s")
-    return ttl
-
-
-class RunCalls:
-    """Reads and updates runs, and applies their retention policies."""
-
-    _store: Store
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sent = MessageBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
 
     async def ListRuns(
         self, request: checkpoint_api.ListRunsRequest, context: Context
@@ -221,125 +97,6 @@ class RunCalls:
         async with aclosing(pages):
             async for page in pages:
                 await write(context, messages.retention_response(page))
-
-
-def run_change(
-    request: checkpoint_api.UpdateRunRequest,
-) -> tuple[pb.RunRecord, list[RunField]]:
-    """Returns the values that UpdateRun sets, and the names of their fields.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-        InvalidPolicyError: The policy breaks a bound.
-        PolicyKeepsNothingError: The policy could keep no checkpoint.
-    """
-    paths = set(request.update_mask.paths)
-    if not paths or not paths <= set(RUN_FIELDS):
-        raise InvalidFieldError(
-            f"update_mask: expected some of {', '.join(RUN_FIELDS)}, got "
-            f"{', '.join(sorted(paths))[:200] or 'none'}"
-        )
-    given, record = request.run, pb.RunRecord()
-    requests.check_entries("run.labels", given.labels)
-    record.labels.update(given.labels)
-    if given.HasField("retention"):
-        check(given.retention)
-        record.retention.CopyFrom(given.retention)
-    if given.HasField("purge_delay"):
-        requests.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
-        record.purge_delay.CopyFrom(given.purge_delay)
-    return record, [field for field in RUN_FIELDS if field in paths]
-
-
-def trial_policy(
-    request: checkpoint_api.ApplyRetentionRequest,
-) -> retention_pb2.RetentionPolicy | None:
-    """Returns the policy for ApplyRetention to try; None: the policy of the run.
-
-    Raises:
-        InvalidFieldError: The request has a policy, but would apply it.
-        InvalidPolicyError: It breaks a bound.
-        PolicyKeepsNothingError: It could keep no checkpoint.
-    """
-    if not request.HasField("policy"):
-        return None
-    if not request.validate_only:
-        raise InvalidFieldError(
-            "policy: expected validate_only with it, got an apply; to apply a policy, "
-            "set it with UpdateRun first"
-        )
-    check(request.policy)
-    return request.policy
-
-
-class TagCalls:
-    """Sets, deletes and lists tags."""
-
-    _store: Store
-
-    async def SetTag(
-        self, request: checkpoint_api.SetTagRequest, context: Context
-    ) -> checkpoint_api.SetTagResponse:
-        name = TagName.from_resource(request.name)
-        record = await self._store.tags.set(
-            name,
-            checkpoint_of(request, name),
-            protected=request.protected if request.HasField("protected") else None,
-            etag=request.etag,
-            write_id=requests.write_id_of(request),
-        )
-        return checkpoint_api.SetTagResponse(tag=messages.tag_message(name, record))
-
-    async def DeleteTag(
-        self, request: checkpoint_api.DeleteTagRequest, context: Context
-    ) -> checkpoint_api.DeleteTagResponse:
-        name = TagName.from_resource(request.name)
-        write_id = requests.write_id_of(request)
-        await self._store.tags.delete(name, etag=request.etag, write_id=write_id)
-        return checkpoint_api.DeleteTagResponse()
-
-    async def ListTags(
-        self, request: checkpoint_api.ListTagsRequest, context: Context
-    ) -> checkpoint_api.ListTagsResponse:
-        run, tags = RunName.from_resource(request.parent), self._store.tags
-        page = await list_page(
-            request,
-            f"{request.parent}/tags",
-            find=lambda last, limit: tags.list(run, after=last or "", limit=limit),
-            parse=str,
-            key=lambda name: name.tag,
-            show=messages.tag_message,
-        )
-        return checkpoint_api.ListTagsResponse(
-            tags=page.rows, damaged=page.damaged, next_page_token=page.token
-        )
-
-
-def checkpoint_of(
-    request: checkpoint_api.SetTagRequest, name: TagName
-) -> CheckpointName:
-    """Returns the checkpoint to which SetTag points a tag.
-
-    Raises:
-        InvalidFieldError: It belongs to another run.
-    """
-    checkpoint = CheckpointName.from_resource(request.checkpoint)
-    if checkpoint.run != name.run:
-        raise InvalidFieldError(
-            f"checkpoint: expected one of {name.run}, got {checkpoint}; a tag names "
-            "checkpoints of its own run"
-        )
-    return checkpoint
-
-
-_MUTABLE: Final = ("labels", "metrics", "pinned")
-
-
-class CheckpointCalls:
-    """Reads, updates, deletes, purges and watches checkpoints."""
-
-    _store: Store
-    _sent: MessageBudget
 
     async def ListCheckpoints(
         self, request: checkpoint_api.ListCheckpointsRequest, context: Context
@@ -452,14 +209,152 @@ class CheckpointCalls:
         )
         return checkpoint_api.PurgeCheckpointResponse()
 
+    async def DiffCheckpoints(
+        self, request: checkpoint_api.DiffCheckpointsRequest, context: Context
+    ) -> None:
+        before, after = map(CheckpointName.from_resource, (request.base, request.name))
+        async with self._store.comparisons.between(before, after) as found:
+            summary = summary_message(before.run, after.run, found)
+            pages = await asyncio.to_thread(pages_of, found.differences)
+        # Outside the comparison, so that no other one waits while the client reads.
+        with self._sent.share(share_key(context)) as share:
+            await share.take(sum(page.ByteSize() for page in pages))
+            response = checkpoint_api.DiffCheckpointsResponse(summary=summary)
+            await write(context, response)
+            for page in pages:
+                await write(context, page, share)
+
     async def WatchCheckpoints(
         self, request: checkpoint_api.WatchCheckpointsRequest, context: Context
     ) -> None:
-        parent = _watched(request.parent)
+        parent = parse_parent(request.parent)
         watch = self._store.watcher.watch(parent, request.resume_token)
         async with aclosing(watch):
             async for event in watch:
                 await write(context, messages.watch_message(event))
+
+    async def SetTag(
+        self, request: checkpoint_api.SetTagRequest, context: Context
+    ) -> checkpoint_api.SetTagResponse:
+        name = TagName.from_resource(request.name)
+        record = await self._store.tags.set(
+            name,
+            checkpoint_of(request, name),
+            protected=request.protected if request.HasField("protected") else None,
+            etag=request.etag,
+            write_id=requests.write_id_of(request),
+        )
+        return checkpoint_api.SetTagResponse(tag=messages.tag_message(name, record))
+
+    async def DeleteTag(
+        self, request: checkpoint_api.DeleteTagRequest, context: Context
+    ) -> checkpoint_api.DeleteTagResponse:
+        name = TagName.from_resource(request.name)
+        write_id = requests.write_id_of(request)
+        await self._store.tags.delete(name, etag=request.etag, write_id=write_id)
+        return checkpoint_api.DeleteTagResponse()
+
+    async def ListTags(
+        self, request: checkpoint_api.ListTagsRequest, context: Context
+    ) -> checkpoint_api.ListTagsResponse:
+        run, tags = RunName.from_resource(request.parent), self._store.tags
+        page = await list_page(
+            request,
+            f"{request.parent}/tags",
+            find=lambda last, limit: tags.list(run, after=last or "", limit=limit),
+            parse=str,
+            key=lambda name: name.tag,
+            show=messages.tag_message,
+        )
+        return checkpoint_api.ListTagsResponse(
+            tags=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+    async def CreateHold(
+        self, request: checkpoint_api.CreateHoldRequest, context: Context
+    ) -> checkpoint_api.CreateHoldResponse:
+        checkpoint = CheckpointName.from_resource(request.parent)
+        hex_id = requests.checked_request_id(request.request_id).replace("-", "")
+        name, ttl = HoldName(checkpoint.run, hex_id), ttl_of(request)
+        owner = requests.checked_owner("owner", request.owner)
+        record = await self._store.holds.create(
+            name, checkpoint, owner=owner, ttl=ttl, uid=request.uid
+        )
+        hold = messages.hold_message(name, record)
+        return checkpoint_api.CreateHoldResponse(hold=hold)
+
+    async def RenewHold(
+        self, request: checkpoint_api.RenewHoldRequest, context: Context
+    ) -> checkpoint_api.RenewHoldResponse:
+        name = HoldName.from_resource(request.name)
+        hold = messages.hold_message(name, await self._store.holds.renew(name))
+        return checkpoint_api.RenewHoldResponse(hold=hold)
+
+    async def DeleteHold(
+        self, request: checkpoint_api.DeleteHoldRequest, context: Context
+    ) -> checkpoint_api.DeleteHoldResponse:
+        await self._store.holds.delete(HoldName.from_resource(request.name))
+        return checkpoint_api.DeleteHoldResponse()
+
+    async def ListHolds(
+        self, request: checkpoint_api.ListHoldsRequest, context: Context
+    ) -> checkpoint_api.ListHoldsResponse:
+        run, holds = RunName.from_resource(request.parent), self._store.holds
+        page = await list_page(
+            request,
+            f"{request.parent}/holds",
+            find=lambda last, limit: holds.list(run, after=last or "", limit=limit),
+            parse=str,
+            key=lambda name: name.hold,
+            show=messages.hold_message,
+        )
+        return checkpoint_api.ListHoldsResponse(
+            holds=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+
+def run_change(
+    request: checkpoint_api.UpdateRunRequest,
+) -> tuple[pb.RunRecord, list[RunField]]:
+    """Returns the values that UpdateRun sets, and the names of their fields.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+        InvalidPolicyError: The policy breaks a bound.
+        PolicyKeepsNothingError: The policy could keep no checkpoint.
+    """
+    paths = requests.read_mask(request, RUN_FIELDS)
+    given, record = request.run, pb.RunRecord()
+    requests.check_entries("run.labels", given.labels)
+    record.labels.update(given.labels)
+    if given.HasField("retention"):
+        check(given.retention)
+        record.retention.CopyFrom(given.retention)
+    if given.HasField("purge_delay"):
+        requests.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
+        record.purge_delay.CopyFrom(given.purge_delay)
+    return record, [field for field in RUN_FIELDS if field in paths]
+
+
+def trial_policy(
+    request: checkpoint_api.ApplyRetentionRequest,
+) -> retention_pb2.RetentionPolicy | None:
+    """Returns the policy for ApplyRetention to try; None: the policy of the run.
+
+    Raises:
+        InvalidFieldError: The request has a policy, but would apply it.
+        InvalidPolicyError: It breaks a bound.
+        PolicyKeepsNothingError: It could keep no checkpoint.
+    """
+    if not request.HasField("policy"):
+        return None
+    if not request.validate_only:
+        raise InvalidFieldError(
+            "policy: expected validate_only with it, got an apply; to apply a policy, "
+            "set it with UpdateRun first"
+        )
+    check(request.policy)
+    return request.policy
 
 
 def step_of(resource: str) -> tuple[RunName, int]:
@@ -483,12 +378,7 @@ def change_of(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
     Raises:
         InvalidFieldError: A field is invalid; names it.
     """
-    paths = set(request.update_mask.paths)
-    if not paths or not paths <= set(_MUTABLE):
-        raise InvalidFieldError(
-            f"update_mask: expected some of {', '.join(_MUTABLE)}, got "
-            f"{', '.join(sorted(paths))[:200] or 'none'}"
-        )
+    paths = requests.read_mask(request, ("labels", "metrics", "pinned"))
     given = request.checkpoint
     requests.check_entries("checkpoint.labels", given.labels)
     requests.check_entries("checkpoint.metrics", given.metrics)
@@ -512,7 +402,48 @@ def purge_delay_of(
     return requests.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)
 
 
-def _watched(parent: str) -> RunName | str:
+def pages_of(
+    differences: Sequence[Difference],
+) -> list[checkpoint_api.DiffCheckpointsResponse]:
+    """Returns the messages for differences."""
+    return [
+        checkpoint_api.DiffCheckpointsResponse(
+            differences=map(difference_message, differences[at : at + PAGE])
+        )
+        for at in range(0, len(differences), PAGE)
+    ]
+
+
+def summary_message(
+    before: RunName, after: RunName, found: Comparison
+) -> checkpoint_api.DiffSummary:
+    """Returns the message for the summary of a comparison."""
+    return checkpoint_api.DiffSummary(
+        base=messages.checkpoint_message(before, found.before),
+        checkpoint=messages.checkpoint_message(after, found.after),
+        same_leaf_count=found.same_leaf_count,
+        different_leaf_count=sum(not each.is_of_item for each in found.differences),
+    )
+
+
+def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
+    """Returns the message for the difference of a leaf."""
+    message = checkpoint_api.LeafDifference(
+        key=difference.leaf.key,
+        kind=difference.kind,
+        changed_chunk_count=difference.changed_chunks,
+        chunk_count=difference.leaf.grid.count,
+    )
+    if difference.before is not None:
+        message.base_dtype = dtype_text(difference.before)
+        message.base_shape.extend(shape_of(difference.before))
+    if difference.after is not None:
+        message.dtype = dtype_text(difference.after)
+        message.shape.extend(shape_of(difference.after))
+    return message
+
+
+def parse_parent(parent: str) -> RunName | str:
     """Returns the run or the namespace to watch.
 
     Raises:
@@ -528,3 +459,34 @@ def _watched(parent: str) -> RunName | str:
             "namespace separately"
         )
     return namespace
+
+
+def checkpoint_of(
+    request: checkpoint_api.SetTagRequest, name: TagName
+) -> CheckpointName:
+    """Returns the checkpoint to which SetTag points a tag.
+
+    Raises:
+        InvalidFieldError: It belongs to another run.
+    """
+    checkpoint = CheckpointName.from_resource(request.checkpoint)
+    if checkpoint.run != name.run:
+        raise InvalidFieldError(
+            f"checkpoint: expected one of {name.run}, got {checkpoint}; a tag names "
+            "checkpoints of its own run"
+        )
+    return checkpoint
+
+
+def ttl_of(request: checkpoint_api.CreateHoldRequest) -> timedelta:
+    """Returns the lease of a new hold.
+
+    Raises:
+        InvalidFieldError: It is not positive, or too long.
+    """
+    if not request.HasField("ttl"):
+        return DEFAULT_TTL
+    ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)
+    if not ttl:
+        raise InvalidFieldError("ttl: expected more than 0 s, got 0 s")
+    return ttl

@@ -1,7 +1,5 @@
-"""Rpcs of the maintenance service: limits, verification, collection, usage.
-
-Rpcs of the chunk service.
-"""
+"""Rpcs of the maintenance service (limits, verification, collection, usage) and of the
+chunk service."""
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -16,13 +14,12 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.gc.collector import FailureLimit, Progress
 from storesvc.gc.run_state import Usage
-from storesvc.inspect.rules import Damage, Report
+from storesvc.inspect.rules import Report
 from storesvc.restore import sender
 from storesvc.rpc import messages, requests
 from storesvc.rpc.status import MAX_MESSAGE_BYTES, Context
 from storesvc.rpc.streams import write
 from storesvc.save import batches, leaf_tables
-from storesvc.save.leaf_tables import MAX_TREE_BYTES
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -71,7 +68,15 @@ class MaintenanceService:
         return maintenance_api.GetServerInfoResponse(
             version=storesvc.__version__,
             store_uid=self._store.uid,
-            limits=limits_message(),
+            limits=maintenance_api.Limits(
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_frame_bytes=batches.FRAME_BYTES,
+                max_chunk_bytes=trees.MAX_CHUNK_BYTES,
+                max_leaf_count=leaf_tables.MAX_LEAVES,
+                max_chunk_count=leaf_tables.MAX_CHUNKS,
+                max_tree_bytes=leaf_tables.MAX_TREE_BYTES,
+                max_read_chunk_count=sender.MAX_CHUNKS,
+            ),
         )
 
     async def VerifyCheckpoint(
@@ -115,19 +120,6 @@ class MaintenanceService:
     ) -> maintenance_api.GetUsageResponse:
         name = RunName.from_resource(request.name)
         return usage_message(await self._store.usage.of(name))
-
-
-def limits_message() -> maintenance_api.Limits:
-    """Returns the limits of this server."""
-    return maintenance_api.Limits(
-        max_message_bytes=MAX_MESSAGE_BYTES,
-        max_frame_bytes=batches.FRAME_BYTES,
-        max_chunk_bytes=trees.MAX_CHUNK_BYTES,
-        max_leaf_count=leaf_tables.MAX_LEAVES,
-        max_chunk_count=leaf_tables.MAX_CHUNKS,
-        max_tree_bytes=MAX_TREE_BYTES,
-        max_read_chunk_count=sender.MAX_CHUNKS,
-    )
 
 
 async def _passes(
@@ -178,12 +170,10 @@ def report_message(report: Report) -> maintenance_api.VerifyCheckpointResponse:
     return maintenance_api.VerifyCheckpointResponse(
         chunk_count=report.chunk_count,
         stored_bytes=report.stored_bytes,
-        damages=map(damage_message, report.damages),
-    )
-
-
-def damage_message(damage: Damage) -> maintenance_api.Damage:
-    """Returns the message for a damage."""
-    return maintenance_api.Damage(
-        key=damage.key, index=damage.index, kind=damage.kind, message=damage.message
+        damages=(
+            maintenance_api.Damage(
+                key=found.key, index=found.index, kind=found.kind, message=found.message
+            )
+            for found in report.damages
+        ),
     )

@@ -1,15 +1,16 @@
-"""The permissions that each rpc of the contract requires.
+"""Lists what each rpc of the contract needs: its permissions, and whether it writes.
 
 ``RULES`` has each rpc; a test fails if one is missing, and a call without a rule is
 denied. The rules read the request alone. What depends on a record is checked where the
 record is read: that an upload, a hold or a protected tag is the caller's own
 (`storesvc.access.call`), and that an upload takes over another one.
 
-Serves a store read-only: rejects each call that is not known to change nothing.
+`ReadOnly` rejects each call that is not known to change nothing.
 """
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -162,38 +163,31 @@ async def authorize(rpc: str, request: Any) -> None:
     current = access.current.get()
     if current is None:
         return
-    needed = _needs(rpc, request)
+    match RULES.get(rpc):
+        case Public() | Open() | Identified():
+            needed = []
+        case Filtered(needs=needs) | Requires(needs=needs):
+            needed = [*needs(request)]
+        case None:
+            raise PermissionDeniedError(
+                f"{rpc}: expected an rpc with a rule, got one that has none"
+            )
     # before the checks, so that a denial is recorded with its object
-    current.detail |= _detail(request)
+    current.detail["name"] = _name(request)[:_NAME_LENGTH]
+    if isinstance(request, BeginUploadRequest):
+        current.detail["step"] = str(request.upload.step)
     for permission, resource in needed:
         access.require(permission, resource)
     await current.permit()
 
 
-def _needs(rpc: str, request: Any) -> list[Need]:
-    match RULES.get(rpc):
-        case Public() | Open() | Identified():
-            return []
-        case Filtered(needs=needs) | Requires(needs=needs):
-            return [*needs(request)]
-        case None:
-            raise PermissionDeniedError(
-                f"{rpc}: expected an rpc with a rule, got one that has none"
-            )
-
-
-def _detail(request: Any) -> dict[str, str]:
-    """Returns what the audit log records of a request."""
-    found = {"name": _name(request)[:_NAME_LENGTH]}
-    if isinstance(request, BeginUploadRequest):
-        found["step"] = str(request.upload.step)
-    return found
-
-
 def _name(request: Any) -> str:
     """Returns the name of the object that a request is about; empty: none."""
     if isinstance(request, BeginUploadRequest):
-        return _upload_name(request)
+        with suppress(InvalidFieldError):  # the id is validated later
+            upload = uuid.UUID(requests.checked_request_id(request.request_id))
+            return f"{request.parent}/uploads/{upload.hex}"
+        return request.parent
     for path in _NAMES:
         found: Any = request
         for field in path:
@@ -201,25 +195,6 @@ def _name(request: Any) -> str:
         if isinstance(found, str) and found:
             return found
     return ""
-
-
-def _upload_name(opening: BeginUploadRequest) -> str:
-    """Returns the name of the upload that a call begins; of its run, if the id of the
-    call, which is validated later, is none."""
-    try:
-        upload = uuid.UUID(requests.checked_request_id(opening.request_id))
-    except InvalidFieldError:
-        return opening.parent
-    return f"{opening.parent}/uploads/{upload.hex}"
-
-
-def _whole_store(permission: Permission) -> Requires:
-    """Requires a permission on all runs."""
-
-    def needs(_request: Any) -> Iterator[Need]:
-        yield permission, AllRuns()
-
-    return Requires(needs)
 
 
 def _run(permission: Permission, field: str = "name") -> Requires:
@@ -241,11 +216,13 @@ def _checkpoint(permission: Permission, *fields: str) -> Requires:
     return Requires(needs)
 
 
-def _upload(permission: Permission) -> Requires:
-    """Requires a permission on the run of the upload that a request names."""
+def _object(
+    kind: type[HoldName | TagName | UploadName], permission: Permission
+) -> Requires:
+    """Requires a permission on the run of the object that a request names."""
 
     def needs(request: Any) -> Iterator[Need]:
-        yield permission, UploadName.from_resource(request.name).run
+        yield permission, kind.from_resource(request.name).run
 
     return Requires(needs)
 
@@ -255,15 +232,6 @@ def _writer(permission: Permission) -> Requires:
 
     def needs(opening: Any) -> Iterator[Need]:
         yield permission, UploadName.from_resource(opening.open.upload).run
-
-    return Requires(needs)
-
-
-def _hold(permission: Permission) -> Requires:
-    """Requires a permission on the run of the hold that a request names."""
-
-    def needs(request: Any) -> Iterator[Need]:
-        yield permission, HoldName.from_resource(request.name).run
 
     return Requires(needs)
 
@@ -300,11 +268,10 @@ def _update_run(request: Any) -> Iterator[Need]:
 
 def _apply_retention(request: Any) -> Iterator[Need]:
     run = RunName.from_resource(request.name)
-    is_trial = request.validate_only
-    yield (
-        (Permission.CHECKPOINTS_LIST if is_trial else Permission.CHECKPOINTS_DELETE),
-        run,
-    )
+    if request.validate_only:
+        yield Permission.CHECKPOINTS_LIST, run
+    else:
+        yield Permission.CHECKPOINTS_DELETE, run
 
 
 def _update_checkpoint(request: Any) -> Iterator[Need]:
@@ -321,18 +288,6 @@ def _set_tag(request: Any) -> Iterator[Need]:
     yield Permission.TAGS_SET, run
     if request.HasField("protected"):
         yield Permission.TAGS_MANAGE, run
-
-
-def _delete_tag(request: Any) -> Iterator[Need]:
-    yield Permission.TAGS_DELETE, TagName.from_resource(request.name).run
-
-
-def _begin_upload(opening: Any) -> Iterator[Need]:
-    yield Permission.UPLOADS_BEGIN, RunName.from_resource(opening.parent)
-
-
-def _join_upload(opening: Any) -> Iterator[Need]:
-    yield Permission.UPLOADS_WRITE, UploadName.from_resource(opening.open.upload).run
 
 
 def _collect(request: Any) -> Iterator[Need]:
@@ -354,10 +309,6 @@ def _lend(request: Any) -> Iterator[Need]:
             raise InvalidFieldError("purpose: expected an upload or a hold, got none")
 
 
-def _quota(request: Any) -> Iterator[Need]:
-    yield Permission.QUOTAS_GET, resource_of(request.parent)
-
-
 RULES: Final = MappingProxyType[str, Rule](
     {
         # CheckpointService
@@ -375,23 +326,23 @@ RULES: Final = MappingProxyType[str, Rule](
         "PurgeCheckpoint": _checkpoint(Permission.CHECKPOINTS_PURGE),
         "WatchCheckpoints": Requires(_watch),
         "SetTag": Requires(_set_tag),
-        "DeleteTag": Requires(_delete_tag),
+        "DeleteTag": _object(TagName, Permission.TAGS_DELETE),
         "ListTags": _run(Permission.TAGS_LIST, "parent"),
         "CreateHold": _checkpoint(Permission.HOLDS_CREATE, "parent"),
-        "RenewHold": _hold(Permission.HOLDS_CREATE),
-        "DeleteHold": _hold(Permission.HOLDS_CREATE),
+        "RenewHold": _object(HoldName, Permission.HOLDS_CREATE),
+        "DeleteHold": _object(HoldName, Permission.HOLDS_CREATE),
         "ListHolds": _run(Permission.HOLDS_LIST, "parent"),
         # UploadService
-        "BeginUpload": Requires(_begin_upload),
-        "JoinUpload": Requires(_join_upload),
-        "GetUpload": _upload(Permission.UPLOADS_GET),
+        "BeginUpload": _run(Permission.UPLOADS_BEGIN, "parent"),
+        "JoinUpload": _writer(Permission.UPLOADS_WRITE),
+        "GetUpload": _object(UploadName, Permission.UPLOADS_GET),
         "ListUploads": Filtered(_list_uploads),
-        "KeepUploadAlive": _upload(Permission.UPLOADS_WRITE),
+        "KeepUploadAlive": _object(UploadName, Permission.UPLOADS_WRITE),
         "FindChunks": _writer(Permission.UPLOADS_WRITE),
         "WriteChunks": _writer(Permission.UPLOADS_WRITE),
         "FinishWriter": _writer(Permission.UPLOADS_WRITE),
-        "CommitUpload": _upload(Permission.UPLOADS_COMMIT),
-        "AbortUpload": _upload(Permission.UPLOADS_ABORT),
+        "CommitUpload": _object(UploadName, Permission.UPLOADS_COMMIT),
+        "AbortUpload": _object(UploadName, Permission.UPLOADS_ABORT),
         # ChunkService
         "ReadChunks": _checkpoint(Permission.CHECKPOINTS_READ),
         # MaintenanceService
@@ -404,8 +355,12 @@ RULES: Final = MappingProxyType[str, Rule](
         "GetIdentity": Identified(),
         "TestPermissions": Identified(),
         "LendCredentials": Requires(_lend),
-        "GetQuota": Requires(_quota),
-        "ListAuditEntries": _whole_store(Permission.AUDIT_READ),
+        "GetQuota": Requires(
+            lambda request: iter([(Permission.QUOTAS_GET, resource_of(request.parent))])
+        ),
+        "ListAuditEntries": Requires(
+            lambda _request: iter([(Permission.AUDIT_READ, AllRuns())])
+        ),
     }
 )
 """The rule of each rpc, by its name; names are unique over the services."""

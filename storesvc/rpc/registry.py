@@ -1,13 +1,12 @@
-"""Registers the services of the contract with a server.
+"""Registers the services of the contract, and the health service, with a server.
 
 The handlers are like gRPC's generated ones, with two differences. Messages that carry
 chunks are not serialised or parsed by gRPC, because the service avoids copying them.
 And requests are parsed here, so that malformed bytes are an error of the contract.
 
-The health service (``grpc.health.v1``): a server is SERVING until it drains.
-
-grpcio's own implementation is not used: if one watch ends there, the other watches miss
-changes, and their clients would continue to call a server that stops.
+grpcio's own health service (``grpc.health.v1``) is not used: if one watch ends there,
+the other watches miss changes, and their clients would continue to call a server that
+stops. Here a server is SERVING until it drains.
 """
 
 import asyncio
@@ -26,19 +25,13 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc.access_service import AccessService
-from storesvc.rpc.checkpoint_service import (
-    CheckpointCalls,
-    DiffCalls,
-    HoldCalls,
-    RunCalls,
-    TagCalls,
-)
+from storesvc.rpc.checkpoint_service import CheckpointService
 from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.methods import authorize
 from storesvc.rpc.requests import check_counts, check_size, parsed
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import KINDS, Context, host_of, note_status
-from storesvc.rpc.streams import MessageBudget, released
+from storesvc.rpc.streams import released
 from storesvc.rpc.upload_service import UploadService
 from storesvc.store import Store
 from storesvc_proto.v1 import (
@@ -106,27 +99,19 @@ class HealthCalls(HealthServicer):
         return HealthCheckResponse(status=HealthCheckResponse.SERVING)
 
 
-SENT_BYTES: Final = 128 << 20
-"""Memory for response messages that clients have not yet read, except chunks."""
+_SERVICES: Final = {
+    name: service
+    for file in (
+        checkpoint_service_pb2,
+        upload_service_pb2,
+        chunk_service_pb2,
+        maintenance_service_pb2,
+        access_service_pb2,
+    )
+    for name, service in file.DESCRIPTOR.services_by_name.items()
+}
 
-PEER_BYTES: Final = 96 << 20
-"""The part of it that one peer may use."""
-
-_CHECKPOINTS: Final = checkpoint_service_pb2.DESCRIPTOR.services_by_name[
-    "CheckpointService"
-]
-_UPLOADS: Final = upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"]
-_CHUNKS: Final = chunk_service_pb2.DESCRIPTOR.services_by_name["ChunkService"]
-_MAINTENANCE: Final = maintenance_service_pb2.DESCRIPTOR.services_by_name[
-    "MaintenanceService"
-]
-
-_ACCESS: Final = access_service_pb2.DESCRIPTOR.services_by_name["AccessService"]
-
-SERVICES: Final = tuple(
-    service.full_name
-    for service in (_CHECKPOINTS, _UPLOADS, _CHUNKS, _MAINTENANCE, _ACCESS)
-)
+SERVICES: Final = tuple(service.full_name for service in _SERVICES.values())
 """Full names of the services, for the health service."""
 
 _Method = Callable[[Any, Context], Any]
@@ -136,26 +121,25 @@ function."""
 M = TypeVar("M", bound=Message)
 
 
-class CheckpointService(CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCalls):
-    """The catalog."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._sent = MessageBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
-
-
 def handlers(
     store: Store, security: Security, quotas: Quotas
 ) -> tuple[grpc.GenericRpcHandler, ...]:
     """Returns the handlers of all services of a store."""
-    return (
-        handler_of(_CHECKPOINTS, CheckpointService(store)),
+    servicers = (
+        CheckpointService(store),
+        UploadService(store, quotas),
+        ChunkService(store),
+        MaintenanceService(store),
+        AccessService(store, security, quotas),
+    )
+    return tuple(
         handler_of(
-            _UPLOADS, UploadService(store, quotas), raw_requests={"WriteChunks"}
-        ),
-        handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
-        handler_of(_MAINTENANCE, MaintenanceService(store)),
-        handler_of(_ACCESS, AccessService(store, security, quotas)),
+            _SERVICES[type(servicer).__name__],
+            servicer,
+            raw_requests={"WriteChunks"},
+            raw_responses={"ReadChunks"},
+        )
+        for servicer in servicers
     )
 
 

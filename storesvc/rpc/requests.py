@@ -1,12 +1,8 @@
-"""Parses requests, and checks the fields that several rpcs share.
+"""Parses requests, limits their size, and checks the fields that several rpcs share.
 
 gRPC would respond to malformed bytes with a status of its own, and log a traceback;
-parsed here, they are an error of the contract.
-
-All checks of fields are here or next to the handler of the rpc, so the layers below rpc
-can rely on valid arguments.
-
-Limits the size of requests before they are processed.
+parsed here, they are an error of the contract. All checks of fields are here or next to
+the handler of the rpc, so the layers below rpc can rely on valid arguments.
 
 An empty entry of a repeated field takes two bytes of a message, but a hundred times
 that as a Python object. So the server counts the entries of every repeated field while
@@ -17,17 +13,17 @@ missing.
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
-from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
+from storesvc.errors import InvalidFieldError, LimitExceededError
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import MAX_RANK
 from storesvc.format.names import check_id
@@ -61,8 +57,6 @@ MAX_GRACE: Final = timedelta(days=365)
 
 MESSAGE_TYPE: Final = "message_type"
 """Metadata key for the name of the message that was expected."""
-
-_BODY_BYTES: Final = 8
 
 M = TypeVar("M", bound=Message)
 
@@ -133,7 +127,7 @@ def _body_digest(request: Message) -> str:
     # With the name: a deletion and its undeletion may have equal bytes.
     name = body.DESCRIPTOR.full_name.encode()
     data = name + b"\0" + body.SerializeToString(deterministic=True)
-    return hashlib.blake2b(data, digest_size=_BODY_BYTES).hexdigest()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
@@ -178,6 +172,24 @@ def namespace_of(parent: str) -> str | None:
     return namespace
 
 
+def read_mask(
+    request: checkpoint_api.UpdateRunRequest | checkpoint_api.UpdateCheckpointRequest,
+    known: Sequence[str],
+) -> set[str]:
+    """Returns the fields that an update sets.
+
+    Raises:
+        InvalidFieldError: The request names none, or one that cannot be set.
+    """
+    paths = set(request.update_mask.paths)
+    if not paths or not paths <= set(known):
+        raise InvalidFieldError(
+            f"update_mask: expected some of {', '.join(known)}, got "
+            f"{', '.join(sorted(paths))[:200] or 'none'}"
+        )
+    return paths
+
+
 def checked_owner(field: str, owner: str) -> str:
     """Returns a valid owner, a text for people.
 
@@ -220,7 +232,7 @@ _MAX_FRAME_PIECES: Final = FRAME_BYTES // (CHECKSUM_BYTES + 1)
 """The number of chunks of minimum size that fit into a frame."""
 
 _MAX_RULES: Final = MAX_SMALL_BYTES // 2
-"""The number that fits into a request: ``retention.validation`` has the actual limits,
+"""The number that fits into a request: ``retention.policy`` has the actual limits,
 with errors of their own."""
 
 LARGE: Final = frozenset(
@@ -286,18 +298,12 @@ COUNTS: Final = MappingProxyType(
 )
 """Maximum entries of each repeated field in one message of a request."""
 
-_TABLE_FIELDS: Final = frozenset(
-    field.full_name
-    for message in tree_pb2.DESCRIPTOR.message_types_by_name.values()
-    for field in message.fields
-)
-
 
 class _Field(NamedTuple):
     """A repeated field, or a field with repeated fields inside."""
 
     name: str
-    full_name: str
+    is_of_table: bool
     limit: int | None
     """Maximum entries; None: the field itself is not repeated."""
     inner: Descriptor | None
@@ -345,41 +351,31 @@ def check_counts(message: Message, place: str = "") -> None:
             continue
         entries = getattr(message, field.name)
         if len(entries) > field.limit:
-            raise _too_many(field, place, len(entries))
+            error = LimitExceededError if field.is_of_table else InvalidFieldError
+            raise error(
+                f"{place}{field.name}: expected at most {field.limit} entries, got "
+                f"{len(entries)}; send fewer in one request"
+            )
         if field.inner is not None:
             for entry in entries:
                 check_counts(entry, f"{place}{field.name}.")
 
 
-def _too_many(field: _Field, place: str, count: int) -> StoreError:
-    text = (
-        f"{place}{field.name}: expected at most {field.limit} entries, got {count}; "
-        "send fewer in one request"
-    )
-    is_table = field.full_name in _TABLE_FIELDS
-    return LimitExceededError(text) if is_table else InvalidFieldError(text)
-
-
 @cache
 def _counted(message: Descriptor) -> tuple[_Field, ...]:
     """Returns the fields of a message that are repeated, or contain repeated ones."""
+    is_of_table = message.file.name == tree_pb2.DESCRIPTOR.name
     found = []
     for field in message.fields:
-        inner = _inner(field)
-        if field.is_repeated:
-            limit = COUNTS[field.full_name]
-            found.append(_Field(field.name, field.full_name, limit, inner))
-        elif inner is not None:
-            found.append(_Field(field.name, field.full_name, None, inner))
+        inner: Descriptor | None = field.message_type
+        if inner is not None and (
+            inner.GetOptions().map_entry or not holds_repeated(inner)
+        ):
+            inner = None
+        if field.is_repeated or inner is not None:
+            limit = COUNTS[field.full_name] if field.is_repeated else None
+            found.append(_Field(field.name, is_of_table, limit, inner))
     return tuple(found)
-
-
-def _inner(field: FieldDescriptor) -> Descriptor | None:
-    """Returns the message type of a field if it has repeated fields at any depth."""
-    message: Descriptor | None = field.message_type
-    if message is None or message.GetOptions().map_entry:
-        return None
-    return message if holds_repeated(message) else None
 
 
 def holds_repeated(message: Descriptor) -> bool:

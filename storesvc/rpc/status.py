@@ -1,10 +1,8 @@
 """Translates the errors of the service into gRPC statuses; no other module does.
 
-The boundary of the service: ends each failed call with the status of its error.
-
 `ErrorInterceptor` wraps every rpc of the contract, so that handlers only raise:
 
-1. An error of the service becomes its status (``status``), with one ``ErrorInfo``.
+1. An error of the service becomes its status (`status_of`), with one ``ErrorInfo``.
 2. A call that is still running shortly before its deadline fails with the cause of the
    delay. gRPC's own DEADLINE_EXCEEDED would not name one.
 3. Any other exception is a bug: it is logged with its traceback and an id, and the
@@ -18,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
@@ -146,16 +144,9 @@ CALL_SECONDS: Final = 60.0
 _RESPONSE_SECONDS: Final = 1.0
 """Time reserved before the deadline for sending the error."""
 
-_DEADLINE: Final = (
-    "the call waited for the storage, or for its stream, until shortly before its "
-    "deadline; retry, or allow more time"
-)
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
-
-_CONTRACT: Final = "/storesvc.v1."
 
 KINDS: Final[dict[tuple[bool, bool], Callable[..., Handler]]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -181,12 +172,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not is_of_contract(handler_call_details.method):
             return handler
-        return replaced(handler, translating(method_of(handler)))
+        return replaced(handler, wrap_method(_translated, method_of(handler)))
 
 
 def is_of_contract(method: str) -> bool:
     """Returns whether an rpc ("/package.Service/Method") belongs to this contract."""
-    return method.startswith(_CONTRACT)
+    return method.startswith("/storesvc.v1.")
 
 
 def method_of(handler: Any) -> Callable[[Any, Context], Any]:
@@ -210,18 +201,18 @@ def replaced(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:
     )
 
 
-def translating(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    """Returns a method whose errors end its call with their statuses."""
+def wrap_method(
+    manager: Callable[[Context], AbstractAsyncContextManager[None]],
+    method: Callable[[Any, Context], Any],
+) -> Callable[[Any, Context], Any]:
+    """Returns a method that runs another one inside a context manager of its call."""
 
     async def call(request: Any, context: Context) -> Any:
-        async with _translated(context):
+        async with manager(context):
             return await method(request, context)
 
     async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
-        async with (
-            _translated(context),
-            aclosing(method(request, context)) as responses,
-        ):
+        async with manager(context), aclosing(method(request, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -230,8 +221,13 @@ def translating(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context
 
 @asynccontextmanager
 async def _translated(context: Context) -> AsyncIterator[None]:
+    """Ends a call with the status of its error, or shortly before its deadline."""
+    # None without a deadline, in spite of its type
+    left = cast("float | None", context.time_remaining())
+    if left is not None:
+        left -= min(left / 4, _RESPONSE_SECONDS)
     try:
-        async with asyncio.timeout(_seconds_left(context)) as limit:
+        async with asyncio.timeout(left) as limit:
             yield
     except InvalidNameError as e:
         await abort(context, InvalidFieldError(str(e)))
@@ -240,7 +236,11 @@ async def _translated(context: Context) -> AsyncIterator[None]:
         await abort(context, e)
     except TimeoutError:
         if limit.expired():
-            await abort(context, StorageUnavailableError(_DEADLINE))
+            late = (
+                "the call waited for the storage, or for its stream, until shortly "
+                "before its deadline; retry, or allow more time"
+            )
+            await abort(context, StorageUnavailableError(late))
         late = f"the call took longer than {CALL_SECONDS:.0f} s; retry it"
         await abort(context, StalledError(late))
     except grpc.aio.AbortError:
@@ -254,13 +254,6 @@ async def _translated(context: Context) -> AsyncIterator[None]:
             grpc.StatusCode.INTERNAL,
             f"a bug of the server, {bug} in its log; please report it",
         )
-
-
-def _seconds_left(context: Context) -> float | None:
-    """Returns the maximum duration of a call here; None: it has no deadline."""
-    # None without a deadline, in spite of its type
-    left = cast("float | None", context.time_remaining())
-    return None if left is None else left - min(left / 4, _RESPONSE_SECONDS)
 
 
 def _log_throttled(error: StoreError) -> None:

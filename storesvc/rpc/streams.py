@@ -3,8 +3,6 @@
 A stalled client must not occupy the server: a stream whose client sends nothing, or
 reads nothing, for too long fails with `StalledError`.
 
-Bounds the memory of the messages that a server keeps for slow clients.
-
 A stream that collects its request, or keeps its response, holds bytes of a budget.
 These rules ensure that no client keeps memory from others:
 
@@ -167,7 +165,12 @@ class MessageBudget:
             while (short := self._short_bytes(share, size_bytes)) > 0:
                 self._cut_slow(short, clock())
                 if clock() >= until or self._is_stuck(share):
-                    raise self._exceeded()
+                    raise LimitExceededError(
+                        f"the server keeps at most {self._limit_bytes} bytes of "
+                        f"{self._purpose} in memory, and other clients use all of "
+                        "them; retry in a moment",
+                        retry_seconds=RETRY_SECONDS,
+                    )
                 await asyncio.sleep(_TICK_SECONDS)
         finally:
             share.waits = False
@@ -175,10 +178,9 @@ class MessageBudget:
 
     def _short_bytes(self, share: Share, size_bytes: int) -> int:
         """Returns how many bytes are missing; 0 or less: none."""
-        of_peer = self._held_by_peer(share.peer)
-        return max(
-            self.held_bytes + size_bytes - self._limit_bytes,
-            of_peer + size_bytes - self._peer_bytes,
+        return size_bytes + max(
+            self.held_bytes - self._limit_bytes,
+            self._held_by_peer(share.peer) - self._peer_bytes,
         )
 
     def _held_by_peer(self, peer: str) -> int:
@@ -203,13 +205,6 @@ class MessageBudget:
         """Returns whether all streams wait for each other, and this one holds least."""
         return all(s.waits for s in self._shares) and share == min(
             self._shares, key=lambda s: (s.size_bytes, id(s))
-        )
-
-    def _exceeded(self) -> LimitExceededError:
-        return LimitExceededError(
-            f"the server keeps at most {self._limit_bytes} bytes of {self._purpose} in "
-            "memory, and other clients use all of them; retry in a moment",
-            retry_seconds=RETRY_SECONDS,
         )
 
 

@@ -1,13 +1,9 @@
 """Rpcs of the upload service: they write checkpoints.
 
-Receives the parts of a table from a stream, within a memory budget.
-
-A client may send the parts as slowly as ``LEAST_BYTES_PER_SECOND``. While it sends, its
-stream holds only the bytes that have arrived, of a budget from which the slowest
-streams are cut off. Only the work after the last part holds the semaphore of the
-service.
-
-Parses and checks the requests of the upload service.
+The parts of a table arrive in a stream, within a memory budget. A client may send them
+as slowly as ``LEAST_BYTES_PER_SECOND``: while it sends, its stream holds only the bytes
+that have arrived, of a budget from which the slowest streams are cut off. Only the work
+after the last part holds the semaphore of the service.
 
 The requests that carry chunks are parsed without a copy of the chunks' bytes.
 """
@@ -27,12 +23,7 @@ from storesvc.access.policy import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.concurrency import FairSemaphore
-from storesvc.errors import (
-    InvalidFieldError,
-    LimitExceededError,
-    StalledError,
-    StoreError,
-)
+from storesvc.errors import InvalidFieldError, LimitExceededError, StalledError
 from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
@@ -114,24 +105,21 @@ class PartStream(Generic[T]):
             except StopAsyncIteration:
                 return
             except TimeoutError as e:
-                raise _late(share) from e
+                if share.is_cut:
+                    raise LimitExceededError(
+                        f"the stream sent less than {LEAST_BYTES_PER_SECOND} bytes per "
+                        "second while others waited for memory; send the table again",
+                        retry_seconds=RETRY_SECONDS,
+                    ) from e
+                raise StalledError(
+                    f"the stream sent nothing for {streams.STALL_SECONDS:.0f} s, or "
+                    f"less than {LEAST_BYTES_PER_SECOND} bytes per second; send its "
+                    "table in a new one"
+                ) from e
             check_part(message, self._part)
             check_counts(message)
             share.count(message.ByteSize())
             yield message
-
-
-def _late(share: Share) -> StoreError:
-    if share.is_cut:
-        return LimitExceededError(
-            f"the stream sent less than {LEAST_BYTES_PER_SECOND} bytes per second "
-            "while others waited for memory; send the table again",
-            retry_seconds=RETRY_SECONDS,
-        )
-    return StalledError(
-        f"the stream sent nothing for {streams.STALL_SECONDS:.0f} s, or less than "
-        f"{LEAST_BYTES_PER_SECOND} bytes per second; send its table in a new one"
-    )
 
 
 MAX_WRITERS: Final = 65536

@@ -18,6 +18,7 @@ from storesvc.errors import RunNotFoundError
 from storesvc.format.names import InvalidNameError
 from storesvc.rpc import registry
 from storesvc.rpc.access_service import AccessService
+from storesvc.rpc.checkpoint_service import CheckpointService
 from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.status import ErrorInterceptor
 from storesvc.rpc.upload_service import UploadService
@@ -32,7 +33,7 @@ from storesvc_proto.v1 import (
 SERVICES: Final = {
     service: servicer
     for file, servicer in (
-        (checkpoint_service_pb2, registry.CheckpointService),
+        (checkpoint_service_pb2, CheckpointService),
         (chunk_service_pb2, ChunkService),
         (maintenance_service_pb2, MaintenanceService),
         (upload_service_pb2, UploadService),

@@ -76,6 +76,27 @@ each_layout = pytest.mark.parametrize("write", [in_loop, as_states, as_modules])
 Write = Callable[[store.Run, Any, Any], None]
 
 
+@pytest.mark.parametrize("saved", [nnx.state, lambda model: model])
+def test_a_model_that_was_saved_without_its_optimizer_is_read(
+    run: store.Run, saved: Any
+) -> None:
+    model, _ = make(0)
+    run.save(1, saved(model)).result()
+
+    into, optimizer = make()
+    restore_into(run, into)
+    with run.loop(every=store.Steps(1)) as loop:
+        resumed, start = loop.restore_or(make()[0])
+    back = restore_model(run, model=lambda: make()[0])
+
+    assert 2 == start
+    assert values(model) == values(into) == values(resumed) == values(back)
+    with pytest.raises(store.InvalidRequestError, match="holds no state of an opt"):
+        restore_into(run, into, optimizer)
+    with pytest.raises(store.MismatchError, match=r"nnx\.restore_into\(run, model\)"):
+        restore_state(run, model=lambda: make()[0])
+
+
 @each_layout
 @pytest.mark.parametrize("is_function", [False, True])
 def test_a_loop_resumes_modules_of_each_layout(
@@ -109,6 +130,16 @@ def test_the_layout_is_that_of_a_save(run: store.Run) -> None:
 
     assert list(run.open(1).leaves) == list(run.open(5).leaves)
     assert run.open(1).document == run.open(5).document
+
+
+def test_a_save_and_a_restore_take_the_pair_that_a_loop_takes(run: store.Run) -> None:
+    trained = make(0)
+    save(run, 1, trained).result()
+    back = make()
+    restore_into(run, back)
+
+    assert "graphstate/out/kernel/value" in run.open(1).leaves
+    assert values(*trained) == values(*back)
 
 
 def test_a_module_alone_is_a_state(run: store.Run) -> None:

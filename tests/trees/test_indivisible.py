@@ -112,6 +112,7 @@ def test_each_route_refuses_it_and_takes_it_if_asked(
     back = ROUTES[route](run, tmp_path / "to", indivisible="replicate", **how)
 
     assert "indivisible='replicate'" in str(caught.value)
+    assert "give the model" not in str(caught.value)
     leaves = [
         leaf
         for leaf in jax.tree.leaves(

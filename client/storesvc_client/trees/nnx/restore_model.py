@@ -443,8 +443,8 @@ def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
     if is_pytree(opened) and request.model is not None:
         module, target = plan_pytree(opened, request)
-        (state,) = opened.restore(**target, **request.options.reading)
-        nnx.update(module, state)
+        restored = opened.restore(**target, **request.options.reading)
+        nnx.update(module, restored[0] if isinstance(restored, list) else restored)
         return module
     with advised(opened, request):
         plan = plan_module(opened, request)
@@ -464,9 +464,9 @@ def plan_state(stored: Stored, request: Request) -> Plan:
         check_tx(request.tx)
     if is_pytree(stored):
         raise MismatchError(
-            f"{stored.name} was saved with nnx.state((model, optimizer)), and has no "
-            "state of EasyDeL's form: restore it with "
-            "storesvc_client.nnx.restore_into(run, model, optimizer)"
+            f"{stored.name} was saved with nnx.state({_pytree_text(stored)}), and has "
+            "no state of EasyDeL's form: restore it with storesvc_client.nnx."
+            f"restore_into(run, {_pytree_text(stored).strip('()')})"
         )
     stored = select_leaves(stored, request.options.select)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
@@ -639,9 +639,22 @@ def _planned_module(
 
 def is_pytree(stored: Stored) -> bool:
     """Returns whether a checkpoint has the leaves of ``nnx.state((model, optimizer))``
-    or of ``(model, optimizer)``, which a state does not have."""
+    or ``nnx.state(model)``, or of the objects themselves, which a state does not
+    have."""
     heads = {_head(key) for key in stored.leaves}
-    return not stored.document and {"0"} <= heads <= {"0", "1"}
+    is_pair = {"0"} <= heads <= {"0", "1"}
+    return not stored.document and (is_pair or _is_alone(stored))
+
+
+def _is_alone(stored: Stored) -> bool:
+    """Returns whether a module was saved without an optimizer."""
+    heads = {_head(key) for key in stored.leaves}
+    parts = {"0", "graphstate", "graphother", "opt_state", "step"}
+    return not heads & parts and all(key.endswith("/value") for key in stored.leaves)
+
+
+def _pytree_text(stored: Stored) -> str:
+    return "model" if _is_alone(stored) else "(model, optimizer)"
 
 
 def _head(key: str) -> str:
@@ -659,14 +672,20 @@ def plan_pytree(
         *others: The state of its optimizer, if it is restored, too.
 
     Returns:
-        The module, and the arguments of a restore of a list: its state, and others.
+        The module, and the arguments of a restore of a list: its state, and others; or
+        of its state, if that was saved alone.
     """
     options = request.options
     if options.initialises or options.select or options.opt_state == "init":
         raise InvalidRequestError(
-            f"{stored.name} was saved with nnx.state((model, optimizer)): expected no "
-            "missing=, select= and opt_state='init', got one; restore it with the "
-            "model and the optimizer that were saved"
+            f"{stored.name} was saved with nnx.state({_pytree_text(stored)}): expected "
+            "no missing=, select= and opt_state='init', got one; restore it with what "
+            "was saved"
+        )
+    if others and _is_alone(stored):
+        raise InvalidRequestError(
+            f"{stored.name} holds no state of an optimizer: expected none, got one; "
+            "leave it out"
         )
     blueprint = _drawn(stored, request.model, None, options)
     options = _with_own_placement(blueprint, options)
@@ -678,13 +697,16 @@ def plan_pytree(
         like[1:] = jax.tree.map(
             lambda x: cast_floating(x, options.cast) if x.shape else x, like[1:]
         )
+    is_alone = _is_alone(stored)
     return module, {
-        "like": like,
+        "like": like[0] if is_alone else like,
         "mesh": options.mesh,
         "rules": options.rules,
         "indivisible": options.indivisible,
         "cast": None if options.cast is None else LIKE,
-        "select": [key for key in stored.leaves if others or _head(key) == "0"],
+        "select": [
+            key for key in stored.leaves if is_alone or others or _head(key) == "0"
+        ],
     }
 
 
@@ -798,17 +820,23 @@ def advised(stored: Stored, request: Request) -> Generator[None]:
         if request.model is None or is_pytree(stored) or "hints" not in e.metadata:
             raise  # with its own advice
         options = _fitting_options(stored, request)
-        added = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        if options == {}:  # the model fits: what does not is where its leaves go
+            raise
+        added = ", ".join(
+            f"{name}={value!r}" for name, value in (options or {}).items()
+        )
         advice = f"add {added}, to restore what fits" if added else _READ
         raise MismatchError(f"{e}; {_GIVE}, or {advice}") from e
 
 
-def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:
-    """Returns options to add with which a checkpoint fits; none if it never does.
+def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
+    """Returns options to add with which a checkpoint fits; None if it never does.
 
     Each is tried as the restore would use it, without reading a leaf.
     """
-    given, found = request.options, dict[str, Any]()
+    # Anywhere: what a mesh does not divide has advice of its own.
+    given = replace(request.options, mesh=None, rules=None, indivisible="error")
+    found = dict[str, Any]()
     recipe = recipe_of(stored, given.on_mismatch)
 
     def attempt(*, is_compared: bool = False, **more: Any) -> None:
@@ -851,7 +879,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:
         if unfit:
             keys = select_leaves(stored, given.select).leaves.keys() - unfit
             if not any(_head(key) == "graphstate" for key in keys):
-                return {}  # it is another model
+                return None  # it is another model
             found["select"] = patterns_of(stored.leaves, keys)
             attempt(missing=missing)
         # 4. Leaves that the checkpoint lacks.
@@ -860,7 +888,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any]:
         except StoreError:
             found["missing"] = missing
     except (StoreError, LookupError):
-        return {}
+        return None
     return found
 
 

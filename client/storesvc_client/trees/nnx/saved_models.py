@@ -442,7 +442,7 @@ class _Parts(SimpleNamespace):
 def save(
     run: Run,
     step: SupportsIndex,
-    model: nnx.Module,
+    model: "nnx.Module | tuple[nnx.Module, nnx.Optimizer[Any]]",
     optimizer: "nnx.Optimizer[Any] | None" = None,
     **options: Unpack[SaveKeywords],
 ) -> "Save":
@@ -454,7 +454,7 @@ def save(
     Args:
         run: Run that the checkpoint will belong to.
         step: Training step, >= 0.
-        model: The module.
+        model: The module, or a pair of it and its optimizer, as a loop takes it.
         optimizer: Its optimizer; None saves the module alone.
         **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
             ``distributed`` and ``progress``, as for ``Run.save``.
@@ -466,8 +466,15 @@ def save(
     """
     check_keywords("save", options, SaveKeywords)
     _check(run, "save to")
-    tree, document = tree_to_save(run, model, optimizer)
+    tree, document = tree_to_save(run, *_pair(model, optimizer))
     return run.save(step, tree, document=document, **options)
+
+
+def _pair(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Returns a module and its optimizer that may be given as a pair."""
+    is_pair = optimizer is None and type(model) in (tuple, list) and len(model) == 2
+    is_trained = is_pair and isinstance(model[1], nnx.Optimizer)
+    return tuple(model) if is_trained else (model, optimizer)
 
 
 def tree_to_save(run: Run, model: Any, optimizer: Any) -> tuple[Any, bytes]:
@@ -485,7 +492,7 @@ def tree_to_save(run: Run, model: Any, optimizer: Any) -> tuple[Any, bytes]:
 
 def restore_into(
     run: Run,
-    model: nnx.Module,
+    model: "nnx.Module | tuple[nnx.Module, nnx.Optimizer[Any]]",
     optimizer: "nnx.Optimizer[Any] | None" = None,
     which: Which = "latest",
     *,
@@ -511,7 +518,8 @@ def restore_into(
 
     Args:
         run: Run of the checkpoint.
-        model: The module; also an abstract one, of ``nnx.eval_shape``.
+        model: The module, or a pair of it and its optimizer; also an abstract module,
+            of ``nnx.eval_shape``.
         optimizer: Its optimizer; None restores the module alone.
         which: A step, "latest", or a tag.
         mesh: As for ``Run.restore``.
@@ -538,6 +546,7 @@ def restore_into(
         MismatchError: The checkpoint was saved from another module or optimizer.
     """
     _check(run, "restore of")
+    model, optimizer = _pair(model, optimizer)
     optimizer = None if opt_state == "skip" else optimizer
     options = Options(
         mesh=mesh,
@@ -589,7 +598,8 @@ def planner(
 
         def put(restored: Any) -> None:
             if found is None:
-                for part, state in zip([model, *others], restored, strict=True):
+                states = restored if isinstance(restored, list) else [restored]
+                for part, state in zip([model, *others], states, strict=True):
                     nnx.update(part, state)
                 return
             if optimizer is None:

@@ -368,7 +368,7 @@ def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() 
         gc.enable()
 
 
-def log_nothing(seconds: float, *, now: float) -> None:
+def log_nothing(seconds: float, now: float) -> None:
     """For calls that are not late."""
 
 

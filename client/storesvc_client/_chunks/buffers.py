@@ -1,16 +1,14 @@
-"""Layouts of a restore: where the wanted regions of a leaf are in host memory, and
-where in it the elements of each chunk go.
+"""Buffers of a restore: regions of a leaf in host memory, filled chunk by chunk.
 
-Regions that follow each other along the first dimension of a leaf also follow each
-other in memory, as one *segment*, so that a chunk of several small shards is still one
-contiguous *span*, which one read fills. Segments are allocated and handed over together
-in *groups*, because they live equally long: small shards share large pages that way,
-but leaves share no memory.
+A layout says where the wanted regions of a leaf are in host memory, and where in it the
+elements of each chunk go. Regions that follow each other along the first dimension of a
+leaf also follow each other in memory, as one *segment*, so that a chunk of several
+small shards is still one contiguous *span*, which one read fills. Segments are
+allocated and handed over together in *groups*, because they live equally long: small
+shards share large pages that way, but leaves share no memory.
 
 Leaves of the same shape with the same wanted regions share a layout; a tree has many
 leaves and few such combinations.
-
-Buffers of a restore: regions of a leaf in host memory, filled chunk by chunk.
 """
 
 import math
@@ -154,7 +152,12 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
     covered = [[_covering(grid, each.region) for each in group] for group in packed]
     groups = [
-        _group(segments, len(_joined(chunks)))
+        Group(
+            segments=tuple(segments),
+            regions=tuple(region for each in segments for region in each.regions),
+            size_bytes=segments[-1].start + segments[-1].size_bytes,
+            chunk_count=len(_joined(chunks)),
+        )
         for segments, chunks in zip(packed, covered, strict=True)
     ]
     each = [chunks for group in covered for chunks in group]
@@ -249,15 +252,6 @@ def _packed(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
         held += segment.size_bytes + -segment.size_bytes % ALIGNMENT
     if group:
         yield group
-
-
-def _group(segments: Sequence[Segment], chunk_count: int) -> Group:
-    return Group(
-        segments=tuple(segments),
-        regions=tuple(region for segment in segments for region in segment.regions),
-        size_bytes=segments[-1].start + segments[-1].size_bytes,
-        chunk_count=chunk_count,
-    )
 
 
 def _goal(

@@ -1,36 +1,29 @@
-"""Host memory of restored arrays, used again once those arrays are gone.
+"""Bounded host memory, used again: the first touch of new memory costs more than a copy
+into it, because the kernel clears every page.
 
-The first touch of new memory costs more than reading into it, because the kernel clears
-every page. So a restore takes blocks that an earlier one has filled. A block is handed
+``StagingPool``: saves copy chunks into its buffers, which return to the pool as their
+chunks are written and serve the chunks that follow. Those left after a save serve the
+next one, whose chunks have the same sizes.
+
+``ExtentPool``: the buffers of a transfer have any sizes, and there is no next save of
+the same tree. All are ranges of one mapping, and each is the lowest that is free, so
+memory that was written is used again at once, whatever the sizes.
+
+``BlockPool``: a restore takes blocks that an earlier one has filled. A block is handed
 out as a NumPy array; whatever refers to its memory (a view, an array that jax made
 without a copy, an export by DLPack) keeps that array alive. So a block is free once its
-array is collected, and never before.
+array is collected, and never before. Free blocks are bounded and unmapped after some
+time; in the meantime the kernel may take their pages when memory is short
+(``MADV_FREE``).
 
-Free blocks are bounded and unmapped after some time; in the meantime the kernel may
-take their pages when memory is short (``MADV_FREE``).
-
-Pauses Python's garbage collector while many long-lived objects are created.
-
-The collector traverses all objects whenever their number has grown by a quarter: for a
-tree of 100,000 leaves that takes longer than creating them. The last pause of all
-threads that ends restores the collector's state; reference counting continues. Use it
-for work of seconds that waits for nothing.
+``collector_paused`` pauses Python's garbage collector while many long-lived objects are
+created. The collector traverses all objects whenever their number has grown by a
+quarter: for a tree of 100,000 leaves that takes longer than creating them. The last
+pause of all threads that ends restores the collector's state; reference counting
+continues. Use it for work of seconds that waits for nothing.
 
 >>> with collector_paused():
 ...     leaves = [[number] for number in range(100_000)]
-
-Staging pool: the bounded host memory that saves copy chunks into, reused.
-
-Buffers return to the pool as their chunks are written and serve the chunks that follow.
-Those left after a save serve the next one, whose chunks have the same sizes, because
-touching new memory costs more than the copy into it.
-
-Extent pool: the bounded host memory of a transfer, whose buffers have any sizes.
-
-All buffers are ranges of one mapping, and each is the lowest that is free. So memory
-that was written is used again at once, whatever the sizes; the first use of a page
-takes the kernel as long as a copy into it. A ``StagingPool`` keeps buffers by their
-size, which serves the next save of the same tree, and a transfer has none.
 """
 
 import gc
@@ -42,7 +35,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
@@ -71,21 +63,12 @@ MIN_BUDGET_BYTES: Final = STREAM_BYTES
 """Smallest staging memory of a client."""
 
 
-class StagingPool:
-    """Buffers of at most ``budget_bytes`` in total. Thread-safe."""
+class BufferPool:
+    """Buffers within a budget, for which threads wait. Thread-safe."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._changed = threading.Condition()
-        self._free: dict[int, list[Bytes]] = {}
-        self._free_bytes = 0
-        self._used_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all buffers, in use or free."""
-        with self._changed:
-            return self._free_bytes + self._used_bytes
 
     def take(
         self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
@@ -113,6 +96,31 @@ class StagingPool:
     def take_now(self, size: int) -> "Bytes | None":
         """Returns a buffer of a size in bytes; None if there is no room for it at
         present."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Makes waiting threads check again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class StagingPool(BufferPool):
+    """Buffers of at most ``budget_bytes`` in total."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self._free: dict[int, list[Bytes]] = {}
+        self._free_bytes = 0
+        self._used_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, in use or free."""
+        with self._changed:
+            return self._free_bytes + self._used_bytes
+
+    def take_now(self, size: int) -> "Bytes | None":
+        """See ``BufferPool``."""
         with self._changed:
             if not (self._free.get(size) or self._grow(size)):
                 return None
@@ -128,11 +136,6 @@ class StagingPool:
             self._free.setdefault(len(buffer), []).append(buffer)
             self._changed.notify_all()
 
-    def wake(self) -> None:
-        """Makes waiting threads check again whether they are cancelled."""
-        with self._changed:
-            self._changed.notify_all()
-
     def clear(self) -> None:
         """Frees the buffers that are not in use."""
         with self._changed:
@@ -142,7 +145,15 @@ class StagingPool:
     def _grow(self, size: int) -> bool:
         """Allocates buffers of a size, several in one mapping; returns False if there
         is no room for one."""
-        self._make_room(size)
+        while self._free and (
+            self._free_bytes + self._used_bytes + size > self.budget_bytes
+        ):  # buffers of other sizes make room
+            other, buffers = next(iter(self._free.items()))
+            if buffers:
+                _release(buffers.pop())
+                self._free_bytes -= other
+            if not buffers:
+                del self._free[other]
         room = self.budget_bytes - self._free_bytes - self._used_bytes
         if room < size and self._used_bytes:
             return False
@@ -150,18 +161,6 @@ class StagingPool:
         self._free[size] = buffers_of(size, min(count, MAX_MAPPED))
         self._free_bytes += size * len(self._free[size])
         return True
-
-    def _make_room(self, size: int) -> None:
-        """Frees buffers of other sizes as far as one buffer of this size needs."""
-        while self._free and (
-            self._free_bytes + self._used_bytes + size > self.budget_bytes
-        ):
-            other, buffers = next(iter(self._free.items()))
-            if buffers:
-                _release(buffers.pop())
-                self._free_bytes -= other
-            if not buffers:
-                del self._free[other]
 
 
 def buffers_of(size: int, count: int) -> "list[Bytes]":
@@ -193,12 +192,11 @@ def _release(buffer: "Bytes") -> None:
         mapping.madvise(mmap.MADV_DONTNEED, start, length)
 
 
-class ExtentPool:
-    """Buffers of at most ``budget_bytes`` in total, or one larger one. Thread-safe."""
+class ExtentPool(BufferPool):
+    """Buffers of at most ``budget_bytes`` in total, or one larger one."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self._changed = threading.Condition()
+        super().__init__(budget_bytes)
         self._memory: Bytes | None = None
         self._free = [(0, budget_bytes)]
         """Start and stop of the free ranges, ascending, none next to another."""
@@ -212,21 +210,8 @@ class ExtentPool:
         with self._changed:
             return sum(stop - start for start, stop in self._used.values())
 
-    def take(
-        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
-    ) -> "Bytes | None":
-        """See ``StagingPool.take``."""
-        with self._changed:
-            while not cancelled():
-                buffer = self.take_now(size)
-                if buffer is not None:
-                    return buffer
-                waiting()
-                self._changed.wait()
-        return None
-
     def take_now(self, size: int) -> "Bytes | None":
-        """Returns a buffer; None if there is no room for it at present."""
+        """See ``BufferPool``."""
         needed = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._changed:
             if any(start >= self.budget_bytes for start, _ in self._used.values()):
@@ -249,11 +234,6 @@ class ExtentPool:
             start, stop = self._used.pop(buffer.ctypes.data)
             if start < self.budget_bytes:
                 self._release(start, stop)
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Makes waiting threads check again whether they are cancelled."""
-        with self._changed:
             self._changed.notify_all()
 
     def clear(self) -> None:
@@ -286,7 +266,7 @@ class _Pauses:
     """Number of active pauses, over all threads."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._count = 0
         self._was_on = False
 
@@ -440,7 +420,7 @@ class BlockPool:
             self._free_bytes -= block.size_bytes
             return block.mapping
 
-    def _tidy(self, returned: mmap.mmap | None) -> None:
+    def tidy(self, returned: mmap.mmap | None) -> None:
         """Admits a returned block, if any, and unmaps what was free for too long."""
         with self._lock:
             if returned is not None:
@@ -483,7 +463,7 @@ def _start_keeper(
             found = pool()
             if found is None:
                 return
-            found._tidy(mapping)  # noqa: SLF001 - of this module
+            found.tidy(mapping)
             del found, mapping  # the wait must not keep them
 
     threading.Thread(target=keep, name="storesvc-memory", daemon=True).start()

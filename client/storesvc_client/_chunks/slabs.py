@@ -1,4 +1,5 @@
-"""Slabs: bounded blocks of neighbouring chunks that are staged and sent together.
+"""Slabs: bounded blocks of neighbouring chunks that are staged and sent together; and
+the frames that carry chunks over the wire.
 
 A slab holds the elements of its chunks back to back. A large chunk is a slab of its
 own; small chunks share one. If the caller waits until the save is stored, a slab need
@@ -6,8 +7,6 @@ not be staged: the tree lends the memory that holds its chunks.
 
 The checksums of chunks are computed while their bytes are sent, so that memory is read
 once.
-
-Frames of chunks: packs the frames of a save, unpacks the frames of a restore.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,32 +4,24 @@ A job has a board: a key-value store of short texts, which every process can rea
 soon as a process has written them. It carries resource names and errors, never data,
 and no process waits on it for more than one other process.
 
-Processes that leave the training loop of a job before a save of the others.
+``Departures``: all processes of a training loop make the same saves in the same order,
+so the number of a save within the loop names it in all of them. A process that leaves
+publishes the number of the first save that it does not make. The others look for that
+key while they wait in their save of this number, instead of until its lease expires; a
+process that has found it fails its later saves, too. Saves that the process has made
+before it left are not affected.
 
-All processes of a loop make the same saves in the same order, so the number of a save
-within the loop names it in all of them. A process that leaves publishes the number of
-the first save that it does not make. The others look for that key while they wait in
-their save of this number, instead of until its lease expires; a process that has found
-it fails its later saves, too. Saves that the process has made before it left are not
-affected.
+``Decisions``: process 0 publishes each decision with the step that it is about; the
+others read the decisions in order, and wait for the next one without a limit, as they
+would wait for process 0 in the next collective operation of jax. They stop waiting when
+process 0 has left. Nothing is exchanged at other steps.
 
-Times at which a long wait is logged.
-
-Decisions that process 0 of a job takes for all its processes, one after another.
-
-Process 0 publishes each decision with the step that it is about; the others read the
-decisions in order, and wait for the next one without a limit, as they would wait for
-process 0 in the next collective operation of jax. They stop waiting when process 0 has
-left. Nothing is exchanged at other steps.
-
-Matches the calls of a job's processes: each joint call gets a key prefix on the
-board where its processes meet.
-
-Process 0 leads. Each other process announces each of its calls and waits. When process
-0 makes a call itself, it assigns a new key prefix to the next call of every other
-process, in the order of that process's calls. A call without a prefix can be withdrawn.
-So a call that one process makes alone, by mistake, leaves nothing behind that would be
-matched with later joint calls.
+``JointCalls``: each joint call gets a key prefix on the board, where its processes
+meet. Process 0 leads. Each other process announces each of its calls and waits. When
+process 0 makes a call itself, it assigns a new key prefix to the next call of every
+other process, in the order of that process's calls. A call without a prefix can be
+withdrawn. So a call that one process makes alone, by mistake, leaves nothing behind
+that would be matched with later joint calls.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Connections: the channels to a store, with timeouts, retries and wait logs.
 
-Starts a server inside this process; the only import of the service's code.
+The server of a root is started inside this process; this is the only import of the
+service's code.
 
-A channel that adds metadata to each call: its token, and the span it belongs to.
-
-The metadata is asked for in the thread that begins a call, and is therefore always
-current. Without a token and without OpenTelemetry there is none.
+Each call carries metadata: its token, and the span it belongs to. They are asked for in
+the thread that begins a call, and are therefore always current. Without a token and
+without OpenTelemetry there are none.
 
 Example:
     >>> channel = MetadataChannel(channel, lambda: [("authorization", "Bearer ...")])
@@ -33,7 +33,14 @@ from storesvc_client._rpc.retry import (
     is_transient,
     until,
 )
-from storesvc_client._rpc.tls import RenewedChannel, Target, Tls, is_root, refusal
+from storesvc_client._rpc.tls import (
+    ForwardingChannel,
+    RenewedChannel,
+    Target,
+    Tls,
+    is_root,
+    refusal,
+)
 from storesvc_client._rpc.tokens import Token, TokenSource, token_source
 from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client._values.telemetry import current_traceparent
@@ -133,46 +140,16 @@ def call_metadata(source: TokenSource | None, address: str) -> Callable[[], Meta
     return metadata
 
 
-class MetadataChannel(grpc.Channel):
+class MetadataChannel(ForwardingChannel):
     """Delegates calls to a channel, each with the metadata of the time it begins."""
 
     def __init__(self, channel: grpc.Channel, metadata: Callable[[], Metadata]) -> None:
         self._channel = channel
         self._metadata = metadata
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
-        return self._extended(self._channel.unary_unary(*arguments, **options))
+    def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
+        method = getattr(self._channel, kind)(*arguments, **options)
 
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._extended(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._extended(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
-        return self._extended(self._channel.stream_stream(*arguments, **options))
-
-    def subscribe(
-        self,
-        callback: Callable[[grpc.ChannelConnectivity], None],
-        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
-    ) -> None:
-        """Subscribes to the channel."""
-        self._channel.subscribe(callback, try_to_connect)
-
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """Ends the subscription of a callback."""
-        self._channel.unsubscribe(callback)
-
-    def close(self) -> None:
-        """Closes the channel."""
-        self._channel.close()
-
-    def _extended(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*request: Any, **options: Any) -> Any:
             if added := self._metadata():
                 options["metadata"] = (*(options.get("metadata") or ()), *added)

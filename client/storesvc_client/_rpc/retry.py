@@ -1,22 +1,18 @@
-"""Retries of calls: which errors, how often, with which pauses.
+"""Retries of calls: which errors, how often, with which pauses, and what users see.
 
 Two kinds of errors are transient: a server that does not answer, and a server without
 free memory that says when to retry. The first lasts as long as a restart. The second
 lasts as long as other saves, but the server is alive, so it is retried for much longer.
 
-Logs waits for a server that last longer than two seconds.
-
-Each call registers for as long as it and its retries last; a background thread checks
-the registered calls. A call that a live server answers at once is logged if it is not
-answered. A call that may take long, such as a stream of chunks, is logged only if it is
-being retried, or if the server does not answer a probe either.
-
-Removes from tracebacks what users do not need: frames of intermediate libraries, and
-the variables of our own frames.
+Waits for a server that last longer than two seconds are logged. Each call registers for
+as long as it and its retries last; a background thread checks the registered calls. A
+call that a live server answers at once is logged if it is not answered. A call that may
+take long, such as a stream of chunks, is logged only if it is being retried, or if the
+server does not answer a probe either.
 
 Users read a traceback from its end: the message, then the line of this library that
 raised it. The frames by which a retry library or a thread pool passes an error from one
-thread to another add nothing to that.
+thread to another add nothing to that, and are removed (``trim``).
 """
 
 import logging
@@ -92,19 +88,15 @@ class Wait:
         Args:
             answers: Probes the server; returns whether it answers.
         """
-        self.is_late = self._found_late(answers)
-
-    def _found_late(self, answers: Callable[[], bool]) -> bool:
         now = time.monotonic()
         if self._is_pausing:
-            return self._failed_at is not None and now - self._failed_at > WARN_SECONDS
-        if now - self._checked_at < self._pause:
-            return self.is_late
-        if self.is_quick:
-            return True
-        # Probe less and less often, because very many processes may do so.
-        self._checked_at, self._pause = now, 2 * self._pause
-        return not answers()
+            since = now if self._failed_at is None else self._failed_at
+            self.is_late = now - since > WARN_SECONDS
+        elif now - self._checked_at >= self._pause:
+            if not self.is_quick:
+                # Probe less and less often, because very many processes may do so.
+                self._checked_at, self._pause = now, 2 * self._pause
+            self.is_late = self.is_quick or not answers()
 
     def text(self, address: str) -> str:
         """Returns what the client waits for, until when, and why."""

@@ -1,6 +1,5 @@
-"""Calls the methods of a store on one run, and checks the names of its checkpoints.
-
-Lists of the server, read page by page.
+"""Calls the methods of a store on one run, checks the names of its checkpoints, and
+reads lists of the server page by page.
 """
 
 import operator

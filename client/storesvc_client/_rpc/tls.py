@@ -1,17 +1,16 @@
-"""TLS of a client: its certificates, a channel that reloads them, and the reasons why
-client or server reject them.
+"""TLS of a client: its targets, its certificates, a channel that reloads them, and the
+reasons why client or server reject them.
+
+A target is the servers that a client calls. A name may have several addresses, one for
+each replica, like a headless service in Kubernetes. gRPC resolves it, and again when a
+server is lost. A list names the replicas one by one; its names are resolved once, when
+a channel is created.
 
 A gRPC channel keeps the certificates it was created with, and stubs keep their channel.
 ``RenewedChannel`` connects again when a call starts and the files have changed. Calls
 in flight stay on the channel they started on, which closes after the last of them.
 Files that do not match each other, for example between the renaming of the certificate
 and of its key, are ignored until they change again.
-
-Targets: the servers that a client calls.
-
-A name may have several addresses, one for each replica, like a headless service in
-Kubernetes. gRPC resolves it, and again when a server is lost. A list names the replicas
-one by one; its names are resolved once, when a channel is created.
 """
 
 import ipaddress
@@ -302,27 +301,14 @@ def _cause(e: Exception) -> str:
 _log = logging.getLogger("storesvc_client")
 
 
-class RenewedChannel(grpc.Channel):
-    """Delegates calls to the newest of a series of channels to one target."""
+class ForwardingChannel(grpc.Channel):
+    """Delegates to another channel. A subclass says how it makes a call."""
 
-    def __init__(
-        self, tls: Tls, dial: Callable[[grpc.ChannelCredentials], grpc.Channel]
-    ) -> None:
-        """Creates the first channel.
+    _channel: grpc.Channel
 
-        Args:
-            tls: The certificate files.
-            dial: Returns a channel with the given credentials.
-
-        Raises:
-            InvalidRequestError: The files cannot be used.
-        """
-        self._tls = tls
-        self._dial = dial
-        self._renewing = threading.Lock()
-        self._is_open = True
-        self._state = tls.state()
-        self._channel = dial(tls.credentials())
+    def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
+        """Returns a callable for a method of a service."""
+        raise NotImplementedError
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
@@ -345,12 +331,47 @@ class RenewedChannel(grpc.Channel):
         callback: Callable[[grpc.ChannelConnectivity], None],
         try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
     ) -> None:
-        """Subscribes to the current channel only."""
-        self._current().subscribe(callback, try_to_connect)
+        """Subscribes to the channel."""
+        self._channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
         """Ends the subscription of a callback."""
         self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+
+class RenewedChannel(ForwardingChannel):
+    """Delegates calls to the newest of a series of channels to one target."""
+
+    def __init__(
+        self, tls: Tls, dial: Callable[[grpc.ChannelCredentials], grpc.Channel]
+    ) -> None:
+        """Creates the first channel.
+
+        Args:
+            tls: The certificate files.
+            dial: Returns a channel with the given credentials.
+
+        Raises:
+            InvalidRequestError: The files cannot be used.
+        """
+        self._tls = tls
+        self._dial = dial
+        self._renewing = threading.Lock()
+        self._is_open = True
+        self._state = tls.state()
+        self._channel = dial(tls.credentials())
+
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
+    ) -> None:
+        """Subscribes to the current channel only."""
+        self._current().subscribe(callback, try_to_connect)
 
     def close(self) -> None:
         """Closes the current channel and cancels its calls."""

@@ -17,7 +17,6 @@ from typing import (
     Any,
     Final,
     Generic,
-    Protocol,
     Self,
     TypeAlias,
     TypeVar,
@@ -196,7 +195,7 @@ class BucketRoot:
             partial(_translated, self.storage, path),
         )
 
-    def _log_late(self, what: str, seconds: float, *, now: float) -> None:
+    def _log_late(self, what: str, seconds: float, now: float) -> None:
         if self._log_throttle.admits("late", now=now):
             _log.warning("%s has not answered for %.0f s; retrying", what, seconds)
 
@@ -212,7 +211,7 @@ class HedgedCall(Generic[T]):
         self,
         send: "Callable[[], ts.Future[T]]",
         hedge: hedging.CallSchedule,
-        log_late: "LogLate",
+        log_late: Callable[[float, float], None],
         answers: "Responses",
         translating: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -269,7 +268,7 @@ class HedgedCall(Generic[T]):
             case hedging.Step.RETRY:
                 self._drop()
                 now = time.monotonic()
-                self._log_late(now - self._hedge.began, now=now)
+                self._log_late(now - self._hedge.began, now)
                 self._begin()
             case hedging.Step.WAIT:
                 pass
@@ -317,12 +316,6 @@ class HedgedCall(Generic[T]):
 
 
 RangeRead: TypeAlias = "HedgedCall[ts.KvStore.ReadResult]"
-
-
-class LogLate(Protocol):
-    """Logs that a call is late."""
-
-    def __call__(self, seconds: float, *, now: float) -> None: ...
 
 
 Responses: TypeAlias = "queue.SimpleQueue[tuple[HedgedCall[Any], Any]]"

@@ -1,7 +1,15 @@
-"""Reads and creates objects with the credentials of this process.
+"""Reads and creates objects in a bucket: with the credentials of this process, or with
+credentials that the server lends.
 
-TensorStore reads. It copies what it writes twice, so obstore creates the objects if it
-can do so with the same credentials, and TensorStore writes them otherwise:
+`OwnStore` and `LentStore` have the two methods of TensorStore's key-value store that
+`BucketRoot` calls, so that its hedging and its limits apply here too. obstore takes any
+credentials, and sends the buffer that it is given; TensorStore takes credentials from
+the process only, one for all, and copies what it writes twice. An object is created,
+never replaced: what exists already was written by an earlier attempt of the same
+request, because its name is random.
+
+With the credentials of this process, TensorStore reads. obstore creates the objects if
+it can do so with the same credentials, and TensorStore writes them otherwise:
 
 - obstore, or the package that finds the credentials, is not installed;
 - the driver is `gcs_grpc`, which obstore does not have;
@@ -9,33 +17,14 @@ can do so with the same credentials, and TensorStore writes them otherwise:
 - no credentials are found: what TensorStore does then is unchanged;
 - the path of the root has empty parts, which obstore has no name for.
 
-An `OwnStore` has the two methods of TensorStore's key-value store that `BucketRoot`
-calls. The search for credentials begins with the first write, and may take seconds.
+The search for credentials begins with the first write, and may take seconds.
 
-Credentials that the server lends, renewed before they expire.
-
-Everything here runs on one event loop, so concurrent requests share a renewal. At
-``RENEWED_AT`` of its life a credential is renewed in the background, while requests
-still use the old one; they wait only for the first credential, for one that replaces
-an expired one, and for one that replaces a rejected one.
-
-Requests of obstore, as TensorStore's futures.
-
-TensorStore's drivers take credentials from the process only, and copy what they write
-twice. obstore takes any credentials, and sends the buffer that it is given.
-
-An object is created, never replaced: what exists already was written by an earlier
-attempt of the same request, because its name is random.
-
-Reads and creates objects with lent credentials, through obstore.
-
-TensorStore's drivers take credentials from the process only, and one for all. A
-`LentStore` has the two methods of TensorStore's key-value store that `BucketRoot`
-calls, so that its hedging and its limits apply here too.
-
-A request that the storage rejects (401, 403) is sent once more, with another
-credential. An object is created, never replaced: what exists already was written by an
-earlier attempt of the same request, because its name is random.
+Lent credentials are renewed before they expire. All requests run on one event loop, so
+concurrent ones share a renewal. At ``RENEWED_AT`` of its life a credential is renewed
+in the background, while requests still use the old one; they wait only for the first
+credential, for one that replaces an expired one, and for one that replaces a rejected
+one: a request that the storage rejects (401, 403) is sent once more, with another
+credential.
 """
 
 import asyncio
@@ -66,13 +55,17 @@ if TYPE_CHECKING:
     from google.auth.credentials import Credentials as GcsCredentials
     from google.auth.transport import Request
     from obstore.store import (
+        ClientConfig,
         GCSCredential,
         GCSCredentialProvider,
         GCSStore,
+        RetryConfig,
         S3Credential,
         S3CredentialProvider,
         S3Store,
     )
+
+    Objects: TypeAlias = GCSStore | S3Store
 
 RENEWED_AT: Final = 0.8
 """Share of its life after which a credential is renewed."""
@@ -190,18 +183,6 @@ class LentCredential:
             _log.log(level, "a lent credential is not renewed yet: %s", error)
 
 
-if TYPE_CHECKING:
-    from obstore.store import (
-        ClientConfig,
-        GCSCredentialProvider,
-        GCSStore,
-        RetryConfig,
-        S3CredentialProvider,
-        S3Store,
-    )
-
-    Objects: TypeAlias = GCSStore | S3Store
-
 RETRY: Final["RetryConfig"] = {
     "max_retries": 6,
     "backoff": {
@@ -241,9 +222,14 @@ class ObjectCall:
         """Calls a function with this request once it has ended."""
         self._callbacks.append(callback)
         ended = weakref.WeakMethod(self._ended)
+
+        def call(_: object) -> None:
+            if (method := ended()) is not None:
+                method()
+
         # The future keeps its callbacks for ever: with a reference to the request it
         # would be a cycle, and the data would wait for Python's garbage collector.
-        self._future.add_done_callback(partial(_call, ended))
+        self._future.add_done_callback(call)
 
     def remove_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
         """Drops the request; the function may still be called."""
@@ -264,11 +250,6 @@ class ObjectCall:
     def result(self) -> Any:
         """Returns the response of a request that has ended, or raises its error."""
         return self._future.result()
-
-
-def _call(ended: "weakref.WeakMethod[Callable[[], None]]", _: object) -> None:
-    if (method := ended()) is not None:
-        method()
 
 
 def started(request: Coroutine[Any, Any, Any]) -> ObjectCall:
@@ -547,7 +528,7 @@ class OwnStore:
         self._kvstore = kvstore
         self._opening = threading.Lock()
         self._is_opened = False
-        self._objects: GCSStore | S3Store | None = None
+        self._objects: Objects | None = None
 
     # ``Any`` stands for a future of TensorStore.
     def read(self, path: str, *, byte_range: slice | None = None) -> Any:
@@ -568,7 +549,7 @@ class OwnStore:
         """True if an object that is being written is in memory several times."""
         return self._opened() is None
 
-    def _opened(self) -> "GCSStore | S3Store | None":
+    def _opened(self) -> "Objects | None":
         with self._opening:
             if not self._is_opened:
                 self._objects = _objects_of(self._storage)
@@ -576,7 +557,7 @@ class OwnStore:
             return self._objects
 
     async def _create(
-        self, objects: "GCSStore | S3Store", path: str, data: Sequence[Buffer]
+        self, objects: "Objects", path: str, data: Sequence[Buffer]
     ) -> None:
         import obstore
         from obstore.exceptions import BaseError
@@ -618,7 +599,7 @@ def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
     return start == len(content)
 
 
-def _objects_of(storage: Storage) -> "GCSStore | S3Store | None":
+def _objects_of(storage: Storage) -> "Objects | None":
     """Returns obstore's client of a bucket; None: TensorStore must write."""
     spec = storage.spec
     parts = spec["path"].rstrip("/").split("/") if spec["path"] else []

@@ -35,8 +35,6 @@ PACKAGES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Schemes that fsspec opens, and what pip installs for each."""
 
-_BUCKETS: Final = ("gs", "s3")
-_DENIED: Final = frozenset({401, 403})
 _ALMOST_URL: Final = re.compile(rf"({'|'.join(PACKAGES)})(?!://)(:|//)")
 _QUERY: Final = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]*")
 
@@ -61,7 +59,7 @@ class OutsideFiles:
         own = self.storage
         return (
             own is not None
-            and _provider(own) == _provider(root)
+            and urlsplit(own.name).scheme == urlsplit(root.name).scheme
             and own.spec["bucket"] == root.spec["bucket"]
             and self.endpoint == endpoint_of(root)
         )
@@ -116,7 +114,7 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
     """
     scheme = urlsplit(url).scheme
     storage, plain = None, url.rstrip("/")
-    if scheme in _BUCKETS:
+    if scheme in ("gs", "s3"):
         storage = _bucket(url, noun)
         plain = storage.name
     try:
@@ -147,7 +145,7 @@ def is_denied(e: BaseException) -> bool:
     """Returns whether an error of a file system is a denied access."""
     # gcsfs raises a plain OSError for the status 403
     is_forbidden = isinstance(e, OSError) and str(e).startswith("Forbidden: ")
-    return is_forbidden or isinstance(e, PermissionError) or status_of(e) in _DENIED
+    return is_forbidden or isinstance(e, PermissionError) or status_of(e) in (401, 403)
 
 
 def status_of(e: BaseException | None) -> Any:
@@ -205,10 +203,6 @@ def _bucket(url: str, noun: str) -> Storage:
             "checkpoints are read and written over HTTP, leave it out"
         )
     return storage
-
-
-def _provider(storage: Storage) -> str:
-    return storage.name.partition("://")[0]
 
 
 def _endpoint(options: Mapping[str, Any]) -> str | None:

@@ -98,6 +98,10 @@ class BufferPool:
         present."""
         raise NotImplementedError
 
+    def give_back(self, buffer: Bytes) -> None:
+        """Returns a buffer to the pool."""
+        raise NotImplementedError
+
     def wake(self) -> None:
         """Makes waiting threads check again whether they are cancelled."""
         with self._changed:
@@ -129,7 +133,7 @@ class StagingPool(BufferPool):
             return self._free[size].pop()
 
     def give_back(self, buffer: Bytes) -> None:
-        """Returns a buffer to the pool."""
+        """See ``BufferPool``."""
         with self._changed:
             self._used_bytes -= len(buffer)
             self._free_bytes += len(buffer)
@@ -229,7 +233,7 @@ class ExtentPool(BufferPool):
         return None
 
     def give_back(self, buffer: Bytes) -> None:
-        """Returns a buffer to the pool."""
+        """See ``BufferPool``."""
         with self._changed:
             start, stop = self._used.pop(buffer.ctypes.data)
             if start < self.budget_bytes:

@@ -4,8 +4,6 @@ A stream carries frames of chunks, or, if this process writes the storage itself
 of the chunks that it has made durable. The server acknowledges durable chunks in the
 order of sending; after a transient error, a new stream resends the rest.
 
-The items sent to the server and not yet acknowledged, resent after a stream breaks.
-
 The thread that feeds a broken stream may still be waiting for its next item and take it
 later. So each stream counts its own sent items, and an item stays in the window until a
 stream that sent it has received its acknowledgement. No chunk is lost, and no memory is
@@ -45,7 +43,8 @@ T = TypeVar("T")
 
 
 class ResendWindow(Generic[T]):
-    """Items of one or more chunks each on their way to the server."""
+    """Items of one or more chunks each on their way to the server: sent and not yet
+    acknowledged, resent after a stream breaks."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class ResendWindow(Generic[T]):
                 ``take`` may raise ``StarvedError``.
         """
         self._take = take
-        self._count = count
+        self.count = count
         self._done = done
         self.size_bytes = size_bytes
         self._changed = threading.Condition()
@@ -127,10 +126,6 @@ class ResendWindow(Generic[T]):
             self._changed.notify_all()
         if found is not None and is_late:
             self.close(found)
-
-    def count(self, item: T) -> int:
-        """Returns the number of chunks of an item."""
-        return self._count(item)
 
     def close(self, item: T) -> None:
         """Removes a durable item from the window."""

@@ -1,11 +1,4 @@
-"""Data files that a client writes itself: where they are created and made durable.
-
-In a directory, parts are written to a file as they come. A bucket writes an object as a
-whole, so each object is first assembled: it refers to memory of the caller that stays
-unchanged until the save has ended, and has a copy of the rest, whose slabs return to
-the staging pool before the upload of the object starts.
-
-Writes chunks directly to the pool of a run, without sending them to the server.
+"""Writes chunks directly to the pool of a run, without sending them to the server.
 
 Each thread takes slabs, computes the checksums of their chunks and appends them to data
 files of its own. The server checks only that a file exists, so the order makes a chunk
@@ -14,6 +7,11 @@ that it knows a chunk that a power cut cannot take away:
 1. Append the chunks of some slabs to a new file.
 2. Make the file durable; the server makes its directory entry durable.
 3. Queue its chunk table, which then goes to the server.
+
+In a directory, parts are written to a file as they come. A bucket writes an object as a
+whole, so each object is first assembled: it refers to memory of the caller that stays
+unchanged until the save has ended, and has a copy of the rest, whose slabs return to
+the staging pool before the upload of the object starts.
 """
 
 import errno
@@ -64,8 +62,6 @@ are assembled at a time."""
 FILE_BYTES: Final = 128 << 20
 """File size at which a thread starts its next data file; an interrupted save loses at
 most one such file per thread."""
-
-_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class StoppedError(Exception):
@@ -176,7 +172,7 @@ def _translated(e: OSError, pool: Path) -> StoreError:
             "connect without direct=",
             reason="CORRUPT_DATA",
         )
-    if e.errno in _DENIED:
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InvalidRequestError(
             f"direct: expected to write below {pool}, got {e.strerror}; let this "
             "process write there, or connect without direct="
@@ -525,7 +521,11 @@ class DirectWriter:
             name = f"{self._prefix}{uuid.uuid4().hex}"
             rows: list[tuple[int, int, int]] = []
             # 1. Append. 2. The file is durable when this context has ended, or removed.
-            with self._meter.part(name), self._new_file(name) as file:
+            with (
+                self._meter.part(name),
+                ExitStack() as synced,
+                self._pool.create(name) as file,
+            ):
                 while filled is not None and file.size_bytes < self._pool.file_bytes:
                     if self._stopped.is_set():
                         raise StoppedError  # removes the file
@@ -535,20 +535,22 @@ class DirectWriter:
                     filled = None
                     if file.size_bytes < self._pool.file_bytes:
                         filled = self._wanted.take()
+                # exits after the file does, so that it times the file's sync
+                synced.enter_context(self._meter.phase("sync"))
         finally:
             if filled is not None:
                 self._slab_queue.give_back(filled)
         # 3. Publish the chunks, only now.
-        self._publish(name, sorted(rows))
+        rows.sort()
+        places = ChunkLocations(
+            files=(name,),
+            file=np.zeros(len(rows), np.int64),
+            offset=np.array([offset for _, offset, _ in rows], np.int64),
+            length=np.array([length for _, _, length in rows], np.int64),
+        )
+        ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
+        self._placed.put(self._sums.result(ordinals), places)
         return file.size_bytes >= self._pool.file_bytes
-
-    @contextmanager
-    def _new_file(self, name: str) -> Generator[NewFile]:
-        """Returns a context that makes the file durable on a normal exit."""
-        with ExitStack() as synced, self._pool.create(name) as file:
-            yield file
-            # exits after the file does, so that it times the file's sync
-            synced.enter_context(self._meter.phase("sync"))
 
     def _append(
         self, file: NewFile, filled: FilledSlab, rows: list[tuple[int, int, int]]
@@ -570,17 +572,6 @@ class DirectWriter:
                     write()
                     size, parts = 0, []
         write()
-
-    def _publish(self, name: str, rows: list[tuple[int, int, int]]) -> None:
-        """Queues the chunks of a durable file."""
-        ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
-        places = ChunkLocations(
-            files=(name,),
-            file=np.zeros(len(rows), np.int64),
-            offset=np.array([offset for _, offset, _ in rows], np.int64),
-            length=np.array([length for _, _, length in rows], np.int64),
-        )
-        self._placed.put(self._sums.result(ordinals), places)
 
 
 class _PlacedChunks:
@@ -626,23 +617,19 @@ class _PlacedChunks:
         Raises:
             BaseException: The error of ``end``.
         """
+        parts: list[tuple[Sums, ChunkLocations]] = []
+        rows = 0
         with self._changed:
             self._changed.wait_for(lambda: self._parts or self._has_ended)
-            parts = self._next_parts()
+            # as many parts as one table may have
+            while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
+                parts.append(self._parts.popleft())
+                rows += len(parts[-1][0])
+                if not self._is_merged:
+                    break
         if parts:
             (table,) = pack_placed(*merge(parts), with_ordinals=True)
             return table
         if self._error is not None:
             raise self._error
         return None
-
-    def _next_parts(self) -> list[tuple[Sums, ChunkLocations]]:
-        """Takes as many parts as one table may have."""
-        found: list[tuple[Sums, ChunkLocations]] = []
-        rows = 0
-        while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
-            found.append(self._parts.popleft())
-            rows += len(found[-1][0])
-            if not self._is_merged:
-                break
-        return found

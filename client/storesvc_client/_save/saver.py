@@ -3,7 +3,7 @@
 When the processes of a job save together, the next save of a process waits for this
 process's part of the previous save, but not for the other processes.
 
-Handles of saves in the background: ``Save`` for callers, ``PendingSave`` inside.
+A save has two handles: ``Save`` for callers, ``PendingSave`` inside.
 """
 
 import logging
@@ -55,7 +55,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client._job.job import Departures, Job, JointSave
+    from storesvc_client._job.job import Departures, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
     from storesvc_client._save.items import ItemExchange
@@ -287,7 +287,6 @@ class RunSaver:
         self._under_way: deque[PendingSave] = deque()
         """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
-        """One planner for saves by this process alone, one for joint saves."""
         self._last_saved: tuple[Plan, SaveResult] | None = None
 
     def begin(
@@ -314,7 +313,7 @@ class RunSaver:
         is sent, are raised here, and nothing is saved. Once another process has left
         the training loop of ``loop`` before it, the save fails.
         """
-        from storesvc_client._pytree.save_plan import with_items
+        from storesvc_client._pytree.save_plan import Planner, with_items
         from storesvc_client._save.description import (
             checked_description,
             checked_step,
@@ -351,7 +350,10 @@ class RunSaver:
             with self._lock:
                 with meter.phase("await previous"):
                     self._make_way(if_busy, must_end=snapshot == "none")
-                planner = self._planner(joint.job if joint else None)
+                # one for saves by this process alone, and one for joint saves
+                planner = self._planners.setdefault(
+                    joint is None, Planner(joint.job if joint else None)
+                )
                 with meter.phase("plan"):
                     plan, values = planner.plan(tree, document)
                 if check is not None:
@@ -486,12 +488,6 @@ class RunSaver:
                 pass
             case _:
                 assert_never(if_busy)
-
-    def _planner(self, job: "Job | None") -> "Planner":
-        """Returns the planner of joint saves, or of saves by this process alone."""
-        from storesvc_client._pytree.save_plan import Planner
-
-        return self._planners.setdefault(job is None, Planner(job))
 
     def _start(
         self,

@@ -4,21 +4,16 @@ Only this step blocks the training loop. Chunks whose digest equals the base's a
 copied. While the caller still waits, the store is asked whether they can be reused; if
 it answers no, or late, they are copied after all.
 
-The slabs of a save on their way from the snapshot to the store.
+``SlabQueue``: the snapshot puts filled slabs into a queue and ends it; writers take
+them. When the snapshot waits for memory and there is nothing to take, waiting writers
+get a ``StarvedError``, because the memory they hold blocks the snapshot. If writing
+fails, the queue is cancelled: the snapshot stops, and the queued slabs return to the
+staging pool. If the snapshot fails, the writers raise its error. Locks are taken in one
+order: that of the staging pool, then that of the queue.
 
-The snapshot puts filled slabs into a queue and ends it; writers take them. When the
-snapshot waits for memory and there is nothing to take, waiting writers get a
-``StarvedError``, because the memory they hold blocks the snapshot. If writing fails,
-the queue is cancelled: the snapshot stops, and the queued slabs return to the staging
-pool. If the snapshot fails, the writers raise its error.
-
-Locks are taken in one order: that of the staging pool, then that of the queue.
-
-Computes checksums of slabs before any of them can be stored.
-
-A save to a bucket waits for several requests of its server before it may store the
-first chunk. Its processors are idle until then, and its data would wait for their
-checksums afterwards, so they are computed in the meantime.
+``SumsAhead``: a save to a bucket waits for several requests of its server before it may
+store the first chunk. Its processors are idle until then, and its data would wait for
+their checksums afterwards, so they are computed in the meantime.
 """
 
 import math
@@ -39,7 +34,7 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.memory import Bytes
+from storesvc_client._chunks.memory import BufferPool, Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._values.progress import Meter
 
@@ -54,26 +49,6 @@ RemoveStored = Callable[[Sequence[FilledSlab]], None]
 """Removes the chunks that need not be stored from each slab's ``wanted``."""
 
 
-class Staging(Protocol):
-    """Bounded memory of slabs; ``StagingPool`` and ``ExtentPool`` are."""
-
-    budget_bytes: int
-
-    def take(
-        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
-    ) -> "Bytes | None":
-        """See ``StagingPool.take``."""
-
-    def take_now(self, size: int) -> "Bytes | None":
-        """See ``StagingPool.take_now``."""
-
-    def give_back(self, buffer: "Bytes") -> None:
-        """See ``StagingPool.give_back``."""
-
-    def wake(self) -> None:
-        """See ``StagingPool.wake``."""
-
-
 class StarvedError(Exception):
     """There is no slab to take and the snapshot waits for memory."""
 
@@ -86,7 +61,7 @@ class StarvedError(Exception):
 class SlabQueue:
     """Filled slabs in first-in, first-out order. Thread-safe."""
 
-    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
+    def __init__(self, staging: BufferPool, *, is_open: bool = False) -> None:
         """Creates an empty queue.
 
         Args:
@@ -104,7 +79,8 @@ class SlabQueue:
         """Error of the snapshot, or of the source of a transfer."""
         self._starved = 0
         """Number of times the snapshot has waited for memory."""
-        self._is_cancelled = False
+        self.is_cancelled = False
+        """True once no slab will be taken any more."""
         self._is_open = is_open
         """True when writers may start: earlier they would compete for processors and
         memory with the snapshot, which the caller waits for."""
@@ -115,18 +91,10 @@ class SlabQueue:
         return self._staging.budget_bytes
 
     @property
-    def is_cancelled(self) -> bool:
-        """True once no slab will be taken any more."""
-        return self._is_cancelled
-
-    @property
     def is_ready(self) -> bool:
         """True if ``pop`` may be called."""
-        return self._is_open and (self._has_slabs or self._has_ended)
-
-    @property
-    def _has_slabs(self) -> bool:
-        return bool(self._ahead or self._slabs)
+        has_slabs = bool(self._ahead or self._slabs)
+        return self._is_open and (has_slabs or self._has_ended)
 
     def buffer(self, slab: Slab) -> "Bytes | None":
         """Waits for memory for a slab and returns it; None if cancelled."""
@@ -136,7 +104,7 @@ class SlabQueue:
         """Waits for staging memory of a size in bytes and returns it; None if
         cancelled."""
         return self._staging.take(
-            size, cancelled=lambda: self._is_cancelled, waiting=self._starve
+            size, cancelled=lambda: self.is_cancelled, waiting=self._starve
         )
 
     def memory_now(self, size: int) -> "Bytes | None":
@@ -164,7 +132,7 @@ class SlabQueue:
     def put(self, filled: FilledSlab) -> None:
         """Appends a slab; drops it if the queue is cancelled."""
         with self.changed:
-            if not self._is_cancelled:
+            if not self.is_cancelled:
                 self._slabs.append(filled)
                 self.changed.notify()
                 return
@@ -196,7 +164,7 @@ class SlabQueue:
     def cancel(self) -> None:
         """Cancels the queue: no slab is taken any more."""
         with self.changed:
-            self._is_cancelled = self._has_ended = self._is_open = True
+            self.is_cancelled = self._has_ended = self._is_open = True
             left = [*self._ahead, *self._slabs]
             self._ahead.clear()
             self._slabs.clear()
@@ -241,7 +209,7 @@ class SlabQueue:
         Raises:
             Exception: The snapshot's error.
         """
-        if self._is_cancelled:
+        if self.is_cancelled:
             self.check()
         slabs = chain(_popped(self._ahead), _popped(self._slabs))
         return list(islice(slabs, at_most))
@@ -273,7 +241,7 @@ class SlabQueue:
     def put_back(self, filled: FilledSlab) -> None:
         """Puts back a slab of ``take_ahead``; drops it if the queue is cancelled."""
         with self.changed:
-            if not self._is_cancelled:
+            if not self.is_cancelled:
                 self._ahead.append(filled)
                 self.changed.notify()
                 return

@@ -272,7 +272,9 @@ def describe_transfer(
     Raises:
         InvalidRequestError: A metric or a label is invalid.
     """
-    base = base_step(step, present)
+    others = list(present)
+    earlier = [other for other in others if other < step]
+    base = max(earlier, default=min(others, default=None))
     return checked_description(
         stub.name,
         step,
@@ -281,11 +283,3 @@ def describe_transfer(
         base=None if base is None else CheckpointName(stub.name, base),
         lease=DEFAULT_LEASE,
     )
-
-
-def base_step(step: int, present: Iterable[int]) -> int | None:
-    """Returns the step whose chunks a new step most likely shares; None if there is
-    none."""
-    others = list(present)
-    earlier = [other for other in others if other < step]
-    return max(earlier, default=min(others, default=None))

@@ -11,15 +11,14 @@ The order makes a checkpoint complete or absent:
 2. Make every chunk durable, in a data file or in the base.
 3. Finish the writer: the server compares its receipts with the checksums sent now.
 4. Commit, once all writers have finished.
-
-Renews the lease of an upload in the background while a save runs.
 """
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self
@@ -260,10 +259,7 @@ class Upload:
             # Copied now, and asked about once more before they are sent.
             self._asked[:] = True
             return np.empty(0, np.int64)
-        reused = np.array(sorted(held), np.int64)
-        self._sums.copy(known, reused)
-        self._reuse(reused)
-        return reused
+        return self._reuse_known(known, held)
 
     @property
     def sums(self) -> Sums:
@@ -288,10 +284,7 @@ class Upload:
             for attempt in self._connection.attempts("FindChunks"):
                 with attempt:
                     found = self._found(self._writer.ref(upload), known)
-        reused = np.array(sorted(found), np.int64)
-        self._sums.copy(known, reused)
-        self._reuse(reused)
-        return reused
+        return self._reuse_known(known, found)
 
     def _upload_soon(self) -> api.Upload:
         """Returns the upload once it has begun; stops waiting if its server is
@@ -374,6 +367,13 @@ class Upload:
         for filled in doubtful:
             filled.wanted = [o for o in filled.wanted if o not in found]
 
+    def _reuse_known(self, known: Sums, held: set[int]) -> I64:
+        """Takes over known checksums of chunks that the store holds."""
+        reused = np.array(sorted(held), np.int64)
+        self._sums.copy(known, reused)
+        self._reuse(reused)
+        return reused
+
     def _reuse(self, chunks: I64) -> None:
         """Records chunks that the store holds and that are not sent."""
         self._reused[chunks] = True
@@ -384,7 +384,8 @@ class Upload:
     ) -> set[int]:
         found: set[int] = set()
         with self._meter.phase("find"), translated(self._connection.address):
-            requests = _find_requests(ref, sums)
+            parts = (api.FindChunksRequest(chunks=part) for part in pack_sums(sums))
+            requests = chain([api.FindChunksRequest(open=ref)], parts)
             for response in self._stub.FindChunks(requests, timeout=timeout):
                 found.update(response.found)
         return found
@@ -434,30 +435,21 @@ class Upload:
         )
 
     def _report(self) -> SaveReport:
-        lengths = self._tree.stored_lengths
-        total = int(lengths[self._own].sum())
-        reused = int(lengths[self._reused].sum())
-        described, seconds = self._writer.described, self._meter.seconds
+        own, described = self._measured(), self._writer.described
         return SaveReport(
             run=str(described.run),
             step=described.step,
-            start_time=self._meter.start_time,
-            total_bytes=total,
-            sent_bytes=total - reused,
-            reused_bytes=reused,
-            seconds=seconds,
-            blocking_seconds=min(seconds, self._meter.blocking_seconds),
+            start_time=own.start_time,
+            total_bytes=own.total_bytes,
+            sent_bytes=own.sent_bytes,
+            reused_bytes=own.total_bytes - own.sent_bytes,
+            seconds=own.seconds,
+            blocking_seconds=min(own.seconds, self._meter.blocking_seconds),
             timings=self._meter.timings,
-            timeline=self._meter.timeline,
+            timeline=own.timeline,
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,
             last_process=self._writer.last_process,
             needs_like=self._foreign,
             upload=self.id,
         )
-
-
-def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:
-    yield api.FindChunksRequest(open=ref)
-    for part in pack_sums(sums):
-        yield api.FindChunksRequest(chunks=part)

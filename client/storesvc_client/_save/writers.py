@@ -1,31 +1,28 @@
-"""The writer of one process in an upload that several processes of a job share.
+"""The writer of one process in an upload: begin, finish, commit.
 
-Process 0 begins the upload and publishes its name; the others join it, each with its
-own plan of the same tree. Each process then writes its own chunks and finishes its
-writer without waiting for the others; only the result of the save waits for all. Each
-process requests the commit, and the first request after the last finish commits.
+A process that saves alone is the only writer of its upload. The processes of a job
+share one: process 0 begins the upload and publishes its name; the others join it, each
+with its own plan of the same tree. Each process then writes its own chunks and finishes
+its writer without waiting for the others; only the result of the save waits for all.
+Each process requests the commit, and the first request after the last finish commits.
 
 A process that fails publishes its error, and the other saves raise it. A process that
 dies publishes nothing: the others wait until the lease expires, then raise an error
 that names the processes that have not finished. The upload stays until it is collected,
 so saving the same step again resumes it.
-
-The writer of one process in an upload: begin, finish, commit.
-
-A process that saves alone is the only writer of its upload.
 """
 
 import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from platform import node
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
@@ -48,6 +45,10 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+_Opening = TypeVar("_Opening", api.BeginUploadRequest, api.JoinUploadRequest)
+
+_log = logging.getLogger("storesvc_client")
 
 _JOBS: Final = ("STORESVC_JOB", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 """Environment variables with the name of the job; the first one that is set is used."""
@@ -155,34 +156,27 @@ class Writer:
             ),
             leaf_count=len(self._tree.leaves),
         )
+        return self._send_leaves(self._stub.BeginUpload, first)
 
-        parts = self._leaves()
-
-        def requests() -> Iterator[api.BeginUploadRequest]:
-            yield first
-            for leaves, digests in parts:
-                yield api.BeginUploadRequest(leaves=leaves, leaf_digests=digests)
-
-        with translated(self._connection.address):
-            response = self._stub.BeginUpload(
-                requests(), timeout=self._connection.timeout
-            )
-        return response.upload
-
-    def _leaves(self) -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:
-        """Returns the parts of the leaf table, each with the digests of its leaves."""
+    def _send_leaves(self, method: Callable[..., Any], first: _Opening) -> api.Upload:
+        """Sends a request and the leaf table, with the digests of its leaves, in one
+        stream; returns the upload of the response."""
         # Awaited here: gRPC only cancels the call if its request iterator raises.
         digests = self.leaf_digests.result() if self.leaf_digests else b""
 
-        def parts() -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:
+        def requests() -> Iterator[_Opening]:
+            yield first
             at = 0
             for packed in pack_leaves(self._tree):
                 part = tree_pb2.LeafTable.FromString(packed)
                 end = at + len(part.key) * DIGEST_BYTES
-                yield part, digests[at:end]
+                yield type(first)(leaves=part, leaf_digests=digests[at:end])
                 at = end
 
-        return parts()
+        with translated(self._connection.address):
+            response = method(requests(), timeout=self._connection.timeout)
+        upload: api.Upload = response.upload
+        return upload
 
     def _finish(
         self, ref: api.WriterRef, sums: Sums, report: WriterReport
@@ -227,8 +221,6 @@ unless ``jax.distributed.initialize(heartbeat_timeout_seconds=)`` sets another v
 jax does not expose the value in use."""
 
 _SHOWN: Final = 4
-
-_log = logging.getLogger("storesvc_client")
 
 
 class JointWriter(Writer):
@@ -357,19 +349,9 @@ class JointWriter(Writer):
         opening = api.JoinOpening(
             upload=name, writer=self.index, writer_count=self.writer_count
         )
-
-        parts = self._leaves()
-
-        def requests() -> Iterator[api.JoinUploadRequest]:
-            yield api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
-            for leaves, digests in parts:
-                yield api.JoinUploadRequest(leaves=leaves, leaf_digests=digests)
-
-        with translated(self._connection.address):
-            response = self._stub.JoinUpload(
-                requests(), timeout=self._connection.timeout
-            )
-        return response.upload
+        leaf_count = len(self._tree.leaves)
+        first = api.JoinUploadRequest(open=opening, leaf_count=leaf_count)
+        return self._send_leaves(self._stub.JoinUpload, first)
 
     def _await_all(self, ref: api.WriterRef) -> None:
         """Waits until all processes have finished."""

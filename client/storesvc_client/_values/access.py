@@ -1,7 +1,4 @@
-"""The identity of a caller.
-
-Quotas of a namespace.
-"""
+"""The identity of a caller, and the quotas of a namespace."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,14 +1,11 @@
-"""Checks labels, metrics and single arguments before anything is sent.
-
-Durations: checked arguments, protobuf messages, deadlines, and texts ("90m").
+"""Checks labels, metrics, names, durations and other arguments before a call is sent.
 
 Public functions take a duration as a ``timedelta`` or as a number of seconds;
-``as_timedelta`` and ``checked_duration`` are the only code that reads either.
+``as_timedelta`` and ``checked_duration`` are the only code that reads either. Messages
+of the contract, deadlines and texts ("90m") follow from it.
 
 >>> duration_text(parse_duration("36h"))
 '36 hours'
-
-Converts names of runs and namespaces to resource names of the contract.
 """
 
 import math

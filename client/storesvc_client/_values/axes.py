@@ -47,7 +47,9 @@ def scale(
     if whole:
         step = max(step, 1.0)
     first, last = math.ceil(low / step), math.floor(high / step)
-    digits = _digits(max(abs(low), abs(high)), step)
+    # significant digits by which neighbouring ticks differ
+    exact = math.log10(max(abs(low), abs(high)) / step)
+    digits = min(max(math.ceil(exact + 1e-9) + 1, 1), 17)
     labels = {_label(i * step, digits): i * step for i in range(first, last + 1)}
 
     def place(value: float) -> float:
@@ -61,11 +63,6 @@ def _nice(length: float) -> float:
     """Returns the least of 1, 2 and 5 times a power of ten that is not shorter."""
     power = 10.0 ** math.floor(math.log10(length))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= length * (1 - 1e-9))
-
-
-def _digits(largest: float, step: float) -> int:
-    """Returns the significant digits by which neighbouring ticks differ."""
-    return min(max(math.ceil(math.log10(largest / step) + 1e-9) + 1, 1), 17)
 
 
 def _label(value: float, digits: int) -> str:

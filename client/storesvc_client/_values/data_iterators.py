@@ -15,24 +15,19 @@ fit any number of processes:
 - A shared state is equal in all processes. The state of Grain's ``ElasticIterator`` of
   a ``MapDataset`` is one: a position in the order of all examples. So is that of an
   iterator that is saved as ``Replicated``.
-- Shard states, by the number of the shard; see ``shard_states``.
+- Shard states, by the number of the shard: ``{"%shards": {"0": STATE, "4": STATE}}``.
+  The process with ``shard_options`` p of n takes the shards p, p + n, p + 2n, ...
 
-Shard states of a data iterator, divided among the processes of a job.
+Usually the processes that saved had taken their shards alike: process q of m has the
+shards q, q + m, ... Then a process reads only the values that have a shard of its own,
+about m/n of them, instead of all m. It also checks each value that it reads. Every
+value is read by some process, which also reads the next one if a shard might be missing
+at the end, so that gaps are found by at least one process. If the values are divided
+otherwise, all are read.
 
-A value is ``{"%shards": {"0": STATE, "4": STATE}}``, by the number of the shard; the
-process with ``shard_options`` p of n takes the shards p, p + n, p + 2n, ... Usually the
-processes that saved had taken theirs alike: process q of m has the shards q, q + m, ...
-Then a process reads only the values that have a shard of its own, about m/n of them,
-instead of all m. It also checks each value that it reads. Every value is read by some
-process, which also reads the next one if a shard might be missing at the end, so that
-gaps are found by at least one process. If the values are divided otherwise, all are
-read.
-
-States of data iterators and random generators as values of JSON, and back.
-
-The object that gave a state gets an equal one back, of the same types at every place: a
-tuple stays a tuple, a number a key, an array of NumPy an array. What JSON lacks is a
-dict with one key, which begins with ``%``:
+A state is stored as a value of JSON. The object that gave it gets an equal one back, of
+the same types at every place: a tuple stays a tuple, a number a key, an array of NumPy
+an array. What JSON lacks is a dict with one key, which begins with ``%``:
 
 - ``{"%tuple": [...]}``
 - ``{"%bytes": BASE64}``
@@ -238,8 +233,19 @@ def from_json(value: Any) -> Any:
     tag = next(iter(value), "")
     if not tag.startswith("%"):
         return {key: from_json(each) for key, each in value.items()}
+    content = value[tag]
     try:
-        return _of_tagged(tag, value[tag])
+        match tag:
+            case "%tuple":
+                return tuple(from_json(each) for each in content)
+            case "%bytes":
+                return b64decode(content, validate=True)
+            case "%dict":
+                return {key: from_json(each) for key, each in content}
+            case "%array":
+                return _to_array(*content)
+            case _:
+                raise ValueError("the writer of the checkpoint is of a newer release")
     except (TypeError, ValueError) as e:
         raise ValueError(f"expected what {tag!r} holds in a state: {e}") from e
 
@@ -283,20 +289,6 @@ def _of_array(state: Any, where: str) -> list[Any]:
         f"{at(where)}expected a value of JSON, a tuple, bytes or an array of NumPy, "
         f"got {type_name(kind)}"
     )
-
-
-def _of_tagged(tag: str, content: Any) -> Any:
-    match tag:
-        case "%tuple":
-            return tuple(from_json(each) for each in content)
-        case "%bytes":
-            return b64decode(content, validate=True)
-        case "%dict":
-            return {key: from_json(each) for key, each in content}
-        case "%array":
-            return _to_array(*content)
-        case _:
-            raise ValueError("the writer of the checkpoint is of a newer release")
 
 
 def _to_array(dtype: str, shape: list[int] | None, text: str) -> Any:

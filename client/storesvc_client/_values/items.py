@@ -1,5 +1,5 @@
 """Encodes values that are not arrays: items, and texts, bytes and large integers in a
-tree.
+tree; and packs documents about trees.
 
 Each kind of value has one encoding, so that equal values have equal bytes and are
 stored once. A value is kept if decoding returns an equal value of the same type; all
@@ -13,16 +13,11 @@ b'{"a":null,"b":[1,2.5]}'
 Traceback (most recent call last):
 ValueError: expected a text, bytes, or a value of JSON, got tuple; use a list
 
-Packs documents about trees: JSON objects, compressed by zlib.
-
-A document is stored in ``LeafTable.structure`` of a checkpoint. Any client may have
-written it, so sizes are checked before it is parsed, and it is never executed.
-
-Containers that the leaves of a tree do not show, as a document. Needs no jax.
-
-A checkpoint holds leaves, and their paths show the dicts and lists above them. The
-document records type, key and path kinds of None, empty containers and tuples; it is
-stored as ``LeafTable.structure`` if the tree has no other document.
+A document is a JSON object, compressed by zlib, in ``LeafTable.structure`` of a
+checkpoint. Any client may have written it, so sizes are checked before it is parsed,
+and it is never executed. Leaves, by their paths, show the dicts and lists above them;
+if a tree has no other document, one records type, key and path kinds of None, empty
+containers and tuples.
 """
 
 import json
@@ -361,7 +356,10 @@ def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
         case pb.LEAF_KIND_INTEGER:
             return int.from_bytes(data, "little", signed=True)
         case pb.LEAF_KIND_JSON:
-            return _decode_json(data)
+            try:
+                return json.loads(data.decode(), parse_constant=_refuse)
+            except RecursionError as e:
+                raise ValueError("JSON: lists and dicts are nested too deeply") from e
         case _:
             raise AssertionError(kind)
 
@@ -409,7 +407,8 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
             yield f"{at(where)}expected a finite number, got {value}; use a text"
         return
     if kind not in (list, dict):
-        yield f"{at(where)}expected {_expected(where)}, got {_named(kind)}"
+        expected = "a value of JSON" if where else "a text, bytes, or a value of JSON"
+        yield f"{at(where)}expected {expected}, got {_named(kind)}"
         return
     if depth == MAX_JSON_DEPTH:
         yield (
@@ -428,10 +427,6 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         yield from _problems(each, f"{where}[{key!r}]", depth + 1)
 
 
-def _expected(where: str) -> str:
-    return "a value of JSON" if where else "a text, bytes, or a value of JSON"
-
-
 def _named(kind: type) -> str:
     """Returns the name of a type, with what to use instead."""
     name = kind.__qualname__
@@ -445,13 +440,6 @@ def _named(kind: type) -> str:
     if hasattr(kind, "__iter__") and not hasattr(kind, "__len__"):
         return f"{named}; pass the iterator that iter() made of it"
     return f"{named}; convert it"
-
-
-def _decode_json(data: bytes) -> Any:
-    try:
-        return json.loads(data.decode(), parse_constant=_refuse)
-    except RecursionError as e:
-        raise ValueError("JSON: lists and dicts are nested too deeply") from e
 
 
 def _refuse(constant: str) -> Any:

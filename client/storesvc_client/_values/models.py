@@ -1,10 +1,6 @@
-"""Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads.
-
-Entries of the audit log of a server.
-
-Results of inspections: damage of a checkpoint, differences between two.
-
-Values of imports and copies: what was transferred, and the labels that say so.
+"""Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads;
+entries of the audit log; damage of a checkpoint and differences between two; and
+transfers of imports and copies, with the labels that record them.
 """
 
 import math
@@ -13,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -38,8 +34,6 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 if TYPE_CHECKING:
     from storesvc.format.grids import Grid
     from storesvc.format.trees import Leaf, SavedSharding
-
-_YEARS: Final = range(1970, 9999)
 
 _STAGE: Final = "AUDIT_STAGE_"
 _AUTHENTICATION: Final = "AUTHENTICATION_"
@@ -117,9 +111,13 @@ class AuditEntry:
             server=message.server,
             seq=message.seq,
             time=_time(message.time),
-            stage=_stage(message.stage),
+            stage=_choice(access_service_pb2.AuditStage, message.stage, _STAGE),
             principal=message.principal,
-            authentication=_authentication(message.authentication),
+            authentication=_choice(
+                access_service_pb2.Authentication,
+                message.authentication,
+                _AUTHENTICATION,
+            ),
             method=message.method,
             permissions=tuple(
                 (each.permission, each.resource) for each in message.permissions
@@ -186,7 +184,7 @@ def _time(stamp: Timestamp) -> datetime:
         found = stamp.ToDatetime(UTC)
     except (ValueError, OverflowError) as e:
         raise _no_value("time", stamp.seconds) from e
-    if found.year not in _YEARS:
+    if not 1970 <= found.year < 9999:
         raise _no_value("time", stamp.seconds)
     return found
 
@@ -206,22 +204,11 @@ def _no_value(field: str, seconds: int) -> DataLossError:
     )
 
 
-def _stage(number: int) -> AuditStage | None:
-    if number not in access_service_pb2.AuditStage.values() or not number:
+def _choice(kinds: Any, number: int, prefix: str) -> Any:
+    """Returns the text of a value of an enum; None if it has none, or a newer one."""
+    if number not in kinds.values() or not number:
         return None
-    name = access_service_pb2.AuditStage.Name(
-        cast("access_service_pb2.AuditStage.ValueType", number)
-    )
-    return cast("AuditStage", name.removeprefix(_STAGE).lower())
-
-
-def _authentication(number: int) -> Authentication | None:
-    if number not in access_service_pb2.Authentication.values() or not number:
-        return None
-    name = access_service_pb2.Authentication.Name(
-        cast("access_service_pb2.Authentication.ValueType", number)
-    )
-    return cast("Authentication", name.removeprefix(_AUTHENTICATION).lower())
+    return kinds.Name(number).removeprefix(prefix).lower()
 
 
 PathPart: TypeAlias = str | int

@@ -1,26 +1,18 @@
 """HTML of the values that notebooks show: checkpoints, trees, diffs, reports, lists.
 
 Each function returns the ``_repr_html_`` of a value. Tables have at most ``MAX_ROWS``
-rows, and a line that counts the others.
-
-HTML tables for notebooks.
-
-Every text is escaped, and there is no script, no style sheet and no colour of our own:
-a table takes the colours of the page around it, light or dark, and only its lines are
-half-transparent grey. Characters that do not print, such as those that reverse a line,
-are shown as escapes.
-
-Example:
-    >>> table([Column("STEP", right=True)], [("100",)])[:6]
-    '<table'
-
-Lists that notebooks show as tables.
+rows, and a line that counts the others. Every text is escaped, and there is no script,
+no style sheet and no colour of our own: a table takes the colours of the page around
+it, light or dark, and only its lines are half-transparent grey. Characters that do not
+print, such as those that reverse a line, are shown as escapes.
 
 ``Listing`` is an iterator over rows that a server sends page by page. Showing it reads
 the rows that are left and keeps them, so that a later loop yields them all the same.
 ``Rows`` and ``Leaves`` are a list and a dict.
 
 Example:
+    >>> table([Column("STEP", right=True)], [("100",)])[:6]
+    '<table'
     >>> @listed("number")
     ... def numbers() -> Iterator[int]:
     ...     yield from (1, 2)
@@ -31,7 +23,6 @@ Example:
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import wraps
 from html import escape
 from itertools import islice
@@ -192,7 +183,6 @@ class Listing(Iterator[T], Generic[T]):
         return f"<iterator over {plural(self._noun)}>"
 
     def _repr_html_(self) -> str:
-
         if self._error is None:
             try:
                 self._read_ahead.extend(self._rows)
@@ -226,7 +216,6 @@ class Rows(list[T]):
     """A list that a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
-
         return list_html(self)
 
 
@@ -238,8 +227,7 @@ class Leaves(dict[str, "LeafInfo"]):
         return f"<{count_text(len(self), 'leaf')}, {size}>"
 
     def _repr_html_(self) -> str:
-
-        return leaves_html(self)
+        return list_html([*self.values()], noun="leaf")
 
 
 MAX_ROWS: Final = 50
@@ -349,11 +337,6 @@ def tree_html(
 def items_html(title: str, items: Sequence[ItemInfo]) -> str:
     """Returns the table of the items of a checkpoint."""
     return heading(title) + list_html(items, noun="item")
-
-
-def leaves_html(leaves: Mapping[str, LeafInfo]) -> str:
-    """Returns the table of leaves."""
-    return list_html([*leaves.values()], noun="leaf")
 
 
 def diff_html(found: Diff) -> str:
@@ -493,10 +476,6 @@ def _seconds(length: float) -> str:
     return f"{length:.3g}"
 
 
-def _time(moment: datetime | None) -> str:
-    return ABSENT if moment is None else time_text(moment)
-
-
 def _array(dtype: str | None, shape: Iterable[int] | None) -> str:
     return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
 
@@ -532,16 +511,6 @@ def _lay_out_checkpoints(
     return _Layout("checkpoint", columns, row)
 
 
-def _run_row(one: RunInfo) -> tuple[str, ...]:
-    latest = ABSENT if one.latest_step is None else str(one.latest_step)
-    return one.name, latest, time_text(one.create_time), pairs_text(one.labels)
-
-
-def _upload_row(one: UploadInfo) -> tuple[str, ...]:
-    writers = f"{one.finished_writer_count} of {one.writer_count}"
-    return one.run, str(one.step), one.state, writers, one.owner, _time(one.renew_time)
-
-
 def _difference_row(one: LeafDifference) -> tuple[str, ...]:
     chunks = f"{one.chunk_count:,}"
     if one.kind == "content":
@@ -555,34 +524,6 @@ def _difference_row(one: LeafDifference) -> tuple[str, ...]:
     )
 
 
-def _item_row(one: ItemInfo) -> tuple[str, ...]:
-    return one.name, item_text(one), size_text(one.size_bytes)
-
-
-def _item_difference_row(one: ItemDifference) -> tuple[str, ...]:
-    return (
-        one.place,
-        one.kind,
-        value_text(one.base_value_kind, one.base_size_bytes),
-        value_text(one.value_kind, one.size_bytes),
-    )
-
-
-def _leaf_row(one: LeafInfo) -> tuple[str, ...]:
-    return (
-        key_text(one),
-        dtype_text(one),
-        shape_text(one),
-        size_text(one.size_bytes),
-        f"{one.chunk_count:,}",
-    )
-
-
-def _decision_row(one: RetentionDecision) -> tuple[str, ...]:
-    kept = "kept" if one.kept else "deleted"
-    return str(one.step), kept, ", ".join(one.reasons), size_text(one.own_bytes)
-
-
 _STEP: Final = Column("STEP", right=True)
 _SIZE: Final = Column("SIZE", right=True)
 
@@ -593,7 +534,12 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             *(Column("RUN"), Column("LATEST", right=True)),
             *(Column("CREATED"), Column("LABELS")),
         ),
-        _run_row,
+        lambda one: (
+            one.name,
+            ABSENT if one.latest_step is None else str(one.latest_step),
+            time_text(one.create_time),
+            pairs_text(one.labels),
+        ),
     ),
     UploadInfo: _Layout(
         "upload",
@@ -601,7 +547,14 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             *(Column("RUN"), _STEP, Column("STATE"), Column("FINISHED WRITERS")),
             *(Column("OWNER"), Column("RENEWED")),
         ),
-        _upload_row,
+        lambda one: (
+            one.run,
+            str(one.step),
+            one.state,
+            f"{one.finished_writer_count} of {one.writer_count}",
+            one.owner,
+            time_text(one.renew_time),
+        ),
     ),
     Tag: _Layout(
         "tag",
@@ -627,7 +580,12 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
     RetentionDecision: _Layout(
         "checkpoint",
         (_STEP, Column("KEPT"), Column("REASONS"), Column("OWN BYTES", right=True)),
-        _decision_row,
+        lambda one: (
+            str(one.step),
+            "kept" if one.kept else "deleted",
+            ", ".join(one.reasons),
+            size_text(one.own_bytes),
+        ),
     ),
     LeafInfo: _Layout(
         "leaf",
@@ -635,7 +593,13 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             *(Column("KEY"), Column("DTYPE"), Column("SHAPE"), _SIZE),
             Column("CHUNKS", right=True),
         ),
-        _leaf_row,
+        lambda one: (
+            key_text(one),
+            dtype_text(one),
+            shape_text(one),
+            size_text(one.size_bytes),
+            f"{one.chunk_count:,}",
+        ),
     ),
     LeafDifference: _Layout(
         "difference",
@@ -645,11 +609,20 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
         ),
         _difference_row,
     ),
-    ItemInfo: _Layout("item", (Column("ITEM"), Column("KIND"), _SIZE), _item_row),
+    ItemInfo: _Layout(
+        "item",
+        (Column("ITEM"), Column("KIND"), _SIZE),
+        lambda one: (one.name, item_text(one), size_text(one.size_bytes)),
+    ),
     ItemDifference: _Layout(
         "difference",
         (Column("ITEM"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
-        _item_difference_row,
+        lambda one: (
+            one.place,
+            one.kind,
+            value_text(one.base_value_kind, one.base_size_bytes),
+            value_text(one.value_kind, one.size_bytes),
+        ),
     ),
     Damage: _Layout(
         "damage",

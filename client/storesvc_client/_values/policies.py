@@ -13,13 +13,7 @@ the text that storectl takes:
 True
 
 Only types are checked here; the server rejects policies that keep nothing when they are
-set on a run.
-
-Converts retention policies to protobuf messages and back.
-
-Parses and formats retention policies as text.
-
-::
+set on a run. The text is::
 
     policy   = all { "|" all }
     all      = part { "&" part }
@@ -29,7 +23,7 @@ Parses and formats retention policies as text.
              | "best(" COUNT "," METRIC "," "min" | "max" [ "," "or-without" ]
                [ "," "force" ] ")"
              | "tagged" | "pinned"
-    DURATION = a text for ``durations.parse_duration``: "7 days", "90m"
+    DURATION = a text for ``parse_duration``: "7 days", "90m"
     METRIC   = a word, or a JSON string
 
 ``parse_policy(format_policy(policy)) == policy`` for every policy.
@@ -45,7 +39,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import (
     Final,
     Literal,
@@ -302,12 +296,24 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))
         case KeepEvery(interval):
-            return _every_message(interval)
+            if isinstance(interval, int):
+                return pb.RetentionPolicy(every_steps=pb.KeepEverySteps(steps=interval))
+            every = pb.KeepEveryDuration(
+                duration=duration_message(interval, "duration=")
+            )
+            return pb.RetentionPolicy(every_duration=every)
         case KeepNewerThan(length):
             newer = pb.KeepNewerThan(duration=duration_message(length, "duration="))
             return pb.RetentionPolicy(newer_than=newer)
         case KeepBest() as best:
-            return pb.RetentionPolicy(best=_best_message(best))
+            message = pb.KeepBest(
+                count=best.count,
+                metric=best.metric,
+                mode=_MODES[best.mode],
+                keep_without_metric=best.without_metric == "keep",
+                force=best.force,
+            )
+            return pb.RetentionPolicy(best=message)
         case KeepSteps(steps):
             return pb.RetentionPolicy(steps=pb.KeepSteps(steps=steps))
         case KeepTagged():
@@ -319,9 +325,9 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
         case KeepAll(policies):
             return pb.RetentionPolicy(all=_messages(policies))
         case KeepNot(negated):
-            message = pb.RetentionPolicy()
-            getattr(message, "not").CopyFrom(policy_message(negated))  # a keyword
-            return message
+            inverse = pb.RetentionPolicy()
+            getattr(inverse, "not").CopyFrom(policy_message(negated))  # a keyword
+            return inverse
         case rule:
             assert_never(rule)
 
@@ -362,23 +368,6 @@ def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
     raise InvalidRequestError(
         "retention policy: expected rules that this release knows, got another; use a "
         "newer release"
-    )
-
-
-def _every_message(interval: int | timedelta) -> pb.RetentionPolicy:
-    if isinstance(interval, int):
-        return pb.RetentionPolicy(every_steps=pb.KeepEverySteps(steps=interval))
-    every = pb.KeepEveryDuration(duration=duration_message(interval, "duration="))
-    return pb.RetentionPolicy(every_duration=every)
-
-
-def _best_message(best: KeepBest) -> pb.KeepBest:
-    return pb.KeepBest(
-        count=best.count,
-        metric=best.metric,
-        mode=_MODES[best.mode],
-        keep_without_metric=best.without_metric == "keep",
-        force=best.force,
     )
 
 
@@ -483,14 +472,12 @@ class _Reader:
         return self._tokens[self._at][0]
 
     def any(self) -> RetentionPolicy:
-        return self._combined(KeepAny, "|", self._all)
+        part = partial(self._combined, KeepAll, "&", self._part)
+        return self._combined(KeepAny, "|", part)
 
     def end(self) -> None:
         if self._next:
             raise self._unexpected("|, & or the end")
-
-    def _all(self) -> RetentionPolicy:
-        return self._combined(KeepAll, "&", self._part)
 
     def _combined(
         self,

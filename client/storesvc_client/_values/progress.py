@@ -1,4 +1,5 @@
-"""Measures the progress and the timings of a save, a restore or an export.
+"""Measures the progress and the timings of a save, a restore or an export, and draws it
+in a terminal or a notebook.
 
 All threads of one operation report to one ``Meter``. Its times are sums over the
 threads, and no second of a thread counts twice: phases are not nested.
@@ -7,24 +8,16 @@ A callback is called at intervals, by one thread at a time, and once at the end.
 exception of the callback ends a restore or an export; a save commits without
 the callback and raises the exception afterwards.
 
+Phases are spans in the profiler of jax, shown by XProf and TensorBoard, where the
+process has imported jax already: no other process can profile with it, and importing it
+takes longer than a list of checkpoints.
+
 Example:
     >>> meter = Meter("save", "docs/example@0")
     >>> with meter, meter.phase("write"):
     ...     meter.add(8)
     >>> meter.done_bytes
     8
-
-Spans of saves and restores in the profiler of jax, shown by XProf and TensorBoard.
-
-jax is used only where the process has imported it already: no other process can profile
-with it, and importing it takes longer than a list of checkpoints.
-
-Example:
-    >>> if (annotation := trace_annotation()) is not None:
-    ...     with annotation("storesvc.save.plan"):
-    ...         pass
-
-Draws the progress of saves and restores in a terminal or a notebook.
 """
 
 import sys

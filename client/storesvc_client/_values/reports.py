@@ -1,7 +1,5 @@
 """Reports of saves and restores: what they moved, and how long each part took.
 
-Writes reports of saves and restores as JSON, and reads them again.
-
 A job writes the report of a restore to a file, and ``storectl trace --report`` shows it
 elsewhere. The file may come from anyone: each value is checked, so that whatever
 reads a report gets finite numbers of possible sizes and short texts. Fields that this
@@ -11,10 +9,6 @@ Example:
     >>> text = report_json(opened.report)
     >>> parse_report(text).seconds == opened.report.seconds
     True
-
-Draws timelines of saves and restores as text.
-
-Example:
     >>> print(timeline_text(report.timeline, report.seconds, width=60))
     phase    start    end   busy  0                      0.024 s
     plan     0.000  0.002  0.002  ##
@@ -134,7 +128,6 @@ class SaveTrace:
     checkpoints of earlier releases."""
 
     def __str__(self) -> str:
-
         return trace_text(self)
 
     def _repr_html_(self) -> str:
@@ -195,12 +188,10 @@ class SaveReport:
 
     def timeline_text(self, *, width: int = 100) -> str:
         """Returns the phases as a table with bars of text, at most `width` wide."""
-
         return timeline_text(self.timeline, self.seconds, width=width)
 
     def to_json(self) -> str:
         """Returns the report as JSON, which ``storectl trace --report`` shows."""
-
         return report_json(self)
 
     @classmethod
@@ -210,7 +201,6 @@ class SaveReport:
         Raises:
             InvalidRequestError: It is no report of a save, or it is damaged.
         """
-
         found = parse_report(text)
         if not isinstance(found, cls):
             raise InvalidRequestError(
@@ -290,12 +280,10 @@ class RestoreReport:
 
     def timeline_text(self, *, width: int = 100) -> str:
         """Returns the phases as a table with bars of text, at most `width` wide."""
-
         return timeline_text(self.timeline, self.seconds, width=width)
 
     def to_json(self) -> str:
         """Returns the report as JSON, which ``storectl trace --report`` shows."""
-
         return report_json(self)
 
     @classmethod
@@ -305,7 +293,6 @@ class RestoreReport:
         Raises:
             InvalidRequestError: It is no report of a restore, or it is damaged.
         """
-
         found = parse_report(text)
         if not isinstance(found, cls):
             raise InvalidRequestError(
@@ -413,20 +400,28 @@ def _object(value: object, name: str = "report") -> Mapping[str, Any]:
     return value
 
 
+def _common(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that both reports have."""
+    timings = _object(fields.get("timings"), "timings")
+    return {
+        "run": _text(fields, "run"),
+        "step": _count(fields, "step"),
+        "start_time": _time(fields, "start_time"),
+        "seconds": _seconds(fields, "seconds"),
+        "timings": {name: _seconds(timings, name) for name in timings},
+        "timeline": _timeline(fields),
+        "slowest": _text(fields, "slowest"),
+        "slowest_seconds": _seconds(fields, "slowest_seconds"),
+    }
+
+
 def _restore(fields: Mapping[str, Any]) -> RestoreReport:
     other = fields.get("slowest_process")
     return RestoreReport(
-        run=_text(fields, "run"),
-        step=_count(fields, "step"),
-        start_time=_time(fields, "start_time"),
+        **_common(fields),
         read_bytes=_count(fields, "read_bytes"),
         received_bytes=_count(fields, "received_bytes"),
         returned_bytes=_count(fields, "returned_bytes"),
-        seconds=_seconds(fields, "seconds"),
-        timings=_timings(fields),
-        timeline=_timeline(fields),
-        slowest=_text(fields, "slowest"),
-        slowest_seconds=_seconds(fields, "slowest_seconds"),
         slowest_process=None if other is None else _reading(other),
         damaged=_damaged(fields),
         is_verified=_flag(fields, "is_verified"),
@@ -435,18 +430,11 @@ def _restore(fields: Mapping[str, Any]) -> RestoreReport:
 
 def _save(fields: Mapping[str, Any]) -> SaveReport:
     return SaveReport(
-        run=_text(fields, "run"),
-        step=_count(fields, "step"),
-        start_time=_time(fields, "start_time"),
+        **_common(fields),
         total_bytes=_count(fields, "total_bytes"),
         sent_bytes=_count(fields, "sent_bytes"),
         reused_bytes=_count(fields, "reused_bytes"),
-        seconds=_seconds(fields, "seconds"),
         blocking_seconds=_seconds(fields, "blocking_seconds"),
-        timings=_timings(fields),
-        timeline=_timeline(fields),
-        slowest=_text(fields, "slowest"),
-        slowest_seconds=_seconds(fields, "slowest_seconds"),
         last_process=_text(fields, "last_process"),
         needs_like=tuple(
             _text({"needs_like": one}, "needs_like")
@@ -477,11 +465,6 @@ def _timeline(fields: Mapping[str, Any]) -> tuple[PhaseSpan, ...]:
         )
         for one in (_object(each, "timeline") for each in _list(fields, "timeline"))
     )
-
-
-def _timings(fields: Mapping[str, Any]) -> dict[str, float]:
-    timings = _object(fields.get("timings"), "timings")
-    return {name: _seconds(timings, name) for name in timings}
 
 
 def _damaged(fields: Mapping[str, Any]) -> dict[int, str]:

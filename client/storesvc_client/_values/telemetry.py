@@ -1,48 +1,35 @@
 """Sends saves and restores to ``jax.monitoring``, OpenTelemetry and a step logger.
 
-``report_events`` and ``report_spans`` decide
-what is sent. Listeners and loggers are code of the
-caller: an exception of theirs is logged once and never fails a save or a restore. They
-run in the thread that ends the operation, before its result is returned.
+Events and spans repeat what a report says and add nothing, so they cannot disagree with
+it. Listeners and loggers are code of the caller: an exception of theirs is logged once
+and never fails a save or a restore. They run in the thread that ends the operation,
+before its result is returned.
 
-Example:
-    >>> telemetry = Telemetry("file:///tmp/ckpts", step_logger=logger)
-    >>> telemetry.save_began()
-
-Projects reports of saves and restores to events for monitoring.
-
-An event repeats what a report says and adds nothing, so the two cannot disagree.
-Durations are in seconds, and scalars are plain numbers. Orbax defines the names
+Events: durations are in seconds, and scalars are plain numbers. Orbax defines the names
 ``/jax/orbax/...`` and the keys of the step statistics, which dashboards and
 ml-goodput-measurement read.
+
+Spans: a phase is one span from its first start to its last end, however many threads
+worked in it; the attribute ``storesvc.busy_seconds`` is the sum over the threads.
+Attributes have the names of the fields of the report. An operation that failed has the
+phases that it came to, and the reason of its error; never the text of the error, which
+may have names and values of the user.
+
+OpenTelemetry is not imported here: a process that has not imported
+``opentelemetry.trace`` has no tracer provider, and its spans would go nowhere; likewise
+for ``opentelemetry.metrics``. The spans of a save belong to the trace of its upload
+(``storesvc.format.names``), so the spans of all processes and servers join. A restore
+belongs to the current span of its caller, or begins a trace; its span is the current
+one while it lasts, and calls carry the current span to the server. Measurements are the
+events.
 
 Example:
     >>> events = restore_events(report)
     >>> events[0]
     Event(kind='event', name='/jax/storesvc/restore/success', value=1, tags={})
-
-Projects reports of saves and restores to spans of a trace.
-
-A span repeats what a report says and adds nothing, so the two cannot disagree. A phase
-is one span from its first start to its last end, however many threads worked in it; the
-attribute ``storesvc.busy_seconds`` is the sum over the threads. Attributes have the
-names of the fields of the report. An operation that failed has the phases that it came
-to, and the reason of its error; never the text of the error, which may have names and
-values of the user.
-
-Example:
     >>> span = restore_span(report, process=0)
     >>> span.name, [child.name for child in span.children]
     ('storesvc.restore', ['plan', 'read', 'verify', 'place', 'rebuild'])
-
-Emits spans and measurements where the process uses OpenTelemetry.
-
-Nothing is imported here: a process that has not imported ``opentelemetry.trace`` has no
-tracer provider, and its spans would go nowhere; likewise for ``opentelemetry.metrics``.
-The spans of a save belong to the trace of its upload (``storesvc.format.names``),
-so the spans of all processes and servers join. A restore belongs to the current span of
-its caller, or begins a trace; its span is the current one while it lasts, and calls
-carry the current span to the server. Measurements are the events of ``report_events``.
 """
 
 import logging
@@ -619,67 +606,56 @@ class Telemetry:
     def _log_step(
         self, statistics: Callable[[Any, str], dict[str, object]], *of: object
     ) -> None:
-        if self._step_logger is None:
-            return
-        try:
-            self._step_logger.log_entry(statistics(*of))  # type: ignore[arg-type]
-        except Exception as e:  # noqa: BLE001 - code of the caller
-            self._warn("the step logger", e)
+        if self._step_logger is not None:
+            with self._guard("the step logger"):
+                self._step_logger.log_entry(statistics(*of))  # type: ignore[arg-type]
 
     def _emit(self, span: Span, *, upload: str = "") -> None:
-        try:
+        with self._guard("a tracer of OpenTelemetry"):
             emit(span, upload=upload)
-        except Exception as e:  # noqa: BLE001 - exporters are code of the caller
-            self._warn("a tracer of OpenTelemetry", e)
 
     def _open(self, name: str, start: float) -> OpenSpan | None:
-        try:
+        with self._guard("a tracer of OpenTelemetry"):
             return OpenSpan(name, start)
-        except Exception as e:  # noqa: BLE001 - samplers are code of the caller
-            self._warn("a tracer of OpenTelemetry", e)
-            return None
+        return None
 
     def _end(self, begun: OpenSpan | None, span: Span) -> None:
-        try:
+        with self._guard("a tracer of OpenTelemetry"):
             if begun is not None:
                 begun.end(span)
-        except Exception as e:  # noqa: BLE001 - exporters are code of the caller
-            self._warn("a tracer of OpenTelemetry", e)
 
     def _send(self, events: Sequence[Event]) -> None:
         """Passes events to OpenTelemetry, and to the listeners of jax, each if this
         process has imported it."""
-        try:
+        with self._guard("a meter of OpenTelemetry"):
             measure(events)
-        except Exception as e:  # noqa: BLE001 - readers are code of the caller
-            self._warn("a meter of OpenTelemetry", e)
         monitoring = sys.modules.get("jax.monitoring")
         if monitoring is None:
             return
         for event in events:
-            try:
-                _record(monitoring, event)
-            except Exception as e:  # noqa: BLE001 - listeners are code of the caller
-                self._warn("a listener of jax.monitoring", e)
+            name, value, tags = event.name, event.value, event.tags
+            with self._guard("a listener of jax.monitoring"):
+                match event.kind:
+                    case "event":
+                        monitoring.record_event(name, **tags)
+                    case "duration":
+                        monitoring.record_event_duration_secs(name, value, **tags)
+                    case "scalar":
+                        monitoring.record_scalar(name, value, **tags)
+                    case _:
+                        assert_never(event.kind)
 
-    def _warn(self, receiver: str, error: Exception) -> None:
-        if receiver not in self._failed:
-            self._failed.add(receiver)
-            _log.warning(
-                "%s failed, which affects no save or restore; later failures are not "
-                "logged: %r",
-                receiver,
-                error,
-            )
-
-
-def _record(monitoring: Any, event: Event) -> None:
-    match event.kind:
-        case "event":
-            monitoring.record_event(event.name, **event.tags)
-        case "duration":
-            monitoring.record_event_duration_secs(event.name, event.value, **event.tags)
-        case "scalar":
-            monitoring.record_scalar(event.name, event.value, **event.tags)
-        case _:
-            assert_never(event.kind)
+    @contextmanager
+    def _guard(self, receiver: str) -> Generator[None]:
+        """Logs an exception of a receiver, once."""
+        try:
+            yield
+        except Exception as e:  # noqa: BLE001 - code of the caller
+            if receiver not in self._failed:
+                self._failed.add(receiver)
+                _log.warning(
+                    "%s failed, which affects no save or restore; later failures are "
+                    "not logged: %r",
+                    receiver,
+                    e,
+                )

@@ -3,28 +3,23 @@
 The command line and notebooks show the same texts. Times are in the time zone of this
 machine.
 
-Values as JSON; storectl's ``--json`` and the console's ``?json`` are the same.
+JSON of values follows the JSON mapping of protobuf, in storectl's ``--json`` and the
+console's ``?json``: times are RFC 3339 in UTC, durations are seconds such as "90s", NaN
+and the infinities are the strings "NaN", "Infinity" and "-Infinity"; complex numbers
+are [real, imaginary]. Sizes are in bytes.
 
-JSON follows the JSON mapping of protobuf: times are RFC 3339 in UTC, durations are
-seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" and
-"-Infinity"; complex numbers are [real, imaginary]. Sizes are in bytes.
-
-Orders texts as people do: numbers in them by value.
+Texts are ordered as people do: numbers in them by value. Names that differ in a number
+have one text, as in a shell.
 
 >>> sorted(["layer_10", "layer_2"], key=natural_key)
 ['layer_2', 'layer_10']
-
-Names that differ in a number, and one text for several of them, as in a shell.
-
 >>> (series,) = numbered_series(["layer_0", "layer_1", "layer_2", "layer_8"])
 >>> series.text, series.indices
 ('layer_{0..2,8}', (0, 1, 2, 3))
 
-Draws the leaves of a checkpoint as a tree.
-
-Two rules keep the drawing short and complete: a node with one child shares a line with
-it (``embed/embedding``), and numbered siblings with the same keys, dtypes and shapes
-are drawn once, as ``layer_{0..11}``, with their number before their content.
+Two rules keep the drawing of a tree short and complete: a node with one child shares a
+line with it (``embed/embedding``), and numbered siblings with the same keys, dtypes and
+shapes are drawn once, as ``layer_{0..11}``, with their number before their content.
 """
 
 import json
@@ -376,7 +371,8 @@ def draw(
         depth: Maximum number of levels; None: all.
         expand: Whether to draw each of numbered siblings.
     """
-    rows = [_Row(node, node.parts[0], 1) for node in nodes] if expand else _rows(nodes)
+    alone = (Group(node=node, name=node.name, count=1) for node in nodes)
+    rows = [*alone] if expand else groups(nodes)
     for row in rows:
         last = row is rows[-1]
         yield f"{'└── ' if last else '├── '}{row.name}", row.content, row.size
@@ -387,24 +383,24 @@ def draw(
                 yield f"{'    ' if last else '│   '}{name}", content, size
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One node, for all that are like it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Alike siblings that are drawn once."""
 
     node: Node
-    first_part: str
+    """The first of them."""
+    name: str
+    """Name of the row, such as "layer_{0..11}/kernel"."""
     count: int
 
     @property
-    def name(self) -> str:
-        return "/".join((self.first_part, *self.node.parts[1:])) or "''"
-
-    @property
     def content(self) -> str:
+        """Number and content as text, such as "12 x 3 leaves"."""
         return f"{self._times}{self.node.content}"
 
     @property
     def size(self) -> str:
+        """Number and size as text, such as "12 x 1.2 GiB"."""
         return f"{self._times}{size_text(self.node.size_bytes)}"
 
     @property
@@ -438,33 +434,20 @@ def _node(entries: list[_Entry]) -> Node:
     )
 
 
-def _rows(nodes: Sequence[Node]) -> list[_Row]:
-    """Returns the rows of siblings, in the order of the first node of each."""
+def groups(nodes: Sequence[Node]) -> list[Group]:
+    """Returns siblings in groups, each of which is drawn once, in the order of the
+    first node of each."""
     alike: dict[object, list[Node]] = {}
     for node in nodes:
         alike.setdefault((node.parts[1:], node.likeness), []).append(node)
     first_at = {id(node): at for at, node in enumerate(nodes)}
-    rows = [
-        _Row(those[series.indices[0]], series.text, len(series.indices))
+    found = [
+        Group(
+            node=those[series.indices[0]],
+            name="/".join((series.text, *those[0].parts[1:])) or "''",
+            count=len(series.indices),
+        )
         for those in alike.values()
         for series in numbered_series([node.parts[0] for node in those])
     ]
-    return sorted(rows, key=lambda row: first_at[id(row.node)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Alike siblings that are drawn once."""
-
-    node: Node
-    """The first of them."""
-    name: str
-    """Name of the row, such as "layer_{0..11}/kernel"."""
-    count: int
-
-
-def groups(nodes: Sequence[Node]) -> list[Group]:
-    """Returns siblings in groups, each of which is drawn once."""
-    return [
-        Group(node=row.node, name=row.name, count=row.count) for row in _rows(nodes)
-    ]
+    return sorted(found, key=lambda group: first_at[id(group.node)])

@@ -14,7 +14,7 @@ from storesvc_client.errors import UnavailableError
 
 
 def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-    """Implements ``peer_source.Gather`` with the first device of each process.
+    """Implements ``spread.Gather`` with the first device of each process.
 
     Raises:
         UnavailableError: A process died during the exchange, or cannot be reached.
@@ -45,8 +45,5 @@ def _program(processes: tuple[int, ...]) -> tuple[Mesh, Any]:
         first.setdefault(device.process_index, device)
     mesh = Mesh(np.array([first[process] for process in processes]), ("process",))
     # Not device_put, which synchronizes all processes of the job, not only these.
-    return mesh, jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _same(rows: jax.Array) -> jax.Array:
-    return rows
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return mesh, jax.jit(lambda rows: rows, out_shardings=replicated)

@@ -16,10 +16,6 @@ from storesvc_client.errors import UnavailableError
 TURN_SECONDS: Final = 1.0
 """Maximum seconds of one wait for the board; between waits, Ctrl-C is handled."""
 
-_NOT_FOUND: Final = "NOT_FOUND"
-_ALREADY_EXISTS: Final = "ALREADY_EXISTS"
-_DEADLINE_EXCEEDED: Final = "DEADLINE_EXCEEDED"
-
 
 def job_of_process() -> Job | None:
     """Returns the job that this process belongs to, or None if it runs alone."""
@@ -36,17 +32,13 @@ _job_lock = Lock()
 def _job_of_process() -> Job | None:
     if jax.process_count() == 1:
         return None
-    job = _JaxJob(_board())
-    introduce(job, socket.gethostname())
-    return job
-
-
-def _board() -> Any:
     # jax has no public access to the key-value store. Its public barriers and
     # broadcasts would make every process wait for all others.
     from jax._src.distributed import global_state
 
-    return global_state.client
+    job = _JaxJob(global_state.client)
+    introduce(job, socket.gethostname())
+    return job
 
 
 class _JaxJob:
@@ -77,7 +69,7 @@ class _JaxJob:
         try:
             self._board.key_value_set(key, text)
         except JaxRuntimeError as e:
-            if _ALREADY_EXISTS not in str(e):
+            if "ALREADY_EXISTS" not in str(e):
                 raise _unreachable(e) from e
 
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
@@ -96,7 +88,7 @@ class _JaxJob:
             else:
                 text = self._board.blocking_key_value_get(key, milliseconds)
         except JaxRuntimeError as e:
-            if _NOT_FOUND in str(e) or _DEADLINE_EXCEEDED in str(e):
+            if "NOT_FOUND" in str(e) or "DEADLINE_EXCEEDED" in str(e):
                 return None
             raise _unreachable(e) from e
         return text

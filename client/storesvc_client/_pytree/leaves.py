@@ -4,16 +4,13 @@ The key of a leaf is ``tree_path_to_string(path, sep="/")`` with each part escap
 that every path has exactly one key. Leaves that a checkpoint cannot hold are rejected
 here, before anything is sent, in one error that lists all of them.
 
-Layout of a leaf: the shard and offset of each part of each of its chunks.
+The layout of a leaf is the shard and offset of each part of each of its chunks. Leaves
+with one shape and one sharding share a layout. It is computed once and reused by every
+save.
 
-Leaves with one shape and one sharding share a layout. It is computed once and reused by
-every save.
-
-Leaves that are stored as encoded bytes: texts, bytes and large integers of a tree,
-and the items next to it.
-
-A save replaces each of them by an ``EncodedLeaf`` before it plans, so that all later
-stages see an array of bytes.
+Texts, bytes and large integers of a tree, and the items next to it, are stored as
+encoded bytes. A save replaces each of them by an ``EncodedLeaf`` before it plans, so
+that all later stages see an array of bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

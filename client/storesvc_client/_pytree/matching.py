@@ -143,7 +143,7 @@ def match_like(
             )
             continue
         found = signature(leaf.value)
-        if found is not None and _needs_cast(saved, found, cast):
+        if found and not _fits(saved, found, cast) and _fits(saved, found, LIKE):
             castable.append(key)
         if isinstance(leaf.value, jax.core.Tracer):
             tracer = tracer_text(leaf.value)
@@ -285,10 +285,6 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
             )
         )
     )
-
-
-def _needs_cast(saved: Leaf, found: Signature, cast: str | None) -> bool:
-    return not _fits(saved, found, cast) and _fits(saved, found, LIKE)
 
 
 def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:

@@ -140,7 +140,8 @@ class Partitioner:
             return found
         problems, fitted = [], list(spec)
         for at, axes in enumerate(spec):
-            names, parts = axis_names(axes), _parts(self.mesh, axes)
+            names = axis_names(axes)
+            parts = prod(self.mesh.shape[axis] for axis in names)
             size = shape[at] if at < len(shape) else None
             if names and size is not None and size % parts == 0:
                 continue
@@ -259,11 +260,6 @@ def _spec(axes: list[Any]) -> PartitionSpec:
     while axes and axes[-1] is None:
         axes = axes[:-1]
     return PartitionSpec(*axes)
-
-
-def _parts(mesh: Mesh, axes: Any) -> int:
-    """Returns the number of parts into which mesh axes split a dimension."""
-    return prod(mesh.shape[axis] for axis in axis_names(axes))
 
 
 def _listed(names: Sequence[Any]) -> str:

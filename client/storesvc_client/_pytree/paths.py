@@ -1,10 +1,12 @@
-"""Converts between nested dicts and flat dicts of paths, and between their keys.
+"""Converts between nested dicts and flat dicts of paths, and between their keys; names
+the leaves of JAX trees, and maps, copies and shards trees by leaf name.
 
 The keys of a flat dict are tuples of keys, or the same keys joined as text by a
 separator. Both directions guarantee:
 
 * **Unique names.** Two leaves of one name, a leaf above another, and a key that
-  contains the separator are rejected, so every flat dict can be unflattened.
+  contains the separator are rejected, so every flat dict can be unflattened, and a
+  name, with a separator, identifies exactly one path of a tree.
 * **0 and "0" are different keys.** They are equal only if a caller asks for text, and
   then a mapping that has both is rejected.
 * **Inputs are never modified.**
@@ -13,12 +15,6 @@ separator. Both directions guarantee:
 {('a', 0): 1, ('b',): 2}
 >>> unflatten_dict({"a.0": 1}, sep=".")
 {'a': {'0': 1}}
-
-Names the leaves of JAX trees, and maps, copies and shards trees by leaf name.
-
-A name is the path of a leaf as text. With a separator it is one string that identifies
-exactly one path: keys that contain the separator and duplicate names are rejected.
-
 >>> flatten_tree({"a": [1, {"b": 2}]}, sep=".")
 {'a.0': 1, 'a.1.b': 2}
 """

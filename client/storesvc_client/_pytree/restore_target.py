@@ -1,13 +1,10 @@
 """Target of a restore: the leaves to read, their placements, and the tree to build.
 
 ``Target.choose`` compares a checkpoint's leaves with the requested ones, rejects all
-differences in one error, and decides a placement for each leaf. It reads no data; the
-caller passes filled buffers to ``place``.
-
-Decides the devices of each restored leaf.
-
-The placement follows partition rules on a mesh, the sharding of the leaf in ``like``,
-or the sharding that the checkpoint recorded. It never changes values.
+differences in one error, and decides a placement for each leaf: partition rules on a
+mesh, the sharding of the leaf in ``like``, or the sharding that the checkpoint
+recorded. A placement never changes values. It reads no data; the caller passes filled
+buffers to ``place``.
 """
 
 import logging

@@ -1,11 +1,9 @@
 """Plans saves: the leaves of a tree, their chunks, and the source of each chunk's
-bytes.
+bytes; and reads these bytes, chunk by chunk, for a snapshot.
 
 A plan depends on shapes, dtypes and shardings, never on values, so a tree that is saved
 repeatedly is planned once. When the processes of a job save one tree, their plans
 differ only in the chunks that each writes.
-
-Reads the bytes of a tree, chunk by chunk, for a snapshot.
 
 On CPU devices, the memory of a shard is read in place. Shards of other devices are
 transferred to the host first, some leaves ahead.
@@ -185,7 +183,17 @@ class Planner:
         #    rows, so these depend only on global shapes and shardings.
         cuts = _cuts(found, self._job)
         rows = tuple(
-            _row(leaf, what, cut) for (leaf, what), cut in zip(found, cuts, strict=True)
+            Leaf(
+                key=leaf.key,
+                path_kinds=leaf.path_kinds,
+                kind=what.kind,
+                dtype=what.dtype,
+                shape=what.shape,
+                chunk_shape=cut.chunk_shape,
+                sharding=cut.sharding,
+                prng_impl=what.prng_impl,
+            )
+            for (leaf, what), cut in zip(found, cuts, strict=True)
         )
         document, foreign = (structure, ()) if structure else pack_containers(tree)
         planned = Tree(rows, document)
@@ -314,19 +322,6 @@ def _cut(value: Any, found: Signature, job: Job | None) -> _Cut:
         sharding=saved_sharding(value),
         plan=plan,
         is_remote=is_remote(value),
-    )
-
-
-def _row(leaf: NamedLeaf, found: Signature, cut: _Cut) -> Leaf:
-    return Leaf(
-        key=leaf.key,
-        path_kinds=leaf.path_kinds,
-        kind=found.kind,
-        dtype=found.dtype,
-        shape=found.shape,
-        chunk_shape=cut.chunk_shape,
-        sharding=cut.sharding,
-        prng_impl=found.prng_impl,
     )
 
 

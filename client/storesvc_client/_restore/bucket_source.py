@@ -164,7 +164,11 @@ class _Restore:
         """Performs the reads in the given order."""
         try:
             while reads or self._in_flight or self._taken:
-                while reads and self._may_start(reads[0]):
+                while (
+                    reads
+                    and len(self._in_flight) < self._source.at_once
+                    and self._source.budget.may_begin(reads[0], self._assembly)
+                ):
                     self._start(reads.popleft())
                 self._await(pool)
                 self._end_taken()
@@ -178,11 +182,6 @@ class _Restore:
             self._taken.clear()  # their callbacks refer to this object
             for part in self._parts.values():
                 part.close()
-
-    def _may_start(self, read: Read) -> bool:
-        return len(self._in_flight) < self._source.at_once and (
-            self._source.budget.may_begin(read, self._assembly)
-        )
 
     def _start(self, read: Read) -> None:
         part = self._parts[read] = ExitStack()

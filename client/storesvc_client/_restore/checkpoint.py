@@ -1,6 +1,5 @@
-"""An open checkpoint: its manifest is in memory, its chunks are read on demand.
-
-Opens a checkpoint: reads its manifest in parts and verifies it.
+"""An open checkpoint: its manifest was read in parts, verified, and is in memory; its
+chunks are read on demand.
 """
 
 import logging
@@ -665,7 +664,13 @@ def _manifest_bytes(
         for response in stream:
             if response.HasField("checkpoint"):
                 message = response.checkpoint
-                _check_size(connection, message)
+                if not 0 <= message.manifest_bytes <= MAX_MANIFEST_BYTES:
+                    raise DataLossError(
+                        f"store {connection.address} announced a manifest of "
+                        f"{message.manifest_bytes} bytes, expected 0 to "
+                        f"{MAX_MANIFEST_BYTES}; use another checkpoint",
+                        reason="CORRUPT_DATA",
+                    )
             size += len(response.part)
             if size > message.manifest_bytes:  # keep no more in memory
                 stream.cancel()
@@ -678,14 +683,3 @@ def _manifest_bytes(
             reason="CORRUPT_DATA",
         )
     return message, b"".join(parts)
-
-
-def _check_size(connection: Connection, message: api.Checkpoint) -> None:
-    """Rejects a manifest whose announced size is out of range."""
-    if not 0 <= message.manifest_bytes <= MAX_MANIFEST_BYTES:
-        raise DataLossError(
-            f"store {connection.address} announced a manifest of "
-            f"{message.manifest_bytes} bytes, expected 0 to {MAX_MANIFEST_BYTES}; use "
-            "another checkpoint",
-            reason="CORRUPT_DATA",
-        )

@@ -1,14 +1,12 @@
 """Reads of data files, planned and decoded: which ranges of which files to read, and
-how the chunks of a range are verified and copied into buffers.
+how the chunks of a range are verified and copied into buffers. The plan depends on the
+manifest only, not on the storage.
 
-The plan depends on the manifest only, not on the storage.
-
-The budget of a restore for buffers, and the threads that share it.
-
-A thread that takes a read which needs new buffers allocates them, and then waits until
-all buffers that are allocated and not handed over fit into the budget; so the bound is
-exceeded by the buffers of one read at most. If no other read is in progress it does not
-wait, because nothing would free memory: a leaf larger than the budget is read alone.
+``BufferBudget`` has the threads of a restore that share its memory. A thread that takes
+a read which needs new buffers allocates them, and then waits until all buffers that are
+allocated and not handed over fit into the budget; so the bound is exceeded by the
+buffers of one read at most. If no other read is in progress it does not wait, because
+nothing would free memory: a leaf larger than the budget is read alone.
 
 Reads whose bytes are copied from a response have a limit of their own for the bytes in
 flight.
@@ -96,7 +94,13 @@ class BufferBudget:
 
         def run() -> None:
             try:
-                self._work(work, take, assembly)
+                # until none is left or another thread has failed
+                while (read := self._take(work, assembly)) is not None:
+                    freed = 0
+                    try:
+                        freed = take(read)
+                    finally:
+                        self.give_back(read, freed)
             except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 ended.put(e)
             else:
@@ -115,19 +119,11 @@ class BufferBudget:
                     raise error
                 threads -= 1
         except BaseException:  # one failed, or Ctrl-C: stop the others
-            self._stop()
+            with self._changed:
+                self.is_stopped = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._running, STOP_SECONDS)
             raise
-
-    def _work(
-        self, work: Iterator[Read], take: Callable[[Read], int], assembly: Assembly
-    ) -> None:
-        """Performs reads until none is left or another thread has failed."""
-        while (read := self._take(work, assembly)) is not None:
-            freed = 0
-            try:
-                freed = take(read)
-            finally:
-                self.give_back(read, freed)
 
     def may_begin(self, read: Read, assembly: Assembly) -> bool:
         """Returns whether a read fits and, if so, counts it; does not wait.
@@ -181,14 +177,6 @@ class BufferBudget:
             self._read_bytes -= read.stop - read.start
             self._running -= 1
             self._changed.notify_all()
-
-    def _stop(self) -> None:
-        """Stops all threads; waits until no read is in progress, at most some
-        seconds."""
-        with self._changed:
-            self.is_stopped = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._running, STOP_SECONDS)
 
 
 _SHOWN: Final = 3

@@ -11,13 +11,10 @@ process has stopped waiting for it.
 While they wait or read, processes publish progress texts at intervals, which the
 processes that wait for them log.
 
-Agrees, after a joint restore has failed, on whether damage was the cause.
-
-Each process publishes what ended its part: damage that it found itself, the failure of
-another process, or any other error. Process 0 waits for all of them and publishes its
-verdict: the damage, if there is any and nothing else failed.
-
-Outcomes that processes of a job publish about a joint restore.
+After a joint restore has failed, the processes agree on whether damage was the cause.
+Each publishes what ended its part: damage that it found itself, the failure of another
+process, or any other error. Process 0 waits for all of them and publishes its verdict:
+the damage, if there is any and nothing else failed.
 """
 
 import json
@@ -118,12 +115,9 @@ def _gathered(job: Job, place: str, end: float) -> list[Finding]:
     findings = []
     for index in range(1, job.count):
         text = job.read(_key(place, index), seconds=max(0.0, end - time.monotonic()))
-        findings.append(Finding(kind="other") if text is None else _parsed(text))
+        fields = {"kind": "other"} if text is None else json.loads(text)
+        findings.append(Finding(**fields))
     return findings
-
-
-def _parsed(text: str) -> Finding:
-    return Finding(**json.loads(text))
 
 
 def _key(place: str, index: int) -> str:
@@ -137,45 +131,6 @@ _SHOWN: Final = 4
 def outcome_of(reading: ProcessReading) -> Outcome:
     """Returns the outcome of a process that has restored successfully."""
     return Outcome(name=json.dumps(asdict(reading)))
-
-
-def failed(what: str, failures: Sequence[str]) -> Outcome:
-    """Returns the verdict if processes have failed.
-
-    Args:
-        what: What was to be restored.
-        failures: Failures of those processes.
-    """
-    return Outcome(
-        failure=f"restore of {what} failed in another process of the job: "
-        f"{listed(failures)}",
-        kind=PeerFailedError.__name__,
-    )
-
-
-def absent(what: str, process: str, seconds: float) -> Outcome:
-    """Returns the verdict if a process does not call restore in time."""
-    return Outcome(
-        failure=f"restore of {what}: {process} has not called it within {seconds:g} s; "
-        "restore in all processes of the job, or with Distributed(processes='this')",
-        kind=UnavailableError.__name__,
-    )
-
-
-def late(what: str, process: str, seconds: float, progress: str) -> Outcome:
-    """Returns the verdict if a process has called restore but is not ready in time.
-
-    Args:
-        what: What is to be restored.
-        process: The process that is not ready.
-        seconds: Time waited for it.
-        progress: Its last progress after a colon, or "".
-    """
-    return Outcome(
-        failure=f"restore of {what}: {process} is not ready to read after {seconds:g} s"
-        f"{progress}; check that process, or pass a longer deadline=",
-        kind=UnavailableError.__name__,
-    )
 
 
 def listed(failures: Sequence[str]) -> str:
@@ -659,16 +614,32 @@ class JointRestore:
         return f"{self._place}/news/{index}/{number}"
 
     def _absence(self, index: int) -> Outcome:
-        """Returns the verdict if a process does not call restore."""
-        return absent(self._what, self._one_of_all(index), self._seconds)
+        """Returns the verdict if a process does not call restore in time."""
+        return Outcome(
+            failure=f"restore of {self._what}: {self._name(index)} of {self.job.count} "
+            f"has not called it within {self._seconds:g} s; restore in all processes "
+            "of the job, or with Distributed(processes='this')",
+            kind=UnavailableError.__name__,
+        )
 
     def _lateness(self, index: int, progress: str) -> Outcome:
-        """Returns the verdict if a process has called restore but is not ready."""
-        return late(self._what, self._one_of_all(index), self._seconds, progress)
+        """Returns the verdict if a process has called restore but is not ready in time.
+
+        Args:
+            index: The process that is not ready.
+            progress: Its last progress after a colon, or "".
+        """
+        return Outcome(
+            failure=f"restore of {self._what}: {self._name(index)} of {self.job.count} "
+            f"is not ready to read after {self._seconds:g} s{progress}; check that "
+            "process, or pass a longer deadline=",
+            kind=UnavailableError.__name__,
+        )
 
     def _failed(self, *failures: str) -> Outcome:
         """Returns the verdict if processes have failed."""
-        return failed(self._what, failures)
-
-    def _one_of_all(self, index: int) -> str:
-        return f"{self._name(index)} of {self.job.count}"
+        return Outcome(
+            failure=f"restore of {self._what} failed in another process of the job: "
+            f"{listed(failures)}",
+            kind=PeerFailedError.__name__,
+        )

@@ -174,7 +174,15 @@ class OpenTree:
         """
         from storesvc_client._restore.pictures import statistics_of
 
-        return statistics_of(self, key, budget_bytes=budget_bytes)
+        row = self._row(key)
+        leaf, grid = self.leaves[key], self._tree.grids[row]
+
+        def read(regions: Sequence[Region], place: "Callable[[Buffer], None]") -> None:
+            self._read([(row, regions)], place)
+
+        return statistics_of(
+            leaf, grid, read, hold=self._held, budget_bytes=budget_bytes
+        )
 
     def _item_bytes(self, rows: "Sequence[int]") -> "Iterator[tuple[int, bytes]]":
         """Yields the bytes of items by row."""

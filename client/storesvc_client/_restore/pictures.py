@@ -5,12 +5,13 @@ as many as a budget of bytes allows.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from storesvc.format.grids import Region
+from storesvc.format.grids import Grid, Region
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
@@ -150,31 +151,38 @@ def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
     return [int(number) for number in np.flatnonzero(differ)]
 
 
-def statistics_of(opened: "OpenTree", key: str, *, budget_bytes: int) -> LeafStatistics:
-    """Returns the statistics of a leaf; see ``OpenTree.statistics``."""
-    row = opened._row(key)  # noqa: SLF001 - not public
-    leaf, grid = opened.leaves[key], opened._tree.grids[row]  # noqa: SLF001 - not public
+def statistics_of(
+    leaf: LeafInfo,
+    grid: Grid,
+    read: Callable[[Sequence[Region], Callable[[Buffer], None]], None],
+    *,
+    hold: Callable[[], AbstractContextManager[None]],
+    budget_bytes: int,
+) -> LeafStatistics:
+    """Returns the statistics of a leaf; see ``OpenTree.statistics``.
+
+    Args:
+        leaf: The leaf.
+        grid: Its chunks.
+        read: Reads regions of it, and passes their buffers to a function.
+        hold: Returns a block in which the checkpoint is not removed.
+        budget_bytes: Maximum bytes to read.
+    """
     chunks = sampled_chunks(leaf, grid.chunk_bytes, budget_bytes)
     at_once = max(AT_ONCE_BYTES // max(grid.chunk_bytes, 1), 1)
-
-    def blocks() -> "Iterator[tuple[Region, NDArray[Any]]]":
-        with opened._held():  # noqa: SLF001 - not public
-            for start in range(0, len(chunks), at_once):
-                batch = chunks[start : start + at_once]
-                yield from _read(opened, row, [*map(grid.region, batch)])
-
-    return leaf_statistics(leaf, blocks())
-
-
-def _read(
-    opened: "OpenTree", row: int, regions: Sequence[Region]
-) -> "list[tuple[Region, NDArray[Any]]]":
-    found: list[tuple[Region, NDArray[Any]]] = []
     lock = threading.Lock()
 
-    def place(buffer: Buffer) -> None:
-        with lock:
-            found.extend(zip(buffer.regions, buffer.arrays, strict=True))
+    def blocks() -> "Iterator[tuple[Region, NDArray[Any]]]":
+        found: list[tuple[Region, NDArray[Any]]] = []
 
-    opened._read([(row, regions)], place)  # noqa: SLF001 - not public
-    return found
+        def place(buffer: Buffer) -> None:
+            with lock:
+                found.extend(zip(buffer.regions, buffer.arrays, strict=True))
+
+        with hold():
+            for start in range(0, len(chunks), at_once):
+                read([*map(grid.region, chunks[start : start + at_once])], place)
+                yield from found
+                found.clear()
+
+    return leaf_statistics(leaf, blocks())

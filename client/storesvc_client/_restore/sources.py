@@ -1,14 +1,11 @@
-"""Reads stored chunks from data files in a directory.
+"""Reads stored chunks from the server with ``ReadChunks``, or from data files in a
+directory.
 
 The manifest alone determines which ranges of which files to read. They are read in file
 order, directly into the buffers where a chunk is one contiguous range. Bytes are
 verified piece by piece while they are in the processor's cache, so a page of memory is
-touched again only by its user.
-
-A few threads take reads from one list; each reads, verifies, copies if necessary, and
-hands over complete buffers.
-
-Reads stored chunks from the server with ``ReadChunks``.
+touched again only by its user. A few threads take reads from one list; each reads,
+verifies, copies if necessary, and hands over complete buffers.
 """
 
 import math

@@ -12,13 +12,11 @@ receivers then end the exchange, and begin no other in this group. If it cannot 
 that, the others wait until the deadline or until its failure is published on the job's
 board.
 
-The plan of a spread restore: which process needs and reads which stored chunks, and
-in how many rounds processes exchange them. All processes of a job compute the same
-plan.
-
-Processes that need the same chunks exchange them. What each of them reads is a stream
-of stored chunks, and a round brings one slice of each stream; slices shrink with the
-number of processes, so a round takes no more memory in larger jobs.
+All processes of a job compute the same plan: which process needs and reads which stored
+chunks, and in how many rounds processes exchange them. Processes that need the same
+chunks exchange them. What each of them reads is a stream of stored chunks, and a round
+brings one slice of each stream; slices shrink with the number of processes, so a round
+takes no more memory in larger jobs.
 
 The exchanged leaves are cut into stages, one after another, such that the buffers of
 one stage fit into the budget of each process. A stage completes all of its leaves, so
@@ -299,7 +297,12 @@ class PeerSource:
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
-        self._check_earlier()
+        if not may_spread():  # a late process would receive data of this exchange
+            raise UnavailableError(
+                f"restore of {self._name}: an exchange of an earlier restore of this "
+                "job has not ended; start the job again, or restore with "
+                "Distributed(spread=False)"
+            )
         stages = list(self._spread.stages(self._job.index))
         exchanges = [each for stage in stages for each in stage.exchanges]
         # Exchange empty messages while all processes are here: on CPUs, jax waits for
@@ -318,20 +321,6 @@ class PeerSource:
         # the first error of this process, not the failure to send it to the others
         if first := self._error or failure:
             raise first
-
-    def _check_earlier(self) -> None:
-        """Rejects a new exchange after one was left early: a process that joins that
-        exchange late would receive data of this one.
-
-        Raises:
-            UnavailableError: An exchange was left early.
-        """
-        if not may_spread():
-            raise UnavailableError(
-                f"restore of {self._name}: an exchange of an earlier restore of this "
-                "job has not ended; start the job again, or restore with "
-                "Distributed(spread=False)"
-            )
 
     def _run(
         self, stages: Sequence[Stage], wanted: Container[int], assembly: Assembly

@@ -184,7 +184,7 @@ CLIENT = """
 import sys
 from datetime import timedelta
 import storesvc_client as store
-from storesvc_client._restore import file_source
+from storesvc_client._restore import sources
 from tests.support.sessions import send_through_server
 root, marker, route = sys.argv[1:]
 client = store.connect(root)
@@ -192,7 +192,7 @@ opened = client.run("tests/hangs").open(3)
 if route == "streamed":
     send_through_server(client)
 if route == "direct":
-    file_source.READ_SECONDS = 0.5
+    sources.READ_SECONDS = 0.5
 open(marker, "w").close()
 try:
     opened.restore(deadline=timedelta(seconds=3600 if route == "direct" else 1))

@@ -25,9 +25,15 @@ from typing import (
 
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
-from storesvc.storage import hedging
 from storesvc.storage.bucket import translated
-from storesvc.storage.hedging import Hedging, LogThrottle
+from storesvc.storage.hedging import (
+    READS,
+    WRITES,
+    CallSchedule,
+    Hedging,
+    LogThrottle,
+    Step,
+)
 from storesvc.storage.location import GRPC_DRIVER, Storage
 from storesvc.storage.remote import bucket_of, endpoint_in_environment
 from storesvc_client._storage.objects import OwnStore
@@ -59,8 +65,8 @@ class BucketRoot:
         """
         self.storage = storage
         self._store = store
-        self._reads = Hedging(hedging.READS)
-        self._writes = Hedging(hedging.WRITES)
+        self._reads = Hedging(READS)
+        self._writes = Hedging(WRITES)
         self._log_throttle = LogThrottle()
 
     @classmethod
@@ -87,7 +93,7 @@ class BucketRoot:
                 opening = ts.KvStore.open(
                     dict(storage.spec), context=ts.Context(dict(storage.context))
                 )
-            opened = opening.result(hedging.READS.answer_seconds)
+            opened = opening.result(READS.answer_seconds)
         return cls(storage, OwnStore(storage, opened))
 
     def __str__(self) -> str:
@@ -183,7 +189,7 @@ class BucketRoot:
         self,
         path: str,
         send: "Callable[[], ts.Future[T]]",
-        hedge: hedging.CallSchedule,
+        hedge: CallSchedule,
         what: str,
         answers: "Responses",
     ) -> "HedgedCall[T]":
@@ -210,7 +216,7 @@ class HedgedCall(Generic[T]):
     def __init__(
         self,
         send: "Callable[[], ts.Future[T]]",
-        hedge: hedging.CallSchedule,
+        hedge: CallSchedule,
         log_late: Callable[[float, float], None],
         answers: "Responses",
         translating: Callable[[], AbstractContextManager[None]],
@@ -261,16 +267,16 @@ class HedgedCall(Generic[T]):
     def step(self) -> None:
         """Hedges, repeats or fails the call if that is due."""
         match self._hedge.step(now=time.monotonic()):
-            case hedging.Step.FAIL:
+            case Step.FAIL:
                 self.is_settled = True
-            case hedging.Step.HEDGE:
+            case Step.HEDGE:
                 self._begin()
-            case hedging.Step.RETRY:
+            case Step.RETRY:
                 self._drop()
                 now = time.monotonic()
                 self._log_late(now - self._hedge.began, now)
                 self._begin()
-            case hedging.Step.WAIT:
+            case Step.WAIT:
                 pass
             case step:
                 assert_never(step)

@@ -243,11 +243,7 @@ class Holds:
         Raises:
             InvalidRequestError: It is no id of a hold.
         """
-        try:
-            name = HoldName(self._stub.name, hold)
-        except (InvalidNameError, TypeError) as e:
-            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
-        request = api.DeleteHoldRequest(name=name.resource)
+        request = api.DeleteHoldRequest(name=_resource(self._stub, HoldName, hold))
         self._stub.ask(self._stub.service.DeleteHold, request)
 
     @listed("hold")
@@ -588,7 +584,7 @@ class Tags:
             ConflictError: The tag changed since the etag was read.
         """
         request = api.SetTagRequest(
-            name=self._resource(name),
+            name=_resource(self._stub, TagName, name),
             checkpoint=self._stub.checkpoint_name(which).resource,
             protected=checked_flag(f"{self._stub.name}: protected=", protected),
             etag=checked_text(f"{self._stub.name}: etag=", etag),
@@ -610,7 +606,7 @@ class Tags:
             ConflictError: The tag changed since the etag was read.
         """
         request = api.DeleteTagRequest(
-            name=self._resource(name),
+            name=_resource(self._stub, TagName, name),
             etag=checked_text(f"{self._stub.name}: etag=", etag),
             request_id=str(uuid.uuid4()),
         )
@@ -632,12 +628,6 @@ class Tags:
         service = self._stub.service
         found = self._stub.rows(service.ListTags, request, lambda p: p.tags, on_damage)
         yield from map(Tag.from_message, found)
-
-    def _resource(self, tag: str) -> str:
-        try:
-            return TagName(self._stub.name, tag).resource
-        except (InvalidNameError, TypeError) as e:
-            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
 
 
 class Uploads:
@@ -681,7 +671,8 @@ class Uploads:
             InvalidRequestError: It is no id of an upload.
             NotFoundError: There is no such upload.
         """
-        request = upload_service_pb2.GetUploadRequest(name=self._resource(upload))
+        name = _resource(self._stub, UploadName, upload)
+        request = upload_service_pb2.GetUploadRequest(name=name)
         try:
             response = self._stub.ask(self._service.GetUpload, request)
         except ConflictError as e:  # for a writer: its upload was superseded
@@ -706,14 +697,19 @@ class Uploads:
             ConflictError: The upload changed at the same moment.
             InvalidRequestError: It is no id of an upload.
         """
-        request = upload_service_pb2.AbortUploadRequest(name=self._resource(upload))
+        name = _resource(self._stub, UploadName, upload)
+        request = upload_service_pb2.AbortUploadRequest(name=name)
         self._stub.ask(self._service.AbortUpload, request)
 
-    def _resource(self, upload: str) -> str:
-        try:
-            return UploadName(self._stub.name, upload).resource
-        except (InvalidNameError, TypeError) as e:
-            raise InvalidRequestError(f"{self._stub.name}: {e}") from e
+
+def _resource(
+    stub: RunStub, kind: type[HoldName | TagName | UploadName], child: str
+) -> str:
+    """Returns the resource name of a hold, a tag or an upload of a run."""
+    try:
+        return kind(stub.name, child).resource
+    except (InvalidNameError, TypeError) as e:
+        raise InvalidRequestError(f"{stub.name}: {e}") from e
 
 
 @listed("upload")
@@ -833,7 +829,16 @@ class _Stream:
                 self.close()
         for attempt in self._connection.attempts("WatchCheckpoints"):
             with attempt:
-                return self._reopened()
+                request = api.WatchCheckpointsRequest(
+                    parent=self._parent, resume_token=self.token
+                )
+                with translated(self._connection.address):
+                    self._call = self._stub.WatchCheckpoints(request)
+                try:
+                    return self._read(self._call)
+                except BaseException:
+                    self.close()
+                    raise
         raise AssertionError
 
     def close(self) -> None:
@@ -841,18 +846,6 @@ class _Stream:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-
-    def _reopened(self) -> api.CheckpointEvent | None:
-        request = api.WatchCheckpointsRequest(
-            parent=self._parent, resume_token=self.token
-        )
-        with translated(self._connection.address):
-            self._call = self._stub.WatchCheckpoints(request)
-        try:
-            return self._read(self._call)
-        except BaseException:
-            self.close()
-            raise
 
     def _read(self, call: _Call) -> api.CheckpointEvent | None:
         try:

@@ -376,7 +376,7 @@ def test_a_rehearsal_makes_no_array(
     client: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    rehearsed_by = Rehearser._rehearsed
+    rehearsed_by = Rehearser._rehearse
 
     def watched(self: Any, *given: Any) -> Any:
         gc.collect()
@@ -385,7 +385,7 @@ def test_a_rehearsal_makes_no_array(
         made.extend(a.shape for a in jax.live_arrays() if id(a) not in before)
         return found
 
-    monkeypatch.setattr(Rehearser, "_rehearsed", watched)
+    monkeypatch.setattr(Rehearser, "_rehearse", watched)
     state = state_of(Plain(rngs=nnx.Rngs(0)))
     run = client.run("tests/rehearsal")
 

@@ -158,17 +158,6 @@ def check_keywords(function: str, given: Mapping[str, Any], allowed: Any) -> Non
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-class TargetOptions(TypedDict):
-    """Arguments of ``Run.restore`` that say what to build from the leaves."""
-
-    like: Any
-    mesh: "Mesh | None"
-    rules: "Rules | None"
-    cast: "DTypeLike | None"
-    missing: Literal["error", "keep"]
-    indivisible: Indivisible
-
-
 class RestoreKeywords(TypedDict, total=False):
     """Keyword arguments of ``Run.restore`` and ``OpenCheckpoint.restore``."""
 

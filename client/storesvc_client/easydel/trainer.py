@@ -4,9 +4,10 @@ The mixin replaces the three places where EasyDeL's ``BaseTrainer`` handles chec
 the trainer's arguments keep their meaning:
 
 1. *Save*: ``save_steps``, ``save_interval_minutes``, ``do_last_save`` and
-   ``save_tpu_preemption_checkpoints`` decide when; the state is saved in the background
-   as it is trained. A save that fails raises at the next save, or at the end of
-   ``train``.
+   ``save_tpu_preemption_checkpoints`` decide when, as in EasyDeL's own checkpointer:
+   the first step policy that reaches a step decides about it, and an interval of time
+   adds saves between these steps. The state is saved in the background as it is
+   trained. A save that fails raises at the next save, or at the end of ``train``.
 2. *Cleanup*: the trainer deletes nothing. ``save_total_limit`` becomes the retention
    policy ``KeepLatest`` of the run, unless the run has a policy.
 3. *Resume*: with ``resume_if_possible``, the trainer continues from the newest
@@ -21,11 +22,6 @@ Example:
         run = client.run("prod/llama-8b")
         trainer = Trainer(store_run=run, arguments=arguments, model=model, ...)
         trainer.train()
-
-When a trainer saves: at the steps of its policies, and after an interval of time.
-
-The rules equal EasyDeL's own checkpointer: the first step policy that reaches a step
-decides about it. An interval of time adds saves between these steps.
 
 >>> schedule = SaveSchedule(policies=[CheckpointInterval(every=100)], interval=None)
 >>> [step for step in range(301) if schedule.is_due_at(step)]

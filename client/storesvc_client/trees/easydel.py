@@ -18,15 +18,7 @@ same fields, names and errors, for any NNX module. Two guarantees:
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Self,
-    SupportsFloat,
-    TypeAlias,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, Unpack
 
 import jax
 import numpy as np
@@ -59,6 +51,7 @@ from storesvc_client.trees.nnx.blueprints import (
 )
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
+    Parts,
     merge_by_path,
     mesh_of,
     partition_rules_of,
@@ -77,7 +70,6 @@ from storesvc_client.trees.nnx.saved_models import (
     open_checkpoint,
     opened_run,
     save_state,
-    split_reading,
 )
 
 if TYPE_CHECKING:
@@ -502,15 +494,8 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected a state with tx to load for, got none; see init_tx"
             )
         with opened_run(load_directory, client=client) as (run, which):
-            opt_state = restore_opt_state(
-                run.open(which, distributed=ALL_PROCESSES),
-                self.tx,
-                self.graphstate,
-                known=self.opt_state,
-                mesh=self.mesh,
-                rules=partition_rules_of(self.model),
-            )
-            return self.replace(opt_state=opt_state)
+            opened = run.open(which, distributed=ALL_PROCESSES)
+            return self.replace(opt_state=restore_opt_state(opened, self))
 
     def _rules(
         self, rules: Rules | None, indivisible: Indivisible
@@ -636,8 +621,7 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    distributed, reading = split_reading(options)
-    opened, step = open_checkpoint(run, which, distributed, reading, model)
+    opened, step, reading = open_checkpoint(run, which, model, options)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -650,10 +634,8 @@ def restore_state(
         step=step,
         reading=reading,
     )
-    return rebuild_state(
-        opened,
-        Request(model=model, tx=tx, state_class=state_class, options=wanted),
-    )
+    request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
+    return rebuild_state(opened, request)
 
 
 def _size(leaf: Any) -> int:
@@ -661,15 +643,12 @@ def _size(leaf: Any) -> int:
     return int(array.size * array.dtype.itemsize)
 
 
-_Parts: TypeAlias = tuple["nnx.GraphDef[nnx.Module]", GraphState, GraphState]
-
-
 def _parts(
     model: nnx.Module | None,
     graphdef: "nnx.GraphDef[nnx.Module] | None",
     graphstate: GraphState | None,
     graphother: GraphState | None,
-) -> _Parts:
+) -> Parts:
     parts = {"graphdef": graphdef, "graphstate": graphstate, "graphother": graphother}
     given = [name for name, part in parts.items() if part is not None]
     if model is not None:

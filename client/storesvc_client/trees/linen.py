@@ -76,7 +76,10 @@ def linen_to_nnx(variables: Mapping[str, Any]) -> GraphState:
         if at in found:
             raise _clash(at, collection, at, found[at][0])
         found[at] = collection, _variable("/".join(path), collection, leaf)
-    _reject_leaves_below_leaves({at: name for at, (name, _) in found.items()})
+    for at, (collection, _) in found.items():
+        for above in (at[:length] for length in range(1, len(at))):
+            if above in found:
+                raise _clash(at, collection, above, found[above][0])
     return nnx.from_flat_state((at, leaf) for at, (_, leaf) in found.items())
 
 
@@ -124,14 +127,6 @@ def _leaves_below(path: _Path, node: Any) -> Iterator[tuple[_Path, Any]]:
                 "names, such as 'layers_0', instead of numbers"
             )
         yield from _leaves_below((*path, key), value)
-
-
-def _reject_leaves_below_leaves(collections: Mapping[_Path, str]) -> None:
-    for path, collection in collections.items():
-        for length in range(1, len(path)):
-            above = path[:length]
-            if above in collections:
-                raise _clash(path, collection, above, collections[above])
 
 
 def _clash(path: _Path, collection: str, other: _Path, holder: str) -> ValueError:

@@ -20,11 +20,10 @@ properties, so an ``isinstance`` check splits the module.
 >>> isinstance(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), HasGraph)
 False
 
-Renders a module as text, one line for each nested module.
-
-The functions have the names and arguments of ``easydel.infra.mixins.protocol``. They
-read shapes only, so they accept abstract modules. A module that occurs twice, or inside
-itself, is rendered once and referenced at the other positions.
+The functions render a module as text, one line for each nested module, with the names
+and arguments of EasyDeL's. They read shapes only, so they accept abstract modules. A
+module that occurs twice, or inside itself, is rendered once and referenced at the other
+positions.
 
 >>> print(prettify_nnx(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)))
 Sequential(

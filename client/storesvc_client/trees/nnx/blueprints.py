@@ -1,25 +1,20 @@
 """Blueprints: abstract models that a restore fills with arrays.
 
 A blueprint comes from the caller's code, run under ``nnx.eval_shape``: a factory, a
-class, or an existing module or state.
+class, or an existing module or state. It may be cast to another floating-point dtype.
 
-Casts trees to another floating-point dtype.
-
-Moves the leaves of a tree between devices, by leaf key.
+The optimizer itself is the caller's code, too, and is never stored. Its state is
+described abstractly, or initialised on its devices, and placed with the parameters: a
+moment like its parameter, a count on every device.
 
 Two states of one model never have equal tree structures: graphdefs contain closures,
 which compare by identity. Therefore shardings are matched with leaves by key, not by
 structure.
-
-Initialises optimizer states on their devices, and describes them abstractly.
-
-The optimizer itself is the caller's code and is never stored. Its state is placed with
-the parameters: a moment like its parameter, a count on every device.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -45,11 +40,7 @@ from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.models import LeafInfo, PathPart
 from storesvc_client._values.options import Indivisible
-from storesvc_client.errors import (
-    InvalidRequestError,
-    MismatchError,
-    StoreError,
-)
+from storesvc_client.errors import InvalidRequestError, MismatchError, StoreError
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
     Parts,
@@ -234,7 +225,7 @@ def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
             moved.append(leaf.value)
             continue
         try:
-            moved.append(_moved(leaf.value, sharding))
+            moved.append(_move(leaf.value, sharding))
         except ValueError as e:
             problems.append(f"leaf {leaf.key!r}: {e}")
     if problems:
@@ -247,7 +238,7 @@ def gather(tree: Any) -> Any:
 
     Typed PRNG keys, for which NumPy has no dtype, are complete on the first device.
     """
-    return jax.tree.map(_gathered, tree)
+    return jax.tree.map(_gather_leaf, tree)
 
 
 def mesh_of_leaves(tree: Any) -> Mesh | None:
@@ -258,7 +249,7 @@ def mesh_of_leaves(tree: Any) -> Mesh | None:
     return concrete[0] if len(concrete) == 1 else None
 
 
-def _moved(leaf: Any, sharding: Sharding) -> Any:
+def _move(leaf: Any, sharding: Sharding) -> Any:
     if not hasattr(leaf, "dtype"):  # a Python number has no device
         return leaf
     if isinstance(leaf, jax.core.Tracer):
@@ -268,7 +259,7 @@ def _moved(leaf: Any, sharding: Sharding) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def _gathered(leaf: Any) -> Any:
+def _gather_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -376,6 +367,9 @@ def replicated_sharding(graphstate: GraphState) -> Sharding | None:
 
 PARTS: Final = ("graphstate", "graphother")
 """Parts of a state that hold Variables."""
+
+Place: TypeAlias = tuple[str, GraphPath]
+"""Part of the state that holds a Variable, and its path in that part."""
 
 ModelLike: TypeAlias = Any
 """A module class; a factory, which takes no arguments and returns a module; a module;
@@ -510,7 +504,12 @@ def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
 
     def states() -> tuple[GraphState, GraphState]:
         module = make()
-        _mark_arrays(module)
+        # flax marks bare arrays as data, but not tracers.
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Pytree):
+                for name, value in list(vars(node).items()):
+                    if isinstance(value, jax.core.Tracer):
+                        setattr(node, name, nnx.data(value))
         graphdef, *states = _parts(module)
         graphdefs.append(graphdef)
         return states[0], states[1]
@@ -521,13 +520,12 @@ def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
     return graphdefs[0], graphstate, graphother
 
 
-def _mark_arrays(module: Any) -> None:
-    """Marks bare arrays as data; flax does so for arrays, but not for tracers."""
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if isinstance(value, jax.core.Tracer):
-                    setattr(node, name, nnx.data(value))
+def join_parts(leaves: Iterable[tuple[Place, Any]]) -> dict[str, GraphState]:
+    """Returns the parts of a state that hold these leaves at their places."""
+    parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
+    for (part, path), leaf in leaves:
+        parts[part][path] = leaf
+    return {part: refine_graphs(found) for part, found in parts.items()}
 
 
 def stored_blueprint(
@@ -554,25 +552,18 @@ def stored_blueprint(
         part_of[path[:end]] = str(leaf.path[0])
         kinds = leaf.path_kinds[1 + end :]
         below[path[:end]].append((path[end:], kinds, stand_in(leaf)))
-    values = {path: _filled(leaves) for path, leaves in below.items()}
+    values = {  # arrays, and nested values of Variables
+        path: nest((rest[1:], kinds[1:], leaf) for rest, kinds, leaf in found)
+        for path, found in below.items()
+    }
     try:
         module = fill_graph(graphdef, values)
     except ValueError as e:
         raise MismatchError(f"the structure does not fit its leaves: {e}") from e
-    parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
     # Some flax releases do not treat a bare abstract array in a module as a leaf.
-    for path, leaf in {**values, **graph_leaves(nnx.state(module))}.items():
-        parts[part_of[path]][path] = leaf
-    graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
-    return Blueprint(
-        graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=None
-    )
-
-
-def _filled(below: list[Below]) -> Any:
-    """Returns the value at a path of a module: an array, or a Variable's nested
-    value."""
-    return nest((path[1:], kinds[1:], leaf) for path, kinds, leaf in below)
+    held = {**values, **graph_leaves(nnx.state(module))}
+    parts = join_parts(((part_of[path], path), leaf) for path, leaf in held.items())
+    return Blueprint(graphdef=graphdef, make=None, **parts)
 
 
 def stand_in(leaf: LeafInfo) -> Any:
@@ -605,7 +596,13 @@ def _maker(
         return {"rngs": nnx.Rngs(dict.fromkeys(streams, 0))}
 
     if not takes_config(model, recipe):
-        _reject_needed_arguments(model)
+        needed = [name for name in needed_arguments(model) if name != "rngs"]
+        if needed:
+            raise InvalidRequestError(
+                "expected a class that needs no arguments but rngs, got "
+                f"{model.__name__}, which needs {', '.join(needed)}; give a factory, "
+                f"model={factory_of(model)}"
+            )
         return lambda: model(**rngs())
     config = built_config(model, recipe)
     if mesh is not None and hasattr(config, "set_model_mesh"):
@@ -615,14 +612,3 @@ def _maker(
         arguments["param_dtype"] = DTYPES[str(checked_cast("cast=", dtype))]
     taken = {name: arguments[name] for name in arguments if name in accepted}
     return lambda: model(config=config, **taken, **rngs())
-
-
-def _reject_needed_arguments(model: type) -> None:
-    """Rejects a class that cannot be called with rngs alone."""
-    needed = [name for name in needed_arguments(model) if name != "rngs"]
-    if needed:
-        raise InvalidRequestError(
-            f"expected a class that needs no arguments but rngs, got {model.__name__}, "
-            f"which needs {', '.join(needed)}; give a factory, "
-            f"model={factory_of(model)}"
-        )

@@ -1,4 +1,4 @@
-"""Splits NNX graphs into leaves by path, and merges them by path.
+"""Splits NNX models into their parts and leaves, and merges them by path.
 
 ``nnx.merge`` assigns leaves by sorted position and checks only their number, so a
 renamed or re-keyed state would be merged into the wrong layers silently. Here leaves
@@ -9,10 +9,9 @@ are immutable, are shared.
 >>> refine_graphs({"a": {0: 1}}, {("a", "0"): 2}).raw_mapping
 {'a': {0: 1, '0': 2}}
 
-Splits a model into its three parts, and reads its partition rules and mesh.
-
-An EasyDeL model provides all of them, a plain module only its parts; each function
-handles both. Nothing here imports EasyDeL.
+A model has three parts: its structure, its parameters, and its other Variables. An
+EasyDeL model provides them with its partition rules and mesh; a plain module only its
+parts, and each function handles both. Nothing here imports EasyDeL.
 
 >>> graphdef, graphstate, graphother = split_module(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 >>> sorted(graphstate)
@@ -124,7 +123,11 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
     """
     order, paths = _leaf_paths(Identity(graphdef))
     if values.keys() != paths:
-        raise ValueError(_other_paths(paths, values.keys()))
+        got = frozenset(values)
+        raise ValueError(
+            f"expected the {len(paths)} leaves of the module, got {len(got)}: missing "
+            f"{_listed(paths - got)}, unexpected {_listed(got - paths)}"
+        )
     filled: M
     # A list is used unchanged; nnx.merge would sort a State.
     filled = nnx.merge(graphdef, [values[path] for path in order])
@@ -168,11 +171,9 @@ def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphSta
     for path, variable in own.items():
         value = given[path]
         bare = value.get_raw_value() if isinstance(value, nnx.Variable) else value
-        expected, got = _kind(variable), _kind(value)
-        other_type = isinstance(value, nnx.Variable) and type(value) is not type(
-            variable
-        )
-        if other_type or np.shape(bare) != np.shape(variable.get_raw_value()):
+        is_other = isinstance(value, nnx.Variable) and type(value) is not type(variable)
+        if is_other or np.shape(bare) != np.shape(variable.get_raw_value()):
+            expected, got = _kind(variable), _kind(value)
             problems.append(f"leaf {path_text(path)}: expected {expected}, got {got}")
         alike[path] = variable.replace(bare)
     if problems:
@@ -213,9 +214,7 @@ class Identity:
 
 
 @lru_cache(maxsize=8)
-def _leaf_paths(
-    key: Identity,
-) -> tuple[tuple[GraphPath, ...], frozenset[GraphPath]]:
+def _leaf_paths(key: Identity) -> tuple[tuple[GraphPath, ...], frozenset[GraphPath]]:
     """Returns the leaf paths in the structure's order, and as a set."""
     order = tuple(_listed_paths(key.graphdef) or _found_paths(key.graphdef))
     return order, frozenset(order)
@@ -268,14 +267,6 @@ def _found_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
     return sorted(leaves, key=lambda path: leaves[path].get_value())
 
 
-def _other_paths(expected: frozenset[GraphPath], got: Iterable[GraphPath]) -> str:
-    found = frozenset(got)
-    return (
-        f"expected the {len(expected)} leaves of the module, got {len(found)}: "
-        f"missing {_listed(expected - found)}, unexpected {_listed(found - expected)}"
-    )
-
-
 def _listed(paths: frozenset[GraphPath]) -> str:
     texts = sorted(map(path_text, paths))
     more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
@@ -316,7 +307,7 @@ def is_module(model: Any) -> bool:
 
 def split_module(
     model: "HasGraph | nnx.Pytree | dict[str, Any] | list[Any]",
-) -> tuple["nnx.GraphDef[Any]", GraphState, GraphState]:
+) -> Parts:
     """Returns a model's structure, its parameters, and its other Variables.
 
     An object that has these parts returns its own: an EasyDeL model, whose parameters
@@ -328,15 +319,17 @@ def split_module(
     Raises:
         TypeError: It is not a module and has no such parts.
     """
-    parts: tuple[Any, Any, Any]
     if _has_parts(model):
-        parts = model.graphdef, model.graphstate, model.graphother
-    elif _is_graph(model):
+        return model.graphdef, model.graphstate, model.graphother
+    if _is_graph(model):
         graphdef, *states = nnx.split(model, nnx.Param, ...)
-        parts = graphdef, states[0], states[1]
-    else:
-        raise _no_module(model)
-    return parts
+        return graphdef, states[0], states[1]
+    of_class = f"the class {model.__name__}" if isinstance(model, type) else None
+    got = of_class or type(model).__name__
+    raise TypeError(
+        "expected an nnx.Module, or an object with graphdef, graphstate and "
+        f"graphother, got {got}; create a module first"
+    )
 
 
 def drop_caches(parts: Parts) -> Parts:
@@ -356,9 +349,7 @@ def drop_caches(parts: Parts) -> Parts:
 
 
 @lru_cache(maxsize=8)
-def _without_caches(
-    key: Identity,
-) -> tuple["nnx.GraphDef[Any]", frozenset[GraphPath]]:
+def _without_caches(key: Identity) -> tuple["nnx.GraphDef[Any]", frozenset[GraphPath]]:
     """Returns a structure without its caches, and their paths."""
     graphdef = key.graphdef
     names = {name for name, _ in graphdef.attributes}
@@ -449,7 +440,18 @@ def partition_rules_of(model: Any) -> Rules | None:
         rules = None if method is None else method()
     if rules is None:
         return None
-    return tuple(_checked(rule, model) for rule in rules)
+    pairs: list[tuple[str, PartitionSpec]] = []
+    for rule in rules:
+        match rule:
+            case (str() as pattern, PartitionSpec() as spec):
+                pairs.append((pattern, spec))
+            case _:
+                raise TypeError(
+                    f"rules of {type(model).__name__}: expected pairs of a regular "
+                    f"expression and a PartitionSpec, got {rule!r}; pass rules= to the "
+                    "restore instead"
+                )
+    return tuple(pairs)
 
 
 def setting_of(model: Any, name: str) -> Any:
@@ -475,11 +477,8 @@ def _method_of(owner: Any, name: str) -> Any:
     storage, and the method is called.
     """
     known = inspect.getattr_static(type(owner), name, None) is not None
-    return (
-        getattr(owner, name)
-        if known and name not in getattr(owner, "__dict__", {})
-        else None
-    )
+    is_own = name in getattr(owner, "__dict__", {})
+    return getattr(owner, name) if known and not is_own else None
 
 
 def _config_of(model: Any) -> Any:
@@ -501,24 +500,3 @@ def mesh_of(model: Any) -> Mesh | None:
         if mesh is not None or hasattr(owner, "mesh"):
             return mesh if isinstance(mesh, Mesh) else None
     return None
-
-
-def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:
-    match rule:
-        case (str() as pattern, PartitionSpec() as spec):
-            return pattern, spec
-        case _:
-            raise TypeError(
-                f"rules of {type(model).__name__}: expected pairs of a regular "
-                f"expression and a PartitionSpec, got {rule!r}; pass rules= to the "
-                "restore instead"
-            )
-
-
-def _no_module(model: Any) -> TypeError:
-    got = model.__name__ if isinstance(model, type) else type(model).__name__
-    prefix = "the class " if isinstance(model, type) else ""
-    return TypeError(
-        "expected an nnx.Module, or an object with graphdef, graphstate and "
-        f"graphother, got {prefix}{got}; create a module first"
-    )

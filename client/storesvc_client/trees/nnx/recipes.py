@@ -21,13 +21,11 @@ In ``storesvc.recipe/1``, which can still be read, the config is the result of i
 The content is not trusted; it is compared as data. Only if a caller requests a module
 and gives no code is the structure decoded, with an exact allow-list.
 
-Finds the class of a model's config, and rebuilds a saved config as its object.
-
-The config class of a model is found in one of these places, in order: ``config_class``
-or ``_config_class``; EasyDeL's registry, if EasyDeL is already imported; the annotation
-of ``config`` in the constructor. The saved config may be of a subclass.
-
-Nothing here imports EasyDeL, and a stored name can refer only to these classes.
+A saved config is rebuilt as an object of the model's config class. This is found in one
+of these places, in order: ``config_class`` or ``_config_class``; EasyDeL's registry, if
+EasyDeL is already imported; the annotation of ``config`` in the constructor. The saved
+config may be of a subclass. Nothing here imports EasyDeL, and a stored name can refer
+only to these classes.
 """
 
 import inspect
@@ -155,6 +153,7 @@ class Recipe:
             added: Fields that the class of the state adds, by name.
         """
         facts = _facts_of(graphdef, graphstate, graphother)
+        parts = ("graphstate", graphstate), ("graphother", graphother)
         return cls(
             versions={name: version(name) for name in ("flax", "jax", "optax")},
             model=facts.model,
@@ -162,17 +161,23 @@ class Recipe:
             arguments=facts.arguments,
             graphdef=facts.graphdef,
             variables={
-                join_key((part, *map(str, path))): _type_name(leaf)
-                for part, state in (
-                    ("graphstate", graphstate),
-                    ("graphother", graphother),
+                join_key((part, *map(str, path))): (
+                    type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
                 )
+                for part, state in parts
                 for path, leaf in graph_leaves(state).items()
             },
             opt_state=(
                 None if opt_state is None else container_types(opt_state, "opt_state")
             ),
-            fields=_types_of_fields(added),
+            fields={
+                key: kind
+                for name, value in added.items()
+                # a leaf has no containers
+                for key, kind in (
+                    container_types(value, name) or {name: ABSENT}
+                ).items()
+            },
         )
 
     @classmethod
@@ -238,7 +243,10 @@ class Recipe:
                 "run.restore(like=)"
             )
         for name, optional in _TEXTS.items():
-            if not _is_texts(found[name]) and not (optional and found[name] is None):
+            texts = {} if optional and found[name] is None else found[name]
+            if not isinstance(texts, dict) or not all(
+                isinstance(text, str) for text in texts.values()
+            ):
                 raise StructureError(
                     f"structure of the checkpoint: expected texts in {name}, got other "
                     "values; restore with run.restore(like=)"
@@ -325,8 +333,11 @@ class Recipe:
         ]
         if self.graphdef is None or target.graphdef is None:
             return found
-        if _same(self.graphdef, target.graphdef):
-            return found
+        try:
+            if self.graphdef == target.graphdef:  # the fast comparison
+                return found
+        except RecursionError:
+            pass  # too deeply nested for it: the other one rejects the document
         # Releases of flax add and remove attributes of modules.
         same_release = self.versions.get("flax") == target.versions.get("flax")
         compare = differences if same_release else common_differences
@@ -398,17 +409,6 @@ def _facts_of(
     return found
 
 
-def _same(document: Json, other: Json) -> bool:
-    """Returns whether documents are equal, with a fast comparison.
-
-    A document nested too deeply for it counts as different; ``differences`` rejects it.
-    """
-    try:
-        return bool(document == other)
-    except RecursionError:
-        return False
-
-
 def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
     try:
         return encode_graphdef(graphdef)
@@ -439,14 +439,6 @@ def _config(model: Any) -> Any:
     return dict(config) if isinstance(config, Mapping) else config
 
 
-def _type_name(leaf: Any) -> str:
-    return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
-
-
-def _is_texts(value: Json) -> bool:
-    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-
-
 def container_types(tree: Any, name: str) -> dict[str, str]:
     """Returns the type names of a tree's containers by key, in the tree's order.
 
@@ -472,14 +464,6 @@ def _walk_containers(node: Any, key: str) -> Iterator[tuple[str, str]]:
     yield key, "None" if node is None else type(node).__name__
     for part, child in children:
         yield from _walk_containers(child, f"{key}/{escape_part(str(part))}")
-
-
-def _types_of_fields(added: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the containers of fields by key; of a leaf, that it is none."""
-    found: dict[str, str] = {}
-    for name, value in added.items():
-        found |= container_types(value, name) or {name: ABSENT}
-    return found
 
 
 def _type_differences(
@@ -548,20 +532,12 @@ def _field_texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _field_text(value: Any) -> str:
     """Returns the text of a value; an attribute that is None counts as absent."""
-    if _is_dtype(value):  # a config that went through JSON has only the name
-        return repr(np.dtype(value).name)
+    is_class = isinstance(value, type) and issubclass(value, np.generic)
+    if is_class or isinstance(value, (np.dtype, type(jnp.float32))):
+        return repr(np.dtype(value).name)  # a config that went through JSON has only it
     if isinstance(value, Opaque):
         return str(value)
     return ABSENT if value is None else repr(value)
-
-
-def _is_dtype(value: Any) -> bool:
-    is_class = isinstance(value, type) and issubclass(value, np.generic)
-    return is_class or isinstance(value, (np.dtype, type(jnp.float32)))
-
-
-_REGISTRY: Final = "easydel.infra.factory"
-"""Module of EasyDeL's registry."""
 
 
 def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
@@ -625,7 +601,10 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
     # plain data: saved by an earlier release, or the config is a dict
     if saved is None:
         return _from_dict(model, classes, recipe.decoded_config())
-    found = [cls for cls in _with_derived(classes) if name_of_class(cls) == saved]
+    known_classes = list(classes)
+    for cls in known_classes:  # the list grows during the iteration
+        known_classes += [c for c in derived_classes(cls) if c not in known_classes]
+    found = [cls for cls in known_classes if name_of_class(cls) == saved]
     if not found:
         named = " or ".join(map(name_of_class, classes))
         raise MismatchError(
@@ -642,7 +621,7 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
         raise MismatchError(
             f"the config of {model.__name__} cannot be rebuilt: {e}"
         ) from e
-    _of_this_machine(config)
+    _move_to_this_machine(config)
     return config
 
 
@@ -672,7 +651,7 @@ _MACHINE: Final = ("backend", "platform")
 """Settings that EasyDeL takes from the machine that creates the config."""
 
 
-def _of_this_machine(config: Any) -> None:
+def _move_to_this_machine(config: Any) -> None:
     """Updates an EasyDeL config, and nested configs, with the backend of this machine.
 
     A config that names a backend that is absent here could not create its mesh.
@@ -717,7 +696,8 @@ def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
 
 def _registered(model: type[Any]) -> Iterator[type[Any]]:
     """Yields the class that EasyDeL's registry has for a model."""
-    registry = getattr(sys.modules.get(_REGISTRY), "registry", None)
+    factory = sys.modules.get("easydel.infra.factory")
+    registry = getattr(factory, "registry", None)
     tasks = getattr(registry, "_task_registry", None)
     if not isinstance(tasks, Mapping):
         return
@@ -725,10 +705,3 @@ def _registered(model: type[Any]) -> Iterator[type[Any]]:
         for registration in models.values():
             if getattr(registration, "module", None) is model:
                 yield registration.config
-
-
-def _with_derived(classes: list[type[Any]]) -> list[type[Any]]:
-    found = list(classes)
-    for cls in found:  # the list grows during the iteration
-        found += [each for each in derived_classes(cls) if each not in found]
-    return found

@@ -84,16 +84,6 @@ class _ModelToSave:
     state_class: Any
     """Class of the state; None for a module."""
 
-    @classmethod
-    def of(cls, saved: HasGraph, *, is_state: bool) -> "_ModelToSave":
-        """Creates it for a state, or for the parts of a module."""
-        return cls(
-            graphdef=saved.graphdef,
-            tx=getattr(saved, "tx", None) if is_state else None,
-            has_opt_state=getattr(saved, "opt_state", None) is not None,
-            state_class=type(saved) if is_state else None,
-        )
-
     @collector_paused()
     def model(self, plan: Plan, *, is_whole: bool) -> Any:
         """Returns the saved model, abstract, from the plan of its save, as a factory
@@ -117,12 +107,7 @@ class Rehearser:
     """Rehearses the restore of one save, before or after it."""
 
     def __init__(
-        self,
-        run: Run,
-        saved: HasGraph,
-        *,
-        rehearse: Rehearse,
-        is_state: bool,
+        self, run: Run, saved: HasGraph, *, rehearse: Rehearse, is_state: bool
     ) -> None:
         """Prepares a rehearsal.
 
@@ -132,9 +117,15 @@ class Rehearser:
             rehearse: "strict" rejects the save before it begins.
             is_state: True for a state, False for the parts of a module.
         """
-        self._cache = _RehearsalCache.of(run._session.connection)  # noqa: SLF001 - not public
+        connection = run._session.connection  # noqa: SLF001 - not public
+        self._cache = _caches.setdefault(connection, _RehearsalCache())
         self._run = run.name
-        self._saved = _ModelToSave.of(saved, is_state=is_state)
+        self._saved = _ModelToSave(
+            graphdef=saved.graphdef,
+            tx=getattr(saved, "tx", None) if is_state else None,
+            has_opt_state=getattr(saved, "opt_state", None) is not None,
+            state_class=type(saved) if is_state else None,
+        )
         self._is_strict = rehearse == "strict"
         self._plan: Plan | None = None
 
@@ -149,7 +140,7 @@ class Rehearser:
             return
         found = self._cache.result(self._run, plan)
         if found is None:
-            found = self._rehearsed(plan)
+            found = self._rehearse(plan)
             self._cache.add(self._run, plan, found)
         if not found.ok:
             raise MismatchError(f"save to {self._run}: {found.message}")
@@ -171,18 +162,20 @@ class Rehearser:
                 # A training loop may wait for this save, too; unlike save.exception(),
                 # this leaves the error to it.
                 save._pending.wait()  # noqa: SLF001 - not public
-                found = self._rehearsed(plan)
+                found = self._rehearse(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)
                 future.set_result(found)
 
-            _in_background(rehearse, future)
+            _start_thread(rehearse, future)
         return future
 
-    def _rehearsed(self, plan: Plan) -> Rehearsal:
+    def _rehearse(self, plan: Plan) -> Rehearsal:
         """Rehearses the restore by the class of the model; then, if the class needs a
         factory or fails, with the saved model itself."""
         stored, saved = _PlannedCheckpoint(self._run, plan.tree), self._saved
+        call = "restore_state" if saved.state_class else "restore_model"
+        unfit = f"the checkpoint cannot be restored by {call}(run, model=...)"
         cls = class_of(saved.graphdef)
         takes_factory = cls is None or _needs_arguments(cls, stored)
         by_class = None
@@ -193,7 +186,6 @@ class Rehearser:
         failure = _failure(stored, saved, saved.model(plan, is_whole=False))
         if failure is None and takes_factory:
             return Rehearsal(ok=True, message="")
-        call = "restore_state" if saved.state_class else "restore_model"
         if failure is None and cls is not None:
             message = (
                 f"the checkpoint cannot be restored by its class, {call}(run, "
@@ -206,15 +198,14 @@ class Rehearser:
             whole = saved.model(plan, is_whole=True)
             if _failure(stored, saved, whole) is None:
                 message = (
-                    f"the checkpoint cannot be restored by {call}(run, model=...) with "
-                    f"a class or a factory: {failure}; restore it with {call}(run, "
-                    "model=state), with a state that was created as this one was"
+                    f"{unfit} with a class or a factory: {failure}; restore it with "
+                    f"{call}(run, model=state), with a state that was created as this "
+                    "one was"
                 )
                 return Rehearsal(ok=False, message=message)
         message = (
-            f"the checkpoint cannot be restored by {call}(run, model=...): "
-            f"{failure}; restore it as dicts and lists, with {call}(run), or with "
-            "run.restore(like=) and a tree of the same structure"
+            f"{unfit}: {failure}; restore it as dicts and lists, with {call}(run), or "
+            "with run.restore(like=) and a tree of the same structure"
         )
         return Rehearsal(ok=False, message=message)
 
@@ -242,11 +233,9 @@ def _failure(
         state_class=saved.state_class,
         options=options,
     )
+    plan = plan_module if saved.state_class is None else plan_state
     try:
-        plan = (plan_module if saved.state_class is None else plan_state)(
-            stored, request
-        )
-        plan.check(stored)
+        plan(stored, request).check(stored)
     except Exception as e:  # noqa: BLE001 - the caller's own code runs, too
         return e
     return None
@@ -259,11 +248,6 @@ class _RehearsalCache:
         self._lock = threading.Lock()
         self._last: dict[str, tuple[Plan, Future[Rehearsal]]] = {}
         self._found: dict[tuple[str, bytes], Future[Rehearsal]] = {}
-
-    @classmethod
-    def of(cls, connection: Connection) -> "_RehearsalCache":
-        """Returns the cache of a connection."""
-        return _caches.setdefault(connection, cls())
 
     def begin(self, run: str, plan: Plan) -> "tuple[Future[Rehearsal], bool]":
         """Returns the rehearsal of a plan, and whether the caller must run it."""
@@ -311,7 +295,7 @@ _threads: dict[threading.Thread, "Future[Rehearsal]"] = {}
 os.register_at_fork(after_in_child=_threads.clear)
 
 
-def _in_background(work: Callable[[], None], future: "Future[Rehearsal]") -> None:
+def _start_thread(work: Callable[[], None], future: "Future[Rehearsal]") -> None:
     """Runs work in a daemon thread, so that a class that hangs cannot block exit."""
 
     def run() -> None:
@@ -329,7 +313,5 @@ def _in_background(work: Callable[[], None], future: "Future[Rehearsal]") -> Non
     thread.start()
 
 
-@atexit.register
-def _wait_for_all() -> None:
-    """Waits for rehearsals at exit, because they log what a restart would hit."""
-    wait([*_threads.values()], _EXIT_SECONDS)
+# Rehearsals log what a restart would hit, so the exit waits for them.
+atexit.register(lambda: wait([*_threads.values()], _EXIT_SECONDS))

@@ -10,20 +10,12 @@
    missing, unexpected, or of another shape or dtype.
 5. *Merge* the parts by path, and create the state.
 
-Compares the saved model with the given one.
-
-All differences go into one error, or into the log if the caller asked for that. They
-quote stored text, which is untrusted, so they are escaped for terminals.
+All differences of the comparison go into one error, or into the log if the caller asked
+for that. They quote stored text, which is untrusted, so they are escaped for terminals.
 """
 
 import logging
-from collections.abc import (
-    Container,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
@@ -58,7 +50,6 @@ from storesvc_client._values.options import (
     OnMismatch,
     OptState,
     ReadKeywords,
-    TargetOptions,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -87,6 +78,7 @@ from storesvc_client.trees.nnx.graphs import (
     GraphState,
     added_fields,
     merge_by_path,
+    partition_rules_of,
     replace_fields,
 )
 from storesvc_client.trees.nnx.recipes import Recipe, container_types, takes_config
@@ -229,17 +221,6 @@ def compare(
         )
 
 
-def log_saved_dtypes(stored: Stored, changed: Sequence[Difference]) -> None:
-    """Logs the leaves restored in their saved dtype although the code creates
-    another."""
-    if changed:
-        _log.info(
-            "%s: leaves are restored with their saved dtypes: %s",
-            stored.name,
-            list_problems(_printable(_lines(changed))),
-        )
-
-
 def reject_differences(
     stored: Stored, problems: list[str], *, advice: str = ""
 ) -> None:
@@ -302,6 +283,17 @@ class Options:
         """True if leaves that the checkpoint lacks are initialised or kept."""
         return self.missing != "error"
 
+    @property
+    def target(self) -> dict[str, Any]:
+        """Arguments of ``OpenCheckpoint.restore`` for abstract leaves, which have the
+        dtypes of a cast."""
+        return {
+            "mesh": self.mesh,
+            "rules": self.rules,
+            "indivisible": self.indivisible,
+            "cast": None if self.cast is None else LIKE,
+        }
+
     def __post_init__(self) -> None:
         if self.mesh is not None:
             check_mesh(self.mesh)
@@ -357,16 +349,9 @@ class Plan:
     """Leaves of the optimizer's state and of added fields that are not restored."""
 
     @property
-    def target(self) -> TargetOptions:
+    def target(self) -> dict[str, Any]:
         """Arguments of ``OpenCheckpoint.restore`` for this plan."""
-        return {
-            "like": self.like,
-            "mesh": self.options.mesh,
-            "rules": self.options.rules,
-            "cast": None if self.options.cast is None else LIKE,
-            "missing": "error",
-            "indivisible": self.options.indivisible,
-        }
+        return {"like": self.like, **self.options.target}
 
     def check(self, stored: Stored) -> None:
         """Matches the leaves, as the restore does.
@@ -376,7 +361,7 @@ class Plan:
         """
         tree = stored._tree  # noqa: SLF001 - not public
         rows = [tree.by_key[key] for key in self.select]
-        Target.choose(tree, stored.name, rows=rows, **self.target)
+        Target.choose(tree, stored.name, rows=rows, missing="error", **self.target)
 
     def restored(self, opened: OpenCheckpoint) -> Any:
         """Returns the leaves of a checkpoint."""
@@ -700,10 +685,7 @@ def plan_pytree(
     is_alone = _is_alone(stored)
     return module, {
         "like": like[0] if is_alone else like,
-        "mesh": options.mesh,
-        "rules": options.rules,
-        "indivisible": options.indivisible,
-        "cast": None if options.cast is None else LIKE,
+        **options.target,
         "select": [
             key for key in stored.leaves if is_alone or others or _head(key) == "0"
         ],
@@ -731,25 +713,11 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
     )
 
 
-def restore_opt_state(
-    opened: OpenCheckpoint,
-    tx: optax.GradientTransformation,
-    graphstate: GraphState,
-    *,
-    known: optax.OptState | None,
-    mesh: Mesh | None,
-    rules: Rules | None,
-) -> Any:
+def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
-    Args:
-        opened: The checkpoint.
-        tx: The optimizer that the state was trained with.
-        graphstate: The parameters.
-        known: A placed optimizer state. Without a mesh or rules, its shardings take
-            precedence over the parameters'.
-        mesh: The mesh, if there are rules.
-        rules: The model's partition rules.
+    It is placed by the rules and the mesh of the state's model. Without, the shardings
+    of the state's own ``opt_state`` take precedence over the parameters'.
 
     Raises:
         MismatchError: The checkpoint has the state of another optimizer, of other
@@ -761,23 +729,21 @@ def restore_opt_state(
             f"{opened.name}: expected the state of an optimizer, got a checkpoint "
             "without one; initialise one with init_tx"
         )
-    like = {"opt_state": _abstract_opt_state(opened, tx, graphstate)}
+    like = {"opt_state": _abstract_opt_state(opened, state.tx, state.graphstate)}
     types = container_types(like["opt_state"], "opt_state")
     found = recipe.optimizer_differences(types) if recipe is not None else []
     advice = "; give the state the optimizer that was saved"
     reject_differences(opened, [*map(str, found)], advice=advice)
+    mesh, rules = state.mesh, partition_rules_of(state.model)
     if mesh is None or rules is None:
         options = Options()
-        like = _placed_like_parameters(like, graphstate, known)
+        like = _placed_like_parameters(like, state.graphstate, state.opt_state)
     else:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
     return opened.restore(
         like=_with_saved_dtypes(opened, like, options),
-        mesh=options.mesh,
-        rules=options.rules,
-        indivisible=options.indivisible,
         select=_selected(opened, like, options),
-        **options.reading,
+        **options.target,
     )["opt_state"]
 
 
@@ -1042,10 +1008,13 @@ def _step_dtype(stored: Stored) -> Any:
 
 
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
-    """Returns the leaves to restore in their saved form; logs dtype differences."""
+    """Returns the leaves to restore in their saved form; logs those with another dtype
+    than the code creates."""
     casting = options.cast is not None
     found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
-    log_saved_dtypes(stored, changed)
+    if changed:
+        text = "%s: leaves are restored with their saved dtypes: %s"
+        _log.info(text, stored.name, list_problems(_printable(_lines(changed))))
     return found
 
 

@@ -1,14 +1,14 @@
-"""Saves models and states to a run and restores them, for ``storesvc_client.easydel``.
+"""Saves models and states to a run, and restores them.
 
-The class of the state is an argument here, as ``EasyDeLState`` itself calls these
-functions.
+``save_state``, ``save_model`` and ``restore_model`` are public in
+``storesvc_client.easydel``. The class of the state is an argument here, as
+``EasyDeLState`` itself calls these functions.
 
-Saves a module with its ``nnx.Optimizer``, and restores both in place.
-
-The checkpoint is that of a state: it has the leaves of an ``EasyDeLState`` with the
-same parameters and optimizer, so ``restore_state`` and ``restore_model`` read it, too.
-The Variables that the optimizer updates, its ``wrt``, are the parameters. Checkpoints
-of ``nnx.state((model, optimizer))`` are restored, too.
+``save`` and ``restore_into``, public in ``storesvc_client.nnx``, take a module and its
+``nnx.Optimizer``. The checkpoint has the leaves of an ``EasyDeLState`` with the same
+parameters, which are the Variables that the optimizer updates (its ``wrt``), so
+``restore_state`` and ``restore_model`` read it, too. Checkpoints of
+``nnx.state((model, optimizer))`` are restored as well.
 """
 
 import json
@@ -19,15 +19,7 @@ from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from types import SimpleNamespace
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    Self,
-    SupportsIndex,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +138,7 @@ def save_state(
     recipe = Recipe.of(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
     step = _step_of(run, state.step)
-    return _begun(run, step, state, recipe, rehearser, options)
+    return _begin_save(run, step, state, recipe, rehearser, options)
 
 
 def save_model(
@@ -188,10 +180,10 @@ def save_model(
     rehearser = _rehearser(run, parts, rehearse, is_state=False)
     recipe = Recipe.of(graphdef, graphstate, graphother)
     tree = {"graphstate": graphstate, "graphother": graphother}
-    return _begun(run, step, tree, recipe, rehearser, options)
+    return _begin_save(run, step, tree, recipe, rehearser, options)
 
 
-def _begun(
+def _begin_save(
     run: Run,
     step: SupportsIndex,
     tree: Any,
@@ -272,8 +264,7 @@ def restore_model(
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    distributed, reading = split_reading(options)
-    opened, _ = open_checkpoint(run, which, distributed, reading, model)
+    opened, _, reading = open_checkpoint(run, which, model, options)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -285,33 +276,24 @@ def restore_model(
         opt_state="skip",
         reading=reading,
     )
-    return rebuild_module(
-        opened,
-        Request(model=model, allow=allow, options=wanted),
-    )
-
-
-def split_reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
-    """Splits the options into ``Run.open``'s and ``OpenCheckpoint.restore``'s."""
-    reading: Any = dict(options)
-    return reading.pop("distributed", ALL_PROCESSES), reading
+    request = Request(model=model, allow=allow, options=wanted)
+    return rebuild_module(opened, request)
 
 
 def open_checkpoint(
-    run: Run | ForeignRun,
-    which: Which,
-    distributed: Distributed,
-    reading: ReadKeywords,
-    model: Any,
-) -> tuple[Any, int | None]:
-    """Opens a checkpoint; with a model, see ``as_state``."""
+    run: Run | ForeignRun, which: Which, model: Any, options: ModelRestoreKeywords
+) -> tuple[Any, int | None, ReadKeywords]:
+    """Opens a checkpoint; with a model, see ``as_state``. Returns with it and its step
+    the options of ``OpenCheckpoint.restore``."""
+    reading: Any = dict(options)
+    distributed = reading.pop("distributed", ALL_PROCESSES)
     opened: OpenTree
     if isinstance(run, ForeignRun):
         opened = run.open(which)
     else:
         deadline = reading.get("deadline", DEFAULT_DEADLINE)
         opened = run.open(which, distributed=distributed, deadline=deadline)
-    return (opened, None) if model is None else as_state(opened)
+    return *((opened, None) if model is None else as_state(opened)), reading
 
 
 def as_state(opened: Any) -> tuple[Any, int | None]:
@@ -408,10 +390,10 @@ def _which(text: str, where: "str | PathLike[str]") -> Which:
     return int(text)
 
 
-def check_run(run: Any, kinds: Any = Run) -> None:
+def check_run(run: Any, kinds: Any = Run, what: str = "") -> None:
     if not isinstance(run, kinds):
         raise InvalidRequestError(
-            f"expected a Run, such as client.run('prod/llama'), got {run!r}"
+            f"{what}expected a Run, such as client.run('prod/llama'), got {run!r}"
         )
 
 
@@ -465,7 +447,7 @@ def save(
         StoreError: See for ``Run.save``.
     """
     check_keywords("save", options, SaveKeywords)
-    _check(run, "save to")
+    check_run(run, what="save to: ")
     tree, document = tree_to_save(run, *_pair(model, optimizer))
     return run.save(step, tree, document=document, **options)
 
@@ -545,7 +527,7 @@ def restore_into(
             of an optimizer, but ``optimizer`` is given.
         MismatchError: The checkpoint was saved from another module or optimizer.
     """
-    _check(run, "restore of")
+    check_run(run, what="restore of: ")
     model, optimizer = _pair(model, optimizer)
     optimizer = None if opt_state == "skip" else optimizer
     options = Options(
@@ -607,7 +589,11 @@ def planner(
                 return
             state = create_state(found, restored)
             nnx.update(model, state.graphstate, state.graphother)
-            opt_state = _as_in(optimizer, state.opt_state)
+            containers = jax.tree.structure(  # of the optimizer, around Variables
+                optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+            )
+            leaves = jax.tree.leaves(state.opt_state)
+            opt_state = jax.tree.unflatten(containers, leaves)
             nnx.update(optimizer.opt_state, nnx.state(opt_state))
             optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
 
@@ -666,18 +652,3 @@ def _opt_state_of(run: Run, optimizer: Any, graphstate: GraphState) -> Any:
             "has other leaves; create it from the module that is given"
         )
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
-
-
-def _as_in(optimizer: Any, opt_state: Any) -> Any:
-    """Returns the leaves of a state in the containers of an ``nnx.Optimizer``."""
-    structure = jax.tree.structure(
-        optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    return jax.tree.unflatten(structure, jax.tree.leaves(opt_state))
-
-
-def _check(run: Any, what: str) -> None:
-    if not isinstance(run, Run):
-        raise InvalidRequestError(
-            f"{what}: expected a Run, such as client.run('prod/llama'), got {run!r}"
-        )

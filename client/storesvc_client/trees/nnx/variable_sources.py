@@ -5,11 +5,9 @@ Most come from the checkpoint's leaves with their names. A Variable may be in
 parameters that way. RNG counts and keys that the checkpoint lacks are recreated. Other
 missing Variables are initialised by the model's own code, if requested.
 
-Recreates the counts and keys of RNG streams in NNX modules.
-
-A new value replaces one that a checkpoint lacks, or an abstract one. It has the same
-shape and kind: a typed key with the same PRNG implementation, or raw key data. Typed
-keys stay typed, because raw data would change the dtype of the leaf.
+A recreated count or key replaces one that a checkpoint lacks, or an abstract one. It
+has the same shape and kind: a typed key with the same PRNG implementation, or raw key
+data. Typed keys stay typed, because raw data would change the dtype of the leaf.
 
 >>> recreate_meta_values({"count": nnx.RngCount(7, tag="dropout")})["count"].get_value()
 Array(0, dtype=uint32)
@@ -17,7 +15,7 @@ Array(0, dtype=uint32)
 
 from collections.abc import Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +33,14 @@ from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.nnx.blueprints import PARTS, Blueprint, stand_in
-from storesvc_client.trees.nnx.graphs import (
-    GraphState,
-    graph_leaves,
-    refine_graphs,
-    split_module,
+from storesvc_client.trees.nnx.blueprints import (
+    PARTS,
+    Blueprint,
+    Place,
+    join_parts,
+    stand_in,
 )
+from storesvc_client.trees.nnx.graphs import GraphState, graph_leaves, split_module
 from storesvc_client.trees.structure import Difference
 
 _RBG_WORDS = 4
@@ -129,9 +128,8 @@ def fill_rng_values(state: GraphState) -> GraphState:
 
 def is_abstract_rng(leaf: Any) -> bool:
     """Returns whether a leaf is a count or a key without a value."""
-    return isinstance(leaf, nnx.RngState) and isinstance(
-        stored_value(leaf), jax.ShapeDtypeStruct
-    )
+    is_rng = isinstance(leaf, nnx.RngState)
+    return is_rng and isinstance(stored_value(leaf), jax.ShapeDtypeStruct)
 
 
 def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:
@@ -168,14 +166,12 @@ def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:
     if value is None:
         return recreator.get_key()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return _keys(recreator.get_key(_key_impl(value)), _shape(value))
+        key, shape = recreator.get_key(_key_impl(value)), _shape(value)
+        return jax.random.split(key, shape) if shape else key
     # Raw data has no implementation; only its width identifies it.
     impl = "rbg" if value.shape[-1] == _RBG_WORDS else "threefry2x32"
-    return jax.random.key_data(_keys(recreator.get_key(impl), value.shape[:-1]))
-
-
-def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.split(key, shape) if shape else key
+    key, shape = recreator.get_key(impl), value.shape[:-1]
+    return jax.random.key_data(jax.random.split(key, shape) if shape else key)
 
 
 def _key_impl(value: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
@@ -191,9 +187,6 @@ def _key_impl(value: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
-
-Place: TypeAlias = tuple[str, GraphPath]
-"""Part of the state that holds a Variable, and its path in that part."""
 
 _OTHER: Final = dict(zip(PARTS, reversed(PARTS), strict=True))
 
@@ -244,12 +237,11 @@ class Sources:
 
     def like(self) -> dict[str, GraphState]:
         """Returns the parts of the checkpoint to restore, abstract."""
-        parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
-        for (part, path), leaf in _variables(self.blueprint):
-            source = self.held.get((part, path))
-            if source is not None:
-                parts[source][path] = leaf
-        return {part: refine_graphs(leaves) for part, leaves in parts.items()}
+        return join_parts(
+            ((source, place[1]), leaf)
+            for place, leaf in _variables(self.blueprint)
+            if (source := self.held.get(place)) is not None
+        )
 
     def merge(
         self,
@@ -271,24 +263,19 @@ class Sources:
                 as an abstract instance.
         """
         found = {part: graph_leaves(restored[part]) for part in PARTS}
-        parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
-        for (part, path), source in self.held.items():
-            parts[part][path] = found[source][path]
-        for (part, path), leaf in self._recreated(mesh).items():
-            parts[part][path] = leaf
-        for (part, path), leaf in self._initialised(mesh, rules, indivisible).items():
-            parts[part][path] = leaf
-        graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
-        return graphstate, graphother
+        held = {place: found[source][place[1]] for place, source in self.held.items()}
+        initialised = self._initialise(mesh, rules, indivisible)
+        parts = join_parts({**held, **self._recreate(mesh), **initialised}.items())
+        return parts["graphstate"], parts["graphother"]
 
-    def _recreated(self, mesh: Mesh | None) -> dict[Place, Any]:
+    def _recreate(self, mesh: Mesh | None) -> dict[Place, Any]:
         flat = {(part, *path): leaf for (part, path), leaf in self.recreated.items()}
         fresh = recreate_meta_values(flat)
         if mesh is not None:
             fresh = jax.device_put(fresh, NamedSharding(mesh, PartitionSpec()))
         return {(part, tuple(path)): leaf for (part, *path), leaf in fresh.items()}
 
-    def _initialised(
+    def _initialise(
         self,
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
@@ -376,9 +363,8 @@ def _saved_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) ->
     #    number, which a trace turned into an array, is restored as a Python number.
     if not same_family or not same_shape or like.dtype == dtype:
         return stand_in(leaf) if leaf.kind == "python_scalar" and same_family else like
-    is_cast = casting and jnp.issubdtype(dtype, jnp.floating)
     # 4. A cast applies to parameters, but not to the optimizer's scalars.
-    if is_cast:
+    if casting and jnp.issubdtype(dtype, jnp.floating):
         if in_optimizer and like.shape == ():
             return jax.ShapeDtypeStruct((), dtype, sharding=like.sharding)
         return like
@@ -430,9 +416,8 @@ def _holds(keys: Container[str], part: str, path: GraphPath, leaf: Any) -> bool:
 
 def _own_value(variable: Any) -> Any:
     """Returns the value of an instance for a Variable that the checkpoint lacks."""
-    if any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variable)
-    ):
+    leaves = jax.tree.leaves(variable)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise InvalidRequestError(
             "missing='init': expected model= a class, a factory or a module with "
             "values, got an abstract module"
@@ -442,12 +427,9 @@ def _own_value(variable: Any) -> Any:
 
 def _like(made: Any, wanted: Any) -> Any:
     """Returns the created values in the requested dtypes."""
-    new = jax.tree.leaves(made)
     old, treedef = jax.tree.flatten(wanted)
-    cast = [
-        jnp.asarray(value, getattr(like, "dtype", None))
-        for value, like in zip(new, old, strict=True)
-    ]
+    pairs = zip(jax.tree.leaves(made), old, strict=True)
+    cast = [jnp.asarray(value, getattr(like, "dtype", None)) for value, like in pairs]
     return jax.tree.unflatten(treedef, cast)
 
 
@@ -461,10 +443,7 @@ def _shardings(
         return None
     # Leaves that the checkpoint lacks have no recorded sharding.
     ordered = [("", PartitionSpec())] if isinstance(rules, str) or not rules else rules
-    parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
-    for (part, path), leaf in variables.items():
-        parts[part][path] = leaf
-    tree = {part: refine_graphs(leaves) for part, leaves in parts.items()}
+    tree = join_parts(variables.items())
     found = shardings_by_rules(tree, mesh, ordered, indivisible)
     placed = {part: graph_leaves(found[part]) for part in PARTS}
     return [placed[part][path] for part, path in variables]

@@ -17,6 +17,7 @@ cached attributes are not settings and are excluded.
 """
 
 import collections
+import copy
 import dataclasses
 import decimal
 import dis
@@ -48,6 +49,9 @@ _VALUE: Final = "(value)"
 
 _MAX_TEXT: Final = 1000
 """Maximum characters of one text; a longer one is replaced by a digest."""
+
+_FAILURES: Final = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
+"""Errors of methods of the caller's objects."""
 
 _MAX_PLAIN: Final = 100_000
 """Maximum values that go into a digest."""
@@ -173,7 +177,7 @@ def _words(value: Any) -> dict[str, Any]:
         return {}
     try:
         text = repr(value)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+    except _FAILURES:
         return {}
     return {} if "0x" in text else {_VALUE: bounded(text)}
 
@@ -185,9 +189,32 @@ def _settings(value: Any) -> Mapping[str, Any] | None:
         return None
     try:
         found = to_dict()
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
-        return None  # it needs arguments, or attributes that are missing
+    except _FAILURES:
+        found = _settings_of_part(value)
     return found if isinstance(found, Mapping) else None
+
+
+def _settings_of_part(value: Any) -> Mapping[str, Any] | None:
+    """Returns the settings of a configuration of which some attributes cannot be
+    copied, such as an open file: ``to_dict`` copies them in many configurations."""
+    left: dict[str, Any] = {}
+    try:
+        part = copy.copy(value)
+        for name, attribute in vars(value).items():
+            if not isinstance(attribute, _PLACES) and not _is_copyable(attribute):
+                left[name] = attribute
+                del part.__dict__[name]
+        return {**part.to_dict(), **left} if left else None
+    except _FAILURES:
+        return None  # it needs arguments, or attributes that are missing
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except _FAILURES:
+        return False
+    return True
 
 
 TOPOLOGY: Final = frozenset(

@@ -1,17 +1,14 @@
 """The policy: which principals have which roles on which runs.
 
-It denies by default. A binding gives a role, on the runs that match its patterns, to
-the principals and groups that match its names; bindings only add permissions.
+A role groups permissions. The policy denies by default: a binding gives a role, on the
+runs that match its patterns, to the principals and groups that match its names;
+bindings only add permissions.
 
 >>> policy = Policy(bindings=(
 ...     Binding(role="writer", runs=("prod/*",), who=("k8s:train/*",)),
 ... ))
 >>> policy.permits(trainer, Permission.UPLOADS_BEGIN, RunName("prod", "llama-8b"))
 True
-
-Permissions, and the roles that group them.
-
-Identities of callers.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,11 +1,9 @@
-"""Appends to the audit log.
+"""Decides what the audit log records, and appends to it.
 
 Entries that are waiting are written together, with one sync for all of them. An entry
 is written completely or not at all: after an error, the file is cut back to where it
 was. One process at a time writes a file, which is locked. The file is opened again when
 its path leads to another one, as after a rotation; the chain continues in the new file.
-
-Decides what the audit log records.
 
 1. Before a call that changes something begins its work, its entry ``intent`` is
    durable; if it cannot be written, the call fails and changes nothing. The only

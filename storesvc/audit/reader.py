@@ -1,34 +1,27 @@
 """Reads the audit log of a server from its end, a bounded part for each page.
 
-The log is read through the file that the server has open, so that a rotation between
-two steps of the server changes nothing: a renamed file is read until the server opens
-the next one. A page ends where the entries that were asked for are found, or after
-``SCAN_BYTES``; a log of any size costs no more.
+1. The log is read through the file that the server has open, so that a rotation between
+   two steps of the server changes nothing: a renamed file is read until the server
+   opens the next one. A page ends where the entries that were asked for are found, or
+   after ``SCAN_BYTES``; a log of any size costs no more.
+2. ``BackwardLines`` splits blocks, from the last one of the file to the first one, into
+   lines, the last line first. Memory is bounded: of a line that is longer than
+   ``MAX_LINE_BYTES`` only the place and the size are kept.
+3. Each line is parsed to an ``Entry`` or an ``Unreadable``; none is left out, because a
+   line that was changed is what an auditor looks for.
+4. ``PageSearch`` chooses the rows of a page by a filter. A line that is no entry is a
+   row of every page that reaches it, with its place and the reason; its text is not
+   returned, because it may be of anything.
 
-Splits a file that is read from its end into lines, the last line first.
-
-The blocks of the file are given from the last one to the first one. Memory is bounded:
-of a line that is longer than ``MAX_LINE_BYTES`` only the place and the size are kept.
-Pure, so that each way to cut a file into blocks can be tested.
+All but the first step is pure, so that each way to cut a file into blocks can be
+tested.
 
 >>> lines = BackwardLines(Position(offset=6))
 >>> [line.data for line in (*lines.add(b"a\\nbb\\n\\n"), *lines.finish())]
 [b'bb', b'a']
-
-Entries of an audit log as values: parsed from lines, and chosen by a filter.
-
-Pure functions. Each line of a log is an ``Entry`` or an ``Unreadable``; none is left
-out, because a line that was changed is what an auditor looks for.
-
 >>> time = "2026-11-24T07:55:00.000000000Z"
 >>> parsed(f'{{"seq":1,"time":"{time}","stage":"started"}}'.encode()).stage
 <Stage.STARTED: 'started'>
-
-Decides which lines of an audit log are the rows of a page.
-
-Lines come from the end of the log. A line that is no entry is a row of every page that
-reaches it, with its place and the reason; its text is not returned, because it may be
-of anything.
 """
 
 import asyncio
@@ -41,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from storesvc.access.policy import AllRuns, Authentication, Namespace, Resource, SomeRun
 from storesvc.audit.log import AuditLog
@@ -163,8 +156,7 @@ _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{9})Z", re.ASCI
 _YEARS: Final = range(1970, 9999)
 """Years that clients can show in any time zone."""
 
-_MAX_NUMBER: Final = 2**63 - 1
-_MAX_LATENCY_MS: Final = 10**12
+E = TypeVar("E", bound=Enum)
 
 
 class Stage(Enum):
@@ -284,14 +276,17 @@ def _entry(found: dict[str, Any]) -> Entry:
         ValueError: A value has another type or form; the message names its key only.
     """
     latency, missing = found.get("latency_ms"), found.get("missing")
+    how = found.get("authentication")
     entry = Entry(
         seq=_number(found, "seq"),
         time_ns=_time_ns(_text(found.get("time", ""), "time")),
-        stage=_stage(_text(found.get("stage", ""), "stage")),
+        stage=_member(Stage, _text(found.get("stage", ""), "stage"), "stage"),
         server=_text(found.get("server", ""), "server"),
         request_id=_text(found.get("id", ""), "id"),
         principal=_text(found.get("principal", ""), "principal"),
-        authentication=_authentication(found.get("authentication")),
+        authentication=(
+            None if how is None else _member(Authentication, how, "authentication")
+        ),
         peer=_text(found.get("peer", ""), "peer"),
         method=_text(found.get("method", ""), "method"),
         permissions=_permissions(found.get("permissions", [])),
@@ -312,7 +307,7 @@ def _number(found: Mapping[str, Any], key: str) -> int:
     value: object = found.get(key, 0)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"another type of {key}")  # noqa: TRY004 - data, no argument
-    if not 0 <= value <= _MAX_NUMBER:
+    if not 0 <= value < 2**63:
         raise ValueError(f"a number outside of 64 bits in {key}")
     return value
 
@@ -341,20 +336,11 @@ def _time_ns(text: str) -> int:
     return int(time.timestamp()) * 10**9 + int(match[2])
 
 
-def _stage(text: str) -> Stage:
+def _member(kind: type[E], value: object, key: str) -> E:
     try:
-        return Stage(text)
+        return kind(value)
     except ValueError as e:
-        raise ValueError("an unknown stage") from e
-
-
-def _authentication(value: object) -> Authentication | None:
-    if value is None:
-        return None
-    try:
-        return Authentication(value)
-    except ValueError as e:
-        raise ValueError("an unknown authentication") from e
+        raise ValueError(f"an unknown {key}") from e
 
 
 def _permissions(value: object) -> tuple[tuple[str, str], ...]:
@@ -378,7 +364,7 @@ def _detail(value: object) -> Mapping[str, str]:
 def _latency_ms(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError("another type of latency_ms")  # noqa: TRY004 - as above
-    if not 0 <= value < _MAX_LATENCY_MS:  # nor NaN
+    if not 0 <= value < 10**12:  # nor NaN
         raise ValueError("no duration in latency_ms")
     return float(value)
 

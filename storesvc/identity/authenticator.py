@@ -5,12 +5,10 @@ caller on a loopback address or a Unix socket is ``local``, unless other machine
 reach the server: then proxies and sidecars call from this machine, too. A token or a
 certificate that is not valid rejects the call; nothing weaker is tried instead.
 
-Principals of client certificates.
-
-The name is the certificate's only URI subject alternative name, a SPIFFE ID, as in
-X.509 SVIDs (X509-SVID, 2 and 5.2). Other URIs are rejected: one could be the name of a
-group, or of a principal of a token. Common names and DNS names are ignored: authorities
-check them for servers, not for clients.
+A client certificate names its principal by its only URI subject alternative name, a
+SPIFFE ID, as in X.509 SVIDs (X509-SVID, 2 and 5.2). Other URIs are rejected: one could
+be the name of a group, or of a principal of a token. Common names and DNS names are
+ignored: authorities check them for servers, not for clients.
 """
 
 import hashlib
@@ -37,8 +35,6 @@ from storesvc.identity.policy_document import PolicyDocument
 from storesvc.identity.tokens import Issuer, IssuerKeys, verify
 from storesvc.storage.location import is_this_machine
 
-_URI: Final = "peer_uri"
-_CERTIFICATE: Final = "x509_pem_cert"
 _SCHEME: Final = "spiffe://"
 _SPIFFE: Final = re.compile(
     _SCHEME + r"([a-z0-9._-]{1,255})(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+)+"
@@ -61,10 +57,10 @@ def principal_of(
         InvalidCertificateError: It has no URI name, several, or an invalid one, or
             another authority than that of its trust domain issued it.
     """
-    certificate = b"".join(context.get(_CERTIFICATE, ()))
+    certificate = b"".join(context.get("x509_pem_cert", ()))
     if not certificate:
         return None
-    names = [name.decode(errors="replace") for name in context.get(_URI, ())]
+    names = [name.decode(errors="replace") for name in context.get("peer_uri", ())]
     found = _SPIFFE.fullmatch(names[0]) if len(names) == 1 else None
     if found is None or len(names[0]) > _MAX_BYTES:
         raise InvalidCertificateError(
@@ -105,7 +101,6 @@ KNOWN_SECONDS: Final = 300.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_AUTHORIZATION: Final = "authorization"
 _BEARER: Final = "bearer "
 
 
@@ -181,9 +176,9 @@ class Authenticator:
     ) -> "_Known":
         """Verifies a token."""
         found = tokens.unverified(token)
-        issuers = {each.issuer: each for each in document.issuers}
-        issuer = issuers.get(_text(found.claims.get("iss")))
-        if issuer is None:
+        named = found.claims.get("iss")
+        issuers = (each for each in document.issuers if each.issuer == named)
+        if (issuer := next(issuers, None)) is None:
             raise UnknownIssuerError(
                 "token: expected one of an issuer that the policy of this server "
                 "lists, got one of another; get a token of one of them, or ask an "
@@ -213,7 +208,7 @@ def bearer_of(metadata: Any) -> str | None:
     Raises:
         InvalidTokenError: There are several, or the scheme is another one.
     """
-    found = [value for key, value in metadata if key == _AUTHORIZATION]
+    found = [value for key, value in metadata if key == "authorization"]
     if not found:
         return None
     text = found[0] if isinstance(found[0], str) else ""
@@ -232,7 +227,3 @@ def is_local(peer: str) -> bool:
     if kind == "unix":
         return True
     return kind in ("ipv4", "ipv6") and is_this_machine(address.rpartition(":")[0])
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""

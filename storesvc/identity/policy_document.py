@@ -1,17 +1,15 @@
-"""Parses the policy file of a server.
+"""The policy file of a server: parsed, and read again when it changes.
 
 The text is TOML. Nothing is adjusted: an unknown key, another type or a value out of
 range is an error that names its place. The tables are described in `docs/security.md`.
 
->>> document = parse('[[bindings]]\\nrole = "reader"\\nruns = ["**"]\\nwho = ["local"]')
->>> document.policy.bindings[0].role
-'reader'
-
-A policy file, read again when it changes.
-
 A new file that cannot be parsed is ignored: the policy before it stays in force, and
 the error is logged, until the file changes again. So it does while the file system does
 not answer.
+
+>>> document = parse('[[bindings]]\\nrole = "reader"\\nruns = ["**"]\\nwho = ["local"]')
+>>> document.policy.bindings[0].role
+'reader'
 """
 
 import difflib
@@ -20,18 +18,18 @@ import logging
 import re
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from storesvc.access.policy import ALL_RUNS, GROUP, LOCAL, ROLES, Binding, Policy
 from storesvc.errors import InvalidFieldError
 from storesvc.identity.tokens import DEFAULT_ALGORITHMS, Issuer
 from storesvc.lending.lender import Lending
 from storesvc.quota.quotas import QuotaRule
-from storesvc.storage.config_files import FileCheck, read_file
+from storesvc.storage.config_files import FileCheck, file_state, read_file
 from storesvc.storage.location import shows_plaintext
 
 MAX_BYTES: Final = 1 << 20
@@ -197,18 +195,14 @@ def _issuer(table: "_Table") -> Issuer:
                 f"{table.place}.{key}: expected https://, or http:// on this machine, "
                 f"got {url!r}"
             )
-    _check_algorithms(f"{table.place}.algorithms", issuer.algorithms)
-    _check_template(f"{table.place}.principal", issuer.principal)
-    return issuer
-
-
-def _check_algorithms(place: str, algorithms: Iterable[str]) -> None:
-    for algorithm in algorithms:
+    for algorithm in issuer.algorithms:
         if not re.fullmatch(r"(RS|PS|ES)(256|384|512)|EdDSA|Ed25519", algorithm):
             raise InvalidFieldError(
-                f"{place}: expected algorithms with a public key, such as "
-                f"{', '.join(DEFAULT_ALGORITHMS)}, got {algorithm!r}"
+                f"{table.place}.algorithms: expected algorithms with a public key, "
+                f"such as {', '.join(DEFAULT_ALGORITHMS)}, got {algorithm!r}"
             )
+    _check_template(f"{table.place}.principal", issuer.principal)
+    return issuer
 
 
 def _check_template(place: str, template: str) -> None:
@@ -400,10 +394,6 @@ class _Table:
 CHECK_SECONDS: Final = 1.0
 """Interval at which the file is looked at."""
 
-_DIGEST_DIGITS: Final = 16
-
-_State: TypeAlias = tuple[int, int, int] | None
-
 _log = logging.getLogger(__name__)
 
 
@@ -424,7 +414,7 @@ class PolicyFile:
         self._has_local = has_local
         self._check = FileCheck(self._reload, what=f"policy {path}")
         self._data = b""
-        self._state = _state_of(path)
+        self._state = file_state(path)
         self._document, self._digest = self._read()
         self._checked = time.monotonic()
         _log.info("policy: %s, %s", path, self._digest)
@@ -444,7 +434,7 @@ class PolicyFile:
         return self._document
 
     def _reload(self) -> None:
-        state = _state_of(self._path)
+        state = file_state(self._path)
         if state == self._state:
             return
         self._state = state
@@ -475,12 +465,4 @@ class PolicyFile:
             )
         document = parse(text, file=str(self._path), has_local=self._has_local)
         self._data = data
-        return document, hashlib.sha256(data).hexdigest()[:_DIGEST_DIGITS]
-
-
-def _state_of(path: Path) -> _State:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+        return document, hashlib.sha256(data).hexdigest()[:16]

@@ -13,11 +13,8 @@ The steps, in this order:
 ``joserfc`` verifies the signature; the claims are checked here, each with an error of
 its own. Nothing of a token is logged or returned.
 
-Configuration of an issuer of tokens.
-
-The keys of issuers: read from their URLs or files, and kept.
-
-Keys are fresh for ten minutes, then read again before they are used; if that fails,
+The keys of an issuer are read from its URL or file, and kept. They are fresh for ten
+minutes, then read again before they are used; if that fails,
 they stay in use for a day. A token with a key that is not known causes one read, at
 most every half minute; until the next one it cannot be judged. An issuer that does not
 answer fails the calls that need its keys; it never stops a server from starting.
@@ -113,9 +110,6 @@ READ_SECONDS: Final = 3 * TIMEOUT_SECONDS
 MAX_BYTES: Final = 64 << 10
 """Maximum bytes of a response."""
 
-_DISCOVERY: Final = "/.well-known/openid-configuration"
-_KEY_TYPES: Final = ("RSA", "EC", "OKP")
-
 _log = logging.getLogger(__name__)
 _lines = LogThrottle()
 
@@ -200,8 +194,8 @@ def read_keys(issuer: Issuer) -> "KeySet":
         return _key_set(read_file(Path(issuer.jwks_file)))
     url = issuer.jwks_uri
     if not url:
-        found = json.loads(_get(issuer.issuer.rstrip("/") + _DISCOVERY, issuer))
-        match found:
+        root = issuer.issuer.rstrip("/")
+        match json.loads(_get(f"{root}/.well-known/openid-configuration", issuer)):
             case {"jwks_uri": str(url), "issuer": issuer.issuer}:
                 pass
             case _:
@@ -250,7 +244,7 @@ def _key_set(data: bytes) -> "KeySet":
         key
         for key in listed
         if isinstance(key, dict)
-        and key.get("kty") in _KEY_TYPES
+        and key.get("kty") in ("RSA", "EC", "OKP")
         and key.get("use", "sig") == "sig"
     ]
     try:
@@ -291,7 +285,6 @@ MAX_GROUPS: Final = 256
 MAX_NAME_BYTES: Final = 256
 """Maximum bytes of the name of a principal or a group."""
 
-_TYPES: Final = ("jwt", "at+jwt", "application/at+jwt")
 _CLAIM: Final = re.compile(r"\{([^{}]+)\}")
 _PATTERN: Final = re.compile(r"[*?\[\]]")
 _EPOCH_LIMIT: Final = 1 << 40
@@ -331,7 +324,8 @@ def unverified(text: str) -> UnverifiedToken:
     kid, kind = header.get("kid"), header.get("typ", "JWT")
     if kid is not None and not isinstance(kid, str):
         raise _malformed("a kid that is a text, got another value")
-    if not isinstance(kind, str) or kind.lower() not in _TYPES:
+    types = ("jwt", "at+jwt", "application/at+jwt")
+    if not isinstance(kind, str) or kind.lower() not in types:
         raise _malformed("the type JWT or at+jwt, got another one")
     if not isinstance(header.get("alg"), str):
         raise _malformed("the name of an algorithm, got none")

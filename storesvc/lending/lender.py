@@ -1,21 +1,15 @@
 """Lends credentials for the storage of a store.
 
 A lender checks nothing about its caller: `storesvc.rpc` has checked permissions, and
-that the upload is open or the hold live.
+that the upload is open or the hold live. The text of a lent credential never has its
+secret.
 
-The configuration of lending, as the policy file has it.
-
-Values of lent credentials. Their text never has the secret.
-
-Limited tokens for Google Cloud Storage, by Credential Access Boundaries.
-
-The server's own token is exchanged for one that has fewer rights. Its life is what is
-left of the life of the server's token: Google has no shorter one.
-
-Limited credentials for S3: an assumed role with a session policy.
-
-The role must permit to read and create objects below the root of the store; the session
-has what both the role and the policy permit.
+- Google Cloud Storage: the server's own token is exchanged for one that has fewer
+  rights, by Credential Access Boundaries. Its life is what is left of the life of the
+  server's token: Google has no shorter one.
+- S3: a role is assumed with a session policy. The role must permit to read and create
+  objects below the root of the store; the session has what both the role and the policy
+  permit.
 """
 
 import asyncio
@@ -48,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """Limits of the credentials that a server lends for its storage."""
+    """Limits of the credentials that a server lends, as the policy file has them."""
 
     lifetime: timedelta = timedelta(hours=1)
     """Maximum time until clients renew a credential. The provider may end it sooner."""
@@ -117,7 +111,6 @@ GCS_TIMEOUT_SECONDS: Final = 10.0
 _LEAST_LIFE: Final = timedelta(minutes=10)
 """Life of the server's token below which it is refreshed before it is exchanged."""
 
-_EXCHANGE: Final = "urn:ietf:params:oauth:grant-type:token-exchange"
 _TOKEN_TYPE: Final = "urn:ietf:params:oauth:token-type:access_token"  # noqa: S105 - a name
 _MAX_REASON: Final = 200
 
@@ -155,11 +148,19 @@ class GcsIssuer:
         """See ``Issuer.issue``; Google's logs have no name for a session."""
         del session
         from google.auth.exceptions import GoogleAuthError
+        from google.oauth2 import sts
 
         try:
             token, until = self._own_token()
             asked = self._clock.now()
-            answer = self._exchange(token, boundary)
+            answer = sts.Client(self._sts_url).exchange_token(
+                _bounded_request(),
+                grant_type="urn:ietf:params:oauth:grant-type:token-exchange",
+                subject_token=token,
+                subject_token_type=_TOKEN_TYPE,
+                requested_token_type=_TOKEN_TYPE,
+                additional_options=gcs_options(boundary),
+            )
             lent = GcsToken(token=str(answer["access_token"]))
         except GoogleAuthError as e:
             raise self._error(e) from e
@@ -170,19 +171,6 @@ class GcsIssuer:
         ends = [asked + timedelta(seconds=float(life))] if life is not None else []
         ends += [until] if until is not None else []
         return lent, min(ends, default=asked + timedelta(hours=1))
-
-    def _exchange(self, token: str, boundary: Boundary) -> Any:
-        from google.oauth2 import sts
-
-        client = sts.Client(self._sts_url)
-        return client.exchange_token(
-            _bounded_request(),
-            grant_type=_EXCHANGE,
-            subject_token=token,
-            subject_token_type=_TOKEN_TYPE,
-            requested_token_type=_TOKEN_TYPE,
-            additional_options=gcs_options(boundary),
-        )
 
     def _own_token(self) -> tuple[str, datetime | None]:
         """Returns the server's own token, and when it expires."""
@@ -399,7 +387,13 @@ class Lender:
         return await self._lend(boundary.of_pool(self._storage, hold.run))
 
     async def _lend(self, limits: Boundary) -> LentCredential:
-        config = _enabled(self._config(), limits)
+        config, is_gcs = self._config(), limits.scheme == "gs"
+        if config is None or not (config.gcs if is_gcs else config.s3_role_arn):
+            raise LendingUnsupportedError(
+                f"lending: expected {'gcs = true' if is_gcs else 's3_role_arn'} in "
+                "[lending] of the server's policy file, found none; ask its "
+                "administrator for it, or connect without lend_credentials="
+            )
         session = principal_name()
 
         def issue() -> LentCredential:
@@ -431,22 +425,3 @@ class Lender:
                 issuer = S3Issuer.open(self._storage, config)
             self._opened = config, issuer
         return self._opened[1]
-
-
-def _enabled(config: Lending | None, limits: Boundary) -> Lending:
-    """Returns the configuration, if it enables a storage.
-
-    Raises:
-        LendingUnsupportedError: It does not.
-    """
-    option = "gcs = true" if limits.scheme == "gs" else "s3_role_arn"
-    is_enabled = config is not None and (
-        config.gcs if limits.scheme == "gs" else config.s3_role_arn
-    )
-    if config is None or not is_enabled:
-        raise LendingUnsupportedError(
-            f"lending: expected {option} in [lending] of the server's policy file, "
-            "found none; ask its administrator for it, or connect without "
-            "lend_credentials="
-        )
-    return config

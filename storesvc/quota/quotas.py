@@ -15,10 +15,6 @@ nothing that this server has admitted since:
 2. What each upload in progress may still store: it reserves the size of its tree before
    it begins, and more before it sends more.
 3. What uploads that have ended sent since the list.
-
-Limits of namespaces and principals: rules, rates and counts.
-
-Nothing here waits or reads a clock: times are arguments.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ Records of a call have its id, as have the audit log, spans, trailers and errors
 import json
 import logging
 from datetime import UTC, datetime
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from storesvc.access.call import current
 from storesvc.format.names import parse_traceparent, trace_of_upload
@@ -14,12 +14,11 @@ from storesvc.telemetry.events import scope, subject_of
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
-_TEXT: Final = "%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
-
 
 def log_to_stderr(level: int | str, *, form: LogFormat = "text") -> None:
     """Configures logging to stderr at a level."""
-    logging.basicConfig(level=level, format=_TEXT)
+    text = "%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
+    logging.basicConfig(level=level, format=text)
     for handler in logging.getLogger().handlers:
         handler.addFilter(_CallFilter())
         if form == "json":

@@ -1,7 +1,4 @@
-"""Runs the server as a process.
-
-Sends the spans of a server to a collector, by OTLP over HTTP.
-"""
+"""Runs the server as a process: its configuration, signals, and order of shutdown."""
 
 import asyncio
 import logging
@@ -44,7 +41,7 @@ from storesvc.telemetry.events import subscribe, unsubscribe
 
 @asynccontextmanager
 async def traced(endpoint: str) -> AsyncIterator[None]:
-    """Sends spans while the context lasts.
+    """Sends spans to a collector, by OTLP over HTTP, while the context lasts.
 
     Args:
         endpoint: URL of the collector, without ``/v1/traces``; empty: none are sent.

@@ -15,7 +15,6 @@ from storesvc.audit.reader import AuditReader
 from storesvc.errors import InvalidFieldError, StoreError
 from storesvc.identity.authenticator import Authenticator
 from storesvc.identity.policy_document import PolicyDocument, PolicyFile
-from storesvc.identity.tokens import Issuer
 from storesvc.lending.lender import Lender
 from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.security import OPEN, Security
@@ -64,7 +63,14 @@ def security_of(
         quota_rules=lambda: quota_rules_of(document()),
         lender=Lender(storage_at(root), lambda: document().lending) if root else None,
         login_options=lambda: [
-            login_option(each) for each in document().issuers if each.client_id
+            access_api.LoginOption(
+                issuer=each.issuer,
+                client_id=each.client_id,
+                audience=each.audiences[0],
+                scopes=each.scopes,
+            )
+            for each in document().issuers
+            if each.client_id
         ],
     )
 
@@ -127,16 +133,6 @@ def quota_rules_of(
 ) -> tuple[Sequence[QuotaRule], QuotaRule | None]:
     """Returns the quotas of namespaces, and the one of each principal."""
     return document.quotas, document.principal_quota
-
-
-def login_option(issuer: Issuer) -> access_api.LoginOption:
-    """Returns the message for an issuer that people can log in with."""
-    return access_api.LoginOption(
-        issuer=issuer.issuer,
-        client_id=issuer.client_id,
-        audience=issuer.audiences[0],
-        scopes=issuer.scopes,
-    )
 
 
 def _check_installed() -> None:

@@ -10,17 +10,13 @@ import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import grpc
 
 from storesvc.errors import InvalidFieldError
-from storesvc.storage.config_files import FileCheck, read_file
+from storesvc.storage.config_files import FileCheck, FileState, file_state, read_file
 
 _log = logging.getLogger(__name__)
-
-_State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
-"""(mtime, inode, size) of each file; None: the file is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +43,9 @@ class Tls:
             require_client_authentication=self.client_ca is not None,
         )
 
-    def state(self) -> _State:
+    def state(self) -> tuple[FileState | None, ...]:
         """Returns a value that changes whenever the files change."""
-        return tuple(_state(file) for file in self._files())
+        return tuple(map(file_state, self._files()))
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Reads and validates the files.
@@ -122,14 +118,6 @@ class _Current:
             _log.warning("keeping the previous certificates: %s", e)
         else:
             _log.info("reloaded the certificates: %s", self._tls.certificate)
-
-
-def _state(file: Path) -> tuple[int, int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _cause(e: Exception) -> str:

@@ -12,7 +12,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 MAX_BYTES: Final = 4 << 20
 """Maximum bytes of a file."""
@@ -21,6 +21,19 @@ WAIT_SECONDS: Final = 0.5
 """Maximum time that a call waits for files."""
 
 _log = logging.getLogger(__name__)
+
+
+FileState: TypeAlias = tuple[int, int, int]
+"""(mtime, inode, size) of a file."""
+
+
+def file_state(path: Path) -> FileState | None:
+    """Returns a value that changes whenever a file changes; None: it is missing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def read_file(path: Path) -> bytes:

@@ -1,7 +1,7 @@
-"""Events of the service, and their projections to metrics, spans and log records.
+"""Events of the service, and their projections to metrics and spans.
 
 Layers publish what happened (``events``), and know no receiver. Metrics
-(``prometheus``), spans (``spans``) and log records (``json_log``) are computed from
-these events alone, so they cannot disagree. Imports nothing of the service; only the
-server subscribes. Begin with ``events``.
+(``prometheus``) and spans (``spans``) are computed from these events alone, so they
+cannot disagree. Imports nothing of the service; only the server subscribes. Begin with
+``events``.
 """

@@ -4,6 +4,10 @@ Each event is published once, where its outcome is known, to all subscribers of 
 process. Subscribers run in the publishing thread, so they must only count or enqueue.
 Without subscribers, ``publish`` costs the check of an empty list.
 
+``storesvc.rpc`` sets the ``scope`` of a call before anything else of it runs. Events
+that are published during the call, in its task or in threads that it waits for, belong
+to it.
+
 Sizes are in bytes, durations in seconds, times in seconds since the epoch.
 
 Example:
@@ -13,17 +17,6 @@ Example:
     >>> seen
     [Retried(operation='read', kind='hedge')]
     >>> unsubscribe(seen.append)
-
-The call that the current task serves, as far as its measurement needs it.
-
-`storesvc.rpc` sets it before anything else of a call runs. Events that are published
-during the call, in its task or in threads that it waits for, belong to it.
-
-Names the subject of a call: the run, step or upload of a resource name.
-
-Example:
-    >>> subject_of("namespaces/prod/runs/llama/checkpoints/500")
-    {'run': 'prod/llama', 'step': '500'}
 """
 
 import logging
@@ -71,7 +64,12 @@ _KEYS: Final = {
 
 def subject_of(name: str) -> dict[str, str]:
     """Returns the parts of a resource name for logs and spans; empty for other
-    texts, and for names that are longer than any."""
+    texts, and for names that are longer than any.
+
+    Example:
+        >>> subject_of("namespaces/prod/runs/llama/checkpoints/500")
+        {'run': 'prod/llama', 'step': '500'}
+    """
     if len(name) > MAX_CHARACTERS:
         return {}
     match name.split("/"):

@@ -70,8 +70,6 @@ _COMMIT: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
 _WAIT: Final = (0.001, 0.01, 0.1, 1, 5, 20)
 _PASS: Final = (0.01, 0.1, 1, 10, 60, 600, 3600)
 
-_COMMIT_METHOD: Final = "storesvc.v1.UploadService/CommitUpload"
-
 _DENIALS: Final = frozenset(
     {
         *("PERMISSION_DENIED", "IDENTITY_REQUIRED", "CERTIFICATE_INVALID"),
@@ -397,7 +395,12 @@ class Metrics:
     def _histogram_of_request(
         self, storage: str, operation: str, error: str
     ) -> Histogram:
-        return self._storage.labels(storage, operation, _result(error))
+        results = {
+            "": "ok",
+            "PreconditionError": "conflict",  # a usual response to a conditional write
+            "CancelledError": "cancelled",
+        }
+        return self._storage.labels(storage, operation, results.get(error, "error"))
 
     def _end_call(self, event: CallEnded) -> None:
         method, status = event.method, event.status
@@ -411,7 +414,7 @@ class Metrics:
             self._errors.labels(method, event.reason).inc()
         if event.reason in _DENIALS:
             self._denied.labels(event.reason).inc()
-        if method == _COMMIT_METHOD and status != "OK":
+        if method == "storesvc.v1.UploadService/CommitUpload" and status != "OK":
             self._commit_failures.labels(event.reason or status).inc()
 
     def _commit(self, event: Committed) -> None:
@@ -453,18 +456,6 @@ class Metrics:
         self._uploads_open.set(sum(each.uploads_open for each in held))
         since = [each.oldest_upload for each in held if each.oldest_upload]
         self._oldest_upload.set(time.time() - min(since) if since else 0.0)
-
-
-def _result(error: str) -> str:
-    match error:
-        case "":
-            return "ok"
-        case "PreconditionError":
-            return "conflict"  # a usual response to a conditional write
-        case "CancelledError":
-            return "cancelled"
-        case _:
-            return "error"
 
 
 def _version(package: str) -> str:

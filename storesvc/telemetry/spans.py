@@ -13,7 +13,8 @@ dropped, and calls do not wait.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, TypeAlias, cast
 
 from opentelemetry.context import Context
@@ -57,8 +58,6 @@ MAX_RUNS: Final = 1000
 
 _FLUSH_MILLIS: Final = 2000
 """Maximum time at the end of the process for the export of the last spans."""
-
-_HEALTH: Final = "grpc.health."
 
 _Attribute: TypeAlias = str | int | float | bool
 
@@ -142,7 +141,7 @@ class Spans:
         span.end(_nanoseconds(event.start + event.seconds))
 
     def _emit_call(self, event: CallEnded) -> None:
-        if event.method.startswith(_HEALTH):
+        if event.method.startswith("grpc.health."):
             return
         subject = subject_of(event.subject.get("name", ""))
         context = _context_of(subject, event.parent)
@@ -178,7 +177,13 @@ class Spans:
                 name = "commit"
                 attributes = {"storesvc.chunk_count": part.chunk_count}
             case RunCollected():
-                name, attributes = "gc.run", _collected(part)
+                name = "gc.run"
+                attributes = {
+                    "storesvc.run": part.run,
+                    "storesvc.deleted_objects": part.deleted_objects,
+                    "storesvc.purged_checkpoints": part.purged_checkpoints,
+                    "storesvc.aborted_uploads": part.aborted_uploads,
+                }
             case (float() as moment, Stalled() as stalled):
                 attributes = {"storesvc.storage": stalled.storage}
                 call.add_event("stall", attributes, _nanoseconds(moment))
@@ -236,9 +241,14 @@ class _ChosenIds(IdGenerator):
         self._random = RandomIdGenerator()
         self._own = threading.local()
 
-    def chosen(self, ids: TraceIds) -> "_Choice":
-        """Returns a context whose next span has these ids."""
-        return _Choice(self._own, ids)
+    @contextmanager
+    def chosen(self, ids: TraceIds) -> Iterator[None]:
+        """Chooses the ids of the spans that this thread starts in the context."""
+        self._own.ids = ids
+        try:
+            yield
+        finally:
+            self._own.ids = None
 
     def generate_trace_id(self) -> int:
         ids: TraceIds | None = getattr(self._own, "ids", None)
@@ -247,20 +257,6 @@ class _ChosenIds(IdGenerator):
     def generate_span_id(self) -> int:
         ids: TraceIds | None = getattr(self._own, "ids", None)
         return self._random.generate_span_id() if ids is None else ids.span
-
-
-class _Choice:
-    """Chooses the ids of the spans that its thread starts in the context."""
-
-    def __init__(self, own: threading.local, ids: TraceIds) -> None:
-        self._own = own
-        self._ids = ids
-
-    def __enter__(self) -> None:
-        self._own.ids = self._ids
-
-    def __exit__(self, *_: object) -> None:
-        self._own.ids = None
 
 
 def _keep(part: object) -> None:
@@ -297,15 +293,6 @@ def _attributes_of(
     if event.reason:
         found["error.type"] = event.reason
     return found
-
-
-def _collected(event: RunCollected) -> dict[str, _Attribute]:
-    return {
-        "storesvc.run": event.run,
-        "storesvc.deleted_objects": event.deleted_objects,
-        "storesvc.purged_checkpoints": event.purged_checkpoints,
-        "storesvc.aborted_uploads": event.aborted_uploads,
-    }
 
 
 def _nanoseconds(seconds: float) -> int:

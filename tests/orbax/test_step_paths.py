@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint import args
 
 import storesvc_client as store
+import storesvc_client.orbax as store_orbax
 from tests.orbax.conftest import NewManager
 from tests.orbax.test_handlers import TextRestore, TextSave
 
@@ -127,3 +128,10 @@ def test_the_folder_of_a_handler_is_named_as_the_step(our_manager: NewManager) -
 def test_files_of_another_handler_come_back(manager: Any) -> None:
     found = manager.restore(100, args=args.Composite(iter=TextRestore()))
     assert found.iter == FILES
+
+
+def test_every_public_name_is_there() -> None:
+    """Each name of the package is found where the package looks for it."""
+    assert store_orbax.__all__ == [
+        getattr(store_orbax, name).__name__ for name in store_orbax.__all__
+    ]

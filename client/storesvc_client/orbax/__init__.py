@@ -43,7 +43,7 @@ _HOMES: Final = {
     "ItemMissingError": "step_errors",
     "StepExistsError": "step_errors",
     "StepMissingError": "step_errors",
-    "StepPath": "step_path",
+    "StepPath": "items",
     "TreeMismatchError": "step_errors",
 }
 

@@ -2,8 +2,6 @@
 
 A checkpointable is a pytree, or an object that saves itself into a directory
 (``StatefulCheckpointable``), such as an iterator of Grain.
-
-Checkpointables of Orbax's version 1: pytrees, and objects that save themselves.
 """
 
 import asyncio
@@ -287,7 +285,14 @@ class Checkpointer(ManagedRun):
             run,
             logger,
             metadata=custom_metadata,
-            save_policy=save_decision_policy or _as_often_as_possible(),
+            save_policy=save_decision_policy
+            or managers.AnySavePolicy(  # as often as possible
+                [
+                    managers.InitialSavePolicy(),
+                    managers.ContinuousCheckpointingPolicy(),
+                    managers.PreemptionCheckpointingPolicy(),
+                ]
+            ),
             keep=keep,
             multiprocessing_options=ocp.options.MultiprocessingOptions(),
             is_read_only=False,
@@ -582,13 +587,3 @@ class Checkpointer(ManagedRun):
 
 def _number(step: Any) -> Any:
     return step.step if isinstance(step, CheckpointMetadata) else step
-
-
-def _as_often_as_possible() -> Any:
-    return managers.AnySavePolicy(
-        [
-            managers.InitialSavePolicy(),
-            managers.ContinuousCheckpointingPolicy(),
-            managers.PreemptionCheckpointingPolicy(),
-        ]
-    )

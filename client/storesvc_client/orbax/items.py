@@ -1,29 +1,24 @@
 """Saves and restores the items of one step: trees, JSON values, files of handlers.
 
-Keeps the files that a checkpoint handler writes as one value, and brings them back.
+A manager keeps a record of the items, metrics and metadata of a step: the item
+``orbax`` of the checkpoint, a JSON value. A tree is stored in the tree of the
+checkpoint, below the name of its item, or at the root if it is the only one and has
+Orbax's default name. A JSON item is an item of the checkpoint; so are the files of a
+handler, as one archive for each process. Names of items in a store are narrower than
+Orbax's, so the record has both. A step that was saved by other means has no record, and
+its tree is the default item.
 
 A handler, such as Grain's, writes files into a directory. They become an archive of the
 zip format, without compression and without times, so that equal files are equal bytes
 and are stored once. An archive from a store is checked before anything is written: it
 can neither leave the directory nor grow.
 
-The record that a manager keeps in a step: its items, metrics and metadata.
-
-It is the item ``orbax`` of the checkpoint, a JSON value. A tree is stored in the tree
-of the checkpoint, below the name of its item, or at the root if it is the only one and
-has Orbax's default name. A JSON item is an item of the checkpoint; so are the files of
-a handler, as one archive for each process. Names of items in a store are narrower than
-Orbax's, so the record has both. A step that was saved by other means has no record, and
-its tree is the default item.
-
-A path in a run, as loops form it from ``manager.directory``.
+A ``StepPath`` names a step, an item of it, or a folder or a file that a handler wrote,
+as loops form it from ``manager.directory``, and reads as a path does. It is no path of
+a file system: ``os.fspath`` rejects it, as no file is there.
 
 >>> (manager.directory / "100" / "iter").exists()
 True
-
-It names a step, an item of it, or a folder or a file that a handler wrote, and reads as
-a path does. It is no path of a file system: ``os.fspath`` rejects it, as no file is
-there.
 """
 
 import io
@@ -35,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from etils.epath.stat_utils import StatResult
 
@@ -111,26 +106,23 @@ def read_files(place: str, archives: Sequence[bytes]) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     for data in archives:
-        with _opened(place, data) as archive:
-            for entry in _checked(place, archive):
-                name, contents = entry.filename, _contents(place, archive, entry)
-                if files.setdefault(name, contents) != contents:
-                    raise MismatchError(
-                        f"{place}: expected each process to save other files, or "
-                        f"equal ones, got two at {name!r}; restore with as many "
-                        "processes as saved it"
-                    )
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                entries = _check_entries(place, archive)
+                found = {each.filename: archive.read(each) for each in entries}
+        except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as e:
+            raise _damage(place, str(e)) from e
+        for name, contents in found.items():
+            if files.setdefault(name, contents) != contents:
+                raise MismatchError(
+                    f"{place}: expected each process to save other files, or equal "
+                    f"ones, got two at {name!r}; restore with as many processes as "
+                    "saved it"
+                )
     return files
 
 
-def _opened(place: str, data: bytes) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(io.BytesIO(data))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
-        raise _damage(place, str(e)) from e
-
-
-def _checked(place: str, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+def _check_entries(place: str, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """Returns the entries of an archive that can be written as they are."""
     entries = archive.infolist()
     names = [entry.filename for entry in entries]
@@ -153,13 +145,6 @@ def _is_plain(name: str) -> bool:
     """Returns whether a name is a relative path that stays where it is written."""
     parts = name.split("/")
     return "\0" not in name and "\\" not in name and not {"", ".", ".."} & set(parts)
-
-
-def _contents(place: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    try:
-        return archive.read(entry)
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as e:
-        raise _damage(place, str(e)) from e
 
 
 def _damage(place: str, got: str) -> DataLossError:
@@ -209,10 +194,9 @@ class StepRecord:
 
     def value(self) -> dict[str, Any]:
         """Returns the record as a value of JSON."""
-        parts = {name: _row(part) for name, part in self.parts.items()}
         return {
             "version": _VERSION,
-            "items": parts,
+            "items": {name: _row(part) for name, part in self.parts.items()},
             "metrics": self.metrics,
             "custom_metadata": self.custom_metadata,
         }
@@ -227,9 +211,8 @@ class StepRecord:
         try:
             if value["version"] != _VERSION:
                 raise ValueError(f"its version is {value['version']!r}")
-            parts = {name: _part(row) for name, row in value["items"].items()}
             return cls(
-                parts=parts,
+                parts={name: _part(row) for name, row in value["items"].items()},
                 metrics=value["metrics"],
                 custom_metadata=value["custom_metadata"],
             )
@@ -239,11 +222,6 @@ class StepRecord:
                 f"that storesvc_client.orbax wrote, got another value ({e}); upgrade "
                 "storesvc, or restore with run.restore"
             ) from e
-
-
-def foreign_record() -> StepRecord:
-    """Returns the record of a step that was saved by other means."""
-    return StepRecord(parts={DEFAULT_ITEM: Part(kind="tree", place="")})
 
 
 def plan_parts(
@@ -303,6 +281,7 @@ def _part(row: Any) -> Part:
 class TreeContent:
     """A pytree of arrays."""
 
+    kind: ClassVar[Kind] = "tree"
     tree: Any
     custom_metadata: Any = None
     """A value of JSON that is kept with it."""
@@ -312,6 +291,7 @@ class TreeContent:
 class JsonContent:
     """A value of JSON."""
 
+    kind: ClassVar[Kind] = "json"
     value: Any
 
 
@@ -319,6 +299,7 @@ class JsonContent:
 class FilesContent:
     """Files that a function writes into a folder."""
 
+    kind: ClassVar[Kind] = "files"
     write: Callable[[Path], object]
     handler: str | None = None
     """Class of version 1 that writes them."""
@@ -359,7 +340,7 @@ def step_contents(
     Raises:
         InvalidRequestError: A tree is empty, or a handler wrote too much.
     """
-    kinds = {name: _kind(content) for name, content in contents.items()}
+    kinds = {name: content.kind for name, content in contents.items()}
     parts = plan_parts(kinds, default=default, is_default=is_default)
     tree: Any = {}
     items: dict[str, Any] = {}
@@ -393,7 +374,7 @@ def read_record(opened: "OpenCheckpoint") -> StepRecord:
         DataLossError: It is damaged.
     """
     if RECORD not in opened.items:
-        return foreign_record()
+        return StepRecord(parts={DEFAULT_ITEM: Part(kind="tree", place="")})
     return StepRecord.parse(opened.name, opened.items[RECORD])
 
 
@@ -427,16 +408,6 @@ def restore_files(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(contents)
         return read(folder)
-
-
-def _kind(content: Content) -> Kind:
-    match content:
-        case TreeContent():
-            return "tree"
-        case JsonContent():
-            return "json"
-        case FilesContent():
-            return "files"
 
 
 def _check_filled(place: str, tree: Any) -> None:

@@ -3,15 +3,11 @@
 A step has either one unnamed item, or several named ones (``args.Composite``); which
 of the two is settled by the constructor, or by the first save or restore.
 
-Translates Orbax's ``CheckpointArgs`` to what a step holds, and back.
-
-Trees and JSON values are stored as such; every other argument belongs to a handler,
-which writes files.
-
-Arguments of an item from ``items=`` and its keywords, which Orbax deprecates.
-
-As in Orbax they are taken for items whose handler the manager was created with: the
-handler is registered with the class of argument that they belong to.
+Orbax's ``CheckpointArgs`` are translated to what a step holds, and back. Trees and JSON
+values are stored as such; every other argument belongs to a handler, which writes
+files. ``items=`` and its keywords, which Orbax deprecates, are taken as in Orbax for
+items whose handler the manager was created with: the handler is registered with the
+class of argument that they belong to.
 """
 
 import logging
@@ -24,7 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_args import get_registered_args_cls
+from orbax.checkpoint.checkpoint_args import (
+    get_registered_args_cls,
+    get_registered_handler_cls,
+)
 from orbax.checkpoint.checkpoint_manager import (
     AbstractCheckpointManager,
     RootMetadata,
@@ -47,7 +46,6 @@ from storesvc_client.orbax.items import (
 from storesvc_client.orbax.options import (
     IgnoredOptions,
     check_handler,
-    default_options,
     metric_of,
     needless_options,
     options_of_handler,
@@ -116,7 +114,7 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
             return FilesContent(_writer(used, args))
 
 
-def restored_part(
+def restore_part(
     opened: "OpenCheckpoint", name: str, part: Part, args: Any, handler: Any
 ) -> Any:
     """Returns an item as an argument of a restore describes it.
@@ -142,7 +140,10 @@ def restored_part(
             )
         given = _default_arguments(handler) if args is None else args
         used = _handler_of(place, given, handler)
-        return restore_files(opened, name, part, _reader(used, given))
+        return restore_files(
+            *(opened, name, part),
+            lambda folder: used.restore(epath.Path(folder), args=given),
+        )
     check_handler(place, args, handler)
     match args:
         case None:
@@ -179,15 +180,13 @@ def _restore_target(opened: "OpenCheckpoint", place: str, part: Part, args: Any)
     if target is None:
         target, given = given, None
     elif given is None and isinstance(args, ocp.args.PyTreeRestore):
-        given = jax.tree.map(_any_if_number, target)
+        # a number stands for any leaf, which is restored as it was saved
+        given = jax.tree.map(
+            lambda x: ocp.RestoreArgs() if isinstance(x, int | float | complex) else x,
+            target,
+        )
     partial = bool(getattr(args, "partial_restore", False))
     return restore_tree(opened, part.place, target, given, partial=partial)
-
-
-def _any_if_number(leaf: Any) -> Any:
-    """Returns what restores a leaf as it was saved for a number, which stands for any
-    leaf in the item of ``PyTreeRestore``."""
-    return ocp.RestoreArgs() if isinstance(leaf, int | float | complex) else leaf
 
 
 def _json(place: str, metadata: Any) -> Any:
@@ -226,8 +225,6 @@ def _handler_of(place: str, args: Any, handler: Any) -> Any:
         )
     if handler is not None:
         return handler
-    from orbax.checkpoint.checkpoint_args import get_registered_handler_cls
-
     try:
         return get_registered_handler_cls(args)()
     except (ValueError, TypeError) as e:
@@ -238,8 +235,6 @@ def _handler_of(place: str, args: Any, handler: Any) -> Any:
 
 
 def _default_arguments(handler: Any) -> Any:
-    from orbax.checkpoint.checkpoint_args import get_registered_args_cls
-
     try:
         return get_registered_args_cls(handler)[1]()
     except (ValueError, TypeError) as e:
@@ -255,10 +250,6 @@ def _writer(handler: Any, args: Any) -> Callable[[Path], object]:
         handler.finalize(epath.Path(folder))
 
     return write
-
-
-def _reader(handler: Any, args: Any) -> Callable[[Path], Any]:
-    return lambda folder: handler.restore(epath.Path(folder), args=args)
 
 
 def _check_kind(place: str, part: Part, kind: str, args: Any) -> None:
@@ -366,7 +357,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
             StoreError: The store cannot be reached.
         """
         _reject("handler_registry", handler_registry, "use item_handlers=")
-        self._options = default_options() if options is None else options
+        self._options = options or ocp.CheckpointManagerOptions()
         for line in needless_options(self._options):
             _log.info("options: %s", line)
         keep = retention_of_options(self._options)
@@ -451,7 +442,10 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
             step,
             {
                 name: content_of(
-                    f"{place} item {name!r}", given, self._handler(name), self._ignored
+                    f"{place} item {name!r}",
+                    given,
+                    self._handlers.get(name),
+                    self._ignored,
                 )
                 for name, given in by_name.items()
             },
@@ -512,12 +506,12 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         if not by_name:
             by_name = dict.fromkeys(self._restorable(opened, record))
         restored = {
-            name: restored_part(
+            name: restore_part(
                 opened,
                 name,
                 self._part(opened, record, name),
                 given,
-                self._handler(name),
+                self._handlers.get(name),
             )
             for name, given in by_name.items()
         }
@@ -671,7 +665,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         """Returns the items that can be restored without an argument."""
         names = []
         for name, part in record.parts.items():
-            if part.kind == "files" and self._handler(name) is None:
+            if part.kind == "files" and self._handlers.get(name) is None:
                 _log.warning(
                     "%s item %r is not restored: it needs args= or item_handlers=",
                     *(opened.name, name),
@@ -679,9 +673,6 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
                 continue
             names.append(name)
         return names
-
-    def _handler(self, name: str) -> Any:
-        return self._handlers.get(name)
 
 
 def _unwrap_handlers(checkpointers: Any) -> tuple[Any, bool]:

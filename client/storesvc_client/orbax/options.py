@@ -1,23 +1,15 @@
-"""Translates Orbax's options of retention to a retention policy of a run.
+"""Decides which of Orbax's options are followed, logged, or rejected by name.
 
-A policy of Orbax is code that a process calls after each save; a policy of a run is
-a value that the server applies. What has no equal value is rejected by its name.
-
-Decides only: reads no store.
-
-Options of handlers and of saves that have no effect in a store, or are rejected.
-
-An option that changes only how files are written is logged, once for each manager. One
-that changes what a restore returns is followed, or rejected by name.
-
-Decides which of Orbax's options a manager takes, and when it saves.
+They are the options of handlers and of saves, of a manager, and of version 1's
+``Context``. An option that changes only how files are written is logged, once for each
+manager. One that changes what a restore returns is followed, or rejected by name.
 
 The decisions when to save are Orbax's own policies, built from the options as Orbax
-builds them.
+builds them. A policy of retention is code in Orbax that a process calls after each
+save; that of a run is a value that the server applies. What has no equal value is
+rejected by its name.
 
 Decides only: reads no store and no clock.
-
-Options of Orbax's ``Context``, version 1: followed, logged, or rejected by name.
 """
 
 import inspect
@@ -170,13 +162,11 @@ def _set_fields(given: Any) -> list[str]:
     """Returns the fields of a dataclass that differ from their defaults."""
     found = []
     for field in fields(given):
-        if field.default is MISSING and field.default_factory is MISSING:
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if default is MISSING:
             continue
-        default = (
-            field.default_factory()
-            if field.default_factory is not MISSING
-            else field.default
-        )
         value = getattr(given, field.name)
         if value is not default and (default is None or value != default):
             found.append(field.name)
@@ -231,13 +221,6 @@ _REFUSED_SAVE_OPTIONS: Final = {
 """Options whose effect a store does not have, each with what to do."""
 
 
-def default_options() -> Any:
-    """Returns Orbax's default options."""
-    from orbax.checkpoint import CheckpointManagerOptions
-
-    return CheckpointManagerOptions()
-
-
 def needless_options(options: Any) -> list[str]:
     """Returns a line for each option that was set and has no effect.
 
@@ -246,18 +229,16 @@ def needless_options(options: Any) -> list[str]:
     """
     check_processes("options: multiprocessing_options", options.multiprocessing_options)
     lines = []
-    for field in fields(options):
-        if not _is_set(field, getattr(options, field.name)):
+    for name in _set_fields(options):
+        if name in TAKEN:
             continue
-        if field.name in TAKEN:
-            continue
-        if field.name not in NEEDLESS:
-            advice = _REFUSED_SAVE_OPTIONS.get(field.name, "leave it out")
+        if name not in NEEDLESS:
+            advice = _REFUSED_SAVE_OPTIONS.get(name, "leave it out")
             raise InvalidRequestError(
-                f"options: expected no {field.name}=, which a store cannot follow, got "
-                f"{getattr(options, field.name)!r}; {advice}"
+                f"options: expected no {name}=, which a store cannot follow, got "
+                f"{getattr(options, name)!r}; {advice}"
             )
-        lines.append(f"{field.name}= has no effect: {NEEDLESS[field.name]}")
+        lines.append(f"{name}= has no effect: {NEEDLESS[name]}")
     return lines
 
 
@@ -311,13 +292,6 @@ class _ShouldSave:
         del context
         before = previous_steps[-1].step if previous_steps else None
         return bool(self._function(step.step, before))
-
-
-def _is_set(field: Any, value: Any) -> bool:
-    """Returns whether an option differs from its default."""
-    if field.default is not MISSING:
-        return bool(value != field.default)
-    return bool(value != field.default_factory())
 
 
 _GROUPS: Final = (
@@ -467,7 +441,7 @@ def retention_of_policy(policy: Any) -> RetentionPolicy | None:
     """
     match policy:
         case managers.AnyPreservationPolicy(policies=members):
-            return _any(members)
+            return _join_policies(members)
         case managers.LatestN(n=count):
             return None if count is None else KeepLatest(_positive("LatestN", count))
         case managers.EveryNSeconds(interval_secs=seconds):
@@ -475,7 +449,8 @@ def retention_of_policy(policy: Any) -> RetentionPolicy | None:
         case managers.EveryNSteps():
             return _every_steps(policy)
         case managers.CustomSteps():
-            return KeepSteps(*sorted(_steps_of(policy)))
+            steps = getattr(policy, "_steps_set", None)  # in a private field
+            return KeepSteps(*sorted(policy.steps if steps is None else steps))
         case managers.BestN(n=count):
             if count is None:
                 return None
@@ -563,7 +538,7 @@ def _best(
     return KeepBest(count, metric=metric, mode=mode, without_metric=without)
 
 
-def _any(members: Sequence[Any]) -> RetentionPolicy | None:
+def _join_policies(members: Sequence[Any]) -> RetentionPolicy | None:
     found = [retention_of_policy(member) for member in members]
     if not found:
         raise InvalidRequestError(
@@ -582,12 +557,6 @@ def _every_steps(policy: Any) -> RetentionPolicy:
                 f"of a run equals; {_ADVICE}"
             )
     return KeepEvery(steps=policy.interval_steps)
-
-
-def _steps_of(policy: Any) -> Sequence[int]:
-    """Returns the steps of ``CustomSteps``, which keeps them in a private field."""
-    steps: Iterable[int] | None = getattr(policy, "_steps_set", None)
-    return [*(policy.steps if steps is None else steps)]
 
 
 def _by_name(policy: Any) -> RetentionPolicy | None:

@@ -6,14 +6,11 @@ manager is created, after each save, and by ``reload``; the calls between, such 
 ``should_save`` in every step of a loop, ask no server. An error of a save in the
 background is raised once, by the next call that waits for it or saves.
 
-Metadata of a run, and what the metadata of its steps, of Orbax's classes, holds.
-
-Resolves what a manager is created with to a run: a ``Run``, or text of a config.
-
-The text, or a path that has it, is the target of ``connect``, "#", and the name of the
-run, such as ``/ckpts#prod/llama-8b``; or the target alone, with ``run=``. Programs join
-more parts to their directory, which become parts of the name: ``llama-8b/checkpoints/``
-is ``llama-8b.checkpoints``.
+A manager is created with a ``Run``, or with a text of a config. The text, or a path
+that has it, is the target of ``connect``, "#", and the name of the run, such as
+``/ckpts#prod/llama-8b``; or the target alone, with ``run=``. Programs join more parts
+to their directory, which become parts of the name: ``llama-8b/checkpoints/`` is
+``llama-8b.checkpoints``.
 """
 
 import json
@@ -211,12 +208,6 @@ class StepInfo:
     metrics: Mapping[str, float] | None
     """Its metrics; None if it has none."""
 
-    @classmethod
-    def of(cls, found: Checkpoint) -> "StepInfo":
-        """Returns the step of a checkpoint."""
-        metrics = dict(found.metrics) or None
-        return cls(step=found.step, time=found.commit_time, metrics=metrics)
-
 
 class StepSequence:
     """The steps of one run. For one thread, as Orbax's managers are."""
@@ -316,7 +307,14 @@ class StepSequence:
         self._note_commit()
         if self._committed is None:
             try:
-                found = [StepInfo.of(each) for each in self.run.checkpoints()]
+                found = [
+                    StepInfo(
+                        step=each.step,
+                        time=each.commit_time,
+                        metrics=dict(each.metrics) or None,
+                    )
+                    for each in self.run.checkpoints()
+                ]
             except NotFoundError:
                 found = []
             self._committed = found

@@ -1,20 +1,13 @@
-"""Decides how one leaf of a target of Orbax is restored.
-
-Orbax restores a leaf in the type, dtype and sharding that its target names, whatever
-was saved; a restore of this library returns what was saved. So a leaf has two parts
-here: what to ask the checkpoint for, and what to do with the value. Reads nothing.
-
-Metadata of one tree, as ``item_metadata`` of Orbax's managers returns it.
-
-Orbax's own class is private, rejects integer keys and can be unflattened only once, so
-this one has its attributes and methods instead, without ``use_zarr3``.
-
-Restores the tree of one item as Orbax does: into a target, or as it was saved.
+"""Restores the tree of one item as Orbax does: into a target, or as it was saved.
 
 A target has the structure to return. None in it, or Orbax's placeholder ``...``, is
 returned unchanged, and what was saved there is not read. Everything else must be in the
 checkpoint, and the checkpoint must have nothing else. In a partial restore either may
 have leaves that the other lacks.
+
+Orbax restores a leaf in the type, dtype and sharding that its target names, whatever
+was saved; a restore of this library returns what was saved. So a leaf has two parts
+here: what to ask the checkpoint for, and what to do with the value.
 """
 
 import json
@@ -53,9 +46,12 @@ if TYPE_CHECKING:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMetadata:
-    """A tree of ``ShapeDtypeStruct``, and what the caller saved with it.
+    """A tree of ``ShapeDtypeStruct``, and what the caller saved with it, as
+    ``item_metadata`` of Orbax's managers returns it.
 
     It is a pytree with the leaves and key paths of its tree, and a target of a restore.
+    Orbax's own class is private, rejects integer keys and can be unflattened only once,
+    so this one has its attributes and methods instead, without ``use_zarr3``.
     """
 
     tree: Any
@@ -199,8 +195,7 @@ def _of_arguments(saved: LeafInfo, target: RestoreArgs) -> LeafTarget:
         sharding = _sharding_of(target)
         shape = shape if target.global_shape is None else tuple(target.global_shape)
     elif saved.kind not in ("array", "prng_key"):
-        like = _saved_like(saved)
-        return LeafTarget(like, _unchanged)
+        return LeafTarget(_saved_like(saved), _unchanged)
     return _device(saved, shape, _dtype(saved) if dtype is None else dtype, sharding)
 
 
@@ -350,8 +345,8 @@ def restore_tree(
         InvalidRequestError: ``restore_args`` lacks a leaf.
         StoreError: As for ``OpenCheckpoint.restore``.
     """
+    select = [_below(place)] if place else None
     if target is None:
-        select = [_below(place)] if place else None
         return _unwrapped(opened.restore(select=select), place)
     leaves, treedef = _marked_leaves(target, place)
     saved = {key: opened.leaves[key] for key in _keys(opened, place)}
@@ -367,7 +362,6 @@ def restore_tree(
     like = treedef.unflatten(
         targets[leaf.key].like if leaf.key in targets else None for leaf in leaves
     )
-    select = [_below(place)] if place else None
     if len(read) < len(saved):
         select = [re.compile(rf"\A(?:{'|'.join(map(re.escape, targets))})\Z")]
     with without_advice():
@@ -390,12 +384,8 @@ def tree_structs(
     describe: Callable[[LeafInfo], Any] = saved_struct,
 ) -> Any:
     """Returns the tree of an item with what describes each leaf."""
-    below = _below(place)
-    rows = [
-        (leaf.path, leaf.path_kinds, describe(leaf))
-        for leaf in opened.leaves.values()
-        if not place or below.search(leaf.key)
-    ]
+    leaves = [opened.leaves[key] for key in _keys(opened, place)]
+    rows = [(leaf.path, leaf.path_kinds, describe(leaf)) for leaf in leaves]
     return _unwrapped(nest(rows), place) if rows else {}
 
 
@@ -502,10 +492,6 @@ def _listed(found: Sequence[str]) -> str:
     left = len(found) - _MAX_NAMED
     more = [f"{left} more", found[-1]] if left > 0 else []
     return "; ".join([*found[: _MAX_NAMED if more else None], *more])
-
-
-def _is_skipped(value: Any) -> bool:
-    return value is _SKIPPED or value is ...
 
 
 def _text(leaf: Any) -> str:

@@ -51,6 +51,8 @@ class Upload:
     """live, superseded, aborted or committed."""
     sent: dict[int, set[int]] = field(default_factory=dict)
     """Versions that it sent, by chunk."""
+    servers: dict[int, int] = field(default_factory=dict)
+    """The server that received each chunk last."""
     receipt: dict[int, int] | None = None
     """Last accepted receipt; chunks sent after it change nothing."""
 
@@ -72,10 +74,18 @@ class Upload:
             if not self.has_sent(chunk, version) and not self.can_claim(chunk, version)
         }
 
-    def send(self, versions: Mapping[int, int]) -> None:
-        """Sends chunks."""
+    def send(self, versions: Mapping[int, int], server: int) -> None:
+        """Sends chunks to a server."""
         for chunk, version in versions.items():
             self.sent.setdefault(chunk, set()).add(version)
+            self.servers[chunk] = server
+
+    def may_omit(self, receipt: Mapping[int, int], server: int) -> bool:
+        """Returns whether a server may accept a receipt that omits chunks: it need not
+        look for those that another server received, see ``FinishWriter``."""
+        omitted = self.sent.keys() - receipt.keys()
+        elsewhere = all(self.servers[chunk] != server for chunk in omitted)
+        return bool(omitted) and elsewhere and not self.needed(receipt)
 
     def finish_refusal(self, receipt: Mapping[int, int]) -> Refusal:
         """Returns the expected response to a receipt."""

@@ -3,36 +3,25 @@
 The order of the steps makes a pass safe to cut off anywhere: a later pass continues.
 
 1. Abort the uploads whose lease is over. The pass ends here if a slot was rolled back
-   to a version before its commit (``history``).
+   to a version before its commit (``expiry.History``).
 2. Apply the retention policy.
 3. Purge the deleted checkpoints whose purge time has come. Steps 1 to 3 need no
    consistent read of the run, so they also work while the run changes all the time.
 4. Read the run until two reads of its slots agree, and let ``mark`` decide what is
-   garbage in that state.
-5. Delete the garbage in the order of ``sweep``: objects that refer to data files, data
-   files, unlisted leftovers of uploads, records of uploads.
-6. Delete FREE slots, after the epoch floor of the run was raised to their epochs.
+   garbage in that state. `GarbageFinder` reads what it needs, and determines how long
+   something has been unused: if a record has the time at which an upload ended, that
+   time counts; without one, and where clocks differ, the observations of this process
+   count.
+5. Delete the garbage: objects that refer to data files, then data files, so that no
+   reader finds a file table whose files are gone; unlisted leftovers of the uploads of
+   which nothing else remains, before the objects by which a later pass would find these
+   uploads again; records of uploads.
+6. Delete FREE slots, each after the run's epoch floor was raised to its epoch, so that
+   epochs never start again.
 7. Delete expired holds and the records of deleted tags.
 
 Concurrent passes of several processes are safe: garbage stays garbage, and each record
-is deleted on the condition that it is unchanged since it was judged.
-
-Finds the garbage of a run, from the state read and from earlier observations.
-
-``mark`` decides; this module reads what it needs, and determines how long something has
-been unused. If a record has the time at which an upload ended, that time counts;
-without one, and where clocks differ, the observations of this process count.
-
-Deletes the garbage of a run, in an order that is safe to cut off anywhere.
-
-1. Objects that refer to data files, then data files: no reader finds a file table whose
-   files are gone.
-2. Unlisted leftovers of the uploads of which nothing else remains. They go before the
-   objects by which a later pass would find these uploads again.
-3. Records of uploads.
-4. FREE slots, each after the run's epoch floor was raised to its epoch, so that epochs
-   never start again; on the condition that the slot is unchanged.
-5. Expired holds and the records of deleted tags, on the same condition.
+and slot is deleted on the condition that it is unchanged since it was judged.
 """
 
 import asyncio

@@ -3,19 +3,16 @@
 These are the first steps of a pass over a run. ``preview`` returns what ``apply`` would
 do, and changes nothing.
 
-Finds expired leases of uploads and holds, and aborts expired uploads.
-
 An upload is aborted through its slot, as in AbortUpload: the slot becomes FREE, on the
 condition that it is unchanged since it was read. So an upload that has begun but not
-yet reserved its step can no longer reserve it. ``lease_clock`` decides whether a lease
-is over, from the observations of this process.
+yet reserved its step can no longer reserve it. `Observations` of this process decide
+whether a lease is over.
 
-Compares a run with its history before a pass of the collector changes anything.
-
-The collector aborts an unfinished upload once its lease is over, and then deletes its
-objects. So a committed upload must not look unfinished because an earlier version of
-its slot was restored, for example from a backup. ``rollbacks`` defines the evidence; if
-there is any, the pass over the run is postponed and changes nothing.
+Once an unfinished upload is aborted, its objects are deleted. So a committed upload
+must not look unfinished because an earlier version of its slot was restored, for
+example from a backup. `History` compares a run with its history before anything is
+changed; ``rollbacks`` defines the evidence, and if there is any, the pass over the run
+is postponed and changes nothing.
 """
 
 import logging

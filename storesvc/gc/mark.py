@@ -1,9 +1,9 @@
 """Decides which objects of a run are garbage, from the state that was read.
 
 A collector lists the objects of a run, then reads all its slots until two reads agree.
-``read_agreement`` proves that the second read then shows everything that needed an
-object at one moment. What these functions mark as garbage may be deleted at any later
-time, whatever runs concurrently, because they follow these rules:
+The second read then shows everything that needed an object at one moment (proof below).
+What these functions mark as garbage may be deleted at any later time, whatever runs
+concurrently, because they follow these rules:
 
 1. An upload is *live* while its slot is UPLOADING by it. All objects with its id are
    kept, and all objects with the id of its predecessor, whose chunks it may claim.
@@ -27,8 +27,7 @@ time, whatever runs concurrently, because they follow these rules:
    FREE slot.
 8. An object without the id of an upload is never garbage.
 
-Decides when two reads of all slots show everything that a run needs, and proves it.
-
+`agree` decides when two reads of all slots show everything that a run needs. The proof:
 Slots are read one after another while they change. A file can move, during the reads,
 from a slot that is read late to a slot that was read early: a new checkpoint claims it
 and is committed, and its base is purged. A collector must not take such a file for

@@ -2,11 +2,9 @@
 
 The objects are listed first, then the slots are read. One read of each slot is enough
 to decide what expires. To decide what is garbage, all slots are read again until two
-consecutive reads agree in the sense of ``read_agreement``; ``mark`` decides on the
-result.
+consecutive reads agree in the sense of ``mark``, which decides on the result.
 
-Computes the bytes that a run uses, from its slots and file tables, not its data.
-
+The bytes that a run uses are computed from its slots and file tables, not its data.
 Bytes that checkpoints share are counted once, as far as file tables show it: a file
 table holds the bytes of one checkpoint in each data file, and the maximum over all
 checkpoints is taken as the bytes used of the file. This is exact while the checkpoint
@@ -95,7 +93,7 @@ class RunReader:
         run, first = seen.places.name, seen.slots
         for _ in range(_TRIES):
             # A list in between that shows no new slot proves that each slot was read
-            # before and after one moment; see ``read_agreement``.
+            # before and after one moment; see ``mark``.
             first, steps = await self._completed(run, first)
             second = _bare(await self._slots_of(run, steps))
             if agree(first, second):

@@ -1,17 +1,13 @@
-"""Damage: finds the differences between a stored checkpoint and its manifest.
+"""Decides what is damaged in a checkpoint, and how two checkpoints differ.
 
-These functions take what was read from the bucket and return damages. A damaged chunk
-is reported once, with the first cause that was found.
+A damage is a difference between what was read from the bucket and the manifest. A
+damaged chunk is reported once, with the first cause that was found. `Tally` cuts the
+damages into reports; its memory is bounded, however much is damaged: damages beyond a
+maximum are only counted.
 
-Diff rules: decides which leaves of two checkpoints differ, from the manifests alone.
-
-Leaves are matched by key. If shape and dtype agree, the digests of the chunks decide
-whether the bytes agree. This requires the same chunk grid on both sides; with different
-grids the result is UNKNOWN.
-
-Tally of a verification: counts chunks and damages, and cuts them into reports.
-
-Memory is bounded, however much is damaged: damages beyond a maximum are only counted.
+Two checkpoints are compared by their manifests alone. Leaves are matched by key. If
+shape and dtype agree, the digests of the chunks decide whether the bytes agree. This
+requires the same chunk grid on both sides; with different grids the result is UNKNOWN.
 """
 
 from collections import deque
@@ -242,10 +238,13 @@ def key_space_damages(
         places.length.tolist(),
         strict=True,
     )
+    keys = (  # in the order of the ordinals
+        dtypes.chunk_key(leaf.key, grid.index(number))
+        for leaf, grid in zip(tree.leaves, tree.grids, strict=True)
+        for number in range(grid.count)
+    )
     shown_keys = set(shown)
-    for chunk, (key, (file, offset, length)) in enumerate(
-        zip(_chunk_keys(tree), rows, strict=True)
-    ):
+    for chunk, (key, (file, offset, length)) in enumerate(zip(keys, rows, strict=True)):
         shown_keys.discard(key)
         place = (places.files[file], offset, length)
         if shown.get(key) != place and not known[chunk]:
@@ -343,13 +342,6 @@ def _table_problem(manifest: Manifest, data: bytes | None, expected: bytes) -> s
             got = "nothing" if file not in named else f"{named[file]} bytes"
             return f"expected {count} bytes of chunks in {file}, got {got}"
     return ""
-
-
-def _chunk_keys(tree: Tree) -> Iterator[str]:
-    """Yields the keys of all chunks, in the order of their ordinals."""
-    for leaf, grid in zip(tree.leaves, tree.grids, strict=True):
-        for number in range(grid.count):
-            yield dtypes.chunk_key(leaf.key, grid.index(number))
 
 
 def _leaf_key(tree: Tree, key: str) -> str:

@@ -1,8 +1,9 @@
-"""Verification: reads every byte of a checkpoint again and checks it.
+"""Verifies checkpoints, and compares two of them.
 
-It checks the chunks that the manifest locates; the key space, which must show the same
-chunks at the same locations, and the ``zarr.json`` of each leaf; and the file table,
-without which garbage collection cannot know the data files of the checkpoint.
+A verification reads every byte of a checkpoint again and checks it: the chunks that the
+manifest locates; the key space, which must show the same chunks at the same locations,
+and the ``zarr.json`` of each leaf; and the file table, without which garbage collection
+cannot know the data files of the checkpoint.
 
 Damage is reported and does not end a verification. The checkpoint may be purged in the
 meantime; therefore the slot is read again before anything is reported as missing.
@@ -10,7 +11,7 @@ meantime; therefore the slot is read again before anything is reported as missin
 The number of reads in flight bounds the memory, over all verifications of the process.
 Checksums are computed in threads.
 
-Diffs of checkpoints: compares their manifests, without reading their chunks.
+A comparison compares the manifests of two checkpoints, without reading their chunks.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """Lifecycle of committed checkpoints: update, delete, undelete, purge.
 
-``transitions`` decides the next record of a slot; this module reads the slot, asks
-``transitions``, and writes the record on the condition that the slot is unchanged. If
-it changed, the update is repeated a few times.
+``catalog.slots`` decides the next record of a slot; this module reads the slot, asks
+for it, and writes the record on the condition that the slot is unchanged. If it
+changed, the update is repeated a few times.
 
 A purge has three steps, so that a tag, a hold or an upload that begins to use the
 checkpoint at the same time is never left without it:
 
 1. Set the slot to PURGING.
-2. Look for references (``references``).
+2. Look for references (``holds.References``).
 3. Free the slot, or set it back to DELETED if there is a reference.
 
 A purge that was interrupted is completed by the next purge of the checkpoint or the
@@ -42,7 +42,6 @@ sets another."""
 MAX_PURGE_DELAY: Final = timedelta(days=365)
 """Maximum purge delay."""
 
-_Decide: TypeAlias = Callable[[pb.CheckpointRecord], pb.CheckpointRecord]
 _Slot: TypeAlias = tuple[pb.CheckpointRecord, Generation]
 T = TypeVar("T")
 
@@ -259,7 +258,7 @@ class CheckpointLifecycle:
         self,
         run: RunName,
         step: int,
-        decide: _Decide,
+        decide: Callable[[pb.CheckpointRecord], pb.CheckpointRecord],
         kind: "pb.Announcement.Kind.ValueType",
         *,
         uid: str = "",

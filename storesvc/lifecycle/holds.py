@@ -1,6 +1,6 @@
-"""Holds: leases that keep checkpoints from being purged.
+"""Holds, and all other references that keep checkpoints from being purged.
 
-A hold is created or renewed in this order:
+A hold is a lease. It is created or renewed in this order:
 
 1. Write the record of the hold, on the condition that it is unchanged.
 2. Read the slot of the checkpoint. If it is gone, the call fails. If it is being
@@ -15,19 +15,18 @@ Each write counts only if its own condition held: a retry below this module that
 the record written already is not taken for success. So no call removes a hold that
 another call has returned.
 
-References: finds what keeps a checkpoint from being purged.
-
 A tag, a hold, or a live upload that has it as its base refers to a checkpoint. Two
 orders make this safe (``bucket.proto``):
 
 1. A call that adds a reference writes it first, and then reads the slot.
-2. A purge sets PURGING first, and then looks for references here.
+2. A purge sets PURGING first, and then looks for `References`.
 
 A reference that the purge misses is therefore written after PURGING was set, and the
 call that added it finds its checkpoint gone.
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
@@ -117,9 +116,18 @@ class References:
         async def held(place: str) -> tuple[str, Reference] | None:
             of = str(HoldName(run, holds[place]))
             found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
-            if found is None or self._is_over(place, found[0]):
+            if found is None:
                 return None
             record = found[0]
+            if self._observations.is_over(
+                place,
+                record.SerializeToString(deterministic=True),
+                length=record.ttl.ToTimedelta(),
+                renew_time=record.renew_time.ToDatetime(UTC),
+                clock_now=self._clock.now(),
+                elapsed=self._clock.elapsed(),
+            ):
+                return None
             return record.upload, Reference(
                 kind="hold", name=holds[place], owner=record.owner
             )
@@ -129,16 +137,6 @@ class References:
         held_by = dict(filter(None, await each(held, holds)))
         self._observations.forget(places.holds, but=holds)
         return held_by
-
-    def _is_over(self, place: str, record: pb.HoldRecord) -> bool:
-        return self._observations.is_over(
-            place,
-            record.SerializeToString(deterministic=True),
-            length=record.ttl.ToTimedelta(),
-            renew_time=record.renew_time.ToDatetime(UTC),
-            clock_now=self._clock.now(),
-            elapsed=self._clock.elapsed(),
-        )
 
     async def _bases(self, run: RunName) -> dict[str, Reference]:
         """Returns the bases of live uploads, by uid. An upload is live while it owns a
@@ -183,8 +181,6 @@ async def referenced_slot(
 
 DEFAULT_TTL: Final = timedelta(minutes=10)
 """Time for which a hold lasts after each renewal."""
-
-_HOLDABLE: Final = frozenset({COMMITTED, DELETED})
 
 
 class Holds:
@@ -234,12 +230,15 @@ class Holds:
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             # 2. Read the slot: a purge that missed the hold set PURGING before that.
             slot = await self._held(name.run, record, is_new=found is None)
-            if slot is not None and slot.state in _HOLDABLE:
+            if slot is not None and slot.state in (COMMITTED, DELETED):
                 return record
             # Roll back only a hold that this call created: another call may have
             # returned an older one.
             if found is None:
-                await self._roll_back(name, written)
+                place = RunPaths(name.run).hold(name.hold)
+                # or a repeated call has renewed it, and checks the slot itself
+                with suppress(PreconditionError):
+                    await self._bucket.delete(place, generation=written)
             if slot is not None:
                 raise slots.is_deleted(name.run, slot)
             raise await self._catalog.missing(CheckpointName(name.run, record.step))
@@ -393,13 +392,6 @@ class Holds:
         return await self._bucket.write(
             place, sealed(place, record), condition=condition
         )
-
-    async def _roll_back(self, name: HoldName, generation: Generation) -> None:
-        place = RunPaths(name.run).hold(name.hold)
-        try:
-            await self._bucket.delete(place, generation=generation)
-        except PreconditionError:
-            return  # a repeated call has renewed it, and checks the slot itself
 
 
 def expire_time(record: pb.HoldRecord) -> datetime:

@@ -42,7 +42,6 @@ from storesvc_proto.v1 import retention_pb2
 PAGE: Final = 1000
 """Outcomes per page, and checkpoints per read of the catalog."""
 
-_DELETIONS_AT_ONCE: Final = 8
 _CHANGED: Final = ("changed in the meantime",)
 """Reason of a checkpoint that is kept because it, or what protects it, changed."""
 
@@ -173,9 +172,23 @@ class RetentionEnforcer:
         judged: dict[int, Outcome] = {}
         candidates, present = [], set[str]()
         async for record in self._committed(run):
-            judged[record.step] = _outcome(record)
-            tag = tags.get(record.upload)
-            candidates.append(_candidate(record, metrics, tag))
+            judged[record.step] = Outcome(
+                step=record.step,
+                uid=record.upload,
+                etag=etag_of(record),
+                own_bytes=record.own_bytes,
+                reasons=(),
+            )
+            tag, named = tags.get(record.upload), metrics & set(record.metrics)
+            candidates.append(
+                Candidate(
+                    step=record.step,
+                    commit_time=record.commit_time.ToDatetime(UTC),
+                    metrics={name: record.metrics[name] for name in named},
+                    pinned=record.pinned,
+                    tags=(tag,) if tag else (),
+                )
+            )
             present.update(record.metrics)
         if candidates and policy is not None:
             check_metrics(policy, str(run), present)
@@ -211,7 +224,7 @@ class RetentionEnforcer:
         if not await self._is_committed(run, newest):
             return {v.step: replace(v, reasons=_CHANGED) for v in doomed}
         # 2. Delete, each on the condition that it is unchanged since it was judged.
-        after = await each(delete, doomed, at_once=_DELETIONS_AT_ONCE)
+        after = await each(delete, doomed, at_once=8)
         # 3. Read the protections again, and undelete what gained one during step 2. A
         #    tag that was set, or a newest one that was deleted, before this read is
         #    visible here; one that comes later finds the checkpoint deleted.
@@ -258,29 +271,6 @@ class RetentionEnforcer:
 
 def _policy_of(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:
     return record.retention if record.HasField("retention") else None
-
-
-def _outcome(record: pb.CheckpointRecord) -> Outcome:
-    """Returns the outcome of a checkpoint before the policy is evaluated."""
-    return Outcome(
-        step=record.step,
-        uid=record.upload,
-        etag=etag_of(record),
-        own_bytes=record.own_bytes,
-        reasons=(),
-    )
-
-
-def _candidate(
-    record: pb.CheckpointRecord, metrics: frozenset[str], tag: str | None
-) -> Candidate:
-    return Candidate(
-        step=record.step,
-        commit_time=record.commit_time.ToDatetime(UTC),
-        metrics={name: record.metrics[name] for name in metrics & set(record.metrics)},
-        pinned=record.pinned,
-        tags=(tag,) if tag else (),
-    )
 
 
 def _pages(outcomes: Sequence[Outcome]) -> Iterator[list[Outcome]]:

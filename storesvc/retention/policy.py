@@ -1,4 +1,4 @@
-"""Evaluates retention policies: decides which checkpoints of a run are kept.
+"""Validates and evaluates retention policies: decides which checkpoints are kept.
 
 ``retention.proto`` defines what each rule keeps. Why the guarantees there hold:
 
@@ -15,10 +15,9 @@
 >>> [(d.step, d.kept, d.reasons) for d in decide(policy, run, moment)]
 [(2, True, ('newest', 'latest 1')), (1, False, ())]
 
-Validates retention policies before they are stored or applied.
-
-Rejects a policy that breaks a bound of ``retention.proto``, and one that could keep no
-checkpoint: it would delete all but the protected ones, which is never intended.
+Before a policy is stored or applied, it is rejected if it breaks a bound of
+``retention.proto``, or could keep no checkpoint: it would delete all but the protected
+ones, which is never intended.
 """
 
 import difflib

@@ -41,12 +41,6 @@ MAX_PENDING: Final = 256
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """The object that an announcement names: a slot, a tag, or None."""
 
-_OF_CHECKPOINTS: Final = (
-    pb.Announcement.KIND_DELETE,
-    pb.Announcement.KIND_UNDELETE,
-    pb.Announcement.KIND_UPDATE,
-)
-
 NONCE_BYTES: Final = 16
 """Bytes of the nonce of a token."""
 
@@ -94,7 +88,11 @@ def resolve(
         found = _absent_tag_outcome(announcement)
     elif announcement.kind == pb.Announcement.KIND_COMMIT:
         return _commit_outcome(number, announcement, held)
-    elif announcement.kind in _OF_CHECKPOINTS:
+    elif announcement.kind in (
+        pb.Announcement.KIND_DELETE,
+        pb.Announcement.KIND_UNDELETE,
+        pb.Announcement.KIND_UPDATE,
+    ):
         found = _checkpoint_outcome(number, announcement, held)
     else:
         raise FormatUnsupportedError(

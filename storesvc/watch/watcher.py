@@ -6,11 +6,10 @@ wakes the poll at once. The poll resolves new changes, so that the watches find 
 the cache. Each watch advances from its own position at the pace of its client; a slow
 one reads again what is no longer cached.
 
-Change cache: resolves announced changes of a namespace, and keeps the results.
-
-All watches of a process share it, so an announcement and the object that it names are
-read once. The outcome of a change is final unless it is pending. A pending change is
-resolved again: at every poll while it is young, less often later.
+All watches of a process share the `ChangeCache` of a namespace, so an announcement and
+the object that it names are read once. The outcome of a change is final unless it is
+pending. A pending change is resolved again: at every poll while it is young, less often
+later.
 """
 
 import asyncio
@@ -124,8 +123,10 @@ class ChangeCache:
         resolved = self._resolved.get(number)
         if resolved is not None:
             announcement: pb.Announcement | None = resolved.change.announcement
+        elif number in self._announced:
+            announcement = self._announced[number]
         else:
-            announcement = await self._announcement(number)
+            announcement = await self._journal.read(self._namespace, number)
         if announcement is None:
             return None
         name = RunName(self._namespace, announcement.run)
@@ -140,11 +141,6 @@ class ChangeCache:
             resolved = _Resolved(change, self._poll, first, now)
             _keep(self._resolved, number, resolved)
         return resolved.change
-
-    async def _announcement(self, number: int) -> pb.Announcement | None:
-        if number in self._announced:
-            return self._announced[number]
-        return await self._journal.read(self._namespace, number)
 
     async def _resolve(
         self, number: int, run: RunName, announcement: pb.Announcement
@@ -161,7 +157,12 @@ class ChangeCache:
         outcome = resolve(number, announcement, held, now=self._clock.now())
         if outcome is Outcome.LANDED and announcement.kind in _TAGGING:
             slot = await self._catalog.slot(run, announcement.step)
-        checkpoint = slot[0] if slot and _is_of(slot[0], announcement) else None
+        checkpoint = slot and slot[0]
+        if checkpoint and (
+            checkpoint.state not in slots.CHECKPOINTS
+            or checkpoint.upload != announcement.upload
+        ):
+            checkpoint = None
         return Change(
             outcome=outcome, announcement=announcement, run=run, checkpoint=checkpoint
         )
@@ -172,10 +173,6 @@ class ChangeCache:
             return False
         now = self._clock.elapsed()
         return now - found.first < YOUNG_SECONDS or now - found.last >= OLD_SECONDS
-
-
-def _is_of(slot: pb.CheckpointRecord, announcement: pb.Announcement) -> bool:
-    return slot.state in slots.CHECKPOINTS and slot.upload == announcement.upload
 
 
 def _keep(kept: OrderedDict[int, T], number: int, value: T) -> None:

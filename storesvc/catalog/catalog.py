@@ -1,20 +1,16 @@
 """Lists and looks up runs, checkpoints, tags and manifests; reads only.
 
 Readers see a slot as a checkpoint if it is COMMITTED or, where they ask for deleted
-checkpoints, DELETED or PURGING; any other slot is absent to them.
+checkpoints, DELETED or PURGING; any other slot is absent to them. The error of a run, a
+checkpoint or a tag that does not exist names the nearest existing ones.
 
-Looks up the rows of a list concurrently, until the list is full.
+The rows of a list are looked up concurrently, until the list is full. A damaged record
+is a row, too: the list shows its error and continues.
 
-A damaged record is a row, too: the list shows its error and continues.
-
-Reads the slots of a run: one by its step, or the newest.
-
-A list returns the slots, and reads then return their states, one after another. While
-they run, a skipped slot may be committed and one below it deleted, so that the result
-was the newest at no time. So skipped slots are read again, until none has changed.
-
-Composes the errors of runs, checkpoints and tags that do not exist, with the nearest
-existing ones.
+To find the newest checkpoint, a list returns the slots, and reads then return their
+states, one after another. While they run, a skipped slot may be committed and one below
+it deleted, so that the result was the newest at no time. So skipped slots are read
+again, until none has changed.
 """
 
 import asyncio

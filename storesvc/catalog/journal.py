@@ -96,8 +96,10 @@ class Journal:
                 # 2. It continues the journal if it follows a number that was there and
                 #    is young even now: no collector has trimmed it before the write,
                 #    however long that took.
-                if number == known + 1 and self._is_young(await looking):
-                    return number
+                if number == known + 1:
+                    when = await looking
+                    if when is not None and self._clock.now() - when < _YOUNG:
+                        return number
             # 3. Otherwise check that now: until the write, other processes could still
             #    trim the numbers before it.
             if await self._is_next(namespace, number):
@@ -281,10 +283,6 @@ class Journal:
             return None
         _, found = await self._look(namespace, number)
         return None if found is None else found.create_time.ToDatetime(UTC)
-
-    def _is_young(self, create_time: datetime | None) -> bool:
-        """Returns whether no collector trims an announcement of this time for hours."""
-        return create_time is not None and self._clock.now() - create_time < _YOUNG
 
     async def _look(
         self, namespace: str, number: int

@@ -2,9 +2,8 @@
 
 A damaged read is repeated, because the response may have been corrupted in transit. A
 failed precondition is checked against the nonce of the seal, because a retry below may
-have failed against our own write.
-
-Record updates: the compare-and-swap loop of holds, tags and checkpoints.
+have failed against our own write. `update_record` is the compare-and-swap loop of
+holds, tags and checkpoints.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Detects slots that were rolled back to an earlier version of their record.
+"""Detects slots that were rolled back, and keeps a reserve of space for deletions.
 
 A seal cannot show that a record is an earlier version of the same path. Other objects
 can, because the order of writes is known (``bucket.proto``):
@@ -15,8 +15,6 @@ can, because the order of writes is known (``bucket.proto``):
 
 Such a slot is reported as damage. Acting on its contents would give the step to another
 upload, and the data of a checkpoint to the collector.
-
-Keeps a reserve of disk space, so that deletions still work on a full disk.
 
 A deletion begins with writes: an announcement, a slot that becomes FREE. On a full disk
 they would fail, and no space could ever be freed. So a store on files keeps an object

@@ -82,7 +82,13 @@ class Runs:
         def changed(record: pb.RunRecord | None) -> pb.RunRecord | None:
             if record is not None and is_repeated(record.write_id, write_id):
                 return None
-            _check_etag(name, record, etag)
+            if record is not None:
+                check_etag(f"run {name}", etag, run_etag(record))
+            elif etag:
+                raise EtagMismatchError(
+                    f"run {name}: expected no etag, as it does not exist, got "
+                    f"{etag[:80]}; create it without one"
+                )
             record = record or self._new_record()
             for field in fields:
                 record.ClearField(field)
@@ -163,13 +169,3 @@ def run_etag(record: pb.RunRecord) -> str:
     updated.CopyFrom(record)
     updated.ClearField("epoch_floor")  # the collector changes it, not an update
     return etag_of(updated)
-
-
-def _check_etag(name: RunName, record: pb.RunRecord | None, etag: str) -> None:
-    if record is not None:
-        check_etag(f"run {name}", etag, run_etag(record))
-    elif etag:
-        raise EtagMismatchError(
-            f"run {name}: expected no etag, as it does not exist, got {etag[:80]}; "
-            "create it without one"
-        )

@@ -1,37 +1,29 @@
-"""Decides what may happen to the slot of a step until it is committed; pure.
+"""Decides what may happen to the slot of a step, and when a lease has expired; pure.
 
 The slot (``CheckpointRecord``) is the only arbiter of a step. These functions take the
 slot that was read and return the slot to be written, or raise; the caller writes it on
 the condition that the slot has not changed since. So the rules hold for any clocks and
 any number of processes:
 
-1. The contents of a committed slot never change; ``transitions`` decides the rest.
+1. The contents of a committed slot never change; the states below decide the rest.
 2. An upload owns the slot from its reservation until a later upload takes it over or it
    is aborted. The epoch of each owner is above all earlier ones, also where the slot
    was emptied in between.
 3. Only the owner commits, and only with all chunks of all leaves.
 
-Decides when a lease has expired, by observation rather than by other clocks; pure.
-
-A lease is a record that its holder changes before its duration has passed. It has
-expired once this process has seen it unchanged for its whole duration, measured by a
-monotonic clock. The times in the record come from other machines, whose clocks may be
-wrong by days: they count only when a lease is first seen, and only if they are older
-than any clock error. So a lease that is renewed in time never expires, and any other
-expires at the latest after its duration.
-
-Constants that the writers and the readers of announcements share.
-
-Decides what may happen to a checkpoint after its commit; pure.
-
-As in ``slots``, these functions take the slot that was read and return the slot to be
-written, or raise; returning the given slot itself requests no change. The states::
+After the commit the data of a checkpoint never change; the functions change its state,
+its times, its labels, its metrics and its pin. Returning the given slot itself requests
+no change. The states::
 
     COMMITTED  --deleted-->  DELETED  --purging-->  PURGING  --freed-->  FREE
                <-undeleted-           <--spared---
 
-The data of a checkpoint never change; these functions change its state, its times, its
-labels, its metrics and its pin.
+A lease is a record that its holder changes before its duration has passed. It expires
+by observation rather than by other clocks: once this process has seen it unchanged for
+its whole duration, measured by a monotonic clock. The times in the record come from
+other machines, whose clocks may be wrong by days: they count only when a lease is first
+seen, and only if they are older than any clock error. So a lease that is renewed in
+time never expires, and any other expires at the latest after its duration.
 """
 
 from collections.abc import Container, Mapping

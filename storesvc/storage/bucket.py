@@ -1,18 +1,14 @@
 """Defines the bucket: the few operations that the service needs of a storage.
 
-Any storage with conditional writes implements it: they are the only arbiter between
-processes. Paths are relative to the root of the store, with "/" between their parts.
+Paths are relative to the root of the store, with "/" between their parts. Conditional
+writes and deletions are the only arbiter between processes, and a complete list decides
+what is garbage. Some storages that speak the API of Google Cloud Storage or of S3,
+emulators above all, accept conditions and ignore them. A store there would lose
+checkpoints without an error, so each storage is probed, and no store is created or
+opened where one of the three is missing.
 
-Probes a storage for conditional writes, conditional deletions and complete lists.
-
-Conditional writes and deletions are the only arbiter of a store, and a complete list
-decides what is garbage. Some storages that speak the API of Google Cloud Storage or of
-S3, emulators above all, accept conditions and ignore them. A store there would lose
-checkpoints without an error, so no store is created or opened there.
-
-Translates the errors of TensorStore and of the operating system into ours.
-
-TensorStore raises builtin exceptions; their message begins with the status code.
+The errors of TensorStore and of the operating system become ours here. TensorStore
+raises builtin exceptions; their message begins with the status code.
 """
 
 import errno

@@ -1,7 +1,12 @@
-"""Runs blocking calls of a file system in daemon threads with deadlines.
+"""Stores the objects of a bucket as files of this machine.
 
-``asyncio.to_thread`` shares its threads with all other work, and the interpreter joins
-them at exit. Here a file system that hangs occupies few threads and delays no exit:
+TensorStore makes the conditional writes. All other calls use the operating system:
+TensorStore would follow links, and a file that hangs would block its few threads
+forever.
+
+All blocking calls run in daemon threads with deadlines. ``asyncio.to_thread`` shares
+its threads with all other work, and the interpreter joins them at exit. Here a file
+system that hangs occupies few threads and delays no exit:
 
 1. A call that exceeds its deadline fails. Its thread cannot be stopped, so it is
    abandoned, and a new thread replaces it.
@@ -9,27 +14,14 @@ them at exit. Here a file system that hangs occupies few threads and delays no e
 3. Before the deadline, few calls for one path run concurrently.
 4. The number of abandoned threads is bounded, and all threads are daemons.
 
-Reads ranges of local files into messages, each behind a header of its own.
+A range of a file is read into a message behind a header of its own: the kernel copies
+it to its final position, without the interpreter lock; Python copies no data.
 
-The kernel copies a range to its final position in the message, without the interpreter
-lock; Python copies no data.
-
-Reads and writes the files of a root, in threads with a deadline.
-
-TensorStore's file driver, which makes the conditional writes, identifies a version of a
-file by its inode and mtime. Kernels reuse inodes and stamp mtimes at a coarse tick (10
-ms on Linux), so two writes within one tick can produce the same version, and a
-conditional write based on the first could overwrite the second. A conditional write
-therefore waits until the previous version of the file is at least one tick old; no
-version then repeats.
-
-An object of unique name that is written piece by piece.
-
-Stores the objects of a bucket as files of this machine.
-
-TensorStore makes the conditional writes. All other calls use the operating system:
-TensorStore would follow links, and a file that hangs would block its few threads
-forever.
+TensorStore's file driver identifies a version of a file by its inode and mtime. Kernels
+reuse inodes and stamp mtimes at a coarse tick (10 ms on Linux), so two writes within
+one tick can produce the same version, and a conditional write based on the first could
+overwrite the second. A conditional write therefore waits until the previous version of
+the file is at least one tick old; no version then repeats.
 """
 
 import asyncio

@@ -15,6 +15,9 @@ and for conditional changes, of which only the first can take effect.
 
 This module decides only: times are seconds of any monotonic clock. Thread-safe.
 
+A storage in trouble fails hundreds of requests per second, all in the same way: the log
+has one line per key every 10 seconds.
+
 Example:
     >>> reads = Hedging(Limits(answer_seconds=10, tries=2))
     >>> read = reads.begin(1 << 20, now=0)
@@ -22,13 +25,6 @@ Example:
     2.0
     >>> read.step(now=2), read.step(now=11), read.step(now=22)
     (<Step.HEDGE: 1>, <Step.RETRY: 2>, <Step.FAIL: 3>)
-
-Throttles the log: one line per key every 10 seconds.
-
-A storage in trouble fails hundreds of requests per second, all in the same way. This
-module decides only: times are seconds of any monotonic clock.
-
-Example:
     >>> throttle = LogThrottle()
     >>> [throttle.admits("late", now=now) for now in (0, 9, 10, 11)]
     [True, False, True, False]

@@ -1,12 +1,8 @@
 """Implements `Bucket` over TensorStore, in a directory, in memory, on GCS or on S3.
 
 `TensorStoreBucket` checks paths and translates errors; one of the backends makes the
-calls.
-
-Stores the objects of a bucket in memory, on Google Cloud Storage or on S3.
-
-Each object is written by one request. On the network, calls that may be repeated are
-hedged and retried; see `hedging.py`.
+calls. Except on files, each object is written by one request. On the network, calls
+that may be repeated are hedged and retried; see `hedging.py`.
 """
 
 import asyncio

@@ -1,19 +1,19 @@
-"""Lists buckets on Google Cloud Storage, with Google's own client and its credentials.
+"""Makes the calls of GCS and S3 that are not safe with TensorStore.
 
-TensorStore reads and writes. Its lists cannot be used, because a page that fails with
-400, 401, 403 or 404 ends a list as if nothing followed: by such a list, a collector
-would delete data in use.
+Google Cloud Storage is listed with Google's own client and its credentials.
+TensorStore's lists cannot be used, because a page that fails with 400, 401, 403 or 404
+ends a list as if nothing followed: by such a list, a collector would delete data in
+use.
 
 Both clients, this one and TensorStore, search for credentials in the same places: the
 file that GOOGLE_APPLICATION_CREDENTIALS names, gcloud's own, the metadata server of the
 machine or pod (workload identity). Without any, TensorStore silently continues as an
 anonymous caller, so this client is opened first.
 
-Deletes objects on S3 with a condition on their generation; reads their sizes.
-
-TensorStore reads an object's version and then deletes the object without a condition: a
-slot that another process has taken in between would lose its checkpoint. S3 itself
-checks If-Match on DELETE; this module sends that request, which obstore signs.
+On S3, TensorStore reads an object's version and then deletes the object without a
+condition: a slot that another process has taken in between would lose its checkpoint.
+S3 itself checks If-Match on DELETE; this module sends that request, which obstore
+signs. Through obstore it reads the sizes of objects, too.
 """
 
 import asyncio
@@ -421,7 +421,12 @@ def _own_credentials(storage: Storage) -> tuple["Credentials", str]:
     endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
     if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
         token = None  # Google's own storage accepts no such token over gRPC
-    _check_plaintext(storage, endpoint, token)
+    if endpoint and token is None and shows_plaintext(endpoint):
+        raise InvalidFieldError(
+            f"root {storage.name}: expected endpoint=https://..., or http:// on this "
+            f"machine, got {endpoint}: credentials would go over plaintext; use https, "
+            f"or set {TOKEN} to a token that may be sent (empty: none)"
+        )
     if token is not None:
         return Credentials(token) if token else AnonymousCredentials(), ""
     try:
@@ -482,18 +487,6 @@ def endpoint_in_environment(storage: Storage) -> Generator[None]:
                 os.environ.pop(ENDPOINT, None)
             else:
                 os.environ[ENDPOINT] = before
-
-
-def _check_plaintext(storage: Storage, endpoint: str | None, token: str | None) -> None:
-    """Rejects an endpoint to which credentials would be sent over plaintext."""
-    if not endpoint or token is not None:
-        return
-    if shows_plaintext(endpoint):
-        raise InvalidFieldError(
-            f"root {storage.name}: expected endpoint=https://..., or http:// on this "
-            f"machine, got {endpoint}: credentials would go over plaintext; use https, "
-            f"or set {TOKEN} to a token that may be sent (empty: none)"
-        )
 
 
 def source_credentials(storage: Storage, scopes: Sequence[str]) -> "Credentials":

@@ -1,15 +1,8 @@
-"""Sends the calls of a storage on the network, with hedges and retries.
+"""Sends the calls of a storage at the same time, with deadlines, hedges and retries.
 
-``hedging`` decides when; this module sends, waits and abandons.
-
-Runs calls of the bucket at the same time.
-
-Bounds how long a storage may take to answer.
-
-Awaits what a storage library does outside the event loop.
-
-`await_future` awaits a TensorStore future, `run_in_daemon_thread` a blocking call.
-Neither delays the exit of the process or of a cancelled caller.
+``hedging`` decides when; this module sends, waits and abandons. `await_future` awaits a
+TensorStore future, `run_in_daemon_thread` a blocking call; neither delays the exit of
+the process or of a cancelled caller.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Opens files below a root without following links.
+"""Opens, writes and syncs files below a root without following links.
 
 A direct writer may put anything into the pool of a run: a symbolic link to a file that
 only the server may read, or a FIFO, which blocks the process that opens it. So:
@@ -10,13 +10,9 @@ only the server may read, or a FIFO, which blocks the process that opens it. So:
 
 The root itself may be a link: the operator chose it.
 
-Writes data files on a root of files.
-
 A data file has a unique name, is written once from its beginning to its end, and is
 never changed. No record names the remains of a killed write; they are collected with
 the rest of its upload.
-
-Keeps the directories of a root of files durable and clear of interrupted writes.
 
 TensorStore syncs a file and its directory. The entry of a directory that TensorStore
 creates is in the parent, which nothing syncs: after a power cut a file system may have

@@ -1,8 +1,7 @@
 """Chunk tables as columns: checksums, digests and locations of stored chunks.
 
-Columns are NumPy arrays, because a tree may have a million chunks.
-
-Plans reads: the ranges of data files that hold some chunks.
+Columns are NumPy arrays, because a tree may have a million chunks. `plan_reads` plans
+the ranges of data files that hold some chunks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,8 @@
-"""Element types: their names, and their ``data_type`` in zarr3 metadata.
+"""Element types, and the standard view of a checkpoint: zarr3 in an OCDBT key space.
 
 Names come from NumPy or ml_dtypes. Elements of a type that zarr3 lacks are stored as
 raw bytes of the same size, and the array's attributes name the type; the manifest
 always has the true name.
-
-The standard view of a checkpoint: zarr3 arrays in one OCDBT key space.
 
 Source of the format: the Zarr v3 core specification, its codecs ``bytes`` and
 ``crc32c`` (a chunk is followed by its CRC-32C, 4 bytes little-endian), and

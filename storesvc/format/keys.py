@@ -2,8 +2,8 @@
 
 A path is a sequence of parts; a part is a text and a letter for its kind
 (``LeafTable.path_kinds``). The key joins the escaped texts by "/". The escape is
-injective, so two paths share a key only where their parts have the same texts
-(``0`` and ``"0"``); such trees are rejected with an error that names both.
+injective, so two paths share a key only where their parts have the same texts (``0``
+and ``"0"``); such trees are rejected with an error that names both.
 
 >>> escape_part("a/b%")
 'a%2Fb%25'
@@ -12,11 +12,10 @@ injective, so two paths share a key only where their parts have the same texts
 >>> split_key('layers/0/%2E%2E')
 ('layers', '0', '..')
 
-Items: values that a checkpoint holds next to its tree, as rows of its leaf table.
-
-The key of an item begins with a part that the escape gives to no path of a tree, so no
-leaf can be taken for an item, whatever its path. Rows of items follow the rows of the
-tree; so the ordinals of a tree's chunks do not depend on the items saved with it.
+An item is a value that a checkpoint holds next to its tree, as rows of its leaf table.
+Its key begins with a part that the escape gives to no path of a tree, so no leaf can be
+taken for an item, whatever its path. Rows of items follow the rows of the tree; so the
+ordinals of a tree's chunks do not depend on the items saved with it.
 
 >>> item_key("config")
 '%item/config'

@@ -3,12 +3,11 @@
 Ids are opaque and never decoded. An id that does not match its rule is rejected, so no
 id can lead to another path of the bucket.
 
-Ids of traces that client and service derive from the id of an upload.
-
-All processes of a job and all servers emit the spans of a save into one trace, without
-having to agree on it. The format is that of W3C Trace Context (16 bytes for a trace, 8
-for a span): the trace has the id of the upload, and the span that is the parent of all
-others has its second half.
+Client and service derive the ids of traces from the id of an upload. So all processes
+of a job and all servers emit the spans of a save into one trace, without having to
+agree on it. The format is that of W3C Trace Context (16 bytes for a trace, 8 for a
+span): the trace has the id of the upload, and the span that is the parent of all others
+has its second half.
 
 Example:
     >>> ids = trace_of_upload("0d2f6c1e9a5b4c3d8e7f60718293a4b5")

@@ -3,9 +3,9 @@
 TensorStore's own writer copies values into files of its own, and cannot refer to ranges
 of others. It reads the key spaces that are encoded here, and copies from them, like any
 OCDBT database. Source of the format:
-https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format ;
-(*) marks what TensorStore writes differently, or that page omits. Numbers are varints
-(LEB128) unless another type is given. A manifest and a node have the same frame:
+https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format ; (*) marks
+what TensorStore writes differently, or that page omits. Numbers are varints (LEB128)
+unless another type is given. A manifest and a node have the same frame:
 
     magic_value uint32be, length uint64le of all of it, version 0,
     compression_format 0 (none), body, crc32c_checksum uint32le of all before it
@@ -42,19 +42,12 @@ data_file_table:
     num_files, path_prefix_length (none for the first), path_suffix_length,
     base_path_length 0, path_suffix bytes
 
-Encodes columns of OCDBT nodes: numbers as varints, names without shared prefixes.
+Nodes are built level by level from the leaves to the root. A node may have 100,000
+entries, so NumPy processes its columns, not a Python loop.
 
-A node may have 100,000 entries, so NumPy processes them, not a Python loop.
-
-Builds the nodes of an OCDBT tree, level by level from the leaves to the root.
-
-``storesvc.format.ocdbt`` describes their fields.
-
-Builds OCDBT key spaces that show stored chunks as Zarr arrays.
-
-Any TensorStore client can open one. Chunks are referenced where they are stored. The
-``zarr.json`` of the arrays are stored in the node file, before the nodes; arrays with
-the same shape, dtype and chunk shape share one.
+The key space of a checkpoint shows stored chunks as Zarr arrays, where they are stored.
+The ``zarr.json`` of the arrays are stored in the node file, before the nodes; arrays
+with the same shape, dtype and chunk shape share one.
 """
 
 import struct
@@ -371,23 +364,15 @@ def encode(
         manifest=framed(
             _MANIFEST,
             [
-                _config(uuid),
+                uuid + b"\0",  # manifest_kind
+                # max_inline_value_bytes 0: data files hold all values
+                varints([0, MAX_DECODED_NODE_BYTES]),
+                bytes([_ARITY_LOG2]) + b"\0",
                 file_table([file.path if root else b""]),
                 _version(root, height, commit_time_ns),
                 varints([0]),  # version_nodes: num_children
             ],
         ),
-    )
-
-
-def _config(uuid: bytes) -> bytes:
-    # manifest_kind; max_inline_value_bytes 0: data files hold all values
-    return (
-        uuid
-        + b"\0"
-        + varints([0, MAX_DECODED_NODE_BYTES])
-        + bytes([_ARITY_LOG2])
-        + b"\0"
     )
 
 

@@ -6,10 +6,8 @@ copied once when sent, and not at all when received. The encoding equals that of
 generated classes byte for byte; messages in another field order are left to them.
 Source: https://protobuf.dev/programming-guides/encoding.
 
-Frames of chunks that are read: messages whose data are ranges of a data file.
-
-All of a ``ReadChunksResponse`` before its data is known before the data are read, so
-they are read directly behind it.
+All of a ``ReadChunksResponse`` before its data is known before the data are read from a
+data file, so they are read directly behind it.
 """
 
 from collections.abc import Iterable, Iterator

@@ -12,8 +12,6 @@ Invariants:
   for some time. The stream then loses its priority, and the unit is read again for it.
 - A stream that takes nothing therefore keeps units in memory for a bounded time only.
 
-Read units: the pieces of a checkpoint that streams read, buffer and share.
-
 A data file is divided into windows of a fixed size. A unit is a sequence of chunks of
 one manifest that are stored back to back and begin in the same window. The windows do
 not depend on a request, so two requests for overlapping parts of a checkpoint mostly

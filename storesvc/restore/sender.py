@@ -36,9 +36,6 @@ READ_BUFFER_BYTES: Final = 128 << 20
 EVICTION_SECONDS: Final = 2.0
 """Time a stream waits for room before units that slower streams want are evicted."""
 
-_SHOWN: Final = 3
-"""Chunks that an error names."""
-
 MAX_CHUNKS: Final = 65536
 """Maximum chunks of one stream."""
 
@@ -129,8 +126,10 @@ class Sender:
             self._scheduler.drop(unit)
             del self._reads[unit]
             raise
-        if number == 0:
-            self._read_ahead(reader)
+        while number == 0 and not self._waiting_for_room:
+            ahead = self._scheduler.next_ahead(reader, READS_AHEAD)
+            if ahead is None or not self._begin(ahead, Urgency.AHEAD):
+                break
         return responses[number], len(responses), unit.size
 
     async def _wait_for_unit(self, reader: Reader[Unit]) -> Unit:
@@ -152,12 +151,6 @@ class Sender:
                 self._waiting_for_room -= lacks_room
         return unit
 
-    def _read_ahead(self, reader: Reader[Unit]) -> None:
-        while not self._waiting_for_room:
-            unit = self._scheduler.next_ahead(reader, READS_AHEAD)
-            if unit is None or not self._begin(unit, Urgency.AHEAD):
-                return
-
     def _begin(self, unit: Unit, urgency: Urgency) -> bool:
         """Begins to read a unit; False: there is no room."""
         evicted = self._scheduler.make_room(unit, urgency)
@@ -175,7 +168,7 @@ class Sender:
             )
         except CorruptDataError as e:
             describe = unit.manifest.tree.describe_chunk
-            named = ", ".join(map(describe, unit.ordinals()[:_SHOWN].tolist()))
+            named = ", ".join(map(describe, unit.ordinals()[:3].tolist()))
             raise CorruptDataError(f"{named}: {e}", **e.metadata) from e
 
     def _end_read(self, unit: Unit, task: asyncio.Task[list[bytes]]) -> None:

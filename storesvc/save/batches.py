@@ -3,8 +3,6 @@
 Frames carry chunks back to back. The data file holds the bytes of the frames in the
 order in which they arrive, so nothing is copied or reordered.
 
-Batch admission: limits how many streams fill a batch at the same time.
-
 A batch takes memory or an open file, so a process has a fixed number of permits for
 them. A stream asks for a permit once it has bytes to write. No stream waits for the
 client of another stream, because:
@@ -164,7 +162,13 @@ class BatchAdmission:
             self._grant()
             while not permit.granted.done():
                 if clock() - permit.since >= WAIT_SECONDS:
-                    raise self._crowded()
+                    raise LimitExceededError(
+                        f"expected at most {self._limit} batches of chunks in flight, "
+                        f"and none ended within {WAIT_SECONDS:.0f} s; send the chunks "
+                        "again later",
+                        retry_seconds=RETRY_SECONDS,
+                        limit=str(self._limit),
+                    )
                 await asyncio.wait({permit.granted}, timeout=_TICK_SECONDS)
                 self._recall_slow(clock())
         except BaseException:
@@ -209,14 +213,6 @@ class BatchAdmission:
         for permit in slow[: max(0, late - coming)]:
             permit.is_recalled = True
             permit.recall()
-
-    def _crowded(self) -> LimitExceededError:
-        return LimitExceededError(
-            f"expected at most {self._limit} batches of chunks in flight, and none "
-            f"ended within {WAIT_SECONDS:.0f} s; send the chunks again later",
-            retry_seconds=RETRY_SECONDS,
-            limit=str(self._limit),
-        )
 
 
 BATCH_BYTES: Final = 64 << 20

@@ -8,15 +8,13 @@ either no checkpoint or a whole one, and a repeated call completes the work. In 
 2. Write the objects that the record will name.
 3. Append the commit to the journal, so that a watch cannot miss it.
 4. Write the slot, on the condition that the upload owns it. The checkpoint exists.
-5. Delete the staging tables and the parts of the upload; a server over a bucket
-   answers first.
+5. Delete the staging tables and the parts of the upload; a server over a bucket answers
+   first.
 
-Deletes what committed uploads leave: their staging tables and their parts.
-
-A checkpoint needs none of it, and garbage collection deletes what a crash leaves. So
-``storectl serve`` over a bucket, where deletions take several requests, answers a
-commit first and deletes in the background: between ``defer`` and ``drain``. Elsewhere,
-as in an embedded store, ``delete`` waits.
+A checkpoint needs nothing of step 5, and garbage collection deletes what a crash
+leaves. So ``storectl serve`` over a bucket, where deletions take several requests,
+answers a commit first and deletes in the background: between ``defer`` and ``drain``.
+Elsewhere, as in an embedded store, ``delete`` waits.
 """
 
 import asyncio

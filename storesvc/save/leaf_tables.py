@@ -3,11 +3,9 @@
 Next to the leaf table of an upload are the leaf digests of writer 0. The digests of the
 other writers are compared with them.
 
-Parts of tables: collects a leaf table or a receipt that arrives in a stream.
-
-Rows are counted before they are parsed. A part with more rows than the stream announced
-is rejected, so memory stays in proportion to the announced size, and the announced size
-is bounded by the limits of the server.
+A leaf table or a receipt arrives in parts. Rows are counted before they are parsed. A
+part with more rows than the stream announced is rejected, so memory stays in proportion
+to the announced size, and the announced size is bounded by the limits of the server.
 """
 
 from operator import attrgetter

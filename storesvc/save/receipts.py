@@ -2,14 +2,12 @@
 
 A receipt lists the chunks of one writer with their checksums and locations. It is
 written only if every chunk is stored, by the writer itself or by a source that the
-upload may claim from; the commit is decided from the receipts alone.
+upload may claim from; the commit is decided from the receipts alone. `UploadStatuses`
+reads from them what became of an upload.
 
-Upload status: reads what became of an upload, and lists the live uploads of runs.
-
-Checks the reports of writers, and chooses which are kept with a checkpoint.
-
-The record of a checkpoint is read with each list, so it keeps the reports of the few
-writers that took longest: the others waited for them.
+A receipt has the report of its writer. The record of a checkpoint is read with each
+list, so it keeps the reports of the few writers that took longest: the others waited
+for them.
 """
 
 import asyncio
@@ -84,9 +82,6 @@ _RECEIPT_BYTES: Final = 2048
 
 _NAME_BYTES: Final = 128
 """Memory of the name of one data file."""
-
-_SHOWN: Final = 5
-"""Missing chunks that an error names."""
 
 
 class Receipt(NamedTuple):
@@ -372,7 +367,7 @@ def _places_of(
             "receipt describes, but others are stored; send it again, then finish"
         )
     if missing:
-        shown = ", ".join(map(upload.tree.describe_chunk, missing[:_SHOWN]))
+        shown = ", ".join(map(upload.tree.describe_chunk, missing[:5]))
         raise ChunksIncompleteError(
             f"{upload.name}: {len(missing)} chunks of the receipt are not stored "
             f"({shown}); send them, then finish again",

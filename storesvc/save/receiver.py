@@ -19,11 +19,9 @@ A call can be cancelled at each ``await``. Therefore the resources of a stream a
 released by functions without one. While a thread writes to a batch, the thread owns the
 batch: it is discarded only after the thread has ended.
 
-Direct chunks: validates the locations that a direct writer reports.
-
-A direct writer puts data files into the pool itself and sends only their tables. A
-table is accepted only if its chunks belong to the leaf table, have the length that
-their leaf gives them, are in data files of this upload, and do not overlap.
+The table of a direct writer is accepted only if its chunks belong to the leaf table,
+have the length that their leaf gives them, are in data files of this upload, and do not
+overlap.
 """
 
 import asyncio
@@ -416,7 +414,11 @@ class _Stream:
                     # Receive the next part while this one is written.
                     coming = asyncio.ensure_future(anext(parts, None))
                     await self._take(part)
-                self._store_due()
+                if self._batch_file is not None:
+                    # Store the open batch if it is full or old enough.
+                    self._batch_file.batch.check_progress(self._loop.time())
+                    if self._batch_file.batch.is_due(self._loop.time()):
+                        self._start(self._batch_file)
             self._end()
             while self._writing:
                 durable += await asyncio.shield(self._writing[0])
@@ -505,13 +507,6 @@ class _Stream:
             count = await self._receiver.adopt(self._upload, self._writer, table)
         self._watch.size_bytes += sum(table.length)
         return count
-
-    def _store_due(self) -> None:
-        """Starts to store the open batch if it is full or old enough."""
-        if self._batch_file is not None:
-            self._batch_file.batch.check_progress(self._loop.time())
-            if self._batch_file.batch.is_due(self._loop.time()):
-                self._start(self._batch_file)
 
     def _end(self) -> None:
         """Starts to store the open batch, if there is one.

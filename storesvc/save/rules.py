@@ -1,11 +1,12 @@
-"""Compares the save plans and the leaf values of several writers.
+"""Decides how the writers of a save differ, and how a checkpoint is shown as Zarr.
 
 Each process of a job plans a save by itself, from the same program. A process that runs
 another version of the program, or of jax, would store different chunks under the same
 names. If several processes hold a leaf that only one of them writes, such as a Python
-number, a different value on another process would be lost.
+number, a different value on another process would be lost. So the save plans and the
+leaf values of the writers are compared.
 
-Zarr view of a checkpoint: builds an OCDBT key space from its manifest.
+The Zarr view of a checkpoint is an OCDBT key space that is built from its manifest.
 """
 
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def _leaf(tree: Tree, key: str) -> Leaf | None:
 
 def _describe_difference(expected: Leaf | None, got: Leaf | None) -> Sequence[str]:
     """Returns both leaves as texts, by the first property in which they differ."""
-    for show in (_type, _grid, _layout, repr):
+    for show in (_type, lambda leaf: f"chunks of {leaf.chunk_shape}", _layout, repr):
         texts = [show(leaf) if leaf else "none" for leaf in (expected, got)]
         if texts[0] != texts[1]:
             return texts
@@ -98,10 +99,6 @@ def _type(leaf: Leaf) -> str:
     if leaf.kind in ENCODED_KINDS:
         return f"{kind_text(leaf.kind)} of {leaf.shape[0]} bytes"
     return f"{leaf.shape} {leaf.dtype}"
-
-
-def _grid(leaf: Leaf) -> str:
-    return f"chunks of {leaf.chunk_shape}"
 
 
 def _layout(leaf: Leaf) -> str:

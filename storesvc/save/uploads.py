@@ -5,12 +5,10 @@ so any process can serve any call of any upload. ``slots`` decides; this module 
 the slot, asks ``slots``, and writes on the condition that the slot is unchanged.
 ``receiver`` stores the chunks of an upload, ``commit`` turns it into a checkpoint.
 
-Leases: writes that an upload is still live.
-
-Progress renews a lease often, and usually a process knows that it wrote the record a
-short time ago. Calls that renew one lease at the same time share one write, because a
-bucket rejects many writes of one object. The write goes on if one of these calls is
-cancelled, and ends with the server.
+A lease shows that an upload is still live. Progress renews it often, and usually a
+process knows that it wrote the record a short time ago. Calls that renew one lease at
+the same time share one write, because a bucket rejects many writes of one object. The
+write goes on if one of these calls is cancelled, and ends with the server.
 """
 
 import asyncio

@@ -117,12 +117,15 @@ class ChunkBounds:
             PreconditionError: Its chunks are compressed or in shards in a way whose
                 memory cannot be bounded.
         """
-        codec = {} if store.codec is None else store.codec.to_json()
+        self.codec: dict[str, Any] = {}
+        """Its codec, as TensorStore describes it."""
+        if store.codec is not None:
+            self.codec = store.codec.to_json()
         assert store.kvstore is not None  # zarr has one
         self._values = store.kvstore
         self._store = store
         self._row = row
-        self._is_blosc = is_blosc(codec, row=row)
+        self._is_blosc = is_blosc(self.codec, row=row)
         layout, itemsize = store.chunk_layout, DTYPES[store.dtype.name].itemsize
         self.shape = _sizes(layout.read_chunk.shape, store.shape)
         """Shape of what is read as a whole."""
@@ -132,7 +135,9 @@ class ChunkBounds:
         """Bytes of a chunk after decoding."""
         self._longest = longest_stored(math.prod(self._stored) * itemsize)
         count = math.prod(self._stored) // math.prod(self.shape)
-        self._index = _index_range(codec, count, row=row) if count > 1 else None
+        self._index = None
+        if count > 1:
+            self._index = _index_range(self.codec, count, row=row)
         self._checked: set[str] = set()
         """Shards that are within their bounds; each is read several times."""
 
@@ -145,7 +150,7 @@ class ChunkBounds:
             ValueError: Its header or index is not there; also other errors of
                 TensorStore.
         """
-        found = chunk_keys(self._metadata, self._stored, region)
+        found = chunk_keys(self.metadata, self._stored, region)
         keys = [key for key in found if key not in self._checked]
         check_stored(self._values, keys, self._longest, what=self._name)
         if self._is_blosc:
@@ -181,7 +186,8 @@ class ChunkBounds:
         return f"{self._row}, chunk {key!r}"
 
     @cached_property
-    def _metadata(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata of zarr, as TensorStore describes it."""
         found: Mapping[str, Any] = self._store.spec().to_json()["metadata"]
         return found
 

@@ -77,7 +77,7 @@ class ForeignStep:
     """Name of the format, such as "orbax"; the scheme of its URLs."""
     tree: Tree
     """Leaves and items. ``Tree.structure`` is empty, or the containers that the leaves
-    do not show (``_values/containers.py``)."""
+    do not show (``_values/items.py``)."""
     arrays: Sequence[ForeignArray]
     """The elements of each row of ``tree``."""
     create_time: datetime | None = None
@@ -88,8 +88,8 @@ class ForeignStep:
     adds."""
     digest: str = ""
     """Digest in hexadecimal of the files that describe the step and, where these do not
-    change with its elements, of the stamps of its data files (``file_stamps.py``). If
-    it is equal, a second read of the step would return the same bytes; it may differ
+    change with its elements, of the stamps of its data files (``steps.py``). If it is
+    equal, a second read of the step would return the same bytes; it may differ
     for a copy of the files."""
     verified_count: int = 0
     """Number of rows of which the format stores checksums, which reading compares."""

@@ -1,23 +1,17 @@
-"""Builds the tree of a foreign step from its rows, in the order and by the rules of
-``tree.proto``.
+"""Finds the folders of steps below a location, and builds the tree of one step.
 
-Two names of a foreign checkpoint can become one key, or one the ancestor of the other;
-such a step is rejected, and both names are in the message.
-
-Names of folders and files below a location, without I/O.
+The name of a folder states its step, unless its ``metadata.json`` does.
 
 >>> step_of("run-200"), step_of("step_0100"), step_of("100"), step_of("model-7")
 (200, 100, 100, None)
-
-Finds the folders of steps below a location, and reads what a step states itself.
-
-Describes the data files of a step by their stamps, for its digest.
 
 The files that describe a step need not change when its elements do. So the digest of a
 step covers the stamps of its data files too, unless a file with the checksums or the
 names of all of them is part of it.
 
-Keeps what a project recorded with a checkpoint where no label can hold it.
+The tree has the rows in the order and by the rules of ``tree.proto``. Two names of a
+foreign checkpoint can become one key, or one the ancestor of the other; such a step is
+rejected, and both names are in the message.
 
 A label of a checkpoint has at most 256 bytes; custom metadata of Orbax may be of any
 length. A mount has labels of any length. An import stores each longer one as an item,
@@ -73,26 +67,25 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_folders(names: Iterable[str], *, what: str) -> dict[int, str]:
-    """Returns the folder of each step among the names in a folder.
+def folders_in(names: Iterable[str]) -> list[str]:
+    """Returns the folders among names, which end in "/" there."""
+    return [name.removesuffix("/") for name in names if name.endswith("/")]
 
-    Args:
-        names: Files and folders; folders end in "/".
-        what: The location, for messages.
+
+def _index_steps(
+    location: Location, steps: Iterable[tuple[int | None, str]]
+) -> dict[int, str]:
+    """Returns the folder of each step.
 
     Raises:
         PreconditionError: Two folders are of one step.
     """
     found: dict[int, str] = {}
-    for name in names:
-        step = step_of(name.removesuffix("/")) if name.endswith("/") else None
-        if step is None:
-            continue
-        folder = name.removesuffix("/")
-        if found.setdefault(step, folder) != folder:
+    for step, folder in steps:
+        if step is not None and found.setdefault(step, folder) != folder:
             raise PreconditionError(
-                f"{what}: expected one folder of step {step}, got {found[step]!r} and "
-                f"{folder!r}; give the URL of one of them"
+                f"{location.url}: expected one folder of step {step}, got "
+                f"{found[step]!r} and {folder!r}; give the URL of one of them"
             )
     return found
 
@@ -153,6 +146,47 @@ class StepMetadata:
     """None if the time has no zone."""
 
 
+class FolderRoot:
+    """A ``ForeignRoot`` whose steps are folders of a location."""
+
+    def __init__(
+        self,
+        location: Location,
+        scheme: str,
+        *,
+        find: Callable[[Location], dict[int, str]],
+        read: Callable[[Location, str, int], ForeignStep],
+        marks: str = "",
+    ) -> None:
+        """Lists nothing yet.
+
+        Args:
+            location: The location.
+            scheme: Name of the format.
+            find: Returns the folder of each finished step.
+            read: Reads what describes the step of a folder.
+            marks: The files of a finished step, for the message about an absent one.
+        """
+        self._location = location
+        self._find = find
+        self._read = read
+        self._marks = f" (with {marks})" if marks else ""
+        self.url = f"{scheme}:{location.url}"
+
+    def steps(self) -> Sequence[int]:
+        """See ``ForeignRoot``."""
+        return sorted(self._find(self._location))
+
+    def open(self, step: int) -> ForeignStep:
+        """See ``ForeignRoot``."""
+        folder = self._find(self._location).get(step)
+        if folder is None:
+            raise NotFoundError(
+                f"{self.url}: there is no finished step {step}{self._marks}"
+            )
+        return self._read(self._location, folder, step)
+
+
 def named_steps(
     location: Location,
     *,
@@ -175,9 +209,10 @@ def named_steps(
     names = location.names()
     if is_finished("", names):
         return {_step_of_url(location) or 0: ""}
+    steps = _index_steps(location, ((step_of(f), f) for f in folders_in(names)))
     found = {
         step: folder
-        for step, folder in step_folders(names, what=location.url).items()
+        for step, folder in steps.items()
         if is_finished(folder, location.names(folder))
     }
     _check_found(location, names, found, is_finished, expected)
@@ -208,22 +243,12 @@ def stated_steps(
     names = location.names()
     if is_finished("", names):
         return {_stated_step(location, "", names): ""}
-    below = {
-        name.removesuffix("/"): location.names(name.removesuffix("/"))
-        for name in names
-        if name.endswith("/")
-    }
+    below = {folder: location.names(folder) for folder in folders_in(names)}
     finished = [folder for folder in below if is_finished(folder, below[folder])]
     if all(step_of(folder) is None for folder in finished):
         finished = []  # each is a checkpoint by itself, or all are of different runs
-    found: dict[int, str] = {}
-    for folder in finished:
-        step = _stated_step(location, folder, below[folder])
-        if found.setdefault(step, folder) != folder:
-            raise PreconditionError(
-                f"{location.url}: expected one folder of step {step}, got "
-                f"{found[step]!r} and {folder!r}; give the URL of one of them"
-            )
+    steps = ((_stated_step(location, each, below[each]), each) for each in finished)
+    found = _index_steps(location, steps)
     _check_found(location, names, found, is_finished, expected)
     return found
 
@@ -282,14 +307,13 @@ def _check_found(
     """
     if found:
         return
-    folders = [name.removesuffix("/") for name in names if name.endswith("/")]
-    begun = [folder for folder in folders if step_of(folder) is not None]
+    begun = [folder for folder in folders_in(names) if step_of(folder) is not None]
     if not begun or any(
         is_finished(folder, location.names(folder))
         for run in begun
-        for name in location.names(run)
-        if name.endswith("/") and step_of(name.removesuffix("/")) is not None
-        for folder in [join(run, name.removesuffix("/"))]
+        for name in folders_in(location.names(run))
+        if step_of(name) is not None
+        for folder in [join(run, name)]
     ):
         raise NotFoundError(
             f"{location.url}: expected {expected}, got {names_text(names)}; check the "
@@ -298,9 +322,7 @@ def _check_found(
 
 
 def _stated_step(location: Location, folder: str, names: Sequence[str]) -> int:
-    step = None
-    if METADATA in names:
-        step = read_metadata(location, folder).step
+    step = read_metadata(location, folder).step if METADATA in names else None
     if step is None:
         step = step_of(folder) if folder else _step_of_url(location)
     return step or 0
@@ -374,7 +396,7 @@ def _listed(
     """Yields path and stamp of all that is in some folders, in order."""
     for start in range(0, len(paths), _BATCH):
         some = paths[start : start + _BATCH]
-        below = [join(folder, path) if path else folder for path in some]
+        below = [join(folder, path) for path in some]
         for path, found in zip(some, pool.map(location.stamps, below), strict=True):
             for name, stamp in found.items():
                 yield join(path, name), stamp

@@ -1,12 +1,8 @@
 """Opens arrays that TensorStore reads, many at a time: zarr 2 and 3, in OCDBT or as
 files.
 
-Arrays of foreign checkpoints that TensorStore reads: zarr and OCDBT.
-
-``zarr_arrays.py`` opens them. All share one context: the concurrency of buckets as for
-a store, and a cache for the nodes of OCDBT databases. Chunks are never cached.
-
-Finds and opens zarr v2 arrays of which each is a folder.
+All share one context: the concurrency of buckets as for a store, and a cache for the
+nodes of OCDBT databases. Chunks are never cached.
 """
 
 import mmap
@@ -37,7 +33,7 @@ from storesvc_client._foreign.raw_chunks import (
     raw_form,
     reading_threads,
 )
-from storesvc_client._foreign.steps import join, place
+from storesvc_client._foreign.steps import Row, array_row, folders_in, join, place
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -130,8 +126,21 @@ class TensorStoreArray:
     @property
     def has_checksums(self) -> bool:
         """True if each chunk is stored with a checksum, which reading compares."""
-        codec = self._store.codec
-        return codec is not None and _is_checked(codec.to_json().get("codecs", []))
+        return _is_checked(self._bounds.codec.get("codecs", []))
+
+    def row(
+        self, parts: Sequence[str], *, name: str, path_kinds: str | None = None
+    ) -> Row:
+        """Returns the row of the array; see ``array_row``."""
+        return array_row(
+            parts,
+            self,
+            name=name,
+            dtype=self.dtype,
+            shape=self.shape,
+            chunk_shape=self.chunk_shape,
+            path_kinds=path_kinds,
+        )
 
     def read(self, region: Region, into: NDArray[Any]) -> Reading:
         """Starts to read a region; see ``ForeignArray``."""
@@ -156,13 +165,12 @@ class TensorStoreArray:
         not."""
         if self._stored is None:
             return None
-        metadata = self._store.spec().to_json()["metadata"]
-        form = raw_form(metadata, self.dtype)
+        form = raw_form(self._bounds.metadata, self.dtype)
         if form is None:
             return None
         return RawChunks(
             form,
-            metadata,
+            self._bounds.metadata,
             self._stored.places,
             prefix=self._stored.prefix,
             dtype=self.dtype,
@@ -229,12 +237,8 @@ def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         base: Spec of the folder of the database, ``Location.kvstore``.
         path: Prefix of the keys.
     """
-    return {
-        "driver": "ocdbt",
-        "base": dict(base),
-        "path": path,
-        "cache_pool": _NODE_CACHE,
-    }
+    shared = {"driver": "ocdbt", "cache_pool": _NODE_CACHE}
+    return {**shared, "base": dict(base), "path": path}
 
 
 def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
@@ -342,17 +346,11 @@ def context() -> "ts.Context":
             "reading arrays of this format needs tensorstore; pip install "
             "'storesvc[interop]'"
         ) from e
-    return ts.Context(
-        {
-            _NODE_CACHE: {"total_bytes_limit": _NODE_CACHE_BYTES},
-            "gcs_request_concurrency": {"limit": CONCURRENCY},
-            "gcs_request_retries": dict(RETRIES),
-            "s3_request_concurrency": {"limit": CONCURRENCY},
-            "s3_request_retries": dict(RETRIES),
-            "http_request_concurrency": {"limit": CONCURRENCY},
-            "http_request_retries": dict(RETRIES),
-        }
-    )
+    resources: dict[str, Any] = {_NODE_CACHE: {"total_bytes_limit": _NODE_CACHE_BYTES}}
+    for kind in ("gcs", "s3", "http"):
+        resources[f"{kind}_request_concurrency"] = {"limit": CONCURRENCY}
+        resources[f"{kind}_request_retries"] = dict(RETRIES)
+    return ts.Context(resources)
 
 
 MAX_METADATA_BYTES: Final = 256 << 10
@@ -454,13 +452,10 @@ def open_arrays(
                 }
                 opening = ts.open(spec, open=True, read=True, context=shared)
             waiting.append((opening, array.name, stored.of(array.kvstore)))
-        yield from map(_opened, waiting)
-
-
-def _opened(waiting: tuple[Any, str, StoredIn | None]) -> TensorStoreArray:
-    opening, name, stored = waiting
-    with translated(name):
-        return TensorStoreArray(opening.result(), row=name, stored=stored)
+        for opening, name, found in waiting:
+            with translated(name):
+                opened = TensorStoreArray(opening.result(), row=name, stored=found)
+            yield opened
 
 
 class _Stored:
@@ -506,8 +501,6 @@ def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:
         )
 
 
-ZARR_METADATA: Final = ".zarray"
-
 MAX_DEPTH: Final = 64
 """Maximum folders above an array."""
 
@@ -523,8 +516,8 @@ def find_arrays(location: Location, folder: str) -> list[str]:
     left: list[tuple[str, int]] = [("", 0)]
     while left:
         path, depth = left.pop()
-        names = location.names(join(folder, path) if path else folder)
-        if ZARR_METADATA in names:
+        names = location.names(join(folder, path))
+        if _METADATA_KEYS["zarr"] in names:
             found.append(path)
             continue
         if depth == MAX_DEPTH:
@@ -532,11 +525,7 @@ def find_arrays(location: Location, folder: str) -> list[str]:
                 f"{place(location, folder)}: expected at most {MAX_DEPTH} nested "
                 "folders"
             )
-        left += [
-            (join(path, name.removesuffix("/")), depth + 1)
-            for name in names
-            if name.endswith("/")
-        ]
+        left += [(join(path, name), depth + 1) for name in folders_in(names)]
     return sorted(found)
 
 
@@ -553,14 +542,13 @@ def open_folders(
         PreconditionError: A checkpoint cannot hold it.
         UnavailableError: The storage does not answer.
     """
-    below = [join(folder, path) if path else folder for path in paths]
     places = [
         ArrayPlace(
             name=f"array {path!r}",
             driver="zarr",
-            kvstore=location.kvstore(each),
+            kvstore=location.kvstore(join(folder, path)),
             is_whole=True,
         )
-        for path, each in zip(paths, below, strict=True)
+        for path in paths
     ]
     return list(open_arrays(location, places))

@@ -1,8 +1,10 @@
 """Reads the checkpoints of eformer, which EasyDeL writes.
 
-A step is a folder (``run-N``) with ``tensorstore_index.json``, which lists its arrays,
-and ``metadata.json``, which states the step and is written last. Each array is a
-folder, zarr v2. eformer's other writer makes safetensors, with the same names.
+A step is a folder (``run-N``) with ``tensorstore_index.json`` and ``metadata.json``,
+which states the step and is written last. The index lists path, shape and dtype of each
+array, by prefix (``prefixes``, written for EasyDeL's model and optimizer), or in one
+list (``arrays``). Each array is a folder, zarr v2. eformer's other writer makes
+safetensors, with the same names. Source: ``eformer/serialization/serialization.py``.
 
 The keys of leaves are the paths of arrays: they begin with the tree, as in
 ``model/layers/0/kernel`` and ``tx/...``; all parts are keys of mappings. The classes of
@@ -11,16 +13,13 @@ these hold are named in a label.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import xxhash
 
-from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
-from storesvc_client._foreign.formats.jax_arrays import (
-    IndexedArray,
-    parse_index,
-    parse_unread,
-)
+from storesvc_client._foreign.bounded_json import integers, parse_object
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep, UnreadItem
 from storesvc_client._foreign.formats.safetensors import (
     find_file,
     not_read_label,
@@ -29,23 +28,25 @@ from storesvc_client._foreign.formats.safetensors import (
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.steps import (
     METADATA,
+    FolderRoot,
     Row,
-    array_row,
     join,
     place,
     read_metadata,
+    relative_path,
     stamp_of_folders,
     stated_steps,
     text_row,
     tree_of,
 )
 from storesvc_client._foreign.zarr_arrays import TensorStoreArray, open_folders
-from storesvc_client.errors import DataLossError, NotFoundError
+from storesvc_client.errors import DataLossError, PreconditionError
 
 MAX_INDEX_BYTES: Final = 64 << 20
 MAX_DOCUMENT_BYTES: Final = 16 << 20
 
 _INDEX: Final = "tensorstore_index.json"
+_FORMAT: Final = "tensorstore"
 _STRUCTURE_SUFFIX: Final = "_structure.json"
 _DOCUMENTS: Final[Mapping[str, str]] = {
     "config": "config.json",
@@ -56,47 +57,99 @@ _DOCUMENTS: Final[Mapping[str, str]] = {
 """File of each item."""
 
 
-def open_root(location: Location) -> "EformerRoot":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _IndexedArray:
+    """One entry of an index."""
+
+    path: str
+    """Folder of the array, below that of the step."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _parse_index(data: bytes, *, what: str) -> list[_IndexedArray]:
+    """Returns the arrays of a step, which ``tensorstore_index.json`` lists.
+
+    Raises:
+        DataLossError: It is damaged, or a path leads out of the step.
+        PreconditionError: It is of another format.
+    """
+    fields = parse_object(data, what=what)
+    if fields.get("format") != _FORMAT:
+        raise PreconditionError(
+            f"{what}: expected the format {_FORMAT!r}, got "
+            f"{ascii(fields.get('format'))[:80]}"
+        )
+    prefixes = fields.get("prefixes", {})
+    if not isinstance(prefixes, dict):
+        raise DataLossError(f"{what}: expected the arrays by prefix in prefixes")
+    found = list(_entries(fields.get("arrays", []), "", f"{what}, arrays"))
+    for prefix, entries in prefixes.items():
+        found += _entries(entries, prefix, f"{what}, prefixes[{prefix[:80]!r}]")
+    if not found:
+        raise DataLossError(f"{what}: expected arrays, got none")
+    return found
+
+
+def _parse_unread(data: bytes, *, what: str) -> list[str]:
+    """Returns the names of the leaves that a ``*_structure.json`` holds as pickles,
+    which are never opened.
+
+    Raises:
+        DataLossError: It is damaged.
+    """
+    fields = parse_object(data, what=what)
+    names, pickles = fields.get("leaf_keys_full"), fields.get("nonarray_payload")
+    if not isinstance(names, list) or not isinstance(pickles, dict):
+        raise DataLossError(f"{what}: expected leaf_keys_full and nonarray_payload")
+    return [
+        str(names[int(n)]) if n.isdigit() and int(n) < len(names) else n[:80]
+        for n in pickles
+    ]
+
+
+def _entries(entries: Any, prefix: str, what: str) -> Iterator[_IndexedArray]:
+    if not isinstance(entries, list):
+        raise DataLossError(f"{what}: expected a list of arrays")
+    for n, entry in enumerate(entries):
+        at = f"{what}[{n}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+            raise DataLossError(f"{at}: expected path, shape and dtype")
+        path = relative_path(entry.get("path"), what=f"{at}, path")
+        above = prefix.split(".") if prefix else []
+        if path.split("/")[: len(above)] != above:
+            raise DataLossError(
+                f"{at}: expected a path below {prefix!r}, got {path[:200]!r}"
+            )
+        yield _IndexedArray(
+            path=path,
+            shape=integers(entry.get("shape"), what=f"{at}, shape"),
+            dtype=entry["dtype"],
+        )
+
+
+def open_root(location: Location) -> ForeignRoot:
     """Returns the checkpoints below a location.
 
     A folder without ``metadata.json``, as ``save_pretrained`` writes it for a model, is
     a step only if the location itself is that folder.
     """
-    return EformerRoot(location)
+    return FolderRoot(
+        location,
+        "eformer",
+        find=_find_steps,
+        read=_read_step,
+        marks=f"{METADATA} and {_INDEX} or safetensors",
+    )
 
 
-class EformerRoot:
-    """A ``ForeignRoot`` of eformer's checkpoints."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    @property
-    def url(self) -> str:
-        """See ``ForeignRoot``."""
-        return f"eformer:{self._location.url}"
-
-    def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
-        return sorted(self._folders())
-
-    def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
-        folder = self._folders().get(step)
-        if folder is None:
-            raise NotFoundError(
-                f"{self.url}: there is no finished step {step} (with {METADATA} and "
-                f"{_INDEX} or safetensors)"
-            )
-        return _read_step(self._location, folder, step)
-
-    def _folders(self) -> dict[int, str]:
-        return stated_steps(
-            self._location,
-            is_finished=_is_finished,
-            expected="checkpoints of eformer or EasyDeL, folders such as run-100/ with "
-            f"{_INDEX} and {METADATA}",
-        )
+def _find_steps(location: Location) -> dict[int, str]:
+    return stated_steps(
+        location,
+        is_finished=_is_finished,
+        expected="checkpoints of eformer or EasyDeL, folders such as run-100/ with "
+        f"{_INDEX} and {METADATA}",
+    )
 
 
 def _is_finished(folder: str, names: Sequence[str]) -> bool:
@@ -137,27 +190,20 @@ def _indexed_rows(
     path = join(folder, _INDEX)
     index = location.read(path, limit=MAX_INDEX_BYTES)
     digest.update(index)
-    entries = parse_index(index, what=place(location, path))
+    entries = _parse_index(index, what=place(location, path))
     paths = [entry.path for entry in entries]
     arrays = open_folders(location, folder, paths)
     digest.update(stamp_of_folders(location, folder, paths))
     return [_row(entry, array) for entry, array in zip(entries, arrays, strict=True)]
 
 
-def _row(entry: IndexedArray, array: TensorStoreArray) -> Row:
+def _row(entry: _IndexedArray, array: TensorStoreArray) -> Row:
     if (entry.shape, entry.dtype) != (array.shape, array.dtype):
         raise DataLossError(
             f"array {entry.path!r}: expected {entry.shape} {entry.dtype} by {_INDEX}, "
             f"got {array.shape} {array.dtype}; another save may have overwritten it"
         )
-    return array_row(
-        entry.path.split("/"),
-        array,
-        name=entry.path,
-        dtype=array.dtype,
-        shape=array.shape,
-        chunk_shape=array.chunk_shape,
-    )
+    return array.row(entry.path.split("/"), name=entry.path)
 
 
 def _documents(
@@ -182,5 +228,5 @@ def _labels(
         if name.endswith(_STRUCTURE_SUFFIX):
             path = join(folder, name)
             data = location.read(path, limit=MAX_INDEX_BYTES)
-            unread += parse_unread(data, what=place(location, path))
+            unread += _parse_unread(data, what=place(location, path))
     return not_read_label("eformer", unread)

@@ -6,18 +6,10 @@ named by its number. jax has no steps: the name of the folder states it, or it i
 jax writes no sign that a save has ended, so a folder counts as finished as soon as both
 exist; a missing array is found when the step is opened.
 
-Parses the indexes of eformer's checkpoints, without I/O.
-
-``tensorstore_index.json`` lists path, shape and dtype of each array, by prefix
-(``prefixes``, written for EasyDeL's model and optimizer), or in one list (``arrays``).
-Source: ``eformer/serialization/serialization.py``.
-
-Parses jax's serialized tree structure, without jax and without I/O.
-
-``pytreedef.json`` holds a FlatBuffer of nodes, in base64. Source: ``PyTreeDef`` in
-``jax/_src/export/serialization.fbs``: kind (0 leaf, 1 None, 2 tuple, 3 list, 4 dict, 5
-custom), children, names of the children of a dict. Classes of custom nodes are not
-imported: their children are numbered.
+``pytreedef.json`` is parsed without jax. It holds a FlatBuffer of nodes, in base64.
+Source: ``PyTreeDef`` in ``jax/_src/export/serialization.fbs``: kind (0 leaf, 1 None, 2
+tuple, 3 list, 4 dict, 5 custom), children, names of the children of a dict. Classes of
+custom nodes are not imported: their children are numbered.
 """
 
 import base64
@@ -31,16 +23,15 @@ from typing import Any, Final
 import xxhash
 
 from storesvc.format.keys import InvalidKeyError, join_key
-from storesvc_client._foreign.bounded_json import integers, parse_object
-from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.bounded_json import parse_object
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.steps import (
+    FolderRoot,
     Row,
-    array_row,
     join,
     named_steps,
     place,
-    relative_path,
     tree_of,
 )
 from storesvc_client._foreign.zarr_arrays import (
@@ -53,102 +44,16 @@ from storesvc_client._foreign.zarr_arrays import (
     open_arrays,
 )
 from storesvc_client._values.items import Container, pack_document_of
-from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
-
-_FORMAT: Final = "tensorstore"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedArray:
-    """One entry of an index."""
-
-    prefix: str
-    """Name of its tree, which is also the first part of its path; "" if it has none."""
-    path: str
-    """Folder of the array, below that of the step."""
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def parse_index(data: bytes, *, what: str) -> list[IndexedArray]:
-    """Returns the arrays of a step.
-
-    Args:
-        data: Contents of ``tensorstore_index.json``.
-        what: Its name for messages.
-
-    Raises:
-        DataLossError: It is damaged, or a path leads out of the step.
-        PreconditionError: It is of another format.
-    """
-    fields = parse_object(data, what=what)
-    if fields.get("format") != _FORMAT:
-        raise PreconditionError(
-            f"{what}: expected the format {_FORMAT!r}, got "
-            f"{ascii(fields.get('format'))[:80]}"
-        )
-    prefixes = fields.get("prefixes", {})
-    if not isinstance(prefixes, dict):
-        raise DataLossError(f"{what}: expected the arrays by prefix in prefixes")
-    found = list(_entries(fields.get("arrays", []), "", f"{what}, arrays"))
-    for prefix, entries in prefixes.items():
-        found += _entries(entries, prefix, f"{what}, prefixes[{prefix[:80]!r}]")
-    if not found:
-        raise DataLossError(f"{what}: expected arrays, got none")
-    return found
-
-
-def parse_unread(data: bytes, *, what: str) -> list[str]:
-    """Returns the names of the leaves that a ``*_structure.json`` holds as pickles,
-    which are never opened.
-
-    Raises:
-        DataLossError: It is damaged.
-    """
-    fields = parse_object(data, what=what)
-    names, pickles = fields.get("leaf_keys_full"), fields.get("nonarray_payload")
-    if not isinstance(names, list) or not isinstance(pickles, dict):
-        raise DataLossError(f"{what}: expected leaf_keys_full and nonarray_payload")
-    return [
-        str(names[int(n)]) if n.isdigit() and int(n) < len(names) else n[:80]
-        for n in pickles
-    ]
-
-
-def _entries(entries: Any, prefix: str, what: str) -> Iterator[IndexedArray]:
-    if not isinstance(entries, list):
-        raise DataLossError(f"{what}: expected a list of arrays")
-    for n, entry in enumerate(entries):
-        place = f"{what}[{n}]"
-        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-            raise DataLossError(f"{place}: expected path, shape and dtype")
-        path = relative_path(entry.get("path"), what=f"{place}, path")
-        _check_prefix(path, prefix, place)
-        yield IndexedArray(
-            prefix=prefix,
-            path=path,
-            shape=integers(entry.get("shape"), what=f"{place}, shape"),
-            dtype=entry["dtype"],
-        )
-
-
-def _check_prefix(path: str, prefix: str, place: str) -> None:
-    """Rejects an array of a prefix that is not below its folder."""
-    parts: Sequence[str] = prefix.split(".") if prefix else []
-    if path.split("/")[: len(parts)] != list(parts):
-        raise DataLossError(
-            f"{place}: expected a path below {prefix!r}, got {path[:200]!r}"
-        )
-
+from storesvc_client.errors import DataLossError, PreconditionError
 
 MAX_DEPTH: Final = 1000
 """Maximum nodes above a leaf; a key could not hold the path of a deeper one."""
 
 _LEAF: Final = 0
-_NONE_JAX_PYTREEDEF: Final = 1
+_EMPTY_LEAF: Final = 1
 _DICT: Final = 4
 _EMPTY: Final = {2: "()", 3: "[]", 4: "{}"}
-"""Containers by kind, as ``_values/containers.py`` names them without children."""
+"""Containers by kind, as ``_values/items.py`` names them without children."""
 _TUPLE: Final = 2
 _CUSTOM: Final = 5
 
@@ -187,7 +92,7 @@ def parse_nodes(data: bytes, *, what: str) -> Iterator[Node]:
             seen.add(at)
             kind = tables.kind(at)
             children = tables.vector(at, _CHILDREN)
-            if kind in (_LEAF, _NONE_JAX_PYTREEDEF) and children:
+            if kind in (_LEAF, _EMPTY_LEAF) and children:
                 raise ValueError("a leaf has children")
             if not _LEAF <= kind <= _CUSTOM:
                 raise ValueError(f"a node has the kind {kind}")
@@ -205,7 +110,7 @@ def _shown(kind: int, has_children: bool) -> str:  # noqa: FBT001 - private
     """Returns what to say about a node, or "" if its children show it."""
     if kind == _LEAF:
         return "leaf"
-    if kind == _NONE_JAX_PYTREEDEF:
+    if kind == _EMPTY_LEAF:
         return "none"
     if kind == _TUPLE and has_children:
         return "tuple"
@@ -255,7 +160,8 @@ class _Tables:
 
     def _field(self, table: int, field: int) -> int:
         """Returns the offset of a field; 0 if the table lacks it."""
-        vtable = table - self._signed(table)
+        (before,) = struct.unpack_from("<i", self._data, table)
+        vtable = table - int(before)
         if vtable < 0:
             raise ValueError("a table before the file")
         (size,) = struct.unpack_from("<H", self._data, vtable)
@@ -267,9 +173,6 @@ class _Tables:
 
     def _unsigned(self, at: int) -> int:
         return int(struct.unpack_from("<I", self._data, at)[0])
-
-    def _signed(self, at: int) -> int:
-        return int(struct.unpack_from("<i", self._data, at)[0])
 
 
 MAX_STRUCTURE_BYTES: Final = 64 << 20
@@ -284,40 +187,18 @@ _NONE: Final = (None, "null")
 _ARRAY: Final = re.compile(r"Array\(([a-z0-9_]+)\[([0-9, ]*)\]\)")
 
 
-def open_root(location: Location) -> "JaxRoot":
+def open_root(location: Location) -> ForeignRoot:
     """Returns the trees that jax saved below a location."""
-    return JaxRoot(location)
+    return FolderRoot(location, "jax", find=_find_steps, read=_read_step)
 
 
-class JaxRoot:
-    """A ``ForeignRoot`` of jax's own array serialization."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    @property
-    def url(self) -> str:
-        """See ``ForeignRoot``."""
-        return f"jax:{self._location.url}"
-
-    def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
-        return sorted(self._folders())
-
-    def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
-        folder = self._folders().get(step)
-        if folder is None:
-            raise NotFoundError(f"{self.url}: there is no finished step {step}")
-        return _read_step(self._location, folder, step)
-
-    def _folders(self) -> dict[int, str]:
-        return named_steps(
-            self._location,
-            is_finished=lambda _, names: {_STRUCTURE, f"{_STORE}/"} <= set(names),
-            expected=f"a tree that jax saved, with {_STRUCTURE} and {_STORE}/, or "
-            "folders of such trees that name steps",
-        )
+def _find_steps(location: Location) -> dict[int, str]:
+    return named_steps(
+        location,
+        is_finished=lambda _, names: {_STRUCTURE, f"{_STORE}/"} <= set(names),
+        expected=f"a tree that jax saved, with {_STRUCTURE} and {_STORE}/, or "
+        "folders of such trees that name steps",
+    )
 
 
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
@@ -341,6 +222,10 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     ]
     containers = [_container(node.what, node) for node in nodes if node.what != "leaf"]
     containers += [_container("none", node) for node in none]
+    # the root of the database changes with every write to it
+    digest = xxhash.xxh3_128(data)
+    manifest = join(folder, f"{_STORE}/{MANIFEST}")
+    digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
     tree, ordered = tree_of(
         rows,
         place=place(location, folder),
@@ -353,7 +238,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         format="jax",
         tree=tree,
         arrays=ordered,
-        digest=_digest(location, folder, data),
+        digest=digest.hexdigest(),
     )
 
 
@@ -389,15 +274,8 @@ def _name(leaf: Node) -> str:
 
 def _row(leaf: Node, array: TensorStoreArray, form: Any) -> Row:
     name = _name(leaf)
-    return array_row(
-        leaf.parts,
-        _checked(array, form, name),
-        name=name,
-        dtype=array.dtype,
-        shape=array.shape,
-        chunk_shape=array.chunk_shape,
-        path_kinds=leaf.path_kinds,
-    )
+    _check_form(array, form, name)
+    return array.row(leaf.parts, name=name, path_kinds=leaf.path_kinds)
 
 
 def _container(what: str, node: Node) -> Container:
@@ -407,7 +285,7 @@ def _container(what: str, node: Node) -> Container:
         raise PreconditionError(f"container {_name(node)[:200]!r}: {e}") from e
 
 
-def _checked(array: TensorStoreArray, form: Any, name: str) -> TensorStoreArray:
+def _check_form(array: TensorStoreArray, form: Any, name: str) -> None:
     """Rejects an array that differs from its form in the structure."""
     found = _ARRAY.fullmatch(form) if isinstance(form, str) else None
     if found is None:
@@ -420,13 +298,3 @@ def _checked(array: TensorStoreArray, form: Any, name: str) -> TensorStoreArray:
             f"array {name!r}: expected {shape} {found[1]}, got {array.shape} "
             f"{array.dtype}; another save may have overwritten it"
         )
-    return array
-
-
-def _digest(location: Location, folder: str, structure: bytes) -> str:
-    """Returns the digest of the structure and of the root of the database, which
-    changes with every write to it."""
-    digest = xxhash.xxh3_128(structure)
-    manifest = join(folder, f"{_STORE}/{MANIFEST}")
-    digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
-    return digest.hexdigest()

@@ -8,17 +8,15 @@ marin-community/marin. The parts were joined by "." before and split there, so t
 path of a field with a "." in its name has two parts.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
 import xxhash
 
-from storesvc_client._foreign.foreign_step import ForeignStep
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.steps import (
     METADATA,
-    Row,
-    array_row,
+    FolderRoot,
     join,
     place,
     read_metadata,
@@ -39,47 +37,24 @@ from storesvc_client._foreign.zarr_arrays import (
     open_arrays,
     open_folders,
 )
-from storesvc_client.errors import DataLossError, NotFoundError
+from storesvc_client.errors import DataLossError
 
 _ZARR_JSON: Final = "zarr.json"
 
 
-def open_root(location: Location) -> "LevanterRoot":
+def open_root(location: Location) -> ForeignRoot:
     """Returns the checkpoints below a location, such as the folder of a run."""
-    return LevanterRoot(location)
+    return FolderRoot(
+        location, "levanter", find=_find_steps, read=_read_step, marks=METADATA
+    )
 
 
-class LevanterRoot:
-    """A ``ForeignRoot`` of levanter's checkpoints."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    @property
-    def url(self) -> str:
-        """See ``ForeignRoot``."""
-        return f"levanter:{self._location.url}"
-
-    def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
-        return sorted(self._folders())
-
-    def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
-        folder = self._folders().get(step)
-        if folder is None:
-            raise NotFoundError(
-                f"{self.url}: there is no finished step {step} (with {METADATA})"
-            )
-        return _read_step(self._location, folder, step)
-
-    def _folders(self) -> dict[int, str]:
-        return stated_steps(
-            self._location,
-            is_finished=lambda _, names: METADATA in names,
-            expected=f"checkpoints of levanter, folders such as step-100/ with "
-            f"{METADATA}",
-        )
+def _find_steps(location: Location) -> dict[int, str]:
+    return stated_steps(
+        location,
+        is_finished=lambda _, names: METADATA in names,
+        expected=f"checkpoints of levanter, folders such as step-100/ with {METADATA}",
+    )
 
 
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
@@ -98,7 +73,10 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
             f"{place(location, folder)}: expected arrays, found none; use another "
             "checkpoint"
         )
-    rows = [_row(path, array) for path, array in _named(paths, arrays)]
+    rows = [
+        array.row(path.split("/") if path else [], name=path)
+        for path, array in zip(paths, arrays, strict=True)
+    ]
     rows.append(text_row("metadata", metadata.data, name=METADATA))
     tree, ordered = tree_of(
         rows, place=place(location, folder), advice="save it again with other names"
@@ -135,20 +113,3 @@ def _open_database(
         for path in paths
     ]
     return paths, list(open_arrays(location, places))
-
-
-def _row(path: str, array: TensorStoreArray) -> Row:
-    return array_row(
-        path.split("/") if path else [],
-        array,
-        name=path,
-        dtype=array.dtype,
-        shape=array.shape,
-        chunk_shape=array.chunk_shape,
-    )
-
-
-def _named(
-    paths: Sequence[str], arrays: Sequence[TensorStoreArray]
-) -> list[tuple[str, TensorStoreArray]]:
-    return list(zip(paths, arrays, strict=True))

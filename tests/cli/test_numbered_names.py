@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.texts import natural_key, numbered_series
-from tests.support.command_line import document, printed
+from storesvc_client._values.texts import natural_key, numbered_keys, numbered_series
+from tests.support.command_line import document, on_a_terminal, printed, table
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,40 @@ def test_numbers_of_any_length_are_sorted() -> None:
     assert long == sorted([long[1], long[0]], key=natural_key)
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["l/10/w", "l/9/w", "step"], {"l/{9..10}/w": (1, 0), "step": (2,)}),
+        (
+            ["l/0/d_0/w", "l/0/d_1/w", "l/1/d_0/w", "l/1/d_1/w"],
+            {"l/{0..1}/d_{0..1}/w": (0, 2, 1, 3)},
+        ),
+        (["l/0/w", "l/1/b"], {"l/0/w": (0,), "l/1/b": (1,)}),
+        (["l", "l/0", "l/1", ""], {"l": (0,), "l/{0..1}": (1, 2), "": (3,)}),
+    ],
+)
+def test_keys_that_differ_in_numbers_have_one_text(
+    keys: list[str], expected: dict[str, tuple[int, ...]]
+) -> None:
+    found = numbered_keys(keys, [None] * len(keys))
+
+    assert expected == {series.text: series.indices for series in found}
+    assert [*expected] == [series.text for series in found]
+
+
+@given(st.lists(st.tuples(st.text("a01/", max_size=8), st.booleans()), max_size=12))
+def test_each_key_is_in_one_series_of_its_like(found: list[tuple[str, bool]]) -> None:
+    likeness = dict(found)
+
+    series = numbered_keys([*likeness], [*likeness.values()])
+
+    indices = [at for each in series for at in each.indices]
+    assert [*range(len(likeness))] == sorted(indices)
+    assert all(
+        len({[*likeness.values()][at] for at in each.indices}) == 1 for each in series
+    )
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a model of dense layers and layers of experts in turn."""
@@ -72,7 +106,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = {f"layer_{i}": experts if i % 4 == 3 else dense for i in range(12)}
     path = tmp_path_factory.mktemp("root")
     with store.connect(path.as_uri()) as client:
-        client.run("prod/moe").save(1, {"blocks": layers, "step": 1}).result()
+        run = client.run("prod/moe")
+        run.save(1, {"blocks": layers, "step": 1}).result()
+        layers["layer_4"] = {**dense, "bias": np.zeros(4, np.float32)}
+        layers["layer_5"] = {**dense, "bias": np.zeros(4, np.float32)}
+        run.save(2, {"blocks": layers, "step": 2}).result()
     return path
 
 
@@ -102,3 +140,40 @@ def test_json_has_each_sibling_in_the_order_of_their_numbers(root: Path) -> None
     assert ["layer_9", "layer_10", "layer_11/experts"] == [
         child["name"] for child in blocks["children"][-3:]
     ]
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_alike_rows_of_numbered_keys_once(root: Path) -> None:
+    bias, kernel, experts, step = table(
+        on_a_terminal("-s", str(root), "ls", "prod/moe@1", columns=80)
+    )[1:]
+
+    layers = "layer_{0..2,4..6,8..10}"
+    assert ["float32", "[4]", "9 x 16 B", "9 x 1"] == bias[1:]
+    assert [f"blocks/{layers}/bias", f"blocks/{layers}/kernel"] == [bias[0], kernel[0]]
+    assert ["blocks/layer_{3..11..4}/experts", "step"] == [experts[0], step[0]]
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_alike_differences_of_numbered_keys_once(root: Path) -> None:
+    paths = "diff", "prod/moe@1", "prod/moe@2"
+    text = on_a_terminal("-s", str(root), *paths, columns=80)
+
+    assert [
+        ["blocks/layer_{4..5}/bias", "content", "float32[4]", "same", "2 x 1 of 1"],
+        ["step", "content", "int64[]", "same", "1 of 1"],
+        ["3 content; 19 leaves the same"],
+    ] == table(text)[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["ls", "prod/moe@1"], ["diff", "prod/moe@1", "prod/moe@2"]]
+)
+def test_expand_and_a_pipe_show_each_row_of_numbered_keys(
+    command: list[str], root: Path
+) -> None:
+    text = on_a_terminal("-s", str(root), *command, "--expand", columns=200)
+
+    assert "blocks/layer_5/bias" in text
+    assert text.split() == printed(str(root), *command).split()

@@ -1,10 +1,7 @@
 """storectl against a real server: output, files and errors."""
 
-import errno
 import json
 import math
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -22,9 +19,15 @@ from click.testing import CliRunner
 import storesvc_client as store
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
-from tests.support.command_line import document, printed, refusal, storectl, table
-
-COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
+from tests.support.command_line import (
+    COMMAND,
+    document,
+    on_a_terminal,
+    printed,
+    refusal,
+    storectl,
+    table,
+)
 
 FLOATS = np.array([[1.5, np.nan], [-2.5, 4.0]], np.float32)
 
@@ -311,37 +314,14 @@ def test_a_reader_that_leaves_early_is_no_error(address: str) -> None:
     process.wait()
 
 
-def on_a_terminal(*arguments: str, columns: int) -> str:
-    """Returns the output of a command in a terminal of that many columns."""
-    inside, outside = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdin=outside,
-        stdout=outside,
-        stderr=outside,
-        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
-    )
-    os.close(outside)
-    written = b""
-    # A terminal whose last writer has gone answers with an error.
-    try:
-        while part := os.read(inside, 4096):
-            written += part
-    except OSError as e:
-        assert errno.EIO == e.errno
-    os.close(inside)
-    assert 0 == process.wait()
-    return written.decode()
-
-
 @pytest.mark.slow
 def test_a_narrow_terminal_shows_the_common_beginning_of_keys_once(
     address: str,
 ) -> None:
-    text = on_a_terminal("-s", address, "ls", "prod/tiny@20:params/b*/**", columns=50)
+    command = "ls", "prod/tiny@20:params/b*/**", "--expand"
+    text = on_a_terminal("-s", address, *command, columns=50)
 
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [line.rstrip() for line in plain.splitlines()]
+    lines = [line.rstrip() for line in text.splitlines()]
     assert 8 == len(lines)
     assert max(map(len, lines)) <= 50
     assert "KEY below params/blocks/" == lines[0]
@@ -352,7 +332,9 @@ def test_a_narrow_terminal_shows_the_common_beginning_of_keys_once(
 def test_a_terminal_shows_bold_headers_and_no_progress_of_quick_work(
     address: str,
 ) -> None:
-    text = on_a_terminal("-s", address, "get", "prod/tiny@20:step", columns=80)
+    text = on_a_terminal(
+        "-s", address, "get", "prod/tiny@20:step", columns=80, term="xterm"
+    )
 
     assert ["\x1b[1mKEY   DTYPE  SHAPE  MIN  MAX  MEAN  NAN\x1b[0m", 2] == [
         text.splitlines()[0],

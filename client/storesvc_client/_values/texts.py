@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import groupby, pairwise, takewhile
+from itertools import chain, groupby, pairwise, takewhile
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, assert_never
 
@@ -97,7 +97,7 @@ _MOST_RANGES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Names that differ in their last number."""
+    """Names that differ in a number."""
 
     indices: tuple[int, ...]
     """Positions of the names among all."""
@@ -127,6 +127,35 @@ def numbered_series(names: Sequence[str]) -> list[Series]:
         Series(indices=tuple(those), text=_text([names[at] for at in those]))
         for those in members.values()
     ]
+
+
+def numbered_keys(keys: Sequence[str], likeness: Sequence[object]) -> list[Series]:
+    """Returns series of keys that differ in numbers of their parts, in the order of
+    their first ones; ``tree`` draws such a series as one line.
+
+    Args:
+        keys: Different keys.
+        likeness: A value of each key, which is equal for all of a series.
+    """
+    found = [(key.split("/"), (at,)) for at, key in enumerate(keys)]
+    for depth in range(max((len(parts) for parts, _ in found), default=0)):
+        alike: dict[object, list[tuple[list[str], tuple[int, ...]]]] = defaultdict(list)
+        for parts, indices in found:
+            around = *parts[:depth], None, *parts[depth + 1 :], len(parts) > depth
+            alike[around, likeness[indices[0]]].append((parts, indices))
+        found = []
+        for those in alike.values():
+            if len(those) == 1:
+                found += those
+                continue
+            those.sort(key=lambda each: natural_key(each[0][depth]))
+            for series in numbered_series([parts[depth] for parts, _ in those]):
+                parts = list(those[series.indices[0]][0])
+                parts[depth] = series.text
+                members = chain.from_iterable(those[at][1] for at in series.indices)
+                found.append((parts, tuple(members)))
+    found.sort(key=lambda each: min(each[1]))
+    return [Series(indices=indices, text="/".join(parts)) for parts, indices in found]
 
 
 def _padding(found: re.Match[str]) -> tuple[str, int, str]:

@@ -299,3 +299,9 @@ def json_option(command: _Command) -> _Command:
     return click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON document."
     )(command)
+
+
+def expand_option(command: _Command) -> _Command:
+    """Adds the option ``--expand`` to a command."""
+    text = "Show each of numbered siblings that are alike."
+    return click.option("--expand", is_flag=True, help=text)(command)

@@ -45,6 +45,7 @@ from storesvc_client._values.texts import (
     json_text,
     json_value,
     number_text,
+    numbered_keys,
     order_metrics,
     plural,
     printable,
@@ -137,12 +138,17 @@ class Column:
     """True if it is hidden before all others."""
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; without titles, it has no header."""
+def print_table(
+    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, expand: bool = True
+) -> None:
+    """Prints a table; without titles, it has no header. Without ``expand``, a terminal
+    shows alike rows of numbered keys once, with their count before each quantity."""
     cells = [tuple(map(printable, row)) for row in rows]
     hidden: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     if sys.stdout.isatty():
+        if not expand and columns[0].shrink is Shrink.PREFIX:
+            cells = [*_collapsed(columns, cells)]
         room = get_terminal_size().columns
         if max(map(text_width, aligned(columns, cells)), default=0) > room:
             table = narrowed(columns, cells, room=room)
@@ -156,6 +162,20 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     if hidden:
         titles = ", ".join(filter(None, hidden)) or "all columns"
         print_note(f"no room for {titles}; a wider terminal or a pipe shows all")
+
+
+def _collapsed(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, ...]]:
+    likeness = [tuple(row[1:]) for row in rows]
+    for series in numbered_keys([row[0] for row in rows], likeness):
+        count = len(series.indices)
+        cells = zip(columns[1:], likeness[series.indices[0]], strict=True)
+        texts = (
+            f"{count:,} x {cell}" if column.right and count > 1 else cell
+            for column, cell in cells
+        )
+        yield series.text, *texts
 
 
 def _bold(text: str) -> str:
@@ -233,6 +253,7 @@ class Listing(Generic[_Item]):
         damaged: "Sequence[DataLossError]" = (),
         is_selection: bool = False,
         absence: Callable[[], str] | None = None,
+        expand: bool = False,
     ) -> None:
         """Prints the items; notes on stderr what it leaves out.
 
@@ -245,6 +266,7 @@ class Listing(Generic[_Item]):
             damaged: Errors of damaged records; grows while the items are read.
             absence: Returns the note of an empty list, once the items are read, or
                 raises why there cannot be any.
+            expand: Whether each of alike rows of numbered keys is shown in a terminal.
 
         Raises:
             DataLossError: The last of ``damaged``; the others are printed before.
@@ -268,7 +290,7 @@ class Listing(Generic[_Item]):
         if as_json:
             print_json([*map(self.document, shown)])
         elif shown:
-            print_table(*self._table(shown))
+            print_table(*self._table(shown), expand=expand)
         elif note:
             print_note(note)
         if rest:

@@ -18,6 +18,7 @@ from storesvc_client._values.texts import (
     value_text,
 )
 from storesvc_client.cli.arguments import (
+    expand_option,
     foreign_options,
     json_option,
     readable_place,
@@ -134,6 +135,7 @@ _ITEM_COLUMNS: Final = (
     metavar="AFTER",
     shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
 )
+@expand_option
 @foreign_options
 @json_option
 @pass_connection
@@ -142,6 +144,7 @@ def diff(
     *,
     before: tuple[StorePart, CheckpointPath],
     after: tuple[StorePart, CheckpointPath],
+    expand: bool,
     options: ForeignOptions,
     as_json: bool,
 ) -> None:
@@ -152,7 +155,9 @@ def diff(
     project, which has none, all elements are read and compared. WHAT is "added",
     "removed", "shape", "dtype" or "content"; "unknown" if a leaf was saved in other
     chunks, whose digests cannot be compared; for an item also "kind", as from text to
-    JSON. CHUNKS counts the chunks of the leaf; for content, the chunks that differ.
+    JSON. CHUNKS counts the chunks of the leaf; for content, the chunks that differ. A
+    terminal shows leaves with numbered keys once if they differ alike, as storectl tree
+    does.
 
     \b
     Examples:
@@ -175,7 +180,7 @@ def diff(
         print_json(found)
         return
     if found.differences:
-        print_table(_COLUMNS, map(_row, found.differences))
+        print_table(_COLUMNS, map(_row, found.differences), expand=expand)
     if found.items:
         print_table(_ITEM_COLUMNS, map(_item_row, found.items))
     click.echo(_sums(found))

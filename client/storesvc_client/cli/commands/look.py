@@ -20,6 +20,7 @@ from storesvc_client._values.texts import (
 )
 from storesvc_client.cli.arguments import (
     WholeNumber,
+    expand_option,
     foreign_options,
     json_option,
     readable_checkpoint,
@@ -79,7 +80,7 @@ _COLUMNS: Final = (
     metavar="N",
     help="Draw N levels; the last one counts the leaves below it.",
 )
-@click.option("--expand", is_flag=True, help="Draw each of numbered siblings.")
+@expand_option
 @foreign_options
 @json_option
 @pass_connection
@@ -197,6 +198,7 @@ def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
     is_flag=True,
     help="List the deleted checkpoints of a run, and when they are purged.",
 )
+@expand_option
 @foreign_options
 @json_option
 @pass_connection
@@ -208,13 +210,15 @@ def ls(
     sort: str | None,
     limit: int | None,
     deleted: bool,
+    expand: bool,
     options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """List runs, checkpoints or leaves.
 
-    Without PATH: all runs. Checkpoints come newest first, leaves by key. Labels that an
-    import or a copy sets are shown by storectl stat, and with --json.
+    Without PATH: all runs. Checkpoints come newest first, leaves by key. A terminal
+    shows leaves with numbered keys that are alike once, as storectl tree does. Labels
+    that an import or a copy sets are shown by storectl stat, and with --json.
 
     \b
     Fields of --where and --sort are the columns, the names of --json, and:
@@ -257,6 +261,7 @@ def ls(
             as_json=as_json,
             damaged=damaged,
             is_selection=selection is not None,
+            expand=expand,
             absence=lambda: _absence(view, selection, source, path),
         )
     if selection and (warning := selection.warning()):

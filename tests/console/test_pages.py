@@ -8,7 +8,7 @@ from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 import numpy as np
 import pytest
@@ -475,12 +475,18 @@ def test_a_comparison_lists_leaves_in_natural_order(
         layers = [np.full(4, step, np.float32)] * 11
         run.save(step, {"layers": layers}, items={"seed": step}).result()
 
-    html = console.text(f"/diff?a={run.name}@1&b={run.name}@2")
+    address = f"/diff?a={run.name}@1&b={run.name}@2"
+    html = console.text(f"{address}&apart=1")
 
     table = html.partition('id="leaves-title"')[2]
     assert [*map(str, range(11))] == re.findall(r">layers/(\d+)</a>", table)
     # equal before and after
     assert 11 == table.count('<td class="mono soft" colspan="2">float32[4]</td>')
+
+    # as the tree shows them, unless each is asked for
+    text = console.text(address).partition('id="leaves-title"')[2]
+    assert f"key={quote('layers/0', safe='')}" in text
+    assert re.search(r">layers/{0\.\.10}</a>.*&amp;apart=1.*>11 x 1 of 1<", text)
 
 
 def test_a_comparison_counts_what_differs(console: ServedConsole) -> None:

@@ -1,13 +1,20 @@
 """``/diff?a=BEFORE&b=AFTER``: two checkpoints compared by the digests of chunks."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from markupsafe import Markup
 
 from storesvc_client import Diff, ItemDifference, LeafDifference
-from storesvc_client._values.texts import ABSENT, natural_key, sizes_text, value_text
+from storesvc_client._values.texts import (
+    ABSENT,
+    natural_key,
+    numbered_keys,
+    sizes_text,
+    value_text,
+)
 from storesvc_client.console.pages.checkpoint import LARGE
 from storesvc_client.console.rendering import Page, command, layer_bars
 from storesvc_client.console.visit import Visit, checkpoint_path
@@ -27,6 +34,10 @@ class DiffRow:
     changed: float | None
     """Share of the chunks that differ; None if it is not known."""
     chunks: str
+    key: str = ""
+    """Key of the leaf, or of the first of those that are alike."""
+    alike: int = 1
+    """Leaves that share the row."""
 
 
 def page(visit: Visit) -> Page:
@@ -45,6 +56,8 @@ def page(visit: Visit) -> Page:
     found = visit.client.run(run).diff(which, that, of=visit.client.run(other))
     start = visit.number("from")
     differences = sorted(found.differences, key=lambda leaf: natural_key(leaf.key))
+    apart = "apart" in visit.query
+    rows = [_row(d, d.key, 1) for d in differences] if apart else _rows(differences)
     return Page(
         template="diff.html",
         title="Compare",
@@ -54,11 +67,12 @@ def page(visit: Visit) -> Page:
         | {
             "found": found,
             "counts": _counts(found),
-            "rows": [*map(_row, differences[start : start + ROWS])],
+            "rows": rows[start : start + ROWS],
+            "apart": apart,
             "items": [*map(_item_row, found.items[:ROWS])],
             "layer_bars": _layer_bars(visit, other, found),
             "start": start,
-            "total": len(found.differences),
+            "total": len(rows),
             "page_rows": ROWS,
             "changed_chunks": sum(d.changed_chunk_count for d in found.differences),
             "chunks": sum(d.chunk_count for d in found.differences),
@@ -76,16 +90,28 @@ def _counts(found: Diff) -> list[tuple[str, int]]:
     return sorted(Counter(d.kind for d in found.differences).items())
 
 
-def _row(leaf: LeafDifference) -> DiffRow:
+def _rows(leaves: Sequence[LeafDifference]) -> list[DiffRow]:
+    """Returns a row for all leaves with numbered keys that differ alike."""
+    likeness = [replace(leaf, key="") for leaf in leaves]
+    return [
+        _row(leaves[series.indices[0]], series.text, len(series.indices))
+        for series in numbered_keys([leaf.key for leaf in leaves], likeness)
+    ]
+
+
+def _row(leaf: LeafDifference, name: str, alike: int) -> DiffRow:
     is_counted = leaf.kind == "content" and leaf.chunk_count > 0
-    chunks = f"{leaf.chunk_count:,}"
+    times = f"{alike:,} x " if alike > 1 else ""
+    changed = f"{leaf.changed_chunk_count:,} of " if is_counted else ""
     return DiffRow(
-        name=leaf.key,
+        name=name,
+        key=leaf.key,
+        alike=alike,
         kind=leaf.kind,
         before=_array_text(leaf.base_dtype, leaf.base_shape),
         after=_array_text(leaf.dtype, leaf.shape),
         changed=leaf.changed_chunk_count / leaf.chunk_count if is_counted else None,
-        chunks=f"{leaf.changed_chunk_count:,} of {chunks}" if is_counted else chunks,
+        chunks=f"{times}{changed}{leaf.chunk_count:,}",
     )
 
 

@@ -269,7 +269,22 @@ def test_a_namespace_that_does_not_exist_is_refused(
         (["xyzzy"], "No such command 'xyzzy'."),
         (["describe", "a/b"], "No such command 'describe'. Did you mean 'stat'?"),
         (["ls", "-o", "json"], "No such option '-o'. Did you mean '--json'?"),
-        (["ls", "-n", "5"], "No such option '-n'. Did you mean '--limit'?"),
+        (
+            ["ls", "-n", "5"],
+            "'--limit'? A namespace begins a path, as in 'storectl ls prod'.",
+        ),
+        (
+            ["stat", "--namespace", "prod"],
+            "A namespace begins a path, as in 'storectl ls prod'.",
+        ),
+        (["ls", "-A"], "'storectl ls' lists the runs of all namespaces."),
+        (["ls", "--watch"], "'storectl watch' prints each change as it happens."),
+        (["ls", "--sort-by=age"], "Did you mean '--sort'?"),
+        (["get", "prod"], "'prod/llama-8b@latest:**' for all; storectl ls lists runs"),
+        (
+            ["get", "a/b@1:**", "-o", "json"],
+            "json: --json prints JSON; -o json/ writes to a directory",
+        ),
         (["ls", "--limit", "x"], "expected a whole number of at least 1, got 'x'"),
         (["console", "--port", "x"], "a whole number from 0 to 65535, got 'x'"),
         (

@@ -194,7 +194,8 @@ def _leaves(text: str, path: StorePath) -> LeafPath:
         case _:
             raise click.BadParameter(
                 f"{text!r}: expected leaves of a checkpoint, such as "
-                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' for all"
+                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' "
+                "for all; storectl ls lists runs"
             )
 
 

@@ -70,7 +70,7 @@ _WORDS: Final = {
 _OPTIONS: Final = {
     "--format": "--json",
     "--output": "--json",
-    "-A": "--help",
+    "--sort-by": "--sort",
     "-f": "--where",
     "-l": "--where",
     "-n": "--limit",
@@ -79,13 +79,23 @@ _OPTIONS: Final = {
 }
 """Options by the names that they have in other programs."""
 
+_HABITS: Final = {
+    ("--all-namespaces", "-A"): " 'storectl ls' lists the runs of all namespaces.",
+    ("--namespace", "-n"): " A namespace begins a path, as in 'storectl ls prod'.",
+    ("--watch", "-w"): " 'storectl watch' prints each change as it happens.",
+}
+"""What does the work of options of other programs."""
 
-def option_hint(error: click.NoSuchOption) -> str | None:
-    """Returns the option of the command that an absent option stands for elsewhere."""
+
+def option_hint(error: click.NoSuchOption) -> str:
+    """Returns what an absent option stands for elsewhere, for the end of a message, or
+    ""."""
     found = _OPTIONS.get(error.option_name)
     parameters = error.ctx.command.params if error.ctx else []
     known = {name for parameter in parameters for name in parameter.opts}
-    return found if found in known else None
+    hint = f" Did you mean {found!r}?" if found in known else ""
+    others = (text for names, text in _HABITS.items() if error.option_name in names)
+    return hint + next(others, "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

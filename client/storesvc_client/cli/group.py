@@ -191,7 +191,7 @@ def _reported(*, as_json: bool) -> Generator[None]:
             raise Interrupted("; ".join(parts)) from e
     except click.ClickException as e:
         if isinstance(e, click.NoSuchOption) and (hint := option_hint(e)):
-            e = click.UsageError(f"{e.message} Did you mean {hint!r}?", ctx=e.ctx)
+            e = click.UsageError(e.message + hint, ctx=e.ctx)
         if not as_json:
             raise e  # noqa: TRY201 - it may be another one
         click.echo(json_line(e), err=True)

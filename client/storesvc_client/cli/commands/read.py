@@ -194,6 +194,11 @@ def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
     """Returns the format of a file by its name; None: it names a directory."""
     from storesvc_client.cli.leaves import FORMATS
 
+    if output in ("json", "yaml", "wide"):
+        raise click.BadParameter(
+            f"{output}: --json prints JSON; -o {output}/ writes to a directory",
+            param_hint="'--output'",
+        )
     suffix = Path(output).suffix
     if output.endswith(os.sep) or not suffix:
         if force:

@@ -75,7 +75,7 @@ def address(server_address: str) -> str:
 def test_ls_lists_the_runs_with_their_latest_steps(address: str) -> None:
     header, *rows = table(printed(address, "ls"))
 
-    assert ["RUN", "LATEST", "CREATED"] == header
+    assert ["RUN", "LATEST", "CREATED", "AGE"] == header
     assert [["prod/tiny", "20"], ["test/other", "0"]] == [row[:2] for row in rows[3:]]
 
 
@@ -87,11 +87,12 @@ def test_ls_of_a_run_lists_its_checkpoints_newest_first(address: str) -> None:
     header, newest, oldest = table(printed(address, "ls", "prod/tiny"))
 
     assert [
-        *("STEP", "COMMITTED", "SIZE", "LEAVES"),
+        *("STEP", "COMMITTED", "AGE", "SIZE", "LEAVES"),
         *("TAGS", "PINNED", "loss", "LABELS"),
     ] == header
     assert ["20", "2.5", "commit=4f2a"] == [newest[0], *newest[-2:]]
-    assert ["10", "16 B", "1", "-", "-", "2.75", "-"] == [oldest[0], *oldest[2:]]
+    assert ["10", "16 B", "1", "-", "-", "2.75", "-"] == [oldest[0], *oldest[3:]]
+    assert re.fullmatch("[0-9]+[sm]", newest[2])
 
 
 def test_ls_of_a_checkpoint_lists_its_leaves(address: str) -> None:

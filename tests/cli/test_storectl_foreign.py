@@ -46,9 +46,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_ls_lists_checkpoints_newest_first(run: str) -> None:
     rows = table(printed(NOWHERE, "ls", run))
-    assert ["STEP", "WRITTEN", "SIZE", "LEAVES", "loss", "LABELS"] == rows[0]
+    assert ["STEP", "WRITTEN", "AGE", "SIZE", "LEAVES", "loss", "LABELS"] == rows[0]
     assert [["100", "3", "0.5"], ["5", "3", "0.5"]] == [
-        [row[0], row[3], row[4]] for row in rows[1:]
+        [row[0], row[4], row[5]] for row in rows[1:]
     ]
     assert [100] == [each["step"] for each in document(NOWHERE, "ls", run, "--limit=1")]
 

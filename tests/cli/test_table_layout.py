@@ -1,5 +1,7 @@
 """Tables in terminals of any width."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from storesvc_client.cli.output import (
     narrowed,
     text_width,
 )
+from storesvc_client.cli.parent_details import age_text
 
 COLUMNS = (
     Column("STEP", right=True),
@@ -130,3 +133,23 @@ def test_a_table_fits_once_only_its_first_column_is_left(
 
     first = max(map(text_width, ["STEP", *(row[0] for row in rows)]))
     assert all(text_width(line) <= max(room, first) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("age", "expected"),
+    [
+        (timedelta(seconds=-3), "0s"),
+        (timedelta(seconds=5.9), "5s"),
+        (timedelta(seconds=60), "1m"),
+        (timedelta(minutes=179), "2h"),
+        (timedelta(hours=47), "1d"),
+        (timedelta(days=400), "400d"),
+        (None, "-"),
+    ],
+)
+def test_an_age_has_the_largest_unit_that_fits(
+    age: timedelta | None, expected: str
+) -> None:
+    now = datetime(2026, 11, 24, tzinfo=UTC)
+
+    assert expected == age_text(None if age is None else now - age, now)

@@ -84,7 +84,8 @@ def _labels_text(labels: Mapping[str, str]) -> str:
 
 def _run_row(run: "RunInfo") -> tuple[str, ...]:
     latest = ABSENT if run.latest_step is None else str(run.latest_step)
-    return run.name, latest, time_text(run.create_time)
+    created = run.create_time
+    return run.name, latest, time_text(created), age_text(created, datetime.now(UTC))
 
 
 def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
@@ -92,6 +93,7 @@ def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
     return (
         str(checkpoint.step),
         time_text(checkpoint.commit_time),
+        age_text(checkpoint.commit_time, datetime.now(UTC)),
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
         " ".join(tagged.tags) or ABSENT,
@@ -108,6 +110,7 @@ def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
     return (
         str(checkpoint.step),
         _moment_text(checkpoint.create_time),
+        age_text(checkpoint.create_time, datetime.now(UTC)),
         size_text(checkpoint.size_bytes),
         str(checkpoint.leaf_count),
         _labels_text(checkpoint.labels),
@@ -128,6 +131,15 @@ def _moment_text(time: datetime | None) -> str:
     return ABSENT if time is None else time_text(time)
 
 
+def age_text(time: datetime | None, now: datetime) -> str:
+    """Returns how long ago a time was, in one unit: "5s", "12m", "3h", "4d"."""
+    if time is None:
+        return ABSENT
+    seconds = max(0, int((now - time).total_seconds()))
+    units = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+    return next(f"{seconds // s}{unit}" for s, unit in units if seconds >= s or s == 1)
+
+
 def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
     return (
         key_text(leaf),
@@ -145,6 +157,7 @@ _RUNS: Final = Listing(
         Column("RUN"),
         Column("LATEST", right=True),
         Column("CREATED", shrink=Shrink.TIME),
+        Column("AGE", right=True),
     ),
 )
 _CHECKPOINTS: Final = Listing(
@@ -152,7 +165,8 @@ _CHECKPOINTS: Final = Listing(
     row=_checkpoint_row,
     columns=(
         Column("STEP", right=True),
-        Column("COMMITTED", shrink=Shrink.TIME),
+        Column("COMMITTED", shrink=Shrink.TIME, is_minor=True),
+        Column("AGE", right=True),
         Column("SIZE", right=True),
         Column("LEAVES", right=True, is_minor=True),
         Column("TAGS", shrink=Shrink.END),
@@ -168,7 +182,8 @@ _FOREIGN: Final = Listing(
     metrics=lambda checkpoint: checkpoint.metrics,
     columns=(
         Column("STEP", right=True),
-        Column("WRITTEN", shrink=Shrink.TIME),
+        Column("WRITTEN", shrink=Shrink.TIME, is_minor=True),
+        Column("AGE", right=True),
         Column("SIZE", right=True),
         Column("LEAVES", right=True, is_minor=True),
         Column("LABELS", shrink=Shrink.END),

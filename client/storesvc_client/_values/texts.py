@@ -129,6 +129,10 @@ def numbered_series(names: Sequence[str]) -> list[Series]:
     ]
 
 
+_Keys: TypeAlias = list[tuple[list[str], tuple[int, ...]]]
+"""Parts and indices of each of some series."""
+
+
 def numbered_keys(keys: Sequence[str], likeness: Sequence[object]) -> list[Series]:
     """Returns series of keys that differ in numbers of their parts, in the order of
     their first ones; ``tree`` draws such a series as one line.
@@ -137,9 +141,9 @@ def numbered_keys(keys: Sequence[str], likeness: Sequence[object]) -> list[Serie
         keys: Different keys.
         likeness: A value of each key, which is equal for all of a series.
     """
-    found = [(key.split("/"), (at,)) for at, key in enumerate(keys)]
+    found: _Keys = [(key.split("/"), (at,)) for at, key in enumerate(keys)]
     for depth in range(max((len(parts) for parts, _ in found), default=0)):
-        alike: dict[object, list[tuple[list[str], tuple[int, ...]]]] = defaultdict(list)
+        alike: dict[object, _Keys] = defaultdict(list)
         for parts, indices in found:
             around = *parts[:depth], None, *parts[depth + 1 :], len(parts) > depth
             alike[around, likeness[indices[0]]].append((parts, indices))

@@ -84,7 +84,7 @@ _HABITS: Final = {
     ("--namespace", "-n"): " A namespace begins a path, as in 'storectl ls prod'.",
     ("--watch", "-w"): " 'storectl watch' prints each change as it happens.",
 }
-"""What does the work of options of other programs."""
+"""Hints for options of other programs that no option stands for."""
 
 
 def option_hint(error: click.NoSuchOption) -> str:

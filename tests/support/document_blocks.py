@@ -55,9 +55,10 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 
 def steady(text: str) -> str:
-    """Returns the text with the moment that it was printed at, and the seconds that a
-    restore took, taken out."""
-    return re.sub(r" in \d+\.\d s\)", " in SECONDS)", re.sub(MOMENT, "MOMENT", text))
+    """Returns the text with the moment that it was printed at, with ages, and the
+    seconds that a restore took, taken out."""
+    text = re.sub(rf"{MOMENT}(?: +\d+[smhd]\b)?", "MOMENT", text)
+    return re.sub(r" in \d+\.\d s\)", " in SECONDS)", text)
 
 
 def check_names(program: ast.AST) -> None:

@@ -54,6 +54,7 @@ from storesvc.storage.bucket import (
 )
 from storesvc.storage.location import Storage
 from storesvc.storage.opened_storage import OpenedStorage
+from storesvc.storage.requests import answer
 from storesvc.storage.rooted_files import Directories, NewFile, clear_interrupted_write
 
 T = TypeVar("T")
@@ -257,65 +258,50 @@ def _end(call: _Call[Any], result: Any, error: BaseException | None) -> None:
         threading.Thread(target=call.discard, args=(result,), daemon=True).start()
 
 
-class LocalReads:
-    """Reads the files below a directory."""
+def _read_parts(root: Path, path: str, parts: Iterable[Part]) -> list[bytes]:
+    """Returns one message for each part of a file.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    The file is not kept open: opening it costs a thousandth of the reads, and the space
+    of a deleted file is free at once.
 
-    def read(self, path: str, parts: Iterable[Part]) -> list[bytes]:
-        """Returns one message for each part of a file.
+    Raises:
+        CorruptDataError: The file is missing or shorter, or is no regular file of this
+            root.
+        OSError: The file cannot be read.
+    """
+    try:
+        descriptor = rooted_files.open_file(root, path)
+    except FileNotFoundError as e:
+        raise CorruptDataError(
+            f"data file {path} is missing; use another checkpoint"
+        ) from e
+    try:
+        return [_read(descriptor, path, part) for part in parts]
+    finally:
+        os.close(descriptor)
 
-        The file is not kept open: opening it costs a thousandth of the reads, and the
-        space of a deleted file is free at once.
 
-        Raises:
-            CorruptDataError: The file is missing or shorter, or is no regular file of
-                this root.
-            OSError: The file cannot be read.
-        """
-        try:
-            descriptor = rooted_files.open_file(self._root, path)
-        except FileNotFoundError as e:
-            raise CorruptDataError(
-                f"data file {path} is missing; use another checkpoint"
-            ) from e
-        try:
-            return [_read(descriptor, path, part) for part in parts]
-        finally:
-            os.close(descriptor)
+def _read_all(root: Path, path: str) -> Stored | None:
+    """Returns the contents of a file and its generation; None if there is no file.
 
-    def read_all(self, path: str) -> tuple[bytes, bytes] | None:
-        """Returns the contents of a file and its generation; None if there is no file.
+    The generation has TensorStore's encoding (0.1.86): device, inode and mtime.
 
-        The generation has TensorStore's encoding (0.1.86): device, inode and mtime.
-
-        Raises:
-            IrregularFileError: The path is no regular file of this root.
-            OSError: The file cannot be read.
-        """
-        try:
-            descriptor = rooted_files.open_file(self._root, path)
-        except FileNotFoundError:
-            return None
-        try:
-            # Both are of one version: a write replaces the file by a rename.
-            found = os.fstat(descriptor)
-            data = _read(descriptor, path, Part(b"", 0, found.st_size))
-        finally:
-            os.close(descriptor)
-        generation = (found.st_dev, found.st_ino, found.st_mtime_ns)
-        return data, b"\0" + struct.pack("<QQq", *generation)
-
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Returns the bytes of a file from ``start`` up to ``stop``.
-
-        Raises:
-            CorruptDataError: As for ``read``.
-            OSError: The file cannot be read.
-        """
-        (data,) = self.read(path, [Part(b"", start, stop)])
-        return data
+    Raises:
+        IrregularFileError: The path is no regular file of this root.
+        OSError: The file cannot be read.
+    """
+    try:
+        descriptor = rooted_files.open_file(root, path)
+    except FileNotFoundError:
+        return None
+    try:
+        # Both are of one version: a write replaces the file by a rename.
+        found = os.fstat(descriptor)
+        data = _read(descriptor, path, Part(b"", 0, found.st_size))
+    finally:
+        os.close(descriptor)
+    generation = (found.st_dev, found.st_ino, found.st_mtime_ns)
+    return Stored(data, Generation(b"\0" + struct.pack("<QQq", *generation)))
 
 
 def _read(descriptor: int, path: str, part: Part) -> bytes:
@@ -337,169 +323,6 @@ def _read(descriptor: int, path: str, part: Part) -> bytes:
 
 TICK_SECONDS: Final = 0.011
 """Upper bound of a kernel's timestamp granularity (Linux: 10 ms), plus a margin."""
-
-
-class LocalFiles:
-    """Reads and writes files below one root; follows no link.
-
-    Every method raises ``OSError`` if the disk fails, ``TimeoutError`` at its deadline,
-    and ``StorageUnavailableError`` while an earlier call for the path has not returned.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._root = Path(storage.spec["path"])
-        self._reads = LocalReads(self._root)
-        self._directories = Directories(self._root)
-        self._threads = FileThreads(storage.name)
-
-    async def read_parts(
-        self, path: str, parts: Iterable[Part], *, size_bytes: int
-    ) -> list[bytes]:
-        """See ``LocalReads.read``."""
-        return await self._read(
-            path, partial(self._reads.read, path, parts), size_bytes=size_bytes
-        )
-
-    async def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """See ``LocalReads.read_range``."""
-        read = partial(self._reads.read_range, path, start, stop)
-        return await self._read(path, read, size_bytes=stop - start)
-
-    async def read_all(self, path: str) -> tuple[bytes, bytes] | None:
-        """See ``LocalReads.read_all``."""
-        read = partial(self._reads.read_all, path)
-        return await self._read(path, read, size_bytes=0)
-
-    async def check(self, path: str) -> None:
-        """Rejects a path that a storage driver must not open; see
-        ``rooted_files.check_file``."""
-        await self._run(path, partial(rooted_files.check_file, self._root, path))
-
-    async def first_names(self, limit: int) -> list[str]:
-        """Returns up to `limit` names of entries of the root itself."""
-        return await self._run("", partial(self._directories.first_names, limit))
-
-    async def sizes(self, folder: str) -> dict[str, int]:
-        """See ``rooted_files.sizes_below``."""
-        # No deadline: there may be very many files.
-        look = partial(rooted_files.sizes_below, self._root, folder)
-        return await self._threads.run(folder, look, seconds=None)
-
-    async def replace(
-        self,
-        path: str,
-        write: Callable[[], T],
-        *,
-        is_conditional: bool,
-        size_bytes: int,
-    ) -> T:
-        """Writes a file by a storage driver.
-
-        Args:
-            path: The file.
-            write: Calls the driver.
-            is_conditional: Whether the file must get a new mtime.
-            size_bytes: Size of the new file.
-        """
-        replace = partial(self._replace, path, write, is_conditional=is_conditional)
-        return await self._run(path, replace, size_bytes=size_bytes)
-
-    def _replace(self, path: str, write: Callable[[], T], *, is_conditional: bool) -> T:
-        # 1. First: a crash loses a durable file if the entry of its directory is not.
-        self._directories.make(path)
-        # 2. The driver would follow a link out of the root, and block on a FIFO.
-        rooted_files.check_file(self._root, path)
-        # 3. Otherwise a shorter write would end in bytes of the killed one.
-        clear_interrupted_write(self._root / path)
-        # 4. Last, because the other steps take a part of the wait.
-        if is_conditional:
-            time.sleep(_seconds_until_next_mtime(self._root / path))
-        return write()
-
-    async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Writes a file of unique name; durable when it returns."""
-        size_bytes = sum(memoryview(part).nbytes for part in parts)
-        write = partial(self._write_new, path, parts)
-        await self._run(path, write, size_bytes=size_bytes)
-
-    def _write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        self._directories.make(path)
-        with NewFile(self._root, path) as file:
-            file.append(parts)
-        self._directories.sync(path)
-
-    async def create(self, path: str) -> NewFile:
-        """Creates a file of unique name that is written piece by piece."""
-        create = partial(self._create, path)
-        return await self._run(path, create, discard=NewFile.discard)
-
-    def _create(self, path: str) -> NewFile:
-        self._directories.make(path)
-        return NewFile(self._root, path)
-
-    async def keep(self, path: str, file: NewFile) -> None:
-        """Ends a file that was written piece by piece; durable when it returns."""
-        keep = partial(self._keep, path, file)
-        await self._run(path, keep, size_bytes=file.size_bytes, instead=file.discard)
-
-    def _keep(self, path: str, file: NewFile) -> None:
-        file.keep()
-        self._directories.sync(path)
-
-    async def adopt(self, path: str) -> None:
-        """Makes durable that another process has written a file."""
-        await self._run(path, partial(self._adopt, path))
-
-    def _adopt(self, path: str) -> None:
-        self._directories.make(path)
-        self._directories.sync(path)
-
-    async def sync(self, path: str) -> None:
-        """Makes the presence or absence of a path durable."""
-        await self._run(path, partial(self._directories.sync, path))
-
-    async def remove(self, path: str) -> None:
-        """Removes a file durably; an absent one is no error."""
-        await self._run(path, partial(self._remove, path))
-
-    def _remove(self, path: str) -> None:
-        rooted_files.remove_file(self._root, path)
-        try:
-            self._directories.sync(path)
-        except FileNotFoundError:  # the directory is absent, and the file with it
-            return
-
-    async def remove_below(self, prefix: str) -> None:
-        """Removes everything whose path begins with a prefix, directories included."""
-        # No deadline: there may be very many files.
-        remove = partial(self._directories.remove_below, prefix)
-        await self._threads.run(prefix, remove, seconds=None)
-
-    async def work(self, path: str, function: Callable[[], T]) -> T:
-        """Runs a function that appends to a new file, and returns its result.
-
-        No deadline: the function would go on writing to the file after it.
-        """
-        return await self._threads.run(path, function, seconds=None)
-
-    async def _read(self, path: str, read: Callable[[], T], *, size_bytes: int) -> T:
-        seconds = requests.DISK_SECONDS + size_bytes / requests.LEAST_BYTES_PER_SECOND
-        return await self._threads.run(path, read, seconds=seconds)
-
-    async def _run(
-        self,
-        path: str,
-        function: Callable[[], T],
-        *,
-        size_bytes: int = 0,
-        discard: Callable[[T], object] | None = None,
-        instead: Callable[[], object] | None = None,
-    ) -> T:
-        seconds = requests.seconds_of(self._storage, size_bytes=size_bytes)
-        return await self._threads.run(
-            path, function, seconds=seconds, discard=discard, instead=instead
-        )
 
 
 def _seconds_until_next_mtime(path: Path) -> float:
@@ -549,61 +372,95 @@ _DELETE_TRIES: Final = 3
 
 
 class FileBackend:
-    """Objects in the files below one directory; methods as of `TensorStoreBucket`."""
+    """Objects in the files below one directory; methods as of `TensorStoreBucket`.
+
+    It follows no link. Every method raises ``OSError`` if the disk fails,
+    ``TimeoutError`` at its deadline, and ``StorageUnavailableError`` while an earlier
+    call for the path has not returned.
+    """
 
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
         self._root = opened.root
-        self._files = LocalFiles(opened.storage)
+        self._folder = Path(opened.storage.spec["path"])
+        self._directories = Directories(self._folder)
+        self._threads = FileThreads(opened.storage.name)
         self._makes_generations = False
-        """True if ``LocalFiles`` encodes generations as this TensorStore does, which a
+        """True if ``_read_all`` encodes generations as this TensorStore does, which a
         read by both has shown."""
 
     async def read(self, path: str) -> Stored | None:
-        read = await self._files.read_all(path)
-        if read is None:
-            return None
-        found = Stored(read[0], Generation(read[1]))
-        if self._makes_generations:
+        found = await self._read(path, partial(_read_all, self._folder, path))
+        if found is None or self._makes_generations:
             return found
         reading = kvstore.read(self._root, path)
-        stored = await requests.answer(self._storage, reading)
+        stored = await answer(self._storage, reading)
         if stored is not None:
             self._makes_generations = stored == found
         return stored
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
-        return await self._files.read_range(path, start, stop)
+        (data,) = await self.read_parts(path, start, stop, [Part(b"", start, stop)])
+        return data
 
     async def read_parts(
         self, path: str, start: int, stop: int, parts: Iterable[Part]
     ) -> list[bytes]:
-        return await self._files.read_parts(path, parts, size_bytes=stop - start)
+        read = partial(_read_parts, self._folder, path, parts)
+        return await self._read(path, read, size_bytes=stop - start)
 
     async def write(
         self, path: str, data: bytes, condition: WriteCondition
     ) -> Generation:
-        return await self._files.replace(
-            path,
-            partial(kvstore.write_blocking, self._root, path, data, condition),
-            is_conditional=not isinstance(condition, Condition),
-            size_bytes=len(data),
-        )
+        write = partial(self._write, path, data, condition)
+        return await self._run(path, write, size_bytes=len(data))
+
+    def _write(self, path: str, data: bytes, condition: WriteCondition) -> Generation:
+        # 1. First: a crash loses a durable file if the entry of its directory is not.
+        self._directories.make(path)
+        # 2. The driver would follow a link out of the root, and block on a FIFO.
+        rooted_files.check_file(self._folder, path)
+        # 3. Otherwise a shorter write would end in bytes of the killed one.
+        clear_interrupted_write(self._folder / path)
+        # 4. Last, because the other steps take a part of the wait.
+        if not isinstance(condition, Condition):
+            time.sleep(_seconds_until_next_mtime(self._folder / path))
+        return kvstore.write_blocking(self._root, path, data, condition)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        await self._files.write_new(path, parts)
+        def write() -> None:
+            self._directories.make(path)
+            with NewFile(self._folder, path) as file:
+                file.append(parts)
+            self._directories.sync(path)
+
+        size_bytes = sum(memoryview(part).nbytes for part in parts)
+        await self._run(path, write, size_bytes=size_bytes)
 
     async def create(self, path: str) -> NewObject:
-        return NewObject(path, await self._files.create(path), self._storage)
+        def create() -> NewFile:
+            self._directories.make(path)
+            return NewFile(self._folder, path)
+
+        file = await self._run(path, create, discard=NewFile.discard)
+        return NewObject(path, file, self._storage)
 
     async def fill(self, new: NewObject, fill: Callable[[], T]) -> T:
         with translated(self._storage, new.path):
-            return await self._files.work(new.path, fill)
+            # No deadline: the function would go on writing to the file after it.
+            return await self._threads.run(new.path, fill, seconds=None)
 
     async def keep(self, new: NewObject) -> None:
         assert new.file is not None, f"{new.path}: it has ended"
         file, new.file = new.file, None
-        keeping = asyncio.ensure_future(self._files.keep(new.path, file))
+
+        def keep() -> None:
+            file.keep()
+            self._directories.sync(new.path)
+
+        keeping = asyncio.ensure_future(
+            self._run(new.path, keep, size_bytes=file.size_bytes, instead=file.discard)
+        )
         try:
             await asyncio.shield(keeping)
         except asyncio.CancelledError:
@@ -613,16 +470,20 @@ class FileBackend:
             raise
 
     async def adopt(self, path: str) -> None:
-        await self._files.adopt(path)
+        def adopt() -> None:
+            self._directories.make(path)
+            self._directories.sync(path)
+
+        await self._run(path, adopt)
 
     async def settle(self, path: str) -> None:
-        await self._files.sync(path)
+        await self._run(path, partial(self._directories.sync, path))
 
     async def delete(self, path: str, generation: Generation | None) -> None:
         if is_pooled(path):  # a direct writer may have put a link there
-            await self._files.remove(path)
+            await self._run(path, partial(self._remove, path))
             return
-        await self._files.check(path)
+        await self._run(path, partial(rooted_files.check_file, self._folder, path))
         condition = ALWAYS if generation is None else generation
         # TensorStore's driver fails if two calls remove the lock file of one path.
         for _ in range(_DELETE_TRIES):
@@ -631,22 +492,52 @@ class FileBackend:
                 return
         await self._delete(path, condition)
 
-    async def delete_below(self, prefix: str) -> None:
-        await self._files.remove_below(prefix)
-
-    async def list_paths(self, prefix: str, after: str) -> list[str]:
-        listing = kvstore.names(self._root, prefix, after)
-        return await requests.answer(self._storage, listing)
-
-    async def sizes(self, folder: str) -> dict[str, int]:
-        return await self._files.sizes(folder)
-
-    async def first_names(self, limit: int) -> list[str]:
-        return await self._files.first_names(limit)
+    def _remove(self, path: str) -> None:
+        rooted_files.remove_file(self._folder, path)
+        # If the directory is absent, so is the file.
+        with suppress(FileNotFoundError):
+            self._directories.sync(path)
 
     async def _delete(self, path: str, condition: WriteCondition) -> None:
         deleting = kvstore.write(self._root, path, None, condition)
-        await requests.answer(self._storage, deleting)
+        await answer(self._storage, deleting)
+
+    async def delete_below(self, prefix: str) -> None:
+        # No deadline: there may be very many files.
+        remove = partial(self._directories.remove_below, prefix)
+        await self._threads.run(prefix, remove, seconds=None)
+
+    async def list_paths(self, prefix: str, after: str) -> list[str]:
+        listing = kvstore.names(self._root, prefix, after)
+        return await answer(self._storage, listing)
+
+    async def sizes(self, folder: str) -> dict[str, int]:
+        # No deadline: there may be very many files.
+        look = partial(rooted_files.sizes_below, self._folder, folder)
+        return await self._threads.run(folder, look, seconds=None)
+
+    async def first_names(self, limit: int) -> list[str]:
+        return await self._run("", partial(self._directories.first_names, limit))
+
+    async def _read(
+        self, path: str, read: Callable[[], T], *, size_bytes: int = 0
+    ) -> T:
+        seconds = requests.DISK_SECONDS + size_bytes / requests.LEAST_BYTES_PER_SECOND
+        return await self._threads.run(path, read, seconds=seconds)
+
+    async def _run(
+        self,
+        path: str,
+        function: Callable[[], T],
+        *,
+        size_bytes: int = 0,
+        discard: Callable[[T], object] | None = None,
+        instead: Callable[[], object] | None = None,
+    ) -> T:
+        seconds = requests.seconds_of(self._storage, size_bytes=size_bytes)
+        return await self._threads.run(
+            path, function, seconds=seconds, discard=discard, instead=instead
+        )
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

@@ -14,7 +14,7 @@ from typing import Self, TypeAlias, TypeVar
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.format.wire import Part, cut
-from storesvc.storage import hedging, kvstore, requests
+from storesvc.storage import hedging, kvstore
 from storesvc.storage.bucket import (
     ALWAYS,
     Condition,
@@ -29,7 +29,7 @@ from storesvc.storage.location import CONCURRENCY, FILE_DRIVER
 from storesvc.storage.ocdbt_reader import KeySpace
 from storesvc.storage.opened_storage import OpenedStorage, open_storage
 from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_of
-from storesvc.storage.requests import HedgedSender, await_future, each
+from storesvc.storage.requests import HedgedSender, answer, await_future, each
 from storesvc.telemetry.events import (
     Operation,
     Span,
@@ -145,7 +145,7 @@ class RemoteBackend(MemoryBackend):
         # 1. A creation, or a write without a condition, is sent once: a late duplicate
         #    would restore what was deleted in the meantime.
         if isinstance(condition, Condition):
-            return await requests.answer(self._storage, ask(), size_bytes=size_bytes)
+            return await answer(self._storage, ask(), size_bytes=size_bytes)
         # 2. A change of one generation may be repeated: no generation comes back, so a
         #    late duplicate changes nothing. A conflict is no response while another
         #    request is in flight, because that one may have made the change.
@@ -169,7 +169,7 @@ class RemoteBackend(MemoryBackend):
 
     async def _names(self, prefix: str, after: str) -> list[str]:
         listing = kvstore.names(self._root, prefix, after)
-        return await requests.answer(self._storage, listing)
+        return await answer(self._storage, listing)
 
 
 class GcsBackend(RemoteBackend):

@@ -4,11 +4,11 @@ from typing import Final, NamedTuple
 
 import tensorstore as ts
 
-from storesvc.storage import kvstore, requests
+from storesvc.storage import kvstore
 from storesvc.storage.bucket import no_bucket, translated
 from storesvc.storage.location import GCS_DRIVERS, S3_DRIVER, Storage, storage_at
 from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_in_environment
-from storesvc.storage.requests import await_future
+from storesvc.storage.requests import answer, await_future
 
 _NOWHERE: Final = "nowhere/"
 """A prefix of no path: its list is one page."""
@@ -45,7 +45,7 @@ async def open_storage(root: str) -> OpenedStorage:
     with translated(storage, ""):
         with endpoint_in_environment(storage):
             opening = ts.KvStore.open(dict(storage.spec), context=context)
-        store = await requests.answer(storage, await_future(opening))
+        store = await answer(storage, await_future(opening))
     # 3. Credentials and bucket of S3.
     if storage.spec["driver"] == S3_DRIVER:
         extra = await S3Deletes.of(storage)
@@ -57,7 +57,7 @@ async def _check_bucket(storage: Storage, root: ts.KvStore) -> None:
     """Rejects a bucket on S3 that does not exist: reads from it would find nothing."""
     with translated(storage, ""):
         try:
-            await requests.answer(storage, kvstore.names(root, _NOWHERE))
+            await answer(storage, kvstore.names(root, _NOWHERE))
         except ValueError as e:
             if not str(e).startswith("NOT_FOUND"):
                 raise

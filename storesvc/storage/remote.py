@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
-from storesvc.storage import requests
 from storesvc.storage.bucket import (
     Generation,
     PreconditionError,
@@ -51,7 +50,7 @@ from storesvc.storage.location import (
     Storage,
     shows_plaintext,
 )
-from storesvc.storage.requests import run_in_daemon_thread
+from storesvc.storage.requests import answer, run_in_daemon_thread
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -105,7 +104,7 @@ class S3Deletes:
         """
         deletes = cls(storage, _signer(storage))
         try:
-            await requests.answer(storage, run_in_daemon_thread(deletes._signed, ""))
+            await answer(storage, run_in_daemon_thread(deletes._signed, ""))
         except _UnsignedError as e:
             raise InvalidFieldError(
                 f"root {storage.name}: expected credentials of S3, got none ({e}); set "
@@ -124,7 +123,7 @@ class S3Deletes:
             StorageUnavailableError: The storage failed, or does not answer.
         """
         asked = self._delete(path, generation)
-        if not await requests.answer(self._storage, asked):
+        if not await answer(self._storage, asked):
             raise PreconditionError(path)
 
     async def sizes(self, folder: str) -> dict[str, int]:
@@ -134,7 +133,7 @@ class S3Deletes:
             StorageUnavailableError: The storage failed, or does not answer.
         """
         asked = run_in_daemon_thread(self._sizes, folder)
-        return await requests.answer(self._storage, asked)
+        return await answer(self._storage, asked)
 
     def _sizes(self, folder: str) -> dict[str, int]:
         import obstore
@@ -349,7 +348,7 @@ class GcsLists:
     async def _page(self, pages: Any, prefix: str) -> dict[str, int]:
         """The names and sizes of the next page; empty after the last one."""
         asked = run_in_daemon_thread(self._next, pages, prefix)
-        return await requests.answer(self._storage, asked)
+        return await answer(self._storage, asked)
 
     def _pages(self, prefix: str, after: str, at_most: int | None = None) -> Any:
         """An iterator of the pages of a list; each step sends one request."""

@@ -170,7 +170,7 @@ class CancellingServer(ThreadServer):
         admission, sender = store.receiver.admission, store.sender
         backend, calls = store.bucket._backend, list[Any]()
         if isinstance(backend, FileBackend):
-            calls = list(backend._files._threads._queue)
+            calls = list(backend._threads._queue)
         amounts = {
             "batch permits in use": MAX_FILES - admission.free,
             "streams that wait for a permit": admission.waiting,

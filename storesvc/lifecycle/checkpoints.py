@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
 from storesvc.access.call import principal_name
-from storesvc.catalog import slots as transitions
+from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, update_record, write_record
@@ -80,7 +80,7 @@ class CheckpointLifecycle:
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return transitions.updated(run, slot, change, etag=etag, write_id=write_id)
+            return slots.updated(run, slot, change, etag=etag, write_id=write_id)
 
         return await self._change(run, step, decide, pb.Announcement.KIND_UPDATE)
 
@@ -122,7 +122,7 @@ class CheckpointLifecycle:
         now = self._clock.now()
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return transitions.deleted(
+            return slots.deleted(
                 run,
                 slot,
                 tagged=tagged,
@@ -150,7 +150,7 @@ class CheckpointLifecycle:
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return transitions.undeleted(run, slot, write_id=write_id)
+            return slots.undeleted(run, slot, write_id=write_id)
 
         kind = pb.Announcement.KIND_UNDELETE
         return await self._change(run, step, decide, kind, uid=uid)
@@ -187,14 +187,12 @@ class CheckpointLifecycle:
             #    PURGING cannot be undeleted until another purge ends it.
             await self._end_purge(run, *marked, references)
             if uid in references:
-                raise transitions.in_use(
-                    run, found[0], str(references[uid]), "end that"
-                )
+                raise slots.in_use(run, found[0], str(references[uid]), "end that")
 
         await self._update(run, step, attempt)
 
     async def purge_due(
-        self, run: RunName, slots: Iterable[pb.CheckpointRecord]
+        self, run: RunName, given: Iterable[pb.CheckpointRecord]
     ) -> list[pb.CheckpointRecord]:
         """Purges the checkpoints of a run whose purge time has passed and that have no
         reference, and returns their records; completes interrupted purges.
@@ -203,10 +201,10 @@ class CheckpointLifecycle:
 
         Args:
             run: The run.
-            slots: Slots of the run, in any state.
+            given: Slots of the run, in any state.
         """
         now = self._clock.now()
-        due = [slot for slot in slots if transitions.is_due(slot, now)]
+        due = [slot for slot in given if slots.is_due(slot, now)]
         if not due:
             return []
         # 1. Leave referenced checkpoints alone: while marked, they could not be
@@ -218,7 +216,7 @@ class CheckpointLifecycle:
             found = await self._catalog.slot(run, slot.step)
             if found is None or not _is_checkpoint(found[0], slot.upload):
                 return None
-            if not transitions.is_due(found[0], now):
+            if not slots.is_due(found[0], now):
                 return None
             try:
                 return await self._mark(run, *found, etag="")
@@ -251,7 +249,7 @@ class CheckpointLifecycle:
         if found is None or found[0].state not in CHECKPOINTS:
             raise await self._catalog.missing(CheckpointName(run, step))
         if uid not in ("", found[0].upload):
-            raise transitions.replaced(run, found[0], uid)
+            raise slots.replaced(run, found[0], uid)
         return found
 
     async def _change(
@@ -323,7 +321,7 @@ class CheckpointLifecycle:
         Raises:
             PreconditionError: The slot changed since it was read.
         """
-        marked = transitions.purging(run, slot, etag=etag)
+        marked = slots.purging(run, slot, etag=etag)
         if marked is slot:
             return slot, generation
         await reach(Failpoint.PURGE_BEFORE_MARK)
@@ -345,9 +343,9 @@ class CheckpointLifecycle:
         """
         assert slot.state == PURGING
         if slot.upload in references:
-            ended = transitions.spared(slot)
+            ended = slots.spared(slot)
         else:
-            ended = transitions.freed(slot, when=self._clock.now())
+            ended = slots.freed(slot, when=self._clock.now())
         await reach(Failpoint.PURGE_BEFORE_FREE)
         await self._write(run, ended, generation)
         await reach(Failpoint.PURGE_BEFORE_REPLY)

@@ -16,7 +16,9 @@ Example:
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any, Final, Literal
 
 import keras
@@ -214,8 +216,8 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     stored = {}
     for part in (*_PARTS, *([_OPTIMIZER] if optimizer is not None else [])):
         below = [key[at + 1 :] for key in keys if key[at : at + 1] == (part,)]
-        counted = _count_from_zero(part, map("/".join, below))
-        stored[part] = {new: old for old, new in counted}
+        saved = ["/".join(key) for key in below]
+        stored[part] = dict(zip(_count_from_zero(part, saved), saved, strict=True))
     like: dict[str, Any] = {}
     for part, variables in parts.items():
         names = [stored[part].get(path, path) for path in variables]
@@ -236,7 +238,8 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     restored = restored[_IMPORTED] if above else restored
     for part, variables in parts.items():
         for path, variable in variables.items():
-            variable.assign(_value_at(restored[part], stored[part][path]))
+            place = stored[part][path].split("/")
+            variable.assign(reduce(getitem, place, restored[part]))
     epoch = opened.info.labels.get(EPOCH_LABEL)
     if epoch is None:
         _logger.warning(
@@ -263,21 +266,20 @@ def _parts(model: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for part, variables in parts.items():
         paths = _count_from_zero(part, [each.path for each in variables])
-        for (old, new), variable in zip(paths, variables, strict=True):
-            if new in found.setdefault(part, {}):
-                raise _twice(old)
-            found[part][new] = variable
+        for path, variable in zip(paths, variables, strict=True):
+            if path in found.setdefault(part, {}):
+                raise _twice(variable.path)
+            found[part][path] = variable
         _nested((path, None) for path in found.get(part, ()))
     return found
 
 
-def _count_from_zero(part: str, paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns each path, and the one with numbers that count from 0.
+def _count_from_zero(part: str, paths: Sequence[str]) -> list[str]:
+    """Returns the paths with numbers that count from 0.
 
     Adafactor has several variables of one path: their order distinguishes
     them.
     """
-    paths = list(paths)
     pattern = _NUMBERED[part]
     numbers: dict[str, set[int]] = {}
     for path in paths:
@@ -285,18 +287,17 @@ def _count_from_zero(part: str, paths: Iterable[str]) -> list[tuple[str, str]]:
             name = path[: found.start()] + found[1]
             numbers.setdefault(name, set()).add(int(found[2] or 0))
 
-    def counted(found: re.Match[str]) -> str:
+    def count(found: re.Match[str]) -> str:
         known = sorted(numbers[found.string[: found.start()] + found[1]])
         number = known.index(int(found[2] or 0))
         return f"{found[1]}_{number}" if number else found[1]
 
-    pairs, seen = [], Counter[str]()
-    for path in paths:
-        new = pattern.sub(counted, path)
+    counted, seen = [], Counter[str]()
+    for new in (pattern.sub(count, path) for path in paths):
         seen[new] += 1
         is_again = part == _OPTIMIZER and seen[new] > 1
-        pairs.append((path, f"{new}#{seen[new] - 1}" if is_again else new))
-    return pairs
+        counted.append(f"{new}#{seen[new] - 1}" if is_again else new)
+    return counted
 
 
 def _nested(variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -346,13 +347,6 @@ def _advice(parts: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
             "restores the other variables, and save to another run"
         )
     return ""
-
-
-def _value_at(tree: Mapping[str, Any], path: str) -> Any:
-    found: Any = tree
-    for part in path.split("/"):
-        found = found[part]
-    return found
 
 
 def _check_backend() -> None:

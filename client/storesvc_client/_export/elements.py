@@ -1,4 +1,4 @@
-"""Reads the elements of leaves in the order in which a format stores them.
+"""The arguments of an export, and the elements of leaves in the order of a format.
 
 The elements of a tensor are cut into windows: regions that follow each other in C
 order. A window ends where a row of chunks ends, so that each chunk is read once, unless
@@ -11,12 +11,11 @@ while the previous one is written.
 >>> list(windows((4, 6), (4, 3), itemsize=1, limit=12))
 [((0, 2), (0, 6)), ((2, 4), (0, 6))]
 
-Renames of tensors as data: a list of rules, read from JSON.
-
-A rule is ``[REGEX, REPLACEMENT]`` or ``[REGEX, REPLACEMENT, {"transpose": [1, 0]}]``. A
-tensor is named by the parts of its path, joined by "."; the first rule whose expression
-matches all of the name applies, and ``\\1`` or ``\\g<name>`` in the replacement is a
-group of the match. A name that no rule matches is kept.
+Tensors are renamed by a list of rules, read from JSON. A rule is ``[REGEX,
+REPLACEMENT]`` or ``[REGEX, REPLACEMENT, {"transpose": [1, 0]}]``. A tensor is named by
+the parts of its path, joined by "."; the first rule whose expression matches all of the
+name applies, and ``\\1`` or ``\\g<name>`` in the replacement is a group of the match. A
+name that no rule matches is kept.
 
 The table of a model, ``{"model": NAME, "rules": [...]}``, names all of its parameters,
 wherever a tree has them: its rules match the end of a name, but for the "value" of an
@@ -28,8 +27,6 @@ model does not use if its config sets ``SETTING``.
 Renamed(name='mlp.up.weight', axes=(1, 0), rule=0, tree='')
 >>> table.rename("mlp.norm.scale")
 Renamed(name='mlp.norm.scale', axes=None, rule=None, tree='')
-
-An export as values: the checkpoint, the place, and what is done to the leaves.
 """
 
 import json

@@ -1,33 +1,26 @@
 """Writes a checkpoint as a step that Orbax opens, below a root of several steps.
 
 ``ROOT/STEP/ITEM/`` holds the tree: an OCDBT database of zarr3 arrays with checksums,
-which Orbax verifies, and the documents of ``orbax_documents.py``. JSON items and texts
-become JSON items of Orbax; metrics its item "metrics".
+which Orbax verifies, and the documents that describe it. JSON items and texts become
+JSON items of Orbax; metrics its item "metrics".
 
 The step appears as a whole. On a disk it is written as a directory that Orbax ignores,
 and renamed. In a bucket ``commit_success.txt`` comes last, without which Orbax ignores
-a step. A retry removes what an unfinished export has left; ``claims.py`` keeps two
+a step. A retry removes what an unfinished export has left; a ``ClaimedStep`` keeps two
 exports from completing one step.
 
-Decides the names and documents of an Orbax checkpoint. Pure.
+A stored chunk is a chunk of Zarr with its CRC-32C, which Orbax verifies when it reads.
+So the data files are taken as they are, with a small index, unless leaves are left out
+or cast: by hard links on the disk of the target, or by copies within a bucket, which
+copies them itself. No byte of an array then passes through this process, and an object
+is complete when it appears. Where that cannot be, chunks are read, verified, and
+written to new files in the same form.
 
 Source of the format: orbax-checkpoint 0.12, ``_src/metadata/tree.py``, ``sharding.py``,
 ``array_metadata.py`` and ``step_metadata_serialization.py``. An array is named by the
 texts of its path, joined by "."; that is not injective, so two leaves of one name are
 rejected. Indices of lists are sequence keys, everything else is a dict key: Orbax
 returns integer keys of dicts as texts, and tuples as lists, unless a target is given.
-
-The data files of an Orbax checkpoint: hard links into the store, or copies.
-
-A stored chunk is a chunk of Zarr with its CRC-32C, which Orbax verifies when it reads.
-So a checkpoint on the disk of the target is exported by links and a small index; where
-that cannot be, chunks are read, verified, and written to new files in the same form.
-
-Copies the data files of a checkpoint within its bucket, which copies them itself.
-
-No byte of an array passes through this process. Each object is complete when it
-appears, and chunks keep their checksums, which Orbax verifies. A file with leaves that
-are left out, a cast, and another bucket need copies by this process.
 """
 
 import errno
@@ -42,7 +35,6 @@ from base64 import urlsafe_b64encode
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -394,13 +386,6 @@ def chunk_keys(source: Source, leaves: Sequence[OrbaxLeaf]) -> list[str]:
     ]
 
 
-def is_stored_as_exported(source: Source, leaves: Sequence[OrbaxLeaf]) -> bool:
-    """Returns whether the data files can be taken as they are: no leaf is cast, and
-    none is left out, whose bytes a file would still hold."""
-    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in leaves)
-    return source.is_whole and not is_cast
-
-
 def with_names(places: ChunkLocations) -> ChunkLocations:
     """Returns the locations of chunks in data files that are taken as they are, with
     the names of the files in an item."""
@@ -412,15 +397,13 @@ def link_data(
     source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
-    a leaf is cast or left out, or the files cannot be linked.
+    the files cannot be linked.
 
     Raises:
         DataLossError: A data file is missing or too short.
     """
     folder = target.local
     if folder is None or source.pool is None:
-        return None
-    if not is_stored_as_exported(source, leaves):
         return None
     places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
     links = with_names(places)
@@ -539,8 +522,8 @@ def copy_within_bucket(
     meter: Meter,
 ) -> DataFiles | None:
     """Copies the data files that hold the leaves; returns None, without a copy left, if
-    a leaf is cast or left out, or if the bucket does not copy them. Then the caller
-    reads them, which also finds out what is damaged.
+    the bucket does not copy them. Then the caller reads them, which also finds out what
+    is damaged.
 
     Raises:
         StoreError: The storage failed.
@@ -552,7 +535,6 @@ def copy_within_bucket(
         pool is None
         or not isinstance(target, RemoteTarget)
         or not target.is_in_bucket_of(pool.storage)
-        or not is_stored_as_exported(source, leaves)
     ):
         return None
     places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
@@ -745,7 +727,10 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
     # 1. The elements, and the index of the database.
     data = _write_arrays(source, target, step, meter, now)
     # 2. The documents of the item.
-    put = partial(_put_json, target)
+
+    def put(path: str, value: Any) -> None:
+        _put(target, path, json.dumps(value).encode())
+
     put(f"{step.item}/_METADATA", tree_metadata(step.leaves, source.containers))
     put(f"{step.item}/_sharding", shardings(step.leaves))
     put(f"{step.item}/array_metadatas/process_0", array_metadatas(step.leaves))
@@ -753,8 +738,9 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
         put(f"{step.item}/_strings.json", dict(step.texts))
     # 3. The other items.
     handlers = {step.item: TREE_HANDLERS[step.layout]}
+    file = "metadata" if step.layout == "v0" else "data.json"
     for name, text in step.json_items.items():
-        _put(target, f"{name}/{_json_file(step.layout)}", text.encode())
+        _put(target, f"{name}/{file}", text.encode())
         handlers[name] = JSON_HANDLERS[step.layout]
     if step.metrics:
         put(f"{METRICS}/{METRICS}", dict(step.metrics))
@@ -771,22 +757,19 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
     return data
 
 
-def _json_file(layout: str) -> str:
-    """Returns the name of the file in a JSON item."""
-    return "metadata" if layout == "v0" else "data.json"
-
-
 def _write_arrays(
     source: Source, target: Target, step: _Step, meter: Meter, now: int
 ) -> DataFiles:
     arrays = step.arrays
     sizes = [source.tree.grids[leaf.row] for leaf in arrays]
     meter.total_bytes = sum(grid.count * grid.chunk_bytes for grid in sizes)
-    data = (
-        link_data(source, arrays, target, step.item)
-        or copy_within_bucket(source, arrays, target, step.item, meter)
-        or copy_data(source, arrays, target, step.item, meter)
-    )
+    data = None
+    # A stored file has all leaves, as they were saved.
+    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in arrays)
+    if source.is_whole and not is_cast:
+        data = link_data(source, arrays, target, step.item)
+        data = data or copy_within_bucket(source, arrays, target, step.item, meter)
+    data = data or copy_data(source, arrays, target, step.item, meter)
     uuid = uuid4()
     view = view_of_arrays(
         [leaf.array for leaf in arrays],
@@ -805,10 +788,6 @@ def _write_arrays(
 def _put(target: Target, path: str, data: bytes) -> None:
     with target.create(path) as file:
         file.write(data)
-
-
-def _put_json(target: Target, path: str, value: Any) -> None:
-    _put(target, path, json.dumps(value).encode())
 
 
 @contextmanager

@@ -1,6 +1,12 @@
-"""Writes a checkpoint as safetensors files that Hugging Face's libraries open.
+"""Writes a checkpoint in a flat format: safetensors files, or one ``.npz`` file.
 
-Order, so that no reader takes a part for the whole:
+A flat format is a list of named arrays. What it would lose is rejected, with the name
+of the leaf: a Python number would come back as an array, a PRNG key as numbers; texts
+and bytes have no dtype. Tensors are read cast and transposed, in pieces of bounded
+size.
+
+The files of safetensors are those that Hugging Face's libraries open. They are written
+in an order in which no reader takes a part for the whole:
 
 1. Shards, one after the other; each appears under its name when it is complete, and is
    then entered in ``.storesvc-export.json`` with its size and digest.
@@ -10,22 +16,6 @@ Order, so that no reader takes a part for the whole:
 A retry after a failure reads that file: shards of the same export whose size and digest
 are right are kept.
 
-Decides which tensors a flat format stores: names, dtypes and shapes.
-
-A flat format, safetensors or npz, is a list of named arrays. What it would lose is
-rejected, with the name of the leaf: a Python number would come back as an array, a PRNG
-key as numbers; texts and bytes have no dtype.
-
-Reads the tensors of a flat format: cast, transposed, in pieces of bounded size.
-
-Writes a checkpoint as one ``.npz`` file, member by member, without compression.
-
-A member is named by the key of its leaf, as ``storectl get -o FILE.npz`` names it. The
-format holds the dtypes of NumPy itself: a leaf of bfloat16 is rejected unless it is
-cast, because ``numpy.load`` would return raw bytes.
-
-Decides the files of a safetensors export: shards, headers and the index.
-
 Source of the format: safetensors/src/tensor.rs of huggingface/safetensors 0.8. A file
 is the length of the header, 8 bytes little-endian; the header, JSON, padded with spaces
 to a multiple of 8; and the elements, in the order of their offsets, without gaps. The
@@ -33,6 +23,11 @@ index, ``model.safetensors.index.json``, is that of Hugging Face's transformers.
 
 >>> shard_names(2)
 ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+
+An ``.npz`` file is written member by member, without compression. A member is named by
+the key of its leaf, as ``storectl get -o FILE.npz`` names it. The format holds the
+dtypes of NumPy itself: a leaf of bfloat16 is rejected unless it is cast, because
+``numpy.load`` would return raw bytes.
 """
 
 import json
@@ -368,7 +363,11 @@ def write_npz(call: ExportCall) -> Written:
         target="npz",
     )
     for tensor in tensors:
-        _check_member(source, tensor)
+        if not is_member_name(tensor.name):
+            raise PreconditionError(
+                f"{source.describe(tensor.row)}: expected a name for a member of a zip "
+                f"file, got {tensor.name!r}; rename it with rename="
+            )
     target = call.opened(folder)
     if target.size(name) is not None:
         raise PreconditionError(
@@ -386,15 +385,6 @@ def is_member_name(name: str) -> bool:
     unpacks the file takes for a path out of its folder."""
     parts = re.split(r"[/\\]", name)
     return {"", ".", ".."}.isdisjoint(parts) and not re.match(r"[A-Za-z]:|.*\0", name)
-
-
-def _check_member(source: Source, tensor: Tensor) -> None:
-    """Rejects a name that no member has."""
-    if not is_member_name(tensor.name):
-        raise PreconditionError(
-            f"{source.describe(tensor.row)}: expected a name for a member of a zip "
-            f"file, got {tensor.name!r}; rename it with rename="
-        )
 
 
 def _write_npz(

@@ -7,14 +7,13 @@ A file appears under its name when it is complete:
 - an object of a bucket exists once its upload is complete, and a failed upload is
   discarded.
 
-Claims on a step in a bucket, where there are no locks: of two exports that write it
-at once, the one that began last goes on, and the other one fails.
-
-A file in the step names the export that writes it. An export that finds the file of
-another one takes it for one that has failed: it deletes what is there, and begins
-again. So each export compares the file before it writes another one, and before and
-after the one that completes the step: otherwise it would complete a step whose files
-the other one has deleted.
+In a bucket, where there are no locks, an export claims a step: of two exports that
+write it at once, the one that began last goes on, and the other one fails. A file in
+the step names the export that writes it. An export that finds the file of another one
+takes it for one that has failed: it deletes what is there, and begins again. So each
+export compares the file before it writes another one, and before and after the one that
+completes the step: otherwise it would complete a step whose files the other one has
+deleted.
 """
 
 import fcntl

@@ -41,10 +41,8 @@ def compare(before: OpenTree, after: OpenTree) -> Comparison:
         StoreError: A leaf or an item cannot be read.
     """
     base, leaves = before.leaves, after.leaves
-    found = {
-        key: _difference(key, base.get(key), leaves.get(key))
-        for key in {**base, **leaves}
-    }
+    keys = {**base, **leaves}
+    found = {key: _difference(key, base.get(key), leaves.get(key)) for key in keys}
     alike = [key for key, difference in found.items() if difference is None]
     for (_, one), (leaf, other) in zip(
         before.read(alike), after.read(alike), strict=True
@@ -120,9 +118,7 @@ def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 def _item_differences(one: Items, other: Items) -> Iterator[ItemDifference]:
     for name in sorted({*one, *other}):
         numbers = {*_processes(one, name), *_processes(other, name)}
-        for process in sorted(
-            numbers, key=lambda number: -1 if number is None else number
-        ):
+        for process in sorted(numbers, key=lambda n: -1 if n is None else n):
             old = _encoded(one, name, process)
             new = _encoded(other, name, process)
             if old == new:

@@ -81,19 +81,15 @@ class HubLocation(RemoteLocation):
         """Returns the commit of the revision, which the first call asks for."""
         with self._lock:
             if self._found is None:
-                self._found = self._asked()
+                try:
+                    self._found = _retry(self._resolve)
+                except StoreError:
+                    raise
+                except Exception as e:
+                    raise self._error(e, _cause(e)) from e
             return self._found
 
-    def _asked(self) -> _Commit:
-        """Asks for the commit."""
-        try:
-            return _retried(self._resolved)
-        except StoreError:
-            raise
-        except Exception as e:
-            raise self._error(e, _cause(e)) from e
-
-    def _resolved(self) -> _Commit:
+    def _resolve(self) -> _Commit:
         """Returns the commit; raises errors of the library."""
         from huggingface_hub import HfApi
         from huggingface_hub.constants import REPO_TYPES_URL_PREFIXES
@@ -168,11 +164,11 @@ class _CommitFiles:
 
     def ls(self, path: str, *, detail: bool) -> Any:
         """Returns what is known of each name in a folder."""
-        return self._described(partial(self._files.ls, path, detail=detail))
+        return self._describe(partial(self._files.ls, path, detail=detail))
 
     def info(self, path: str) -> Any:
         """Returns what is known of a file or folder."""
-        return self._described(partial(self._files.info, path))
+        return self._describe(partial(self._files.info, path))
 
     def cat_file(
         self, path: str, *, start: int | None = None, end: int | None = None
@@ -180,7 +176,7 @@ class _CommitFiles:
         """Returns bytes of a file, and reads no others: by default, the library reads
         5 MB ahead."""
         opening = partial(self._files.open, path, "rb", cache_type="none")
-        file = self._described(opening)
+        file = self._describe(opening)
 
         def read() -> bytes:
             file.seek(start or 0)
@@ -188,9 +184,9 @@ class _CommitFiles:
             return data
 
         with file:
-            return _retried(read)
+            return _retry(read)
 
-    def _described(self, call: Callable[[], Any]) -> Any:
+    def _describe(self, call: Callable[[], Any]) -> Any:
         """Returns the result of a call that may list a folder."""
 
         def attempt() -> Any:
@@ -203,13 +199,13 @@ class _CommitFiles:
                 raise
 
         with self._lock:
-            return _retried(attempt)
+            return _retry(attempt)
 
 
 _Result = TypeVar("_Result")
 
 
-def _retried(call: Callable[[], _Result]) -> _Result:
+def _retry(call: Callable[[], _Result]) -> _Result:
     """Returns the result of a call, which is repeated while the server is busy."""
     ends = time.monotonic() + _RETRY_SECONDS
     for wait in _WAITS:

@@ -1,19 +1,15 @@
-"""A location that fsspec reads: a bucket, a repository, a web server, or memory.
-
-A location outside a store: files by fsspec, arrays by TensorStore.
+"""A location outside a store: files by fsspec, arrays by TensorStore.
 
 ``gs://`` needs gcsfs, ``s3://`` s3fs, ``hf://`` huggingface_hub, ``http(s)://``
-aiohttp; each error names the package to install. Files of this machine need none.
+aiohttp; each error names the package to install.
 
 >>> open_location("/ckpts/run").url
 'file:///ckpts/run'
 
-A folder of this machine as a location, read without fsspec.
-
-Symbolic links are followed as long as they stay below the folder. In a cache of
-Hugging Face, ``models--ORG--NAME/snapshots/REV/FILE`` is a link to
-``models--ORG--NAME/blobs/HASH``: below such a revision, links may lead anywhere in the
-folder of the repository.
+A folder of this machine is read without fsspec. Symbolic links are followed as long as
+they stay below the folder. In a cache of Hugging Face,
+``models--ORG--NAME/snapshots/REV/FILE`` is a link to ``models--ORG--NAME/blobs/HASH``:
+below such a revision, links may lead anywhere in the folder of the repository.
 """
 
 import errno
@@ -140,7 +136,7 @@ def open_location(
     """Returns the location at a URL or a path; reads nothing.
 
     Args:
-        url: A path, ``file:///PATH``, or a URL of one of ``outside.PACKAGES``. Options
+        url: A path, ``file:///PATH``, or a URL of one of ``roots.PACKAGES``. Options
             of a bucket may follow as for the root of a store:
             ``s3://B/P?endpoint=https://minio:9000&region=us-east-1``.
         storage_options: Options of fsspec's file system, such as ``token`` or
@@ -449,7 +445,7 @@ class RemoteLocation:
         """Returns the location at a URL.
 
         Args:
-            url: URL of a scheme of ``outside.PACKAGES``.
+            url: URL of a scheme of ``roots.PACKAGES``.
             options: Options of the file system.
 
         Raises:
@@ -617,10 +613,15 @@ class RemoteLocation:
         except StoreError:
             raise
         except (FileNotFoundError, NotADirectoryError) as e:
-            if _is_unreached(e):
+            # fsspec's file system of web servers raises it for a server that does not
+            # answer, too
+            cause = e.__cause__
+            if isinstance(cause, OSError) and not isinstance(
+                cause, FileNotFoundError | NotADirectoryError
+            ):
                 raise UnavailableError(
-                    f"{place}: cannot be read ({text_of(e.__cause__)}); check the "
-                    "storage, and try again"
+                    f"{place}: cannot be read ({text_of(cause)}); check the storage, "
+                    "and try again"
                 ) from e
             if not is_absent_error:
                 return
@@ -628,11 +629,3 @@ class RemoteLocation:
         except Exception as e:
             remedy = "check the storage, and try again"
             raise files_error(e, place, verb="read", remedy=remedy) from e
-
-
-def _is_unreached(e: OSError) -> bool:
-    """Returns whether an absent file is another error: fsspec's file system of web
-    servers raises FileNotFoundError for a server that does not answer, too."""
-    return isinstance(e.__cause__, OSError) and (
-        not isinstance(e.__cause__, FileNotFoundError | NotADirectoryError)
-    )

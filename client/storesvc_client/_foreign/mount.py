@@ -8,8 +8,8 @@ needs, straight into its buffers. Nothing is written, and nothing is copied.
 >>> run = store.open_foreign("orbax:gs://bucket/run")  # doctest: +SKIP
 >>> state = run.restore(like=state, mesh=mesh, rules="recorded")  # doctest: +SKIP
 
-Checkpoints that a wrong URL was meant for: of another format, a folder further down,
-or the one that a file is a part of. Errors name them.
+Errors of a wrong URL name the checkpoints that it was meant for: of another format, a
+folder further down, or the one that a file is a part of.
 """
 
 import re
@@ -88,17 +88,17 @@ def open_root(
 
 
 def explain(
-    error: NotFoundError, scheme: str, url: str, location: Location, options: Any
+    scheme: str, url: str, location: Location, options: Any, error: NotFoundError
 ) -> NotFoundError:
     """Returns the error of a location without checkpoints of a format, with what is
     there instead.
 
     Args:
-        error: The error.
         scheme: The format.
         url: URL of the location, as it was given.
         location: The location.
         options: Options of fsspec's file system.
+        error: The error.
     """
     if found := _file_advice(url, options):
         return NotFoundError(
@@ -181,15 +181,6 @@ def _url(scheme: str, location: Location) -> str | None:
             return f"{scheme}:{location.url.removeprefix('file://')}"
     return None
 
-
-_NAMED: Final = "safetensors"
-"""The format whose URLs may name one file, and whose names are not paths."""
-
-_COMMITTING: Final = "orbax"
-"""The format whose steps in a bucket have a file that says that they are finished."""
-
-_COMPOSED: Final = "orbax"
-"""The format whose steps consist of items."""
 
 MAX_CHUNKS: Final = 64_000_000
 """Maximum chunks of a step, each of which takes 40 bytes of a restore's plan."""
@@ -286,13 +277,13 @@ def open_foreign(
         UnavailableError: The storage does not answer.
     """
     scheme, place = split_url(url)
-    if trust_uncommitted and scheme != _COMMITTING:
+    if trust_uncommitted and scheme != "orbax":
         raise InvalidRequestError(
             f"{url}: expected trust_uncommitted= (--trust-uncommitted) with "
             "checkpoints of Orbax only; leave it out"
         )
     left_out = frozenset(checked_texts(f"{url}: without=", without))
-    if left_out and scheme != _COMPOSED:
+    if left_out and scheme != "orbax":  # others have no items
         raise InvalidRequestError(
             f"{url}: expected without= (--without) with checkpoints of Orbax only; "
             "leave it out"
@@ -302,7 +293,7 @@ def open_foreign(
         options["trust_uncommitted"] = True
     if left_out:
         options["without"] = left_out
-    if scheme == _NAMED:
+    if scheme == "safetensors":
         place, options["file"] = split_file(place)
         options["keep_names"] = keep_names
     elif keep_names:
@@ -311,10 +302,7 @@ def open_foreign(
         )
     location = open_location(place, storage_options=storage_options)
     lookalike = partial(other_format, scheme, location)
-
-    def explained(error: NotFoundError) -> NotFoundError:
-        return explain(error, scheme, place, location, storage_options)
-
+    explained = partial(explain, scheme, place, location, storage_options)
     try:
         root = open_root(scheme, location, options)
     except NotFoundError as e:
@@ -635,7 +623,7 @@ class ForeignCheckpoint(OpenTree):
             return super()._rows(select)
 
     @cached_property
-    def _chunks(self) -> Manifest:
+    def _manifest(self) -> Manifest:
         """The tree with its chunks, none of which has a checksum or a place here."""
         count = self._tree.chunk_count
         if count > MAX_CHUNKS:
@@ -655,10 +643,6 @@ class ForeignCheckpoint(OpenTree):
                 files=(self._step.url,), file=nowhere, offset=nowhere, length=nowhere
             ),
         )
-
-    @property
-    def _manifest(self) -> Manifest:
-        return self._chunks
 
     def _source(self) -> ForeignSource:
         return ForeignSource(self._step, name=self.name)

@@ -7,26 +7,16 @@ OCDBT; with zarr 3, also in shards of one chunk each, as Orbax writes them: the
 elements, then an index of one entry.
 
 Only what is stored as expected is read here. All else is left to TensorStore, which
-reads it or reports the damage.
+reads it or reports the damage. TensorStore does not say where a database stores its
+values, but its dump of the nodes does: each value is a range of a data file. A dump
+costs memory for each key, so databases with very many keys are not looked at.
 
-Plans which bytes of a row-major array a region needs.
-
-A region is read in pieces. A piece is either a contiguous range, or a range that covers
-parts with small gaps between them, which cost less to read than a request for each.
+A region of a row-major array is read in pieces. A piece is either a contiguous range,
+or a range that covers parts with small gaps between them, which cost less to read than
+a request for each.
 
 >>> [(p.start, p.stop) for p in pieces((4, 8), ((1, 3), (0, 8)), itemsize=2)]
 [(16, 48)]
-
-The chunks of zarr arrays that overlap a region: their keys and their parts.
-
-Finds where an OCDBT database on this machine stores its values.
-
-TensorStore reads values of a database, but does not say where they are stored. Its dump
-of the nodes does: each value is a range of a data file. A dump costs memory for each
-key, so databases with very many keys are not looked at; of what cannot be found here,
-readers ask TensorStore.
-
-Arrays of foreign checkpoints whose elements are plain bytes of a file.
 """
 
 import math

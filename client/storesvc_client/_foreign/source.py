@@ -1,25 +1,21 @@
-"""Reads the chunks of a foreign step for a restore.
+"""Reads the chunks of a foreign step, for a restore or an import.
 
-A chunk is what its format reads as a whole, once. If one region of a restore needs it,
-it is read straight into the buffer of that region, whatever its strides; if several do,
-it is read into memory that is used again, and copied. Several threads wait for reads,
-and each read goes on in the threads of its library.
+For a restore, a chunk is what its format reads as a whole, once. If one region of a
+restore needs it, it is read straight into the buffer of that region, whatever its
+strides; if several do, it is read into memory that is used again, and copied. Several
+threads wait for reads, and each read goes on in the threads of its library.
 
 A library reads a chunk into new memory and decodes it into new memory, whose first
 touch takes as long as decoding it. The allocator returns the same memory for the next
 chunk if it was freed by then, so no more chunks of this machine are in flight than keep
 its processors busy. More are of a bucket, because each takes long to arrive.
 
-Decides how the chunks of a foreign step become chunks of ours.
-
-A format reads its own chunk as a whole, for example because it is compressed. So our
-chunks are cut such that each is within one of them or consists of several of them, and
-a ``Unit`` is what one piece of memory receives: all our chunks of one foreign chunk, or
-neighbouring chunks that are read one by one. Each foreign chunk is read once.
-
-Nothing is read here.
-
-Reads the elements of a foreign step into staging memory, many regions at a time.
+For an import, the chunks of the step become chunks of ours. A format reads its own
+chunk as a whole, for example because it is compressed. So our chunks are cut such that
+each is within one of them or consists of several of them, and a ``Unit`` is what one
+piece of memory receives: all our chunks of one foreign chunk, or neighbouring chunks
+that are read one by one. Each foreign chunk is read once, into staging memory, many
+regions at a time.
 """
 
 import math

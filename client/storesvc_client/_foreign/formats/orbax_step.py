@@ -1,15 +1,4 @@
-"""One step of Orbax: its trees, its other items, and what describes them.
-
-An item that cannot be read, because it is damaged or of an unknown form, does not hide
-the others: ``ForeignStep.unread`` names it with the reason. If none can be read, the
-error of the first one is raised.
-
-Items of an Orbax step that are no trees: JSON, states of iterators, other files.
-
-Which item is what is decided by its files, never by the names of handlers. The bytes
-are passed on as they are; only JSON that storesvc stores itself becomes a JSON item.
-
-Checkpoints of Orbax, versions 0 and 1: managers, single steps, and single trees.
+"""Checkpoints of Orbax, versions 0 and 1: managers, single steps, and single trees.
 
 ::
 
@@ -18,12 +7,20 @@ Checkpoints of Orbax, versions 0 and 1: managers, single steps, and single trees
       commit_success.txt          written last, where a rename is not atomic
       ITEM/_METADATA              an item that is a tree, see ``orbax_metadata.py``
       ITEM/manifest.ocdbt, d/     its arrays, or a folder for each array
-      ITEM/...                    any other item, see ``orbax_items.py``
+      ITEM/...                    any other item: JSON, states of iterators, files
 
 Source of the format: orbax-checkpoint 0.12, ``_src/path/step.py`` for names of steps
 and unfinished ones, ``_src/metadata/`` for the files, ``_src/serialization/`` for
 arrays. Leaves have the keys of the tree if an item "default" or "state" is the only
 tree, else ``ITEM/...``.
+
+Which item is what is decided by its files, never by the names of handlers. The bytes of
+items that are no trees are passed on as they are; only JSON that storesvc stores itself
+becomes a JSON item.
+
+An item that cannot be read, because it is damaged or of an unknown form, does not hide
+the others: ``ForeignStep.unread`` names it with the reason. If none can be read, the
+error of the first one is raised.
 """
 
 import hashlib
@@ -111,12 +108,6 @@ def files_below(location: Location, folder: str) -> list[str]:
                     "files, got more; restore it with its own library"
                 )
     return sorted(found)
-
-
-def read_metrics(location: Location, folder: str) -> Mapping[str, float] | None:
-    """Returns the metrics of an item; None if they are no numbers."""
-    value, _ = read_json(location, f"{folder}/{METRICS}")
-    return as_metrics(value)
 
 
 def as_metrics(value: Any) -> Mapping[str, float] | None:
@@ -436,7 +427,7 @@ class StepReader:
     def _takes_metrics(self, path: str, names: Sequence[str]) -> bool:
         if METRICS not in names:
             return False
-        found = read_metrics(self.location, path)
+        found = as_metrics(read_json(self.location, join(path, METRICS))[0])
         if found is not None:
             self.metrics.update(found)
             self._describes(path, json.dumps(dict(found), sort_keys=True).encode())
@@ -530,15 +521,8 @@ class StepReader:
                     "another checkpoint"
                 )
             data = text.encode(errors="surrogatepass")
-            self.rows.append(
-                encoded_row(
-                    entry.key,
-                    entry.path_kinds,
-                    pb.LEAF_KIND_TEXT,
-                    data,
-                    name=entry.name,
-                )
-            )
+            row = (entry.key, entry.path_kinds, pb.LEAF_KIND_TEXT, data)
+            self.rows.append(encoded_row(*row, name=entry.name))
 
     def _key_impls(self, folder: str, names: Sequence[str]) -> dict[str, str]:
         """Returns the implementations of typed PRNG keys, as all processes wrote
@@ -685,20 +669,21 @@ class OrbaxRoot:
             NotFoundError: There is none.
         """
         own = self._location.url.rstrip("/").rpartition("/")[2]
+        alone = {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
         if UNFINISHED in own:
             raise NotFoundError(
                 f"{self.url}: expected finished checkpoints, got one that was being "
                 "written; use another one"
             )
         if not MARKS.isdisjoint(names):
-            return {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
+            return alone
         found: dict[int, list[str]] = {}
         for name in names:
             step = _step_of(name)
             if step is not None:
                 found.setdefault(step, []).append(name.rstrip("/"))
         if not found and self._has_tree(names):
-            return {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
+            return alone
         if not found and not self._is_begun(names):
             raise NotFoundError(
                 f"{self.url}: expected checkpoints of Orbax, folders such as 100/ or a "

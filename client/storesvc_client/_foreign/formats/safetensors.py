@@ -7,10 +7,6 @@ A location is a folder of one checkpoint, of folders that steps name (``100/``,
 The name of a tensor is split at each ".", and all parts are keys of mappings;
 ``keep_names`` keeps it whole.
 
-Decides which files of a folder are a checkpoint, and parses the index of shards.
-
-Reads the header of a safetensors file, without I/O.
-
 A file is 8 bytes with the length of the header (little-endian), the header, and the
 elements. The header is a JSON object of name, dtype, shape and offsets; the offsets
 count from the end of the header, and the tensors fill the rest of the file without
@@ -245,9 +241,8 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
         raise DataLossError(f"{place}: expected dtype, shape and data_offsets")
     shape = integers(entry["shape"], what=f"{place}, shape")
     offsets = integers(entry["data_offsets"], what=f"{place}, data_offsets")
-    form = (
-        TENSOR_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    )
+    is_text = isinstance(entry["dtype"], str)
+    form = TENSOR_DTYPES.get(entry["dtype"]) if is_text else None
     if form is None:
         raise PreconditionError(
             f"{place}: expected one of the dtypes {', '.join(TENSOR_DTYPES)}, got "
@@ -364,19 +359,16 @@ class SafetensorsRoot:
             return {0: self._snapshot()}
         return named_steps(
             self._location,
-            is_finished=self._is_finished,
+            is_finished=lambda folder, names: (
+                find_file(names, what=place(self._location, folder)) is not None
+            ),
             expected="a file *.safetensors, an index of several, or folders such as "
             "checkpoint-100/ with them",
         )
 
-    def _is_finished(self, folder: str, names: Sequence[str]) -> bool:
-        return find_file(names, what=place(self._location, folder)) is not None
-
     def _snapshot(self) -> str:
         """Returns the folder of the revision "main" in a cache of Hugging Face."""
-        revisions = [
-            name.removesuffix("/") for name in self._location.names(_SNAPSHOTS)
-        ]
+        revisions = [each.rstrip("/") for each in self._location.names(_SNAPSHOTS)]
         if self._location.size(_MAIN_REF) is not None:
             text = self._location.read(_MAIN_REF, limit=MAX_REF_BYTES)
             revision = file_name(

@@ -104,6 +104,18 @@ def restore_pytree(run: store.Run) -> Any:
     return restore_into(run, model, nnx.Optimizer(model, TX, wrt=nnx.Param))
 
 
+def restore_in_context(run: store.Run) -> Any:
+    with jax.set_mesh(jax.make_mesh((2,), ("a",))):
+        return run.restore(like=ABSTRACT)
+
+
+ABSTRACT: Final = {
+    "w": jax.ShapeDtypeStruct(
+        (2,),
+        jnp.float32,
+        sharding=jax.NamedSharding(jax.sharding.AbstractMesh((2,), ("a",)), jax.P("a")),
+    )
+}
 OUTSIDE: Final = nnx.Rngs(0)
 SAVED: Final = state_of()
 Call = Callable[[store.Run], Any]
@@ -308,6 +320,25 @@ CASES: Final[dict[str, tuple[Call, Call, str, Sequence[Call]]]] = {
         lambda run: run.save(2, {1: jnp.ones(2), "w": jnp.ones(2)}),
         "use keys of one type, such as texts",
         [lambda run: run.save(2, {"1": jnp.ones(2), "w": jnp.ones(2)}).result()],
+    ),
+    "an abstract mesh": (
+        lambda run: run.save(1, {"w": jnp.ones(2)}),
+        lambda run: run.restore(like=ABSTRACT),
+        r"restore within jax.set_mesh\(mesh\), or give mesh= and rules=",
+        [
+            restore_in_context,
+            lambda run: run.restore(
+                like=ABSTRACT,
+                mesh=jax.make_mesh((2,), ("a",)),
+                rules=[("", jax.P("a"))],
+            ),
+        ],
+    ),
+    "an item for all": (
+        lambda run: run.save(1, {"w": jnp.ones(2)}, items={"seed": 3}),
+        lambda run: run.open(1).items.per_process("seed"),
+        r"use items\['seed'\]",
+        [lambda run: run.open(1).items["seed"]],
     ),
     "abstract arrays": (
         lambda run: run.save(1, {"w": jnp.ones(2)}),

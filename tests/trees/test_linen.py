@@ -327,6 +327,10 @@ class Ema(nnx.Variable[jax.Array]):
     """A Variable type without a collection."""
 
 
+class Counted(nnx.Variable[jax.Array]):
+    """A Variable type that gets a collection."""
+
+
 class Layers(nnx.Module):
     def __init__(self) -> None:
         self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
@@ -425,6 +429,93 @@ def test_state_that_cannot_be_linen_variables_is_rejected(
         nnx_to_linen(make())
 
     assert said in str(caught.value)
+
+
+def register_type() -> Any:
+    nnx.register_variable_name("counted", Counted, overwrite=True)
+    return {"x": Counted(ONE)}
+
+
+def split_streams_off() -> Any:
+    _, *parts = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.RngState, ...)
+    return parts[-1]
+
+
+@pytest.mark.parametrize(
+    ("convert", "refused", "advice", "advised"),
+    [
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": ONE}, "batch_stats": {"x": ONE}},
+            "rename one",
+            lambda: {"params": {"x": ONE}, "batch_stats": {"y": ONE}},
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": ONE}, "batch_stats": {"x": ONE}},
+            "or convert the collections separately",
+            lambda: {"params": {"x": ONE}},
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {0: ONE}},
+            "give layers names, such as 'layers_0', instead of numbers",
+            lambda: {"params": {"layers_0": ONE}},
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": ONE, "y": {}}},
+            "leave it out",
+            lambda: {"params": {"x": ONE}},
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": nnx.Param(ONE)}},
+            "convert NNX state with nnx_to_linen",
+            lambda: nnx_to_linen({"x": nnx.Param(ONE)}),
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": Hidden(ONE)}},
+            "or unbox it with flax.linen.meta.unbox",
+            lambda: nn.meta.unbox({"params": {"x": Hidden(ONE)}}),
+        ),
+        (
+            linen_to_nnx,
+            lambda: {"params": {"x": ONE}, "RngKey": {"y": ONE}},
+            "remove it, and pass streams as rngs=",
+            lambda: {"params": {"x": ONE}},
+        ),
+        (
+            nnx_to_linen,
+            lambda: {"x": ONE},
+            "wrap it in an nnx.Variable",
+            lambda: {"x": nnx.Param(ONE)},
+        ),
+        (
+            nnx_to_linen,
+            lambda: nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+            r"split those off: nnx.split\(module, nnx.RngState, ...\)",
+            split_streams_off,
+        ),
+        (
+            nnx_to_linen,
+            lambda: {"x": Ema(ONE)},
+            r"name one: nnx.register_variable_name\('...', Ema\)",
+            register_type,
+        ),
+    ],
+)
+def test_what_a_rejection_advises_is_converted(
+    convert: Callable[[Any], Any],
+    refused: Callable[[], Any],
+    advice: str,
+    advised: Callable[[], Any],
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=advice):
+        convert(refused())
+
+    assert jax.tree.leaves(convert(advised()))
 
 
 def test_a_number_in_text_stays_a_text() -> None:

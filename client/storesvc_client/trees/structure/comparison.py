@@ -11,16 +11,13 @@ A tuple equals a list, and a string equals an enumeration member with that value
 configuration is unchanged by a round trip through JSON. None equals an absent setting,
 because newer releases of flax add attributes to their layers.
 
-Differences between saved and given structures, merged for messages.
+A value has one text if that is short; otherwise it has parts. For messages, differences
+that repeat over layers are merged.
 
 >>> places = [f"layers/{layer}/epsilon" for layer in (0, 1, 2)]
 >>> each = [Difference(place, "1e-06", "0.001") for place in places]
 >>> [str(one) for one in merge_layers(each)]
 ['layers/{0..2}/epsilon: expected 1e-06 as saved, got 0.001']
-
-Texts of a document's values, for comparisons and messages.
-
-A value has one text if that is short; otherwise it has parts.
 """
 
 import hashlib

@@ -1,15 +1,13 @@
-"""Builds a skeleton module from a document.
+"""Decodes a document to a GraphDef.
+
+Without a template, all values come from the document and the table of names. With a
+template, the document is only compared with it, and the result is the template's own
+structure: functions and meshes are the caller's.
 
 A module is built as flax builds it: an object of the class without its constructor,
 then its attributes. An attribute is rejected if Python, flax or the class would act on
 it: names such as ``__class__``, names reserved by flax, methods and properties. Hooks
 of Variables are rejected, too, because flax would call them.
-
-Decodes a document to a GraphDef.
-
-Without a template, all values come from the document and the table of names. With a
-template, the document is only compared with it, and the result is the template's own
-structure: functions and meshes are the caller's.
 """
 
 import inspect
@@ -318,11 +316,13 @@ def decode_graphdef(
     check_json(document, _PLACE)  # first: what follows recurses without a limit
     root = root_of(document)
     if template is not None:
-        return _of_template(document, template)
+        return _check_template(document, template)
     builder = Builder(Table(allow))
     try:
         graphdef, state = nnx.split(builder.child(root))
-        held = _paths(state)
+        held: list[tuple[Any, ...]] = [()]  # a root may itself be a leaf
+        if isinstance(state, nnx.State):
+            held = list(mapping_leaves(state.raw_mapping))
     except StructureError:
         raise
     except FAILURES as e:
@@ -356,17 +356,7 @@ def root_of(document: JSON) -> JSON:
     return root
 
 
-def _paths(state: Any) -> list[tuple[Any, ...]]:
-    """Returns the paths at which flax found leaves, in order; a root may itself be a
-    leaf."""
-    return (
-        list(mapping_leaves(state.raw_mapping))
-        if isinstance(state, nnx.State)
-        else [()]
-    )
-
-
-def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
+def _check_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
     graphdef = template
     if not isinstance(template, nnx.GraphDef):
         if not isinstance(template, (nnx.Pytree, dict, list, tuple)):

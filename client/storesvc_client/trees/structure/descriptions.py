@@ -10,10 +10,8 @@ All lambdas in one function have the same name. Their code distinguishes them: i
 names, constants and operators, in order. Bytecode would depend on the release of
 Python.
 
-Extracts the content of objects for their descriptions.
-
-Without its content, an object would equal any other object of its class. Addresses and
-cached attributes are not settings and are excluded.
+Without its content, an object would equal any other object of its class. Cached
+attributes are not settings and are excluded.
 """
 
 import collections
@@ -201,7 +199,7 @@ def _settings_of_part(value: Any) -> Mapping[str, Any] | None:
     try:
         part = copy.copy(value)
         for name, attribute in vars(value).items():
-            if not isinstance(attribute, _PLACES) and not _is_copyable(attribute):
+            if not isinstance(attribute, PLACES) and not _is_copyable(attribute):
                 left[name] = attribute
                 del part.__dict__[name]
         return {**part.to_dict(), **left} if left else None
@@ -278,12 +276,13 @@ docstring."""
 
 _OPERATIONS: Final = frozenset({"BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 
-_PLACES: Final = (
+PLACES: Final = (
     jax.sharding.Mesh,
     jax.sharding.AbstractMesh,
     jax.sharding.Sharding,
     jax.Device,
 )
+"""Types that select where a model runs; a restore has its own."""
 
 
 def reported_name(value: Any) -> str:
@@ -310,7 +309,7 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
         return {"class": reported_name(value)}
     name = reported_name(type(value))
     # A thread of another process has another name and another state.
-    if isinstance(value, (nnx.Variable, threading.Thread, *_PLACES)):
+    if isinstance(value, (nnx.Variable, threading.Thread, *PLACES)):
         return {"class": name}
     if isinstance(value, nnx.Pytree):
         # For example, a module that its own closure refers to. It is described where it

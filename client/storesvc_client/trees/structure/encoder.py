@@ -1,33 +1,4 @@
-"""Encodes static attributes of modules as JSON: plain data, names, calls, descriptions.
-
-In addition to the objects of ``plain``::
-
-    {"function": "jax.nn:gelu"}   {"class": "flax.nnx:Param"}
-    {"partial": {"function": "jax.nn:gelu"}, "args": [], "keywords": [["a", true]]}
-    {"call": "jax.nn.initializers:normal", "arguments": [["stddev", 0.02]]}
-    {"enum": "jax.lax:Precision", "member": "HIGHEST"}
-    {"linen": "my.models:Block", "fields": [["features", 8]]}
-    {"opaque": {"class": "my.models:Config", "fields": [["eps", 1e-06]]}}
-
-The last is a hole: the description of a value that only a template can supply.
-
-Converts metadata of Variables to a form that is the same in all flax releases.
-
-Default entries are omitted. ``out_sharding`` is the name for what older releases call
-``sharding_names``.
-
-Skeleton modules: modules of a GraphDef's structure with placeholders for leaves.
-
-The node list of a GraphDef changes between flax releases, but the module that it
-describes does not. Therefore a structure is read from a skeleton module, and decoded by
-building one and letting flax split it.
-
-Encodes initializers, closures that jax creates, as the call that creates them.
-
-A closure has no importable name, but all closures of one factory share one code object,
-which identifies the factory. Its arguments are the captured variables.
-
-Encodes a GraphDef as a document.
+"""Encodes a GraphDef as a document.
 
 A document is a tree of modules, independent of the flax release that made the
 GraphDef::
@@ -39,9 +10,32 @@ GraphDef::
        "data": [["bias", true], ["use_bias", false], ...]}}
 
 A child is one of: ``node`` (a module), ``variable``, ``leaf`` (a bare array),
-``container`` (a list, dict, ... that holds any of these), ``static`` (a value, see
-``values``) or ``ref``, a reference to an earlier child with that ``index``, which is
-shared or an ancestor. Attributes are in flax's sort order, so leaves keep their order.
+``container`` (a list, dict, ... that holds any of these), ``static`` (a value) or
+``ref``, a reference to an earlier child with that ``index``, which is shared or an
+ancestor. Attributes are in flax's sort order, so leaves keep their order.
+
+The values of static attributes are plain data, names, calls or descriptions. In
+addition to the objects of ``plain``::
+
+    {"function": "jax.nn:gelu"}   {"class": "flax.nnx:Param"}
+    {"partial": {"function": "jax.nn:gelu"}, "args": [], "keywords": [["a", true]]}
+    {"call": "jax.nn.initializers:normal", "arguments": [["stddev", 0.02]]}
+    {"enum": "jax.lax:Precision", "member": "HIGHEST"}
+    {"linen": "my.models:Block", "fields": [["features", 8]]}
+    {"opaque": {"class": "my.models:Config", "fields": [["eps", 1e-06]]}}
+
+The last is a hole: the description of a value that only a template can supply. A call
+is that of an initializer, a closure that jax creates. It has no importable name, but
+all closures of one factory share one code object, which identifies the factory. Its
+arguments are the captured variables.
+
+Metadata of Variables has a form that is the same in all flax releases: default entries
+are omitted, and ``out_sharding`` is the name for what older releases call
+``sharding_names``.
+
+The node list of a GraphDef changes between flax releases, but the module that it
+describes does not. Therefore a structure is read from a skeleton module, which has
+placeholders for leaves, and decoded by building one and letting flax split it.
 """
 
 import dataclasses
@@ -468,9 +462,9 @@ class ValueDecoder:
         self._table = table
         self._decoders: dict[str, Callable[[JSON, Place], Any]] = {
             "call": self._initializer,
-            "class": self._class,
+            "class": lambda v, place: table.any_class(v["class"], place),
             "enum": self._enum,
-            "function": self._function,
+            "function": lambda v, place: table.function(v["function"], place),
             "linen": self._linen,
             "named_tuple": self._named_tuple,
             "opaque": self._opaque,
@@ -493,12 +487,6 @@ class ValueDecoder:
             pairs = decode_pairs(value[tag], place, self.decode)
             return self._call(functools.partial(MAPPINGS[tag], pairs), place)
         return self._decoders[tag](value, place)
-
-    def _class(self, value: JSON, place: Place) -> Any:
-        return self._table.any_class(value["class"], place)
-
-    def _function(self, value: JSON, place: Place) -> Any:
-        return self._table.function(value["function"], place)
 
     def _enum(self, value: JSON, place: Place) -> Any:
         cls = self._table.enum_class(value["enum"], place)

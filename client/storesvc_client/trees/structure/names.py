@@ -9,13 +9,10 @@ A function that a document puts into a module is called by that module later. Th
 functions are listed one by one, and none of them reads or writes files, calls back into
 Python, or builds functions from others.
 
-Errors for a stored structure, and the wording that they share.
-
-Limits of a document, checked before any other code reads it.
-
-Stored data may be hostile: nested a million levels deep, or a list of a billion items.
-``check_json`` walks without recursion and stops at the first limit exceeded. Other code
-may therefore recurse, and its cost is a bounded multiple of the bytes read.
+The limits of a document are checked before any other code reads it. Stored data may be
+hostile: nested a million levels deep, or a list of a billion items. ``check_json``
+walks without recursion and stops at the first limit exceeded. Other code may therefore
+recurse, and its cost is a bounded multiple of the bytes read.
 """
 
 import builtins
@@ -386,8 +383,11 @@ def _named(allow: Allowed) -> dict[str, Any]:
         given = dict(allow)
     else:
         if isinstance(allow, (type, str)) or not isinstance(allow, Iterable):
+            got = f"a {type(allow).__name__}"
+            if isinstance(allow, type):
+                got = allow.__name__
             raise InvalidRequestError(
-                f"allow: expected a list of classes and functions, got {_kind(allow)}"
+                f"allow: expected a list of classes and functions, got {got}"
             )
         given = _by_own_name(allow)
     for name, value in given.items():
@@ -427,7 +427,3 @@ def _unnamed(value: Any) -> InvalidRequestError:
         f"allow: expected classes and functions that have a name, got {value!r}; "
         "pass it as {'module:name': it}"
     )
-
-
-def _kind(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"

@@ -208,23 +208,7 @@ def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
     return [decode(item, Within(place, i)) for i, item in enumerate(items)]
 
 
-def _decode_list(value: JSON, place: Place, decode: Decode) -> Any:
-    return _decode_items(value["list"], place, decode)
-
-
-def _decode_tuple(value: JSON, place: Place, decode: Decode) -> Any:
-    return tuple(_decode_items(value["tuple"], place, decode))
-
-
-def _decode_set(value: JSON, place: Place, decode: Decode) -> Any:
-    return _unique(value["set"], place, decode)
-
-
-def _decode_frozenset(value: JSON, place: Place, decode: Decode) -> Any:
-    return frozenset(_unique(value["frozenset"], place, decode))
-
-
-def _unique(value: JSON, place: Place, decode: Decode) -> set[Any]:
+def _decode_set(value: JSON, place: Place, decode: Decode) -> set[Any]:
     _check_keys(items_of(value, place), place)
     found: set[Any] = set()
     for item in _decode_items(value, place, decode):
@@ -233,10 +217,6 @@ def _unique(value: JSON, place: Place, decode: Decode) -> set[Any]:
         except (TypeError, ValueError) as e:
             raise _unhashable(item, place) from e
     return found
-
-
-def _decode_dict(value: JSON, place: Place, decode: Decode) -> Any:
-    return decode_pairs(value["dict"], place, decode)
 
 
 def _decode_spec(value: JSON, place: Place, decode: Decode) -> Any:
@@ -298,16 +278,20 @@ def _decode_scalar(value: JSON, place: Place, _: Decode) -> Any:
 
 _DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
     "bytes": _decode_bytes,
-    "dict": _decode_dict,
+    "dict": lambda value, place, decode: decode_pairs(value["dict"], place, decode),
     "dtype": _decode_dtype,
     "ellipsis": _decode_ellipsis,
     "float": _decode_float,
-    "frozenset": _decode_frozenset,
-    "list": _decode_list,
+    "frozenset": lambda value, place, decode: frozenset(
+        _decode_set(value["frozenset"], place, decode)
+    ),
+    "list": lambda value, place, decode: _decode_items(value["list"], place, decode),
     "scalar": _decode_scalar,
-    "set": _decode_set,
+    "set": lambda value, place, decode: _decode_set(value["set"], place, decode),
     "spec": _decode_spec,
-    "tuple": _decode_tuple,
+    "tuple": lambda value, place, decode: tuple(
+        _decode_items(value["tuple"], place, decode)
+    ),
 }
 
 PLAIN_TAGS: Final = frozenset(_DECODERS)

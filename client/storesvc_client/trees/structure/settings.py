@@ -2,7 +2,7 @@
 
 ``encode_settings`` keeps objects and enumerations, ``rebuild_settings`` restores them.
 
-In addition to the objects of ``values``::
+In addition to the objects of ``encoder``::
 
     {"object": "my.models:Config", "fields": [["eps", 1e-06], ...]}
     {"object": "my.models:Sizes", "base": {"dict": [...]}, "fields": []}
@@ -10,9 +10,13 @@ In addition to the objects of ``values``::
 
 An object is stored as its class and its attributes, not as the result of its
 ``to_dict``: many such methods lose enumerations, tuples and dtypes. It is rebuilt from
-the attributes without running its constructor, so nothing is recomputed. Its class is
-looked up among the classes that the caller's code names (``setting_classes``); nothing
-is imported.
+the attributes without running its constructor, so nothing is recomputed.
+
+A stored config contains class names. Which classes they may refer to is determined by
+the caller's code alone (``setting_classes``): annotations and defaults of the config's
+class and constructor, ``sub_configs`` as in transformers, subclasses of these, and the
+classes that they name in turn. Nothing is imported, and no name is resolved by
+attribute access.
 
 Attributes that no document can hold, such as a mesh, are described, and are missing
 from the rebuilt object.
@@ -26,13 +30,6 @@ uses the description. A ``torch.dtype`` is read as its name, as in ``config.json
 {'dict': [['axes', {'tuple': [1, 2]}]]}
 >>> decode_data(encode_data({"axes": (1, 2)}))
 {'axes': (1, 2)}
-
-Finds the classes whose objects a config may contain.
-
-A stored config contains class names. Which classes they may refer to is determined by
-the caller's code alone: annotations and defaults of the config's class and constructor,
-``sub_configs`` as in transformers, subclasses of these, and the classes that they name
-in turn. Nothing is imported, and no name is resolved by attribute access.
 """
 
 import dataclasses
@@ -54,6 +51,7 @@ from flax import nnx
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client.trees.structure.descriptions import (
+    PLACES,
     is_cached,
     named_dtype,
     slots_of,
@@ -243,14 +241,6 @@ def _may_hold_settings(cls: type[Any]) -> bool:
 _PLACE: Final = "the config"
 _DATA_PLACE: Final = "data"
 
-_PLACES: Final = (
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.Sharding,
-    jax.Device,
-)
-"""Types that select where a model runs; a restore has its own."""
-
 _BASES: Final = (dict, list, tuple, set, frozenset, str, int, float)
 """Plain classes that a class of settings may derive from."""
 
@@ -364,7 +354,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
         name: part
         for name, part in found.items()
         if isinstance(name, str)
-        and not isinstance(part, _PLACES)
+        and not isinstance(part, PLACES)
         and not is_cached(cls, name)
     }
 
@@ -372,7 +362,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def _is_settings(value: Any) -> bool:
     """Returns whether a value is an object that its attributes describe completely."""
     cls = type(value)
-    if cls.__module__ == "builtins" or isinstance(value, (*_PLACES, *_NO_SETTINGS)):
+    if cls.__module__ == "builtins" or isinstance(value, (*PLACES, *_NO_SETTINGS)):
         return False
     if isinstance(value, _BASES):
         return True

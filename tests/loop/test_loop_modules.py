@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
@@ -205,3 +206,20 @@ def test_what_an_older_layout_cannot_do_names_a_call_that_works(run: store.Run) 
     assert values(model, optimizer) == values(names["model"], names["optimizer"])
     with pytest.raises(store.InvalidRequestError, match="expected no missing="):
         restore_model(run, model=lambda: make()[0], missing="init")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_factory_that_names_axes_is_placed_on_the_mesh_of_set_mesh(
+    run: store.Run, kind: AxisType
+) -> None:
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("a", None))
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+
+    def make() -> nnx.Linear:
+        return nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+
+    with jax.set_mesh(mesh):
+        save(run, 1, make()).result()
+        back = restore_model(run, model=make)
+
+    assert NamedSharding(mesh, P("a", None)) == back.kernel[...].sharding

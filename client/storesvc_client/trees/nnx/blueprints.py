@@ -517,7 +517,25 @@ def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
     # Variables that name mesh axes need a mesh in the context when they are created.
     with jax.set_mesh(mesh) if mesh is not None else nullcontext():
         graphstate, graphother = jax.eval_shape(states)
+    if mesh is None:
+        graphstate, graphother = map(_place_by_names, (graphstate, graphother))
     return graphdefs[0], graphstate, graphother
+
+
+def _place_by_names(state: GraphState) -> GraphState:
+    """Places abstract Variables that name axes of the mesh of ``jax.set_mesh``, as
+    flax places concrete ones; jax does so for explicit axes only."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return state
+
+    def place(leaf: Any, spec: PartitionSpec) -> Any:
+        if leaf.sharding is not None or not any(spec):
+            return leaf
+        return leaf.update(sharding=NamedSharding(mesh, spec))
+
+    placed: GraphState = jax.tree.map(place, state, nnx.get_partition_spec(state))
+    return placed
 
 
 def join_parts(leaves: Iterable[tuple[Place, Any]]) -> dict[str, GraphState]:

@@ -310,3 +310,5 @@ def test_help_and_version_are_commands_too() -> None:
     (version,) = CliRunner().invoke(main, ["version"]).stdout.splitlines()
     assert version.startswith("storectl 0.")
     assert "\nCommands:\n" in CliRunner().invoke(main, ["help"]).stdout
+    after = CliRunner().invoke(main, ["-s", "127.0.0.1:1", "version"])
+    assert (0, f"{version}\n") == (after.exit_code, after.stdout)

@@ -213,13 +213,6 @@ class _Group(click.Group):
         **extra: Any,
     ) -> click.Context:
         """Parses the options of the group."""
-        match args:  # as other programs have them
-            case ["version"]:
-                args = ["--version"]
-            case ["help", *command]:
-                args = [*command[:1], "--help"]
-            case _:
-                pass
         as_json = "--json" in args[: args.index("--") if "--" in args else None]
         with _reported(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)
@@ -258,6 +251,13 @@ class _Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the command of the arguments; suggests one if there is none."""
+        match args:  # as other programs have them
+            case ["version" | "help" as name]:
+                self.make_context(ctx.info_name, [f"--{name}"])  # prints it and exits
+            case ["help", name, *_]:
+                args = [name, "--help"]
+            case _:
+                pass
         name = args[0]
         is_wrong = name not in COMMANDS and not name.startswith("-")
         if is_wrong and not ctx.resilient_parsing:

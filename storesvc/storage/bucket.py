@@ -214,7 +214,7 @@ _NO_LOCKS: Final = tuple(map(os.strerror, (errno.ENOSYS, errno.ENOTSUP, errno.EN
 
 _NO_DIRECTORY: Final = (
     "Invalid file path",
-    *map(os.strerror, (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)),
+    *map(os.strerror, (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT)),
 )
 """Parts of messages about a path that no directory can have."""
 

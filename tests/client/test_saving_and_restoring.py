@@ -519,7 +519,9 @@ def test_an_invalid_target_is_rejected(target: str) -> None:
         store.connect(target)
 
 
-@pytest.mark.parametrize("url", ["http://localhost:7070/", "grpc://localhost:7070"])
+@pytest.mark.parametrize(
+    "url", ["http://localhost:7070/", "grpc://localhost:7070", "https://localhost"]
+)
 def test_the_url_of_a_server_gets_its_address_as_a_hint(url: str) -> None:
     with pytest.raises(
         store.InvalidRequestError, match=r"; did you mean localhost:7070\?$"
@@ -555,7 +557,9 @@ def test_a_directory_is_a_place_in_each_form_that_programs_have(
 
 
 @pytest.mark.parametrize(
-    "below", ["file/ckpts", "a" * 300 + "/ckpts"], ids=["below a file", "long"]
+    "below",
+    ["file/ckpts", "a" * 300 + "/ckpts", "/proc/ckpts"],
+    ids=["below a file", "long", "not made by mkdir"],
 )
 def test_a_path_that_no_directory_can_have_is_an_invalid_request(
     below: str, tmp_path: Path

@@ -65,7 +65,9 @@ class Target:
         hosts = tuple(map(_split, text.removeprefix(scheme).split(",")))
         if None in hosts:
             url = urlsplit(text)
-            hint = f"; did you mean {url.netloc}?" if url.scheme in _URLS else ""
+            has_port = url.netloc.rpartition(":")[2].isdigit()
+            place = url.netloc if has_port else f"{url.netloc}:7070"
+            hint = f"; did you mean {place}?" if url.scheme in _URLS else ""
             raise InvalidRequestError(
                 f"store {text!r}: expected HOST:PORT, several with commas between, "
                 "unix:PATH, file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or "

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from storesvc_client.trees import protocols
+from storesvc_client.trees.nnx import graphs
 from tests.easydel.scenarios import SCENARIOS
 
 
@@ -24,7 +25,7 @@ def test_a_model_of_easydel_may_get_adapters(model: Any) -> None:
 
 
 def test_a_model_of_easydel_splits_as_it_does_itself(model: Any) -> None:
-    graphdef, graphstate, graphother = protocols.split_module(model)
+    graphdef, graphstate, graphother = graphs.split_module(model)
 
     assert model.graphdef == graphdef
     assert model.graphstate == graphstate
@@ -32,5 +33,5 @@ def test_a_model_of_easydel_splits_as_it_does_itself(model: Any) -> None:
 
 
 def test_the_mesh_and_the_rules_of_a_model_of_easydel_are_found(model: Any) -> None:
-    assert model.mesh == protocols.mesh_of(model)
-    assert model._get_partition_rules(None) == protocols.partition_rules_of(model)
+    assert model.mesh == graphs.mesh_of(model)
+    assert model._get_partition_rules(None) == graphs.partition_rules_of(model)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.nnx.graphs import mesh_of, partition_rules_of, split_module
 from storesvc_client.trees.protocols import (
     BaseModuleProtocol,
     Casts,
@@ -30,11 +31,8 @@ from storesvc_client.trees.protocols import (
     SplitsParams,
     ToState,
     get_module_repr,
-    mesh_of,
-    partition_rules_of,
     prettify_nnx,
     printify_nnx,
-    split_module,
 )
 from storesvc_client.trees.traversals import GraphState, graph_leaves
 

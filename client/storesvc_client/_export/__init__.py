@@ -1,6 +1,6 @@
 """Writes checkpoints in the formats of other projects, without their code and jax.
 
-A format decides names, documents and sizes in one module, and writes them in another.
+A format is one module, which decides names, documents and sizes, and writes them.
 Elements are read in batches of bounded size, and every chunk is verified.
 
 May import: ``_chunks``, ``_values``, ``storesvc.format``. ``_restore`` imports it, as

@@ -206,14 +206,8 @@ def _slab_unit(stored: Tree, slab: Slab) -> Unit:
     for ordinal, start, _ in slab.rows():
         row, within = stored.locate(ordinal)
         grid = stored.grids[row]
-        reads.append(
-            RegionRead(
-                row=row,
-                region=grid.region(within),
-                start=start,
-                shape=grid.chunk_shape,
-            )
-        )
+        region, shape = grid.region(within), grid.chunk_shape
+        reads.append(RegionRead(row=row, region=region, start=start, shape=shape))
     return Unit(slabs=((0, slab),), reads=tuple(reads), size=slab.size)
 
 
@@ -456,7 +450,8 @@ class ForeignSource:
         """Returns the read of a chunk; its "file" is the leaf, for messages."""
         tree = self._step.tree
         row, within = tree.locate(ordinal)
-        size = _size_bytes(tree.grids[row].region(within), tree.grids[row].itemsize)
+        region, itemsize = tree.grids[row].region(within), tree.grids[row].itemsize
+        size = math.prod(stop - start for start, stop in region) * itemsize
         return Read(
             file=tree.leaves[row].key,
             start=0,
@@ -503,13 +498,6 @@ class ForeignSource:
                     raise
             else:
                 return
-
-
-def _size_bytes(region: Region, itemsize: int) -> int:
-    size = itemsize
-    for start, stop in region:
-        size *= stop - start
-    return size
 
 
 def _shaped(memory: Bytes, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:

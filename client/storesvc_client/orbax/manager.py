@@ -79,8 +79,6 @@ _REFUSED: Final = {
 _TREES_OF_SAVES: Final = (ocp.args.StandardSave, ocp.args.PyTreeSave)
 """A class below them belongs to a handler of the caller."""
 
-_NO_TREE: Final = "expected a pytree with containers, got {}; use a dict of it"
-
 
 def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> Content:
     """Returns the content that an argument of a save describes.
@@ -100,8 +98,10 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
             names = options_of_save(place, args)
             ignored.log(names, of=type(args).__name__, why="it has a format of its own")
             if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
-                got = type(args.item).__name__
-                raise InvalidRequestError(f"{place}: {_NO_TREE.format(got)}")
+                raise InvalidRequestError(
+                    f"{place}: expected a pytree with containers, got "
+                    f"{type(args.item).__name__}; use a dict of it"
+                )
             return TreeContent(
                 _cast(place, args.item, args.save_args),
                 custom_metadata=_json(place, args.custom_metadata),

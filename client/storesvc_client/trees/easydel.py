@@ -204,7 +204,9 @@ class EasyDeLState(struct.PyTreeNode):
     @property
     def size(self) -> int:
         """Bytes of the parameters and of the optimizer's state."""
-        return sum(map(_size, jax.tree.leaves((self.graphstate, self.opt_state))))
+        leaves = jax.tree.leaves((self.graphstate, self.opt_state))
+        arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+        return sum(int(each.size * each.dtype.itemsize) for each in arrays)
 
     @property
     def shardings(self) -> Any:
@@ -636,11 +638,6 @@ def restore_state(
     )
     request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
     return rebuild_state(opened, request)
-
-
-def _size(leaf: Any) -> int:
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    return int(array.size * array.dtype.itemsize)
 
 
 def _parts(

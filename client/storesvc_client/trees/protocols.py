@@ -41,13 +41,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules
-from storesvc_client.trees.nnx.graphs import (
-    GraphState,
-    HasGraph,
-    mesh_of,
-    partition_rules_of,
-    split_module,
-)
+from storesvc_client.trees.nnx.graphs import GraphState, HasGraph
 
 if TYPE_CHECKING:
     from storesvc_client.trees.easydel import EasyDeLState
@@ -63,11 +57,8 @@ __all__ = [
     "SplitsParams",
     "ToState",
     "get_module_repr",
-    "mesh_of",
-    "partition_rules_of",
     "prettify_nnx",
     "printify_nnx",
-    "split_module",
 ]
 
 

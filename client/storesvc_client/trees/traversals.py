@@ -1,4 +1,4 @@
-"""Functions on NNX state trees: naming, merging, recreating RNG values.
+"""Functions on NNX state trees: creating, comparing, naming and merging them.
 
 The functions have the names, arguments and documented errors of
 ``easydel.utils.traversals`` and give the same results, except where those lose data.
@@ -18,23 +18,14 @@ Three guarantees:
 >>> tree = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
 >>> model = merge_by_path(graphdef, merge_state_and_tree(tree, state))
 
-Creates NNX modules from their classes: lazily or not, whole or in parts.
-
-Lazy is the default: the constructor runs under ``nnx.eval_shape``, every value is a
-ShapeDtypeStruct, and nothing is computed or allocated.
+Modules are created lazily by default: the constructor runs under ``nnx.eval_shape``,
+every value is a ShapeDtypeStruct, and nothing is computed or allocated.
 
 >>> nnx_init(nnx.Linear, in_features=2, out_features=3).kernel.get_value()
 ShapeDtypeStruct(shape=(2, 3), dtype=float32)
 
-Compares flat states: keys that one lacks, and values of another type.
-
->>> validate_state({"a": 1.5}, {"a": 1, "b": 2})["missing_keys"]
-{'b'}
-
-Merges parameters from a tree into an NNX state or module.
-
-The tree comes from other formats: arrays or Variables in nested or flat dicts. A state
-takes its parameters from it by path; everything except parameters is unchanged.
+A tree to merge comes from other formats: arrays or Variables in nested or flat dicts. A
+state takes its parameters from it by path; everything except parameters is unchanged.
 
 * **A parameter that is absent, or has another shape or dtype, is an error.** It is
   never None and never converted. One error lists all of them.
@@ -43,7 +34,6 @@ takes its parameters from it by path; everything except parameters is unchanged.
 * **Hooks have no effect.** Variables are read and written as stored.
 * **Digits may replace integers,** because formats without integer keys write layers so.
   A tree with both is rejected.
-* **Inputs are never modified.** Arrays are shared, Variables are copied.
 """
 
 from collections import defaultdict
@@ -272,6 +262,9 @@ def validate_state(
     type.
 
     Keys that are not in ``init_state`` are allowed.
+
+    >>> validate_state({"a": 1.5}, {"a": 1, "b": 2})["missing_keys"]
+    {'b'}
 
     Args:
         state: Values by key or path.

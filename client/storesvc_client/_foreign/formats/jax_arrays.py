@@ -49,13 +49,11 @@ from storesvc_client.errors import DataLossError, PreconditionError
 MAX_DEPTH: Final = 1000
 """Maximum nodes above a leaf; a key could not hold the path of a deeper one."""
 
-_LEAF: Final = 0
-_EMPTY_LEAF: Final = 1
-_DICT: Final = 4
+_LEAF, _EMPTY_LEAF, _TUPLE, _, _DICT, _CUSTOM = range(6)
+"""Kinds of nodes."""
+
 _EMPTY: Final = {2: "()", 3: "[]", 4: "{}"}
 """Containers by kind, as ``_values/items.py`` names them without children."""
-_TUPLE: Final = 2
-_CUSTOM: Final = 5
 
 _KIND, _CHILDREN, _NAMES = range(3)
 """Fields of a node."""

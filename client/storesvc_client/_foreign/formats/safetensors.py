@@ -294,7 +294,6 @@ MAX_CONFIG_BYTES: Final = 16 << 20
 MAX_REF_BYTES: Final = 1024
 MAX_LABEL_BYTES: Final = 256
 
-_CONFIG: Final = "config.json"
 _MAIN_REF: Final = "refs/main"
 _SNAPSHOTS: Final = "snapshots"
 
@@ -588,7 +587,7 @@ def _configuration(
     location: Location, folder: str, digest: xxhash.xxh3_128
 ) -> Iterator[Row]:
     """Yields the item of config.json, unchanged."""
-    path = join(folder, _CONFIG)
+    path = join(folder, "config.json")
     if location.size(path) is not None:
         config = location.read(path, limit=MAX_CONFIG_BYTES)
         digest.update(config)

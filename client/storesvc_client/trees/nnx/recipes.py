@@ -95,10 +95,6 @@ _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
 _PARAM_DTYPE: Final = "param_dtype"
 """Setting that initial values have. It is not compared: the dtypes of leaves are."""
 
-_RNGS: Final = "flax.nnx:Rngs"
-_RNG_STREAM: Final = "flax.nnx:RngStream"
-"""Names of flax's classes in a structure."""
-
 _FAILURES: Final = (
     TypeError,
     ValueError,
@@ -205,8 +201,8 @@ class Recipe:
         while left:
             found = left.pop()
             if isinstance(found, dict):
-                has_all = has_all or found.get("node") == _RNGS
-                if found.get("node") == _RNG_STREAM:
+                has_all = has_all or found.get("node") == "flax.nnx:Rngs"
+                if found.get("node") == "flax.nnx:RngStream":
                     streams.add(_stream_name(found))
                 left += found.values()
             elif isinstance(found, list):
@@ -556,15 +552,12 @@ def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
 def factory_of(model: type[Any]) -> str:
     """Returns the source text of a factory of a class, with its required arguments."""
     parameters = inspect.signature(model.__init__).parameters
-    dtypes = [name for name in parameters if name in _DTYPES]
+    dtypes = [name for name in parameters if name in ("dtype", "param_dtype")]
     names = dict.fromkeys([*needed_arguments(model), *dtypes])
     arguments = [
         "rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}={name}" for name in names
     ]
     return f"lambda: {model.__name__}({', '.join(arguments)})"
-
-
-_DTYPES: Final = ("dtype", "param_dtype")
 
 
 def needed_arguments(model: type[Any]) -> list[str]:

@@ -769,13 +769,6 @@ def _drawn(
     return blueprint if dtype is None else blueprint.cast(dtype)
 
 
-_GIVE: Final = (
-    "give the model and the optimizer that were saved, the model as a factory or a "
-    "module if its class makes another one"
-)
-_READ: Final = "read the leaves as dicts and lists with run.restore()"
-
-
 @contextmanager
 def advised(stored: Stored, request: Request) -> Generator[None]:
     """Adds to a ``MismatchError`` the options with which the checkpoint fits."""
@@ -791,8 +784,13 @@ def advised(stored: Stored, request: Request) -> Generator[None]:
         added = ", ".join(
             f"{name}={value!r}" for name, value in (options or {}).items()
         )
-        advice = f"add {added}, to restore what fits" if added else _READ
-        raise MismatchError(f"{e}; {_GIVE}, or {advice}") from e
+        advice = "read the leaves as dicts and lists with run.restore()"
+        if added:
+            advice = f"add {added}, to restore what fits"
+        raise MismatchError(
+            f"{e}; give the model and the optimizer that were saved, the model as a "
+            f"factory or a module if its class makes another one, or {advice}"
+        ) from e
 
 
 def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:

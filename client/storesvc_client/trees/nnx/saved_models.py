@@ -614,12 +614,8 @@ def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
             graphdef, graphstate, graphother = drop_caches(split_module(model))
         except TypeError as e:
             raise InvalidRequestError(f"{run.name}: {e}") from e
-        return _Parts(
-            graphdef=graphdef,
-            graphstate=graphstate,
-            graphother=graphother,
-            opt_state=None,
-        )
+        graphs = {"graphstate": graphstate, "graphother": graphother}
+        return _Parts(graphdef=graphdef, opt_state=None, **graphs)
     if not isinstance(optimizer, nnx.Optimizer):
         raise InvalidRequestError(
             f"{run.name}: expected an nnx.Optimizer, got {type(optimizer).__name__}; "

@@ -272,14 +272,10 @@ def _titled(title: str, pairs: list[tuple[Any, Any]]) -> Parts:
     return Parts(title=title, pairs=pairs, name=title)
 
 
-def _call(value: JSON, place: Place) -> Parts:
-    name = short(_name(value["call"], place))
-    return _titled(name, pairs_of(value.get("arguments"), place))
-
-
-def _linen(value: JSON, place: Place) -> Parts:
-    name = short(_name(value["linen"], place))
-    return _titled(name, pairs_of(value.get("fields"), place))
+def _named_pairs(tag: str, key: str) -> Callable[[JSON, Place], Parts]:
+    return lambda value, place: _titled(
+        short(_name(value[tag], place)), pairs_of(value.get(key), place)
+    )
 
 
 def _named_tuple(value: JSON, place: Place) -> Parts:
@@ -324,10 +320,10 @@ _TEXTS: Final[dict[str, Callable[[JSON, Place], str]]] = {
 }
 
 PARTS: Final[dict[str, Callable[[JSON, Place], Parts]]] = {
-    "call": _call,
+    "call": _named_pairs("call", "arguments"),
     "dict": _mapping("dict"),
     "frozenset": _sequence("frozenset", "a set", "a set"),
-    "linen": _linen,
+    "linen": _named_pairs("linen", "fields"),
     "list": _sequence("list", "a sequence", ""),
     "named_tuple": _named_tuple,
     "opaque": _opaque,

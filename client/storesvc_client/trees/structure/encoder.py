@@ -332,13 +332,7 @@ FAILURES: Final = (
 )
 """Exceptions that flax raises for unexpected input."""
 
-_MAPPING_TAGS: Final[dict[Any, str]] = {
-    FrozenDict: "frozen_dict",
-    HashableMapping: "mapping",
-    OrderedDict: "ordered_dict",
-    nnx.State: "state",
-    nnx.StateAxes: "state_axes",
-}
+_MAPPING_TAGS: Final[dict[Any, str]] = {cls: tag for tag, cls in MAPPINGS.items()}
 
 
 class ValueEncoder:

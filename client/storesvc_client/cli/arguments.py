@@ -37,29 +37,20 @@ def any_path(text: str) -> StorePath:
             f"{text!r}: expected a path into a store, got checkpoints of another "
             "project, which ls, tree, stat, get, cat and diff read"
         )
-    return _parsed(text)
+    return readable_path(text)
 
 
-def _parsed(text: str) -> StorePath:
+def readable_path(text: str) -> StorePath:
+    """Returns the path, of checkpoints of another project too."""
     try:
         return parse_foreign_path(text) if is_foreign(text) else parse_path(text)
     except InvalidNameError as e:
         raise click.BadParameter(str(e)) from e
 
 
-def readable_path(text: str) -> StorePath:
-    """Returns the path, of checkpoints of another project too."""
-    return _parsed(text)
-
-
 def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
     """Returns the path of a checkpoint, or of leaves of one, of any project."""
-    return _checkpoint(text, _parsed(text))
-
-
-def readable_whole(text: str) -> CheckpointPath:
-    """Returns the path of a checkpoint as a whole, of any project."""
-    return _whole(text, _parsed(text))
+    return _checkpoint(text, readable_path(text))
 
 
 def run_place(text: str) -> Place:
@@ -73,19 +64,27 @@ def run_place(text: str) -> Place:
 def readable_place(text: str) -> tuple[StorePart, CheckpointPath]:
     """Returns the store of a checkpoint, and its path as a whole, of any project."""
     if is_foreign(text):
-        return None, readable_whole(text)
+        return None, _whole(text, readable_path(text))
     place = run_place(text)
     return place.store, _whole(text, place.path)
 
 
 def readable_leaves(text: str) -> LeafPath:
     """Returns the path of leaves, of any project."""
-    return _leaves(text, _parsed(text))
+    match readable_path(text):
+        case LeafPath() as path:
+            return path
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected leaves of a checkpoint, such as "
+                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' "
+                "for all; storectl ls lists runs"
+            )
 
 
 def readable_item(text: str) -> LeafPath:
     """Returns the path of an item, of any project."""
-    match _parsed(text):
+    match readable_path(text):
         case LeafPath(_, glob) as path if glob:
             return path
         case _:
@@ -126,11 +125,6 @@ def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
                 f"{text!r}: expected a run or a checkpoint, such as prod/llama-8b or "
                 "prod/llama-8b@latest"
             )
-
-
-def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
-    """Returns the path of a checkpoint, or of leaves of one."""
-    return _checkpoint(text, any_path(text))
 
 
 def _checkpoint(text: str, path: StorePath) -> CheckpointPath | LeafPath:
@@ -180,23 +174,6 @@ def step_path(text: str) -> CheckpointPath:
             f"{path.which!r} may move to another checkpoint"
         )
     return path
-
-
-def leaf_path(text: str) -> LeafPath:
-    """Returns the path of leaves."""
-    return _leaves(text, any_path(text))
-
-
-def _leaves(text: str, path: StorePath) -> LeafPath:
-    match path:
-        case LeafPath():
-            return path
-        case _:
-            raise click.BadParameter(
-                f"{text!r}: expected leaves of a checkpoint, such as "
-                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' "
-                "for all; storectl ls lists runs"
-            )
 
 
 def store_target(text: str) -> str:

@@ -1,9 +1,8 @@
-"""Defines the command group of storectl and reports its errors.
-
-Defines the options of storectl itself, given before or after a command.
+"""Defines the command group of storectl and its options, given before or after a
+command, and reports errors.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -112,19 +111,20 @@ def accept_global_options(command: click.Command) -> None:
     An option that the command itself defines, such as ``serve --insecure``, is kept.
     """
     own = {name for parameter in command.params for name in parameter.opts}
-    command.params.extend(_repeated(own))
+    command.params += (
+        click.Option(
+            names,
+            expose_value=False,
+            hidden=True,
+            callback=_override,
+            **{name: value for name, value in settings.items() if name in _OF_BOTH},
+        )
+        for names, settings in _OPTIONS.items()
+        if own.isdisjoint(names)
+    )
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             accept_global_options(inner)
-
-
-def _repeated(own: set[str]) -> Iterator[click.Option]:
-    for names, settings in _OPTIONS.items():
-        if own.isdisjoint(names):
-            kept = {k: v for k, v in settings.items() if k in _OF_BOTH}
-            yield click.Option(
-                names, expose_value=False, hidden=True, callback=_override, **kept
-            )
 
 
 def _override(context: click.Context, option: click.Parameter, value: Any) -> None:
@@ -224,24 +224,21 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; reports an error of the store in one line, or as JSON."""
         with _reported(as_json=ctx.meta[_JSON]):
-            return self._invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except Refusal as e:
+                if ctx.meta[VERBOSE] and e.__cause__:
+                    raise e.__cause__ from None
+                raise
+            except (click.ClickException, click.Abort, click.exceptions.Exit):
+                raise
+            except Exception as e:
+                # Imported here: a command that succeeds does not need it.
+                from storesvc_client import StoreError
 
-    def _invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Refusal as e:
-            if ctx.meta[VERBOSE] and e.__cause__:
-                raise e.__cause__ from None
-            raise
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
-            raise
-        except Exception as e:
-            # Imported here: a command that succeeds does not need it.
-            from storesvc_client import StoreError
-
-            if isinstance(e, StoreError) and not ctx.meta[VERBOSE]:
-                raise Refusal(error_text(e)) from e
-            raise
+                if isinstance(e, StoreError) and not ctx.meta[VERBOSE]:
+                    raise Refusal(error_text(e)) from e
+                raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Returns the names of the commands."""

@@ -1,27 +1,18 @@
-"""Prints tables and fields for people, and JSON for programs.
+"""Prints tables and fields for people, JSON for programs, and the progress of long
+operations on stderr.
 
-Tables are plain columns, two spaces apart. In a terminal that is too narrow,
-``table_layout`` shortens cells; in a pipe or a file a table is complete. Unprintable
-characters in text from a store are escaped, so that no label can control a terminal.
+Tables are plain columns, two spaces apart; in a pipe or a file a table is complete.
+Unprintable characters in text from a store are escaped, so that no label can control a
+terminal.
 
-JSON is that of `storesvc_client/_values/texts.py`.
-
-Shows a progress bar for operations of more than a second.
-
-The bar is drawn on stderr, only in a terminal, and is erased at the end.
-
-Fits a table into a terminal that is too narrow for it.
-
-The table loses, in this order, columns without any value, the seconds of times, the
-beginning that all keys have, and the ends of long texts, for which an ellipsis stands.
-If that is not enough, minor columns and then the last ones are hidden, and the caller
-says so. Numbers, names, steps, ids and what distinguishes keys are never cut: a part of
-one looks like another one.
+In a terminal that is too narrow, a table loses, in this order, columns without any
+value, the seconds of times, the beginning that all keys have, and the ends of long
+texts, for which an ellipsis stands. If that is not enough, minor columns and then the
+last ones are hidden, and a note says so. Numbers, names, steps, ids and what
+distinguishes keys are never cut: a part of one looks like another one.
 
 >>> cut("loss=2.5 acc=0.5", 10, Shrink.END)
 'loss=2.5 …'
-
-Prints the checkpoints of an import or a copy as they are committed.
 """
 
 import os
@@ -35,7 +26,7 @@ from itertools import accumulate
 from os.path import commonprefix
 from shutil import get_terminal_size
 from threading import Timer
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import click
 
@@ -439,13 +430,8 @@ def cut(text: str, width: int, how: Shrink) -> str:
     """Returns a text that takes at most ``width`` characters of a terminal."""
     if text_width(text) <= width or how not in _LEAST:
         return text
-    return _beginning(text, width - 1) + _ELLIPSIS
-
-
-def _beginning(text: str, width: int) -> str:
-    """Returns as many characters as fit."""
     ends = accumulate(map(char_width, text))
-    return text[: sum(end <= width for end in ends)]
+    return text[: sum(end < width for end in ends)] + _ELLIPSIS
 
 
 def _total(widths: Sequence[int]) -> int:
@@ -498,7 +484,7 @@ def show_transfers(
                 click.echo(_line(transfer))
     finally:
         if as_json and done:
-            print_json([_document(transfer) for transfer in done])
+            print_json(done)
     if not done and as_json:
         print_json([])
     elif not done:
@@ -537,11 +523,6 @@ def _unverified(transfer: "Transfer") -> str:
         f", {transfer.verified_count:,} of {total:,} leaves and items compared with "
         "checksums, source has none of the others"
     )
-
-
-def _document(transfer: "Transfer") -> dict[str, Any]:
-    document: dict[str, Any] = json_value(transfer)
-    return document
 
 
 def step_list(text: str) -> list[int]:

@@ -1,6 +1,5 @@
-"""Details of a run or a namespace, for ``stat``: what it holds, uses and keeps.
-
-Lists of runs, checkpoints and leaves: what ``ls`` reads and how it is shown.
+"""Lists of runs, checkpoints and leaves, for ``ls``, and details of a run or a
+namespace, for ``stat``: what it holds, uses and keeps.
 """
 
 import math
@@ -102,31 +101,6 @@ def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
     )
 
 
-def _checkpoint_document(tagged: TaggedCheckpoint) -> object:
-    return json_value(tagged.checkpoint) | {"tags": tagged.tags}
-
-
-def _foreign_row(checkpoint: "ForeignInfo") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        _moment_text(checkpoint.create_time),
-        age_text(checkpoint.create_time, datetime.now(UTC)),
-        size_text(checkpoint.size_bytes),
-        str(checkpoint.leaf_count),
-        _labels_text(checkpoint.labels),
-    )
-
-
-def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        _moment_text(checkpoint.delete_time),
-        _moment_text(checkpoint.purge_time),
-        size_text(checkpoint.size_bytes),
-        _labels_text(checkpoint.labels),
-    )
-
-
 def _moment_text(time: datetime | None) -> str:
     return ABSENT if time is None else time_text(time)
 
@@ -138,16 +112,6 @@ def age_text(time: datetime | None, now: datetime) -> str:
     seconds = max(0, int((now - time).total_seconds()))
     units = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
     return next(f"{seconds // s}{unit}" for s, unit in units if seconds >= s or s == 1)
-
-
-def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
-    return (
-        key_text(leaf),
-        dtype_text(leaf),
-        shape_text(leaf),
-        size_text(leaf.size_bytes),
-        str(leaf.chunk_count),
-    )
 
 
 _RUNS: Final = Listing(
@@ -173,12 +137,19 @@ _CHECKPOINTS: Final = Listing(
         Column("PINNED", shrink=Shrink.END),
         Column("LABELS", shrink=Shrink.END),
     ),
-    document=_checkpoint_document,
+    document=lambda tagged: json_value(tagged.checkpoint) | {"tags": tagged.tags},
     metrics=lambda tagged: tagged.checkpoint.metrics,
 )
-_FOREIGN: Final = Listing(
+_FOREIGN: Final["Listing[ForeignInfo]"] = Listing(
     noun="checkpoint",
-    row=_foreign_row,
+    row=lambda checkpoint: (
+        str(checkpoint.step),
+        _moment_text(checkpoint.create_time),
+        age_text(checkpoint.create_time, datetime.now(UTC)),
+        size_text(checkpoint.size_bytes),
+        str(checkpoint.leaf_count),
+        _labels_text(checkpoint.labels),
+    ),
     metrics=lambda checkpoint: checkpoint.metrics,
     columns=(
         Column("STEP", right=True),
@@ -189,9 +160,15 @@ _FOREIGN: Final = Listing(
         Column("LABELS", shrink=Shrink.END),
     ),
 )
-_DELETED: Final = Listing(
+_DELETED: Final["Listing[Checkpoint]"] = Listing(
     noun="deleted checkpoint",
-    row=_deleted_row,
+    row=lambda checkpoint: (
+        str(checkpoint.step),
+        _moment_text(checkpoint.delete_time),
+        _moment_text(checkpoint.purge_time),
+        size_text(checkpoint.size_bytes),
+        _labels_text(checkpoint.labels),
+    ),
     metrics=lambda checkpoint: checkpoint.metrics,
     columns=(
         Column("STEP", right=True),
@@ -201,9 +178,15 @@ _DELETED: Final = Listing(
         Column("LABELS", shrink=Shrink.END),
     ),
 )
-_LEAVES: Final = Listing(
+_LEAVES: Final["Listing[LeafInfo]"] = Listing(
     noun="leaf",
-    row=_leaf_row,
+    row=lambda leaf: (
+        key_text(leaf),
+        dtype_text(leaf),
+        shape_text(leaf),
+        size_text(leaf.size_bytes),
+        str(leaf.chunk_count),
+    ),
     columns=(
         Column("KEY", shrink=Shrink.PREFIX),
         Column("DTYPE"),
@@ -229,21 +212,25 @@ def view_of(path: StorePath | None, *, deleted: bool) -> View:
     checkpoints."""
     match path:
         case None | NamespacePath():
-            return View(listing=_RUNS, records=_runs)
+            return View(
+                listing=_RUNS,
+                records=lambda client, path, on_damage: client.runs(
+                    path.namespace if path else None, on_damage=on_damage
+                ),
+            )
         case CheckpointPath() | LeafPath():
             return View(listing=_LEAVES, records=_leaves)
         case RunPath(run) if is_foreign(run):
             return View(listing=_FOREIGN, records=_foreign)
         case RunPath() if deleted:
-            return View(listing=_DELETED, records=_deleted)
+            return View(
+                listing=_DELETED,
+                records=lambda client, path, on_damage: client.run(
+                    path.run
+                ).checkpoints(deleted=True, on_damage=on_damage),
+            )
         case RunPath():
             return View(listing=_CHECKPOINTS, records=_checkpoints)
-
-
-def _runs(
-    client: "Client", path: NamespacePath | None, on_damage: _OnDamage
-) -> "Iterable[RunInfo]":
-    return client.runs(path.namespace if path else None, on_damage=on_damage)
 
 
 def _checkpoints(
@@ -262,12 +249,6 @@ def _tags_by_uid(run: "Run") -> Mapping[str, Sequence[str]]:
     for tag in run.tags.list(on_damage=lambda error: print_note(str(error))):
         found[tag.uid].append(tag.name)
     return found
-
-
-def _deleted(
-    client: "Client", path: RunPath, on_damage: _OnDamage
-) -> "Iterable[Checkpoint]":
-    return client.run(path.run).checkpoints(deleted=True, on_damage=on_damage)
 
 
 def _leaves(
@@ -477,7 +458,11 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
         "uploads": f"{usage.upload_count:,}",
         "tags": _listed((tag.name, f"step {tag.step}") for tag in details.tags),
         "holds": _listed(
-            (f"step {hold.step}", _hold_text(hold)) for hold in details.holds
+            (
+                f"step {hold.step}",
+                f"until {time_text(hold.expire_time)} by {hold.owner or ABSENT}",
+            )
+            for hold in details.holds
         ),
         "metrics": _listed(
             (name, str(known)) for name, known in sorted(summary.metrics.items())
@@ -504,10 +489,6 @@ def _checkpoints_text(usage: "Usage", summary: Summary) -> str:
     if summary.newest is None or usage.checkpoint_count == 1:
         return count
     return f"{count}, steps {summary.first_step} to {summary.newest.step}"
-
-
-def _hold_text(hold: "HoldInfo") -> str:
-    return f"until {time_text(hold.expire_time)} by {hold.owner or ABSENT}"
 
 
 def _quota_text(quota: "Quota") -> str:

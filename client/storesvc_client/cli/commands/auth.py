@@ -1,12 +1,5 @@
-"""``storectl auth``: what the caller may do.
-
-``storectl login`` and ``storectl logout``: tokens of people.
-
-``storectl ping``: checks that a store answers.
-
-``storectl quota``: shows the quotas of a namespace.
-
-``storectl whoami``: shows the caller as a server sees it.
+"""Calls that concern the caller of a server: ``storectl auth``, ``login``, ``ping``,
+``quota`` and ``whoami``.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -29,7 +22,6 @@ from storesvc_client.cli.output import (
 
 if TYPE_CHECKING:
     from storesvc_client import Quota
-    from storesvc_client.cli.logins import Prompt
     from storesvc_proto.v1.access_service_pb2 import LoginOption
 
 
@@ -63,16 +55,14 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
         client_id=chosen.client_id,
         audience=chosen.audience,
         scopes=tuple(chosen.scopes),
-        show=_show,
+        show=lambda prompt: click.echo(
+            printable(f"open {prompt.url} and confirm the code {prompt.code}")
+        ),
     )
     keep_login(resolved.target, found)
     with resolved.open() as client:
         identity = client.identity()
     click.echo(printable(f"logged in to {resolved.target} as {identity.principal}"))
-
-
-def _show(prompt: "Prompt") -> None:
-    click.echo(printable(f"open {prompt.url} and confirm the code {prompt.code}"))
 
 
 def _chosen(

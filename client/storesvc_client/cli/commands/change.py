@@ -1,11 +1,4 @@
-"""``storectl update``: sets labels, metrics and the pin of a checkpoint.
-
-Changes several checkpoints with one command.
-
-``storectl rm``: deletes checkpoints.
-
-``storectl undelete``: reverts deletions.
-"""
+"""Changes of checkpoints: ``storectl rm``, ``undelete`` and ``update``."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,9 +131,14 @@ def rm(
 
     def delete(run: "Run", step: int) -> tuple[str, dict[str, Any]]:
         deleted = run.delete(step, purge_delay=purge_delay)
+        path = f"{deleted.run}@{deleted.step}"
         if purge:
             _purge(run, deleted)
-        line = _purged_text(deleted) if purge else _deleted_text(deleted)
+            line = f"{path} purged"
+        else:
+            assert deleted.purge_time is not None
+            until = time_text(deleted.purge_time)
+            line = f"{path} deleted; until {until}: storectl undelete {path}"
         return line, json_value(deleted) | {"purged": purge}
 
     change_each(connection, paths, delete, as_json=as_json)
@@ -154,17 +152,6 @@ def _purge(run: "Run", deleted: "Checkpoint") -> None:
         run.purge(deleted.step, uid=deleted.uid, etag=deleted.etag)
     except PreconditionError as e:
         raise Refusal(f"{e}; until then it stays deleted and can be undeleted") from e
-
-
-def _purged_text(checkpoint: "Checkpoint") -> str:
-    return f"{checkpoint.run}@{checkpoint.step} purged"
-
-
-def _deleted_text(checkpoint: "Checkpoint") -> str:
-    assert checkpoint.purge_time is not None
-    path = f"{checkpoint.run}@{checkpoint.step}"
-    until = time_text(checkpoint.purge_time)
-    return f"{path} deleted; until {until}: storectl undelete {path}"
 
 
 @click.command()

@@ -1,8 +1,8 @@
 """``storectl config``: names stores, so that commands need no address."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -116,9 +116,7 @@ def list_contexts(*, as_json: bool) -> None:
             {
                 "file": str(config_path()),
                 "current": found.current,
-                "contexts": [
-                    _document(found.contexts[n]) for n in sorted(found.contexts)
-                ],
+                "contexts": [found.contexts[name] for name in sorted(found.contexts)],
             }
         )
         return
@@ -166,11 +164,3 @@ def _row(context: Context, *, is_current: bool) -> tuple[str, ...]:
         context.store,
         (" ".join(options) or ABSENT),
     )
-
-
-def _document(context: Context) -> dict[str, Any]:
-    """Returns a context for JSON."""
-    return {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in asdict(context).items()
-    }

@@ -1,7 +1,4 @@
-"""``storectl hold``: holds a checkpoint while a command runs.
-
-Runs a command, forwards signals to it, and returns its exit code.
-"""
+"""``storectl hold``: holds a checkpoint while a command runs."""
 
 import math
 import os
@@ -107,18 +104,14 @@ def _is_in_foreground() -> bool:
 _DEFAULT_TTL: Final = timedelta(minutes=10)
 
 
-def _row(hold: "HoldInfo") -> tuple[str, ...]:
-    return (
+_HOLDS: Final["Listing[HoldInfo]"] = Listing(
+    noun="hold",
+    row=lambda hold: (
         hold.id,
         str(hold.step),
         hold.owner or ABSENT,
         time_text(hold.expire_time),
-    )
-
-
-_HOLDS: Final = Listing(
-    noun="hold",
-    row=_row,
+    ),
     columns=(
         Column("HOLD"),
         Column("STEP", right=True),

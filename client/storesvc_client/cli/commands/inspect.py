@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from storesvc_client import (
         Client,
         Diff,
-        ItemDifference,
         LeafDifference,
         Verification,
     )
@@ -182,7 +181,16 @@ def diff(
     if found.differences:
         print_table(_COLUMNS, map(_row, found.differences), expand=expand)
     if found.items:
-        print_table(_ITEM_COLUMNS, map(_item_row, found.items))
+        items = (
+            (
+                item.place,
+                item.kind,
+                value_text(item.base_value_kind, item.base_size_bytes),
+                value_text(item.value_kind, item.size_bytes),
+            )
+            for item in found.items
+        )
+        print_table(_ITEM_COLUMNS, items)
     click.echo(_sums(found))
 
 
@@ -215,15 +223,6 @@ def _row(leaf: "LeafDifference") -> tuple[str, ...]:
         before,
         SAME if after == before else after,
         chunks,
-    )
-
-
-def _item_row(item: "ItemDifference") -> tuple[str, ...]:
-    return (
-        item.place,
-        item.kind,
-        value_text(item.base_value_kind, item.base_size_bytes),
-        value_text(item.value_kind, item.size_bytes),
     )
 
 

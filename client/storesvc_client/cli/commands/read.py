@@ -42,7 +42,7 @@ from storesvc_client.cli.paths import ForeignOptions, LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo
-    from storesvc_client.cli.leaf_summary import Array, Summary
+    from storesvc_client.cli.leaf_summary import Array
     from storesvc_client.cli.leaves import ArrayFormat, Arrays
     from storesvc_client.cli.paths import Readable
 
@@ -187,7 +187,19 @@ def _print(
             [json_value(leaf) | json_value(summary) for leaf, summary in summaries]
         )
     else:
-        print_table(_COLUMNS, (_row(leaf, summary) for leaf, summary in summaries))
+        rows = (
+            (
+                key_text(leaf),
+                dtype_text(leaf),
+                shape_text(leaf),
+                number_text(found.min),
+                number_text(found.max),
+                number_text(found.mean),
+                ABSENT if found.nan_count is None else str(found.nan_count),
+            )
+            for leaf, found in summaries
+        )
+        print_table(_COLUMNS, rows)
 
 
 def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
@@ -259,15 +271,3 @@ def _reading(client: "Readable", selection: Selection) -> "Iterator[Arrays]":
         closing(arrays()) as found,
     ):
         yield found
-
-
-def _row(leaf: "LeafInfo", summary: "Summary") -> tuple[str, ...]:
-    return (
-        key_text(leaf),
-        dtype_text(leaf),
-        shape_text(leaf),
-        number_text(summary.min),
-        number_text(summary.max),
-        number_text(summary.mean),
-        ABSENT if summary.nan_count is None else str(summary.nan_count),
-    )

@@ -183,19 +183,19 @@ def _print_decisions(
         print_json(decisions)
         return
     if decisions:
-        print_table(_COLUMNS, map(_row, decisions))
+        rows = (
+            (
+                str(decision.step),
+                "yes" if decision.kept else "no",
+                "; ".join(decision.reasons) or ABSENT,
+                size_text(decision.own_bytes),
+            )
+            for decision in decisions
+        )
+        print_table(_COLUMNS, rows)
     deleted = [decision for decision in decisions if not decision.kept]
     own = size_text(sum(decision.own_bytes for decision in deleted))
     print_note(
         f"{done} {len(deleted):,} of {len(decisions):,} {plural('checkpoint')}, up to "
         f"{own}"
-    )
-
-
-def _row(decision: "RetentionDecision") -> tuple[str, ...]:
-    return (
-        str(decision.step),
-        "yes" if decision.kept else "no",
-        "; ".join(decision.reasons) or ABSENT,
-        size_text(decision.own_bytes),
     )

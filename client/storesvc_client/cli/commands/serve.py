@@ -258,13 +258,18 @@ def serve(
         raise click.UsageError("--unix goes with neither --host nor --tls-cert")
     # before gRPC is loaded: it would log each failed handshake of a client
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    _require_server()
-    from storesvc.errors import StoreError
-    from storesvc.server import process
-    from storesvc.server.logs import log_to_stderr
-    from storesvc.server.metrics import MetricsPort
-    from storesvc.server.security import Audit
-    from storesvc.server.tls import Tls
+    try:
+        from storesvc.errors import StoreError
+        from storesvc.server import process
+        from storesvc.server.logs import log_to_stderr
+        from storesvc.server.metrics import MetricsPort
+        from storesvc.server.security import Audit
+        from storesvc.server.tls import Tls
+    except ModuleNotFoundError as e:
+        raise Refusal(
+            f"serving needs {e.name}, which is not installed: "
+            "pip install 'storesvc[server]'"
+        ) from e
 
     log_to_stderr(log_level.upper(), form=log_format)
     tls = None
@@ -296,13 +301,3 @@ def serve(
         raise Refusal(str(e)) from e
     except OSError as e:  # from the ready file: errors of the store are StoreErrors
         raise Refusal(f"{e.filename}: {e.strerror or e}") from e
-
-
-def _require_server() -> None:
-    try:
-        import storesvc.server.process  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise Refusal(
-            f"serving needs {e.name}, which is not installed: "
-            "pip install 'storesvc[server]'"
-        ) from e

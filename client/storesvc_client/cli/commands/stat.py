@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         ForeignInfo,
         OpenCheckpoint,
         Run,
-        Tag,
     )
 
 _SHOWN_ITEMS: Final = 20
@@ -125,8 +124,7 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "uid": checkpoint.uid,
         "begun": time_text(checkpoint.create_time),
         "committed": time_text(checkpoint.commit_time),
-        **_principal_fields(checkpoint),
-        **_deletion_fields(checkpoint),
+        **_optional_fields(checkpoint),
         "size": _exact_size(checkpoint.size_bytes),
         "stored": _exact_size(checkpoint.stored_bytes),
         "own": _exact_size(checkpoint.own_bytes),
@@ -135,7 +133,11 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
         "leaves": f"{checkpoint.leaf_count:,}",
         "chunks": f"{checkpoint.chunk_count:,}",
         **({} if opened is None else _contents_fields(document)),
-        "tags": ", ".join(map(_tag_text, tagged)) or ABSENT,
+        "tags": ", ".join(
+            f"{tag.name} (by {tag.principal})" if tag.principal else tag.name
+            for tag in tagged
+        )
+        or ABSENT,
         "pinned": "yes" if checkpoint.pinned else "no",
         "metrics": pairs_text(checkpoint.metrics),
         "labels": pairs_text(checkpoint.labels),
@@ -149,6 +151,7 @@ def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
     if as_json:
         print_json(json_value(info) | held)
         return
+    unread = [printable(f"{name}: {why}") for name, why in info.unread.items()]
     fields = {
         "location": info.url,
         "written": ABSENT if info.create_time is None else time_text(info.create_time),
@@ -157,7 +160,7 @@ def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
         "chunks": f"{info.chunk_count:,}",
         "checksums": _checksums_text(info),
         **_contents_fields(held),
-        **({"not read": _unread_lines(info.unread)} if info.unread else {}),
+        **({"not read": unread} if unread else {}),
         "metrics": pairs_text(info.metrics),
         "labels": pairs_text(info.labels),
     }
@@ -186,22 +189,16 @@ def _found(
     return opened.info, opened
 
 
-def _tag_text(tag: "Tag") -> str:
-    return f"{tag.name} (by {tag.principal})" if tag.principal else tag.name
-
-
-def _principal_fields(checkpoint: "Checkpoint") -> dict[str, str]:
-    """Returns who saved a checkpoint, and who changed it, if that is known."""
+def _optional_fields(checkpoint: "Checkpoint") -> dict[str, str]:
+    """Returns who saved and changed a checkpoint, and when it was deleted, if known."""
+    deleted, purge = checkpoint.delete_time, checkpoint.purge_time
     fields = {
         "saved by": checkpoint.principal,
         "changed by": checkpoint.change_principal,
+        "deleted": time_text(deleted) if deleted else "",
+        "purge": time_text(purge) if purge else "",
     }
-    return {name: principal for name, principal in fields.items() if principal}
-
-
-def _deletion_fields(checkpoint: "Checkpoint") -> dict[str, str]:
-    times = {"deleted": checkpoint.delete_time, "purge": checkpoint.purge_time}
-    return {name: time_text(time) for name, time in times.items() if time}
+    return {name: text for name, text in fields.items() if text}
 
 
 def _contents_fields(held: Mapping[str, Any]) -> "dict[str, str | Sequence[str]]":
@@ -219,10 +216,6 @@ def _item_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(items) > _SHOWN_ITEMS:
         lines.append(f"and {len(items) - _SHOWN_ITEMS} more")
     return lines or [ABSENT]
-
-
-def _unread_lines(unread: Mapping[str, str]) -> list[str]:
-    return [printable(f"{name}: {reason}") for name, reason in unread.items()]
 
 
 def _item_text(item: Mapping[str, Any]) -> str:

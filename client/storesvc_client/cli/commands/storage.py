@@ -32,7 +32,7 @@ from storesvc_client.cli.paths import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, Client, Collected, DataLossError, Usage
+    from storesvc_client import Checkpoint, Client, Collected, DataLossError
 
 _COLUMNS: Final = (
     Column("RUN"),
@@ -205,7 +205,18 @@ def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> No
     if as_json:
         print_json(usages)
     elif usages:
-        print_table(_RUNS, map(_run_row, usages))
+        rows = (
+            (
+                usage.run,
+                str(usage.checkpoint_count),
+                str(usage.upload_count),
+                size_text(usage.logical_bytes),
+                size_text(usage.stored_bytes),
+                size_text(usage.distinct_bytes),
+            )
+            for usage in usages
+        )
+        print_table(_RUNS, rows)
     elif not damaged:
         print_note("no runs")
     report(damaged)
@@ -233,17 +244,6 @@ def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
     if checkpoints:
         click.echo()
         print_table(_CHECKPOINTS, map(_checkpoint_row, checkpoints))
-
-
-def _run_row(usage: "Usage") -> tuple[str, ...]:
-    return (
-        usage.run,
-        str(usage.checkpoint_count),
-        str(usage.upload_count),
-        size_text(usage.logical_bytes),
-        size_text(usage.stored_bytes),
-        size_text(usage.distinct_bytes),
-    )
 
 
 def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:

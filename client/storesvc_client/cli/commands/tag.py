@@ -19,18 +19,14 @@ if TYPE_CHECKING:
     from storesvc_client import DataLossError, Tag
 
 
-def _row(tag: "Tag") -> tuple[str, ...]:
-    return (
+_TAGS: Final["Listing[Tag]"] = Listing(
+    noun="tag",
+    row=lambda tag: (
         tag.name,
         str(tag.step),
         time_text(tag.update_time),
         "yes" if tag.protected else "no",
-    )
-
-
-_TAGS: Final = Listing(
-    noun="tag",
-    row=_row,
+    ),
     columns=(
         Column("TAG"),
         Column("STEP", right=True),

@@ -25,9 +25,9 @@ from storesvc_client.cli.output import json_value, print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, NamespacePath, RunPath
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
 
-    from storesvc_client import Client, Event
+    from storesvc_client import Event
 
 
 @click.command()
@@ -145,11 +145,15 @@ def watch(
     """
     try:
         with connection.open() as client:
-            events = _events(client, path, since)
+            if isinstance(path, RunPath):
+                events = client.run(path.run).watch(since)
+            else:
+                events = client.watch(path.namespace, since)
             print_note(f"watching {path}")
             with _resume_hint(path):
                 for event in islice(events, count):
-                    click.echo(_json_line(event) if as_json else _line(event))
+                    text = json_text(json_value(event)) if as_json else _line(event)
+                    click.echo(text)
     except KeyboardInterrupt:
         raise click.exceptions.Exit(Interrupted.exit_code) from None
 
@@ -166,16 +170,6 @@ def _resume_hint(path: NamespacePath | RunPath) -> "Generator[None]":
         raise Refusal(f"{e}: storectl watch {path} --since {token}") from e
 
 
-def _events(
-    client: "Client", path: NamespacePath | RunPath, since: str
-) -> "Iterator[Event]":
-    match path:
-        case NamespacePath(namespace):
-            return client.watch(namespace, since)
-        case RunPath(run):
-            return client.run(run).watch(since)
-
-
 def _line(event: "Event") -> str:
     cells = [f"{event.kind:<9}", f"{event.run}@{event.step}"]
     if event.tag:
@@ -187,7 +181,3 @@ def _line(event: "Event") -> str:
     elif event.kind == "updated" and event.checkpoint and event.checkpoint.labels:
         cells.append(pairs_text(event.checkpoint.labels))
     return printable("  ".join(cells))
-
-
-def _json_line(event: "Event") -> str:
-    return json_text(json_value(event))

@@ -7,14 +7,9 @@ has the same name.
 >>> CHECKPOINTS.field("loss").value(tagged)
 2.5
 
-Compares the field of a record with a value, as ``--where`` does.
-
-What is wrong with the value is found before the first record is compared.
-
-Parses ``--where`` and ``--sort`` of lists.
-
 A condition compares a field with a value; ``&``, ``|``, ``~`` and parentheses join
-conditions, as in retention policies::
+conditions, as in retention policies. What is wrong with the value is found before the
+first record is compared::
 
     condition  = all { "|" all }
     all        = part { "&" part }
@@ -27,13 +22,9 @@ A field without an operator is one that is set: ``pinned``, ``tags``, ``loss``. 
 that lacks a field satisfies only ``!=``. ``*`` and ``?`` in the value of a text that is
 not in quotes match any characters, and any character.
 
-Nothing is read or printed here; the current time is an argument.
-
 >>> query = parse_condition("loss<2.5 & ~pinned", CHECKPOINTS, now=now)
 >>> [checkpoint.step for checkpoint in checkpoints if query.matches(checkpoint)]
 [300, 200]
-
-Selects and orders the records of a list, in bounded memory if it has a limit.
 """
 
 import heapq
@@ -791,9 +782,9 @@ class RecordSelection:
 
     def absence(self) -> str:
         """Returns the note of an empty list."""
-        if not self._count:
-            return f"no {plural(self._schema.noun)}"
         noun = plural(self._schema.noun)
+        if not self._count:
+            return f"no {noun}"
         if self._count == 1:
             return f"the only {self._schema.noun} does not match --where"
         return f"none of {self._count:,} {noun} matches --where"

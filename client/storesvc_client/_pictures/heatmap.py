@@ -86,7 +86,8 @@ def _cells(means: "Means", size: float, strongest: float) -> Iterator[str]:
     squares: dict[int | None, list[str]] = {}
     for row, line in enumerate(means):
         for column, mean in enumerate(line):
-            level = None if mean is None else _level(mean, strongest)
+            share = (mean or 0) / strongest if strongest else 0
+            level = None if mean is None else round(_LEVELS * share)
             x, y, side = (number(n) for n in (column * size, row * size, size))
             square = f"M{x} {y}h{side}v{side}h-{side}z"
             if level is None:  # a cross, so that it differs from 0
@@ -104,10 +105,6 @@ def _cells(means: "Means", size: float, strongest: float) -> Iterator[str]:
             )
         elif level:
             yield element("path", d=places, **_style(level))
-
-
-def _level(mean: float, strongest: float) -> int:
-    return round(_LEVELS * mean / strongest) if strongest else 0
 
 
 def _style(level: int) -> Style:

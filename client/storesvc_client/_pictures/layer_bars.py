@@ -1,10 +1,7 @@
-"""Bars of the share of changed bytes in each layer, for a comparison of checkpoints.
+"""Pictures of what a leaf or a model is divided into: the chunks and the blocks of a
+leaf, and the share of changed bytes in each layer.
 
-Example:
-    >>> svg = layer_bars(opened.leaves.values(), changed_shares(run.diff(100, 200)))
-
-Draws a grid of any rank in two dimensions: the last axis that is cut is the columns.
-
+A grid of any rank is drawn in two dimensions: the last axis that is cut is the columns.
 The other axes are the rows, in C order. A grid that is much taller than wide, such as
 one of a vector, is wrapped. Cells of a grid with very many are merged.
 
@@ -13,22 +10,9 @@ Example:
     Plane(count=64, columns=8)
     >>> divmod(10, 8)  # row and column of chunk 10
     (1, 2)
-
-The grid of the chunks of a leaf, with the changed ones filled.
-
-Example:
     >>> svg = chunk_map((4096, 4096), (512, 4096), changed={3, 4})
-
-Groups leaf keys by the layers of a model.
-
-The blocks of a sharded leaf, and the devices that held each when it was saved.
-
-A checkpoint stores names and sizes of the mesh's axes and the axes that split each
-dimension, but not the numbers of devices: they are numbered by their place in the mesh,
-in C order.
-
-Example:
     >>> svg = sharding_grid((4096, 1024), leaf.sharding)
+    >>> svg = layer_bars(opened.leaves.values(), changed_shares(run.diff(100, 200)))
 """
 
 import math
@@ -39,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from storesvc.format.grids import Grid, Region
+from storesvc.format.grids import Grid
 from storesvc_client._pictures.svg import (
     DTYPE_COLOURS,
     FONT,
@@ -259,7 +243,7 @@ def _title(cell: Cell, grid: Grid, changed: Collection[int] | None) -> str:
         chunk = cell.first
         lines = [
             f"chunk {sizes_text(grid.index(chunk))}",
-            _region_text(grid.region(chunk)),
+            f"[{', '.join(f'{a}:{b}' for a, b in grid.region(chunk))}]",
         ]
         if changed is not None:
             lines.append("changed" if cell.marked else "unchanged")
@@ -271,10 +255,6 @@ def _title(cell: Cell, grid: Grid, changed: Collection[int] | None) -> str:
         share = percent(cell.marked / cell.count)
         lines.append(f"{cell.marked:,} changed, {share}")
     return "\n".join(lines)
-
-
-def _region_text(region: Region) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in region)}]"
 
 
 _DIGITS: Final = "0123456789"
@@ -366,7 +346,8 @@ def _block_counts(shape: Sequence[int], sharding: "SavedSharding") -> list[int]:
 
 
 def _devices(sharding: "SavedSharding") -> "NDArray[np.int64]":
-    """Returns the devices of each block: a row for a block, in C order."""
+    """Returns the devices of each block: a row for a block, in C order. A checkpoint
+    does not store their numbers: they are numbered by their place in the mesh."""
     mesh = np.arange(math.prod(sharding.axis_sizes)).reshape(sharding.axis_sizes)
     used = [axis for axes in sharding.spec for axis in axes]
     order = [sharding.axis_names.index(axis) for axis in used]

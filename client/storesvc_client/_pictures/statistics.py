@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
     from storesvc.format.grids import Region
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     F64: TypeAlias = NDArray[np.float64]
     I64: TypeAlias = NDArray[np.int64]
 

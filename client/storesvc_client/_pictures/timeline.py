@@ -1,21 +1,14 @@
 """The checkpoints of a run over steps or time, with a metric on the same axis.
 
-Each kind of mark has a lane of its own: saved, with deleted checkpoints hollow; tags;
-pinned; held; damaged. Checkpoints that are close together share a mark, so that a run
-of 10,000 steps has as many elements as one of 200.
+Each kind of mark has a lane of its own: saved, with deleted checkpoints hollow; tags,
+whose names are where no other mark or name is; pinned; held; damaged. Checkpoints that
+are close together share a mark, so that a run of 10,000 steps has as many elements as
+one of 200. An axis of time has ticks at round hours, days and months of this machine's
+zone.
 
 Example:
     >>> checkpoints = run.checkpoints(deleted=True)
     >>> svg = timeline(checkpoints, tags=run.tags.list(), metric="loss")
-
-Places the names of marks in a lane, where no other mark or name is.
-
-Ticks of an axis of time, at round hours, days and months of this machine's zone.
-
-Marks of a timeline: checkpoints that are close together share one.
-
-The number of marks depends on the width of the picture, not on the number of
-checkpoints.
 """
 
 import math
@@ -314,7 +307,11 @@ def timeline(
     every = [*checkpoints]
     if not every:
         return note("no checkpoints", width=width)
-    at = _step if axis == "step" else _time
+
+    def at(checkpoint: Checkpoint) -> float:
+        is_step = axis == "step"
+        return checkpoint.step if is_step else checkpoint.commit_time.timestamp()
+
     positions = [at(one) for one in every]
     start, end = _LEFT + _RADIUS + 2, width - _RIGHT
     if axis == "step":
@@ -326,25 +323,21 @@ def timeline(
         body += _metric(every, metric, at, place, (top, width))
         top += _METRIC + _TOP
     lanes = lanes_of(every, tags=tags, holds=holds, damaged=damaged, at=at, place=place)
-    names = [*_names(lanes, width)]
+    tagged = [mark for lane in lanes if lane.name == "tags" for mark in lane.marks]
+    marks = [(mark.x, ", ".join(mark.names)) for mark in tagged]
+    names = [*placed_names(marks, radius=_RADIUS + 1, width=width)] if marks else []
     top += _NAMES if needs_row_above(names) else 0.0
     bottom = top + _LANE * len(lanes)
     body += _axis(place, ticks, axis, bottom=bottom, width=width)
     for name in names:
-        body.append(_name(name, top + _LANE / 2))
+        y = top + _LANE / 2 + 4 - (_NAMES if name.is_above else 0.0)
+        anchor = {"text_anchor": name.anchor, "pointer_events": "none"}
+        body.append(words(name.text, name.x, y, **anchor))
     for lane in lanes:
         body += _lane(lane, top + _LANE / 2, width)
         top += _LANE
     label = _label(every, lanes, metric, axis)
     return document(body, label=label, width=width, height=bottom + _BOTTOM)
-
-
-def _step(checkpoint: Checkpoint) -> float:
-    return float(checkpoint.step)
-
-
-def _time(checkpoint: Checkpoint) -> float:
-    return checkpoint.commit_time.timestamp()
 
 
 def _label(
@@ -398,7 +391,10 @@ def _drawn(lane: str, mark: Mark, y: float) -> str:
         case "saved":
             return _saved(mark, y)
         case "tags":
-            return _path(mark, _diamond(x, y, r + 1), fill=PURPLE)
+            ways = ((1, 1), (-1, 1), (-1, -1))
+            sides = " ".join(f"l{a * (r + 1)} {b * (r + 1)}" for a, b in ways)
+            diamond = f"M{number(x)} {number(y - r - 1)}{sides}z"
+            return _path(mark, diamond, fill=PURPLE)
         case "pinned":
             return element(
                 "rect",
@@ -429,11 +425,6 @@ def _path(mark: Mark, places: str, **attributes: Any) -> str:
     return element("path", title=mark.title, d=places, **attributes)
 
 
-def _diamond(x: float, y: float, r: float) -> str:
-    sides = " ".join(f"l{a * r} {b * r}" for a, b in ((1, 1), (-1, 1), (-1, -1)))
-    return f"M{number(x)} {number(y - r)}{sides}z"
-
-
 def _saved(mark: Mark, y: float) -> str:
     """Returns a dot for one checkpoint and a bar for several; hollow if deleted."""
     style: Style = {
@@ -456,20 +447,6 @@ def _saved(mark: Mark, y: float) -> str:
         rx=2,
         **style,
     )
-
-
-def _names(lanes: Sequence[Lane], width: float) -> Iterator[PlacedName]:
-    """Yields the names of tags that have room."""
-    for lane in lanes:
-        if lane.name == "tags":
-            marks = [(mark.x, ", ".join(mark.names)) for mark in lane.marks]
-            yield from placed_names(marks, radius=_RADIUS + 1, width=width)
-
-
-def _name(name: PlacedName, y: float) -> str:
-    y = y + 4 - (_NAMES if name.is_above else 0.0)
-    anchor = {"text_anchor": name.anchor, "pointer_events": "none"}
-    return words(name.text, name.x, y, **anchor)
 
 
 def _metric(

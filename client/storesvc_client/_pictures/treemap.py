@@ -3,24 +3,20 @@
 Example:
     >>> svg = treemap(opened.leaves.values(), width=960, height=480)
 
-Colours of leaves, with the entries of their legend: by dtype, or by change.
-
-Squarified division of a rectangle: areas in proportion, sides as equal as possible.
-
-The algorithm is that of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000);
-equal parts, such as layers, are rows that are read as text is.
+A rectangle is divided into areas in proportion, with sides as equal as possible. The
+algorithm is that of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000); equal
+parts, such as layers, are rows that are read as text is.
 
 Example:
     >>> whole = Rectangle(x=0.0, y=0.0, width=6.0, height=4.0)
     >>> [part.area for part in divided(whole, [3, 2, 1])]
     [12.0, 8.0, 4.0]
 
-Places the leaves of a checkpoint in a treemap: groups by path, areas by bytes.
-
-Groups are divided by area, the largest first, as long as there are rectangles left and
-the parts can be seen. A group that is not divided is one tile; children that are too
-small or too many share a tile of their group, the rest. The children of one group have
-areas in proportion to their bytes; between groups, headers and margins take a little.
+Groups by path are divided by area, the largest first, as long as there are rectangles
+left and the parts can be seen. A group that is not divided is one tile; children that
+are too small or too many share a tile of their group, the rest. The children of one
+group have areas in proportion to their bytes; between groups, headers and margins take
+a little.
 """
 
 import math

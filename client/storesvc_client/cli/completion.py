@@ -1,22 +1,15 @@
 """Completion of parameters in a shell, as values of ``shell_complete=``.
 
-Each command imports this; the candidates are in ``completion_candidates``, which is
-imported when a shell completes.
-
-Candidates of a shell that completes paths, tags, contexts and fields.
-
 Candidates come from the store that the command line names. The shell waits for them, so
 that a call has a short timeout, and an error ends the list.
 
 A path is completed part by part, up to the first part that the command does not accept:
 a namespace, a run, a step or tag, the parts of a leaf key.
 
-Completion in bash and zsh, in place of that of click.
-
-Readline divides words at the characters of ``COMP_WORDBREAKS``, which "@", ":" and "="
-are, and replaces only what follows the last of them; so a candidate loses what comes
-before. zsh replaces the whole word, and quotes what it inserts. Candidates come from a
-store: what a shell would execute or expand is quoted.
+Completion in bash and zsh takes the place of that of click. Readline divides words at
+the characters of ``COMP_WORDBREAKS``, which "@", ":" and "=" are, and replaces only
+what follows the last of them; so a candidate loses what comes before. zsh replaces the
+whole word, and quotes what it inserts. What a shell would execute or expand is quoted.
 """
 
 import os

@@ -3,11 +3,10 @@
 A command declares its connection with ``@pass_connection``; nothing is imported and
 nothing is sent before it is opened.
 
-Hides log lines of native libraries from the terminal.
-
-gRPC, TensorStore and its AWS SDK write directly to file descriptor 2, in their own
-format, and cannot be configured from Python. While a store is opened, such lines would
-precede the one-line error message.
+Log lines of native libraries are hidden from the terminal: gRPC, TensorStore and its
+AWS SDK write directly to file descriptor 2, in their own format, and cannot be
+configured from Python. While a store is opened, such lines would precede the one-line
+error message.
 """
 
 import os

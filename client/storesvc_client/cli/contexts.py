@@ -8,13 +8,9 @@ A configuration is a TOML file::
     store = "ckpt.example:7070"
     ca = "/etc/ssl/ckpt.pem"
 
-Nothing is read or written here; ``config_file`` does that.
-
-Reads and writes the configuration file of storectl.
-
-It is ``$STORESVC_CONFIG``, or ``storesvc/config.toml`` below ``$XDG_CONFIG_HOME``,
-which is ``~/.config`` by default. It says which servers get credentials, so a file that
-others may write is rejected.
+The file is ``$STORESVC_CONFIG``, or ``storesvc/config.toml`` below
+``$XDG_CONFIG_HOME``, which is ``~/.config`` by default. It says which servers get
+credentials, so a file that others may write is rejected.
 """
 
 import json

@@ -9,7 +9,7 @@ safetensors also has bfloat16 and the common float8, but not complex128. A leaf 
 dtype a format lacks is rejected before a byte is read, never converted. Arrays of PRNG
 keys are written as their key data.
 
-Writes a directory with a file for each leaf: ``storectl get -o DIR``.
+``storectl get -o DIR`` writes a directory with a file for each leaf:
 
 ==============================  =====================================================
 array with a dtype of NumPy     ``KEY.npy``

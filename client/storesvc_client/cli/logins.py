@@ -1,11 +1,9 @@
 """Keeps the logins of a person: ``tokens.json`` next to the configuration of storectl.
 
-Only its owner may read the file, and it is rejected if others may.
-
-Logs a person in at an issuer, by the device authorization grant (RFC 8628).
-
-The person opens a page of the issuer in any browser, on any machine, and enters a code;
-until then, the issuer is asked for the token again and again. Nothing listens here.
+Only its owner may read the file, and it is rejected if others may. A login at an issuer
+is the device authorization grant (RFC 8628): the person opens a page of the issuer in
+any browser, on any machine, and enters a code; until then, the issuer is asked for the
+token again and again. Nothing listens here.
 """
 
 import json

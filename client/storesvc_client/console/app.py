@@ -4,7 +4,7 @@ Functions of pages are synchronous, as the client is; Starlette runs them in thr
 
 >>> app = create_app(client, key="secret", store="file:///ckpts")
 
-Guards the console: who may ask, and what a browser may do with the answers.
+It checks who may ask, and what a browser may do with the answers:
 
 1. The Host header must name this machine, so that no other site can point its own name
    at this address and read the pages (DNS rebinding).
@@ -12,7 +12,7 @@ Guards the console: who may ask, and what a browser may do with the answers.
    the machine reach the address too. The first address has it in its query; a cookie
    keeps it.
 3. A change must come from a page of the console: the Origin header is checked here, and
-   the token of the form in `app.py`.
+   the token of the form in the function of the page.
 4. The content security policy allows scripts and styles from files of the console only,
    so that a name that slipped through the escaping would still do nothing.
 """
@@ -451,14 +451,9 @@ class _Console:
             sections=navigation.current() if page.status == 200 else navigation.known,
             token=self.access.form_token,
             now=datetime.now(UTC),
-            address=_address_of(request),
+            address=with_values(request.url.path, request.query_params),
         )
         return HTMLResponse(html, page.status)
-
-
-def _address_of(request: Request) -> str:
-    """Returns the path and the query of a request."""
-    return with_values(request.url.path, request.query_params)
 
 
 _TITLES: Final = {

@@ -2,9 +2,7 @@
 
 A change has the storectl command that does the same, and passes on the etag of what the
 user saw, so that it is rejected if another user changed that in the meantime. What the
-store would reject anyhow is rejected before the question.
-
-``/change/ACTION``: asks before a change, and makes it.
+store would reject anyhow is rejected before ``/change/ACTION`` asks.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,28 +1,14 @@
-"""Turns pages into HTML.
+"""Turns pages, which are values, into HTML: their addresses, navigation and pictures.
 
 Every value that a template prints is escaped, and its unprintable characters are shown
 as escapes, so that no label or key can add markup or turn the direction of text.
-
-Addresses of pages, and the storectl commands that print the same.
+Pictures are SVG that needs no script and no inline style; their functions return None
+where there is nothing to draw, and a page then leaves the panel out.
 
 >>> checkpoint_url("prod/llama-8b", 500)
 '/r/prod/llama-8b@500'
 >>> command("stat", "prod/llama-8b@500:a b")
 "storectl stat 'prod/llama-8b@500:a b'"
-
-The navigation: the pages that every user has, and those that the server permits.
-
-The server is asked once a minute, not for each page; the navigation may be wrong for
-that long, but it only shows links: the server decides about each page.
-
-Pages as values: what a page function returns.
-
-Draws the phases of a save of one process, as bars over seconds.
-
-Pictures of the pages, as SVG that needs no script and no inline style.
-
-The functions return None where there is nothing to draw; a page then leaves the panel
-out.
 """
 
 import math
@@ -145,7 +131,9 @@ _SECONDS: Final = 60.0
 
 
 class Navigation:
-    """The sections of a console."""
+    """The sections of a console: those that every user has, and those that the server
+    permits. It is asked once a minute, not for each page: the navigation only shows
+    links, and the server decides about each page."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -402,7 +390,7 @@ class Renderer:
             "clock": clock_markup,
             "count": count_text,
             "duration": duration_text,
-            "metrics": _ordered,
+            "metrics": lambda values: [(n, values[n]) for n in order_metrics(values)],
             "number": number_text,
             "short_duration": short_duration_text,
             "short_number": short_number_text,
@@ -490,11 +478,6 @@ def short_duration_text(length: timedelta) -> str:
 def short_number_text(value: float | None) -> str:
     """Returns a metric in four digits."""
     return ABSENT if value is None else f"{value:.4g}"
-
-
-def _ordered(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Returns metrics as they are shown: losses first."""
-    return [(name, metrics[name]) for name in order_metrics(metrics)]
 
 
 def _final(value: Any) -> Any:

@@ -3,8 +3,7 @@
 import asyncio
 import signal
 import socket
-from types import FrameType
-from typing import Final, NoReturn
+from typing import Final
 
 import h11
 import uvicorn
@@ -66,14 +65,10 @@ def bound_socket(port: int) -> socket.socket:
 def serve(app: ASGIApp, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM; returns after either."""
     # uvicorn raises the signal that ended it again, for the handler that was there
-    earlier = signal.signal(signal.SIGTERM, _interrupt)
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         uvicorn.Server(configuration(app)).run(sockets=[listening])
     except KeyboardInterrupt:
         return
     finally:
         signal.signal(signal.SIGTERM, earlier)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -1,17 +1,10 @@
-"""A visit: what the function of a page gets.
+"""A visit, which the function of a page gets, with what pages share.
 
-Feeds of events: one watch for all pages that show the same namespace or run.
-
-A feed watches in a thread of its own from the first page that asks for it until the
-console ends, and keeps the last events, so that a page without JavaScript shows them
-too.
-
-The values of one leaf: its first ones, and statistics of all of them.
-
-Checkpoints whose manifests were read, kept for the next page.
-
-The tree of a checkpoint never changes, so it is kept by the checkpoint's uid; its
-record (labels, pin, deletion) is read for each page.
+A feed of events watches for all pages that show the same namespace or run, in a thread
+of its own from the first page that asks for it until the console ends, and keeps the
+last events, so that a page without JavaScript shows them too. The tree of a checkpoint
+never changes, so it is kept by the checkpoint's uid; its record (labels, pin, deletion)
+is read for each page.
 """
 
 import threading

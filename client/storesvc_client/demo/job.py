@@ -1,13 +1,10 @@
 """Runs the whole demo, shows it, and returns whether every claim holds.
 
-Checks the claims of the demo about its runs. Values in, values out.
-
-Losses are compared by their bits where the arithmetic is the same, and with a tolerance
-only where the shape of the mesh changes the order of sums. States are never compared
-with a tolerance: a restored state must equal the saved one bit for bit, on any mesh.
-The training process checks that itself, leaf by leaf, before it continues.
-
-Draws loss curves as text: a table of some steps and a line of blocks a run.
+The claims of the demo are checked on values. Losses are compared by their bits where
+the arithmetic is the same, and with a tolerance only where the shape of the mesh
+changes the order of sums. States are never compared with a tolerance: a restored state
+must equal the saved one bit for bit, on any mesh. The training process checks that
+itself, leaf by leaf, before it continues.
 """
 
 import signal
@@ -189,14 +186,13 @@ def loss_table(
     for step in sorted(shown | set(range(every, reference.last + 1, every))):
         table.add_row(
             str(step),
-            *(_cell(run, step) for run in (reference, killed, moved)),
+            *(
+                f"{run.losses[step]:.6f}" if step in run.losses else ""
+                for run in (reference, killed, moved)
+            ),
             _difference(reference, killed, moved, step),
         )
     return table
-
-
-def _cell(run: History, step: int) -> str:
-    return f"{run.losses[step]:.6f}" if step in run.losses else ""
 
 
 def _difference(reference: History, killed: History, moved: History, step: int) -> str:
@@ -328,7 +324,13 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
     here, elsewhere = ("--mesh", _HERE, *steps), ("--mesh", _ELSEWHERE, *steps)
     stored = ("--store", store.address, "--run", store.run, *store.reaching)
     saves = (*stored, "--save-every", str(_SAVE_EVERY))
-    with _progress(console) as bars:
+    with Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]} {task.fields[saved]}"),
+        console=console,
+    ) as bars:
 
         def run(name: str, *arguments: str) -> Trainer:
             return Trainer(name, list(arguments), directory)
@@ -349,16 +351,6 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
             watching = [pool.submit(_watched, t, bars) for t in (away, control)]
             moved, stayed = (future.result() for future in watching)
     return _Runs(reference=reference, killed=killed, moved=moved, stayed=stayed)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<17}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]} {task.fields[saved]}"),
-        console=console,
-    )
 
 
 def _watched(trainer: Trainer, bars: Progress) -> History:
@@ -401,16 +393,13 @@ def _shown(trainer: Trainer, bars: Progress) -> Iterator[Event]:
                 bars.update(bar, saved=f"saved {step}")
             case Restored(step=step):
                 bars.update(bar, completed=step, status="compiles")
-                _say(bars.console, f"{trainer.name}: {_restored_text(event)}")
+                _say(
+                    bars.console,
+                    f"{trainer.name}: restored step {step} onto {event.mesh}: "
+                    f"{event.leaf_count} leaves, {event.size_bytes / 2**20:.1f} MiB, "
+                    f"in {event.seconds:.2f} s; bitwise equal to the saved state",
+                )
         yield event
-
-
-def _restored_text(event: Restored) -> str:
-    return (
-        f"restored step {event.step} onto {event.mesh}: {event.leaf_count} leaves, "
-        f"{event.size_bytes / 2**20:.1f} MiB, in {event.seconds:.2f} s; "
-        "bitwise equal to the saved state"
-    )
 
 
 # --- Output ---------------------------------------------------------------------

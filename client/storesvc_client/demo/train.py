@@ -1,4 +1,4 @@
-"""Runs one training process of the demo; `job_log` formats its output.
+"""Runs one training process of the demo; `processes` formats its output.
 
     python -m storesvc_client.demo.train --store 127.0.0.1:7070 --run demo/pydoc-lm \\
         --mesh dp=2,fsdp=2,tp=2 --steps 60 --save-every 10
@@ -9,22 +9,16 @@ As one of the processes of a job, it takes its number: ``--devices 2 --processes
 JAX reads its devices from the environment when it is first imported, so `main` sets
 that and only then imports what needs JAX.
 
-Computes one digest of a whole state: equal digests mean bitwise equal states.
-
-The digest is saved in a label of the checkpoint, independent of the path of the leaves,
-and computed again from what a restore returns.
-
-Defines a small decoder-only language model over bytes, and its placement.
-
-Trains on a mesh of CPU devices, from the start or from a checkpoint, and saves; in
-one process, or in the processes of a job.
+It trains a small decoder-only language model over bytes on a mesh of CPU devices, from
+the start or from a checkpoint, and saves; in one process, or in the processes of a job.
 
 A resumed run does what an uninterrupted one does. A batch is a function of the step
 alone. A step is one jitted function from state to state. The count of each dropout's
 RNG stream is part of the state, so that the masks are the same. The result keeps the
 shardings of the argument: chosen by the compiler, they would change, and the next save
-would record them. Each save has a digest of its state, which is compared after a
-restore.
+would record them. One digest of a whole state, which is equal only for bitwise equal
+states, is saved in a label of the checkpoint, independent of the path of the leaves,
+and computed again from what a restore returns.
 """
 
 import argparse
@@ -326,12 +320,6 @@ def main() -> None:
     )
     # hides the partitioner's advice on sharding; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    _join_job(arguments)
-    for event in _events(arguments):
-        print(line(event), flush=True)
-
-
-def _join_job(arguments: argparse.Namespace) -> None:
     if arguments.processes > 1:
         import jax
 
@@ -341,6 +329,8 @@ def _join_job(arguments: argparse.Namespace) -> None:
             arguments.process,
             initialization_timeout=120,
         )
+    for event in _events(arguments):
+        print(line(event), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -367,7 +357,10 @@ def _arguments() -> argparse.Namespace:
         help="wait to be killed, two steps after a save of that step or a later one",
     )
     parser.add_argument(
-        "--resume", type=_which, metavar="CHECKPOINT", help="a step, or latest"
+        "--resume",
+        type=lambda text: "latest" if text == "latest" else int(text),
+        metavar="CHECKPOINT",
+        help="a step, or latest",
     )
     arguments = parser.parse_args()
     if arguments.processes > 1 and arguments.coordinator is None:
@@ -387,12 +380,7 @@ def _axes(text: str) -> dict[str, int]:
     }
 
 
-def _which(text: str) -> Which:
-    return "latest" if text == "latest" else int(text)
-
-
 def _events(arguments: argparse.Namespace) -> Iterator[Event]:
-
     training = Training(arguments.mesh)
     if arguments.store is None:
         return (s for _, s in training.steps(training.start(), until=arguments.steps))

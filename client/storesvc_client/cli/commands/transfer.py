@@ -1,9 +1,4 @@
-"""``storectl import``: imports checkpoints that other projects wrote.
-
-``storectl cp``: copies checkpoints between stores.
-
-``storectl export``: writes a checkpoint in the format of another project.
-"""
+"""Copies between stores and other projects: ``storectl cp``, ``export``, ``import``."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,11 +1,9 @@
 """``/r/NAMESPACE/RUN@STEP``: a checkpoint, its tree, and where its bytes are.
 
-Rows of the tree of a checkpoint, level by level.
-
-Consecutively numbered siblings with the same content share a row, as in ``storectl
-tree``: ``{0..31}``; the rows below it show the first of them. ``apart`` gives each of
-them a row. A level has at most `LEVEL` rows, so that a page stays small whatever a
-checkpoint holds.
+The tree has rows, level by level. Consecutively numbered siblings with the same content
+share a row, as in ``storectl tree``: ``{0..31}``; the rows below it show the first of
+them. ``apart`` gives each of them a row. A level has at most `LEVEL` rows, so that a
+page stays small whatever a checkpoint holds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -66,7 +66,7 @@ def page(visit: Visit) -> Page:
         values=values
         | {
             "found": found,
-            "counts": _counts(found),
+            "counts": sorted(Counter(d.kind for d in found.differences).items()),
             "rows": rows[start : start + ROWS],
             "apart": apart,
             "items": [*map(_item_row, found.items[:ROWS])],
@@ -84,10 +84,6 @@ def _layer_bars(visit: Visit, run: str, found: Diff) -> Markup | None:
     """Returns the picture of the layers, unless the tree is too large to wait for."""
     later = visit.opened.find(visit.client.run(run), found.checkpoint.step, most=LARGE)
     return None if later.content is None else layer_bars(later.content.opened, found)
-
-
-def _counts(found: Diff) -> list[tuple[str, int]]:
-    return sorted(Counter(d.kind for d in found.differences).items())
 
 
 def _rows(leaves: Sequence[LeafDifference]) -> list[DiffRow]:

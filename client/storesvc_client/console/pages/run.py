@@ -106,8 +106,11 @@ def page(visit: Visit) -> Page:
     kept = run.retention.get()
     tags = [*run.tags.list(on_damage=damaged.append)]
     holds = [*run.holds.list(on_damage=damaged.append)]
-    deleted = [] if is_partial else _deleted(run, damaged)
-    span = _span([*checkpoints, *deleted])
+    deleted = list[Checkpoint]()
+    if not is_partial:
+        deleted += run.checkpoints(deleted=True, on_damage=damaged.append)
+    steps = [checkpoint.step for checkpoint in (*checkpoints, *deleted)]
+    span = (min(steps), max(steps)) if steps else None  # of all plots
     _, ticks = scale(span or (0, 0), 0.0, 1.0, whole=True)
     return Page(
         template="run.html",
@@ -202,16 +205,6 @@ def _rows(
         StepRow(checkpoint=c, tags=tuple(tagged[c.uid]), holds=tuple(held[c.uid]))
         for c in shown
     ]
-
-
-def _span(checkpoints: Sequence[Checkpoint]) -> tuple[int, int] | None:
-    """Returns the first and the last step, for plots that share an axis."""
-    steps = [checkpoint.step for checkpoint in checkpoints]
-    return (min(steps), max(steps)) if steps else None
-
-
-def _deleted(run: Run, damaged: list[DataLossError]) -> list[Checkpoint]:
-    return [*run.checkpoints(deleted=True, on_damage=damaged.append)]
 
 
 def _preview(run: Run, asked: str | None, *, has_policy: bool) -> Preview | None:

@@ -297,6 +297,12 @@ def test_a_new_key_after_an_unknown_one_is_waited_for(
 
                 client.run("prod/a").save(1, {"w": 1}).result()
 
+            newer = RSAKey.generate_key(2048, {"kid": "rsa-3", "use": "sig"})
+            assert server.outcome(f"Bearer {forged}") == "ISSUER_UNREACHABLE"
+            issuer.keys.append(newer)
+            with store.connect(address, token=issuer.token(key=newer)) as client:
+                assert client.run("prod/a").steps() == [1]
+
 
 def test_a_key_that_was_withdrawn_serves_no_token_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

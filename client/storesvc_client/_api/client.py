@@ -283,9 +283,12 @@ def connect(
         try:  # without retries, as the target may be mistyped
             info = _info(connection, connection.call)
         except UnavailableError as e:
-            if cause := connection.refusal():
+            if e.reason == "ISSUER_UNREACHABLE":  # the server answered: it is no typo
+                info = _info(connection, connection.ask)
+            elif cause := connection.refusal():
                 raise UnavailableError(cause) from e
-            raise
+            else:
+                raise
         if lend_credentials:
             lent = lent_bucket(target, direct, connection)
             return Client(Session(connection, staging, blocks, telemetry, lent))

@@ -103,16 +103,13 @@ def _powers(low: float, high: float, unit: float) -> Iterator[tuple[float, str]]
     """Yields 0 and powers of ten of both signs, ascending."""
     first = math.ceil(math.log10(unit) - 1e-9)
     last = math.floor(math.log10(max(abs(low), abs(high))) + 1e-9)
-    powers = [(10.0**at, _power_text(at)) for at in range(first, last + 1)]
+    powers = [
+        (10.0**at, f"{10.0**at:,g}" if -3 <= at <= 4 else f"1e{at}")
+        for at in range(first, last + 1)
+    ]
     every = [*((-value, f"-{text}") for value, text in reversed(powers)), (0.0, "0")]
     every += powers
     yield from (tick for tick in every if low <= tick[0] <= high)
-
-
-def _power_text(exponent: int) -> str:
-    if -3 <= exponent <= 4:
-        return f"{10.0**exponent:,g}"
-    return f"1e{exponent}"
 
 
 def _axes(

@@ -76,7 +76,10 @@ class Plane:
         if rows == 1 and columns > _SHORTEST:  # a vector
             rows, columns = columns, 1
         if rows > max(_SHORTEST, _TALLEST_PLANES * columns):
-            columns *= _wrapped(rows, math.isqrt(rows // columns))
+            # as many rows follow each other in one, evenly if possible
+            wanted = math.isqrt(rows // columns)
+            even = (n for n in range(wanted, 2 * wanted + 1) if n and rows % n == 0)
+            columns *= next(even, max(wanted, 1))
         return cls(count, columns)
 
     @property
@@ -105,12 +108,6 @@ class Plane:
             cell = Cell(self, top, left, side, marked=int(found[at]))
             if cell.count:
                 yield cell
-
-
-def _wrapped(rows: int, wanted: int) -> int:
-    """Returns how many rows follow each other in one, evenly if possible."""
-    even = (n for n in range(wanted, 2 * wanted + 1) if n and rows % n == 0)
-    return next(even, max(wanted, 1))
 
 
 @dataclass(frozen=True, slots=True)

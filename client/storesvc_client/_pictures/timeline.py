@@ -123,18 +123,15 @@ def time_scale(times: list[float], start: float, end: float) -> tuple[Place, Tic
     step = next((s for s in _STEPS if s * _TICKS >= high - low), _STEPS[-1])
     form = "%Y-%m-%d" if step >= _DAY else "%m-%d %H:%M"
     form = "%H:%M:%S" if step < 60 else form
-    found = _round_times(low, high, step)
-    return place, [(each.timestamp(), each.strftime(form)) for each in found]
-
-
-def _round_times(low: float, high: float, step: int) -> Iterator[datetime]:
-    """Yields the times between two at multiples of a step since a local midnight."""
+    ticks = list[tuple[float, str]]()
+    # at multiples of the step since a local midnight
     first = datetime.fromtimestamp(low).astimezone()
     time = first.replace(hour=0, minute=0, second=0, microsecond=0)
     while time.timestamp() <= high:
         if time.timestamp() >= low:
-            yield time
+            ticks.append((time.timestamp(), time.strftime(form)))
         time += timedelta(seconds=step)
+    return place, ticks
 
 
 BIN: Final = 8.0
@@ -226,12 +223,15 @@ def _mark(
     places = [place(at(one)) for one in (ordered[0], ordered[-1])]
     deleted = sum(one.delete_time is not None for one in ordered)
     names = [name for one in ordered for name in words.get(one.uid, ())]
+    listed = [*map(printable, names[:_NAMED])]
+    if len(names) > _NAMED:
+        listed.append(f"and {len(names) - _NAMED:,} more")
     return Mark(
         x=sum(places) / 2,
         count=len(ordered),
         kept=1 - deleted / len(ordered),
         names=tuple(names),
-        title="\n".join((*_about(ordered, deleted), *_listed(names))),
+        title="\n".join((*_about(ordered, deleted), *listed)),
     )
 
 
@@ -245,13 +245,6 @@ def _about(ordered: Sequence[Checkpoint], deleted: int) -> list[str]:
     states = {"deleted": bool(deleted), "pinned": first.pinned}
     lines = [f"step {first.step:,}", f"committed {time_text(first.commit_time)}"]
     return [*lines, *(state for state, applies in states.items() if applies)]
-
-
-def _listed(names: Sequence[str]) -> list[str]:
-    """Returns the lines of a tooltip about tags or holds."""
-    more = len(names) - _NAMED
-    shown = [*map(printable, names[:_NAMED])]
-    return [*shown, f"and {more:,} more"] if more > 0 else shown
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

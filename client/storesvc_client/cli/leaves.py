@@ -291,7 +291,10 @@ def write_leaves(directory: Path, names: Mapping[str, str], arrays: Arrays) -> N
         file = directory / names[leaf.key]
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as opened:
-            _write(opened, leaf, array, file.suffix)
+            if leaf.kind in ENCODED:
+                opened.write(data_of(leaf, array))
+            else:
+                FORMATS[file.suffix].write(opened, [leaf], [(leaf, array)])
             opened.flush()
             os.fsync(opened.fileno())
 
@@ -302,10 +305,3 @@ def _suffix(leaf: "LeafInfo") -> str:
     suffix = ".npy" if is_of_numpy(leaf) else ".safetensors"
     FORMATS[suffix].check([leaf])
     return suffix
-
-
-def _write(file: IO[bytes], leaf: "LeafInfo", array: "Array", suffix: str) -> None:
-    if leaf.kind in ENCODED:
-        file.write(data_of(leaf, array))
-    else:
-        FORMATS[suffix].write(file, [leaf], [(leaf, array)])

@@ -172,7 +172,8 @@ class Guard:
             request.cookies.get(cookie_name(request.url), ""), self._access.key
         ):
             return self._admission(request)
-        if request.method not in _SAFE and not _is_same_origin(request):
+        own = f"{request.url.scheme}://{request.headers.get('host')}"
+        if request.method not in _SAFE and request.headers.get("origin") != own:
             return PlainTextResponse(
                 "expected a change from a page of this console, got one of another "
                 "site; nothing was changed\n",
@@ -213,11 +214,6 @@ def _host_of(headers: Headers) -> str:
     host = headers.get("host", "")
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdecimal() else host
-
-
-def _is_same_origin(request: Request) -> bool:
-    origin = request.headers.get("origin")
-    return origin == f"{request.url.scheme}://{request.headers.get('host')}"
 
 
 def _equal(one: str, other: str) -> bool:

@@ -292,29 +292,20 @@ class OpenedCheckpoints:
             checkpoint = run.checkpoint(which)
         except NotFoundError as e:
             return Found(checkpoint=deleted_checkpoint(run, e), content=None)
-        content = self._kept_content(_key(checkpoint))
+        key = f"{checkpoint.run}:{checkpoint.uid}"
+        with self._lock:
+            content = self._kept.get(key)
+            if content is not None:
+                self._kept.move_to_end(key)
         if content is None and most is not None and checkpoint.leaf_count > most:
             return Found(checkpoint=checkpoint, content=None, is_deferred=True)
-        content = content or self._read(run, checkpoint)
+        if content is None:
+            content = Content(run.open(checkpoint.step))
+            with self._lock:
+                self._kept[key] = content
+                while len(self._kept) > _KEPT_OPENED:
+                    self._kept.popitem(last=False)
         return Found(checkpoint=checkpoint, content=content)
-
-    def _kept_content(self, key: str) -> Content | None:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def _read(self, run: Run, checkpoint: Checkpoint) -> Content:
-        content = Content(run.open(checkpoint.step))
-        with self._lock:
-            self._kept[_key(checkpoint)] = content
-            while len(self._kept) > _KEPT_OPENED:
-                self._kept.popitem(last=False)
-        return content
-
-
-def _key(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.run}:{checkpoint.uid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,16 +63,11 @@ def digest_of(tree: Any) -> str:
         digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = jax.random.key_data(leaf) if is_key else leaf
-        digest.update(_whole(array).tobytes())
+        # of an array that other processes hold parts of, all processes gather them
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            array = process_allgather(array, tiled=True)
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _whole(array: Any) -> Any:
-    """Returns a whole array as a host array. If other processes hold parts of it, all
-    processes must call this."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return process_allgather(array, tiled=True)
-    return np.asarray(array)
 
 
 WINDOW = 64

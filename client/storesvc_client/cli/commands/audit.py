@@ -49,21 +49,16 @@ def audit() -> None:
 def _row(entry: "AuditEntry") -> tuple[str, ...]:
     if entry.problem:
         return (ABSENT, ABSENT, "unreadable", ABSENT, ABSENT, entry.problem)
+    # an entry about the log itself has the server in place of the caller
+    caller = entry.principal or "(anonymous)"
     return (
         ABSENT if entry.time is None else time_text(entry.time),
-        _caller(entry),
+        caller if entry.method else entry.server,
         entry.stage or ABSENT,
         entry.method or ABSENT,
         entry.object_name or ABSENT,
         entry.reason_text or ABSENT,
     )
-
-
-def _caller(entry: "AuditEntry") -> str:
-    """Returns the caller; of an entry about the log itself, the server."""
-    if not entry.method:
-        return entry.server
-    return entry.principal or "(anonymous)"
 
 
 LISTING: Final["Listing[AuditEntry]"] = Listing(

@@ -133,7 +133,13 @@ def rm(
         deleted = run.delete(step, purge_delay=purge_delay)
         path = f"{deleted.run}@{deleted.step}"
         if purge:
-            _purge(run, deleted)
+            from storesvc_client import PreconditionError
+
+            try:
+                run.purge(deleted.step, uid=deleted.uid, etag=deleted.etag)
+            except PreconditionError as e:
+                until = "until then it stays deleted and can be undeleted"
+                raise Refusal(f"{e}; {until}") from e
             line = f"{path} purged"
         else:
             assert deleted.purge_time is not None
@@ -142,16 +148,6 @@ def rm(
         return line, json_value(deleted) | {"purged": purge}
 
     change_each(connection, paths, delete, as_json=as_json)
-
-
-def _purge(run: "Run", deleted: "Checkpoint") -> None:
-    """Purges a deleted checkpoint."""
-    from storesvc_client import PreconditionError
-
-    try:
-        run.purge(deleted.step, uid=deleted.uid, etag=deleted.etag)
-    except PreconditionError as e:
-        raise Refusal(f"{e}; until then it stays deleted and can be undeleted") from e
 
 
 @click.command()

@@ -1,6 +1,5 @@
 """``storectl uploads``: lists checkpoints that are being written."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, assert_never
 
 import click
@@ -22,20 +21,17 @@ _SHOWN: Final = 4
 
 
 def _row(upload: "UploadInfo") -> tuple[str, ...]:
+    writers = upload.unfinished_writers
+    named = ", ".join(map(str, writers[:_SHOWN]))
     return (
         upload.id,
         str(upload.step),
         time_text(upload.create_time),
         time_text(upload.renew_time),
         f"{upload.finished_writer_count} of {upload.writer_count}",
-        _named(upload.unfinished_writers),
+        f"{named}, ..." if len(writers) > _SHOWN else named,
         upload.owner or ABSENT,
     )
-
-
-def _named(writers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, writers[:_SHOWN]))
-    return f"{shown}, ..." if len(writers) > _SHOWN else shown
 
 
 _OF_RUN: Final = Listing(

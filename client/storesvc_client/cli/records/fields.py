@@ -795,18 +795,6 @@ class RecordSelection:
             return None
         return self._absence_text(min(self._absent))
 
-    def _check_order(self) -> None:
-        """Rejects an order by a name that no record has.
-
-        Raises:
-            BadParameter: Suggests a name that some have.
-        """
-        order = self._order
-        if order is not None and self._count and order.field.name in self._absent:
-            raise click.BadParameter(
-                self._absence_text(order.field.name), param_hint="--sort"
-            )
-
     def _absence_text(self, name: str) -> str:
         bare = name.partition(".")[2] if name.partition(".")[0] in self._maps else name
         known = sorted(self._known | {*self._schema.fields})
@@ -826,7 +814,11 @@ class RecordSelection:
             if all(condition.matches(record) for condition in self._conditions):
                 yield record
         self._is_complete = True
-        self._check_order()
+        order = self._order
+        if order is not None and self._count and order.field.name in self._absent:
+            raise click.BadParameter(
+                self._absence_text(order.field.name), param_hint="--sort"
+            )
 
     def _note_names(self, record: Any) -> None:
         """Keeps which names the records have, until each that is used was found."""

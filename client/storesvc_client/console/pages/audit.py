@@ -1,12 +1,12 @@
 """``/audit``: the audit log of the server, for users who may read it."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
-from storesvc_client import AuditEntries, AuditEntry
+from storesvc_client import AuditEntry
 from storesvc_client._api.client import newest
 from storesvc_client._values.arguments import parse_past
 from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
@@ -48,7 +48,16 @@ def page(visit: Visit) -> Page:
     """Returns the entries that match the query, the newest first."""
     chosen = {name: visit.query[name] for name in FILTERS if visit.query.get(name)}
     since = parse_past(chosen["since"], visit.now) if "since" in chosen else None
-    entries = _entries(visit, chosen, since)
+    entries = visit.client.audit_entries(
+        principal=chosen.get("principal"),
+        method=chosen.get("method"),
+        parent=chosen.get("in"),
+        # the client checks both
+        stage=cast("AuditStage | None", chosen.get("stage")),
+        authentication=cast("Authentication | None", chosen.get("authentication")),
+        since=since,
+        page_token=visit.query.get("after", ""),
+    )
     found = newest(entries, ROWS, most_pages=_CALLS)
     # an age would be another time, and so another list, when the next page is read
     fixed = chosen if since is None else {**chosen, "since": since.isoformat()}
@@ -75,44 +84,16 @@ def address(values: Mapping[str, str]) -> str:
     return with_values("/audit", values)
 
 
-def _entries(
-    visit: Visit, chosen: Mapping[str, str], since: datetime | None
-) -> AuditEntries:
-    return visit.client.audit_entries(
-        principal=chosen.get("principal"),
-        method=chosen.get("method"),
-        parent=chosen.get("in"),
-        stage=cast("AuditStage | None", chosen.get("stage")),  # the client checks it
-        # the client checks it
-        authentication=cast("Authentication | None", chosen.get("authentication")),
-        since=since,
-        page_token=visit.query.get("after", ""),
-    )
-
-
 def _row(entry: AuditEntry, chosen: Mapping[str, str]) -> AuditRow:
-    run = _run_of(entry)
-    return AuditRow(
-        entry=entry,
-        same_principal=address(_of_caller(entry, chosen)),
-        same_run=address({**chosen, "in": run}) if run else "",
-    )
-
-
-def _of_caller(entry: AuditEntry, chosen: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the choice of the entries that have the caller of an entry."""
-    if entry.principal:
-        return {**chosen, "principal": entry.principal}
-    return {**chosen, "authentication": "anonymous"}
-
-
-def _run_of(entry: AuditEntry) -> str:
-    """Returns the run that an entry is about; "" if there is none."""
+    caller = {"principal": entry.principal}
+    if not entry.principal:
+        caller = {"authentication": "anonymous"}
     name = "/".join(entry.detail.get("name", "").split("/")[:4])
-    try:
-        return str(RunName.from_resource(name))
-    except InvalidNameError:
-        return ""
+    same_run = ""
+    with suppress(InvalidNameError):  # it is about no run
+        same_run = address({**chosen, "in": str(RunName.from_resource(name))})
+    same_principal = address({**chosen, **caller})
+    return AuditRow(entry=entry, same_principal=same_principal, same_run=same_run)
 
 
 def _stage_links(chosen: Mapping[str, str]) -> list[StageLink]:

@@ -180,7 +180,13 @@ async def _create(
     if foreign:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
-            raise _not_a_store(bucket, foreign)
+            shown = ", ".join(map(repr, foreign[:_SHOWN]))
+            more = " and more" if len(foreign) > _SHOWN else ""
+            raise InvalidFieldError(
+                f"root {bucket.name}: expected a store, or nothing yet, found {shown}"
+                f"{more} and no {layout.STORE}; correct the root, or name a directory "
+                "for a new store"
+            )
         return found  # another process created the store, and it is in use already
     await check_conditions(bucket)
     created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
@@ -215,13 +221,4 @@ def foreign_names(names: Iterable[str]) -> list[str]:
         for top in tops
         # "" is the folder object that bucket consoles create
         if top not in ("", "lost+found", *_OWN) and not top.startswith(".")
-    )
-
-
-def _not_a_store(bucket: TensorStoreBucket, foreign: list[str]) -> InvalidFieldError:
-    shown = ", ".join(map(repr, foreign[:_SHOWN]))
-    more = " and more" if len(foreign) > _SHOWN else ""
-    return InvalidFieldError(
-        f"root {bucket.name}: expected a store, or nothing yet, found {shown}{more} "
-        f"and no {layout.STORE}; correct the root, or name a directory for a new store"
     )

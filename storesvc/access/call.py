@@ -18,7 +18,7 @@ from storesvc.access.policy import (
     Resource,
     least_role,
 )
-from storesvc.errors import PermissionDeniedError, RunNotFoundError, StoreError
+from storesvc.errors import PermissionDeniedError, RunNotFoundError
 from storesvc.format.names import RunName
 
 
@@ -128,7 +128,22 @@ def require(permission: Permission, resource: Resource) -> None:
     if call is None:
         return
     if not may(permission, resource):
-        raise _denial(call, permission, resource)
+        call.missing = (permission, resource)
+        if isinstance(resource, RunName) and not may_list(resource):
+            raise RunNotFoundError(
+                f"run {resource} does not exist (no run is similar); list the runs to "
+                "see all",
+                run=str(resource),
+                nearest="",
+            )
+        raise PermissionDeniedError(
+            f"{call.method} of {resource}: expected the permission {permission}, which "
+            f"{call.principal} does not have; ask an administrator of the store for "
+            f"the role {least_role(permission)}",
+            principal=call.principal.name,
+            permission=permission,
+            resource=str(resource),
+        )
     call.granted.append((permission, resource))
 
 
@@ -175,25 +190,6 @@ async def require_own(
     call.granted.append((otherwise, run))
     for observer in call.observers:
         await observer.elevated(call)
-
-
-def _denial(call: Call, permission: Permission, resource: Resource) -> StoreError:
-    call.missing = (permission, resource)
-    if isinstance(resource, RunName) and not may_list(resource):
-        return RunNotFoundError(
-            f"run {resource} does not exist (no run is similar); list the runs to see "
-            "all",
-            run=str(resource),
-            nearest="",
-        )
-    return PermissionDeniedError(
-        f"{call.method} of {resource}: expected the permission {permission}, which "
-        f"{call.principal} does not have; ask an administrator of the store for the "
-        f"role {least_role(permission)}",
-        principal=call.principal.name,
-        permission=permission,
-        resource=str(resource),
-    )
 
 
 def principal() -> Principal:

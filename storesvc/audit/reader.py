@@ -41,7 +41,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.errors import AuditUnavailableError, InvalidPageTokenError
 from storesvc.format.audit_chain import REOPENED, STARTED, TORN
 from storesvc.format.names import InvalidNameError, RunName
-from storesvc.storage.requests import run_in_daemon_thread
+from storesvc.storage.requests import retrieve_error, run_in_daemon_thread
 
 MAX_LINE_BYTES: Final = 2 << 20
 """Maximum bytes of a line that is kept. Entries of a server are far shorter."""
@@ -508,7 +508,8 @@ class AuditReader:
         reading = asyncio.ensure_future(
             run_in_daemon_thread(self._page, wanted, after, size)
         )
-        reading.add_done_callback(self._end_turn)
+        reading.add_done_callback(lambda _: self._turn.release())
+        reading.add_done_callback(retrieve_error)  # a cancelled call does not read it
         try:
             return await asyncio.shield(reading)
         except OSError as e:
@@ -516,11 +517,6 @@ class AuditReader:
                 f"audit log: cannot be read ({e.strerror}); ask an administrator of "
                 "the server to look at its disk"
             ) from e
-
-    def _end_turn(self, reading: "asyncio.Future[AuditPage]") -> None:
-        self._turn.release()
-        if not reading.cancelled():
-            reading.exception()  # a cancelled call does not read it
 
     def _page(
         self, wanted: AuditFilter, after: Bookmark | None, size: int

@@ -92,13 +92,15 @@ def verify(
     while pending is not None:
         place, line = pending
         pending = next(following, None)
-        if not _is_json(line) and pending is not None and _says_torn(pending[1]):
+        entry = _entry(line)
+        after_it = _entry(pending[1]) if entry is None and pending else None
+        if after_it is not None and after_it.get(TORN) is True:
             found.torn += 1
-        elif problem := _problem(found, place, line):
+        elif problem := _problem(found, place, line, entry):
             found.broken = problem
             return found
-        else:
-            found.last = json.loads(line)["seq"]
+        elif entry is not None:
+            found.last = entry["seq"]
             found.first = found.first or found.last
         found.digest = digest_of(line)
         found.missing -= {found.digest}
@@ -106,13 +108,11 @@ def verify(
     return found
 
 
-def _problem(found: Verified, place: str, line: bytes) -> Break | None:
+def _problem(
+    found: Verified, place: str, line: bytes, entry: dict[str, Any] | None
+) -> Break | None:
     """Returns why a line does not continue the lines before it; None if it does."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return Break(place, "a JSON object", f"{line[:40]!r}")
-    if not isinstance(entry, dict):
+    if entry is None:
         return Break(place, "a JSON object", f"{line[:40]!r}")
     if not isinstance(entry.get("seq"), int) or isinstance(entry["seq"], bool):
         return Break(place, "the number of a line in seq", repr(entry.get("seq"))[:40])
@@ -126,19 +126,13 @@ def _problem(found: Verified, place: str, line: bytes) -> Break | None:
     return None
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _says_torn(line: bytes) -> bool:
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Returns the entry of a line; None if it is no JSON object."""
     try:
         entry = json.loads(line)
     except ValueError:
-        return False
-    return isinstance(entry, dict) and entry.get(TORN) is True
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 def lines_of(data: bytes, file: str) -> Iterator[tuple[str, bytes]]:

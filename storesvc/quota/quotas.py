@@ -533,24 +533,18 @@ def amounts_of(method: str) -> Iterator[tuple[Kind, int]]:
 def _rows(
     name: str, rule: QuotaRule, counted: _Counted, now: float
 ) -> list[access_api.Quota]:
-    rate = rule.requests_per_second
+    rate, running = rule.requests_per_second, counted.running
     amounts = {
-        "streams": (rule.streams, counted.running["streams"]),
-        "watches": (rule.watches, counted.running["watches"]),
-        "bytes_in_flight": (
-            rule.bytes_in_flight,
-            counted.running["bytes_in_flight"],
-        ),
-        "uploads": (rule.uploads, len(counted.uploads)),
-        "requests_per_second": (
-            rate,
-            counted.bucket.used(rate, now=now) if rate else 0,
-        ),
+        "streams": running["streams"],
+        "watches": running["watches"],
+        "bytes_in_flight": running["bytes_in_flight"],
+        "uploads": len(counted.uploads),
+        "requests_per_second": counted.bucket.used(rate, now=now) if rate else 0,
     }
     return [
         access_api.Quota(name=quota, scope=name, limit=limit, used=used)
-        for quota, (limit, used) in amounts.items()
-        if limit
+        for quota, used in amounts.items()
+        if (limit := getattr(rule, quota))
     ]
 
 

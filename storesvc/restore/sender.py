@@ -25,6 +25,7 @@ from storesvc.restore.read_scheduler import (
     plan_units,
 )
 from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import retrieve_error
 from storesvc.telemetry.events import ChunksMoved, publish
 
 READS_AHEAD: Final = 3
@@ -172,8 +173,7 @@ class Sender:
             raise CorruptDataError(f"{named}: {e}", **e.metadata) from e
 
     def _end_read(self, unit: Unit, task: asyncio.Task[list[bytes]]) -> None:
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved, even if no stream wants it now
+        retrieve_error(task)  # perhaps no stream wants it now
         if self._reads.get(unit) is task:
             self._scheduler.mark_ready(unit)
             self._wake()

@@ -70,7 +70,7 @@ from storesvc.save.staging_tables import NewTable, OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.file_bucket import NewObject
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside
+from storesvc.storage.requests import beside, retrieve_error
 from storesvc.telemetry.events import ChunksMoved, Path, publish
 from storesvc_proto.v1 import tree_pb2
 
@@ -326,7 +326,7 @@ class Receiver:
         discarding = asyncio.ensure_future(self._bucket.discard(batch_file.new))
         self._discarding.add(discarding)  # asyncio keeps only weak references to tasks
         discarding.add_done_callback(self._discarding.discard)
-        discarding.add_done_callback(_retrieve)
+        discarding.add_done_callback(retrieve_error)
         discarding.add_done_callback(
             lambda _: self.admission.release(batch_file.permit)
         )
@@ -392,7 +392,7 @@ class _Stream:
         # A stream is a sign of life. At once, so that the first acknowledgement, which
         # renews the lease before it is sent, does not wait for this.
         renewing = asyncio.ensure_future(self._receiver.uploads.renew(self._upload))
-        renewing.add_done_callback(_retrieve)
+        renewing.add_done_callback(retrieve_error)
         durable = 0
         try:
             while True:
@@ -430,7 +430,7 @@ class _Stream:
             # would be lost to all streams of the process.
             self._drop()
             coming.cancel()
-            coming.add_done_callback(_retrieve)
+            coming.add_done_callback(retrieve_error)
             # Wait for writes that still run: they end by themselves, and must not
             # outlive a failed call. gather would cancel them.
             await asyncio.wait({coming, renewing, *self._writing})
@@ -442,7 +442,7 @@ class _Stream:
         return sum(self._weights) >= MAX_BATCHES
 
     def _add(self, writing: asyncio.Task[int], weight: float) -> None:
-        writing.add_done_callback(_retrieve)  # an earlier one may end the stream
+        writing.add_done_callback(retrieve_error)  # an earlier one may end the stream
         self._writing.append(writing)
         self._weights.append(weight)
 
@@ -497,7 +497,7 @@ class _Stream:
         self._adding = asyncio.ensure_future(
             self._receiver.add(self._batch_file, part, now=self._loop.time())
         )
-        self._adding.add_done_callback(_retrieve)
+        self._adding.add_done_callback(retrieve_error)
         # The thread goes on if this call is cancelled.
         await asyncio.shield(self._adding)
         self._batch_file.permit.count(len(part.data))
@@ -562,10 +562,3 @@ class _Stream:
         # its first step runs none of its code, and the permit would never come back.
         task.add_done_callback(lambda _: self._receiver.drop(batch_file))
         self._add(task, 1)
-
-
-def _retrieve(ended: "asyncio.Future[Any]") -> None:
-    """Retrieves the error of a future that may never be awaited: asyncio would log
-    it."""
-    if not ended.cancelled():
-        ended.exception()

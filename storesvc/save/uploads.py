@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Final
 
 from cachetools import LRUCache
@@ -50,7 +49,7 @@ from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.rules import differing_rows, first_difference
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside, together
+from storesvc.storage.requests import beside, retrieve_error, together
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _KEPT_RENEWALS: Final = 10_000
@@ -90,7 +89,8 @@ class Leases:
             if writing is None:
                 writing = asyncio.create_task(self._write(name))
                 self._writing[name] = writing
-                writing.add_done_callback(partial(self._written, name))
+                writing.add_done_callback(lambda _: self._writing.pop(name))
+                writing.add_done_callback(retrieve_error)  # perhaps no caller waits
             last = await asyncio.shield(writing)
         return last.when + length
 
@@ -112,11 +112,6 @@ class Leases:
         await self._bucket.write(place, seal(lease, place=place))
         self._renewals[name] = renewal
         return renewal
-
-    def _written(self, name: UploadName, writing: "asyncio.Task[_Renewal]") -> None:
-        del self._writing[name]
-        if not writing.cancelled():
-            writing.exception()  # marks it as retrieved, even if no caller waits
 
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)

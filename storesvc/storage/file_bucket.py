@@ -54,7 +54,7 @@ from storesvc.storage.bucket import (
 )
 from storesvc.storage.location import Storage
 from storesvc.storage.opened_storage import OpenedStorage
-from storesvc.storage.requests import answer
+from storesvc.storage.requests import answer, retrieve_error
 from storesvc.storage.rooted_files import Directories, NewFile, clear_interrupted_write
 
 T = TypeVar("T")
@@ -466,7 +466,7 @@ class FileBackend:
         except asyncio.CancelledError:
             # Its thread continues, and closes the file. A call that was cancelled
             # before it began would leave the file open.
-            keeping.add_done_callback(_retrieve)
+            keeping.add_done_callback(retrieve_error)
             raise
 
     async def adopt(self, path: str) -> None:
@@ -538,9 +538,3 @@ class FileBackend:
         return await self._threads.run(
             path, function, seconds=seconds, discard=discard, instead=instead
         )
-
-
-def _retrieve(ended: "asyncio.Future[None]") -> None:
-    """Takes the error of a future that no task awaits: asyncio would log it."""
-    if not ended.cancelled():
-        ended.exception()

@@ -47,6 +47,13 @@ async def each(
     return await asyncio.gather(*map(bounded, things))
 
 
+def retrieve_error(ended: "asyncio.Future[Any]") -> None:
+    """Retrieves the error of a future that may never be awaited: asyncio would log
+    it."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 @asynccontextmanager
 async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
     """Runs a call while the context lasts; yields its task, whose result the caller
@@ -57,8 +64,7 @@ async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]
     finally:
         task.cancel()
         await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # asyncio would log one that no caller retrieves
+        retrieve_error(task)
 
 
 async def together(*calls: Coroutine[Any, Any, None]) -> None:

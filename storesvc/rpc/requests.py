@@ -111,7 +111,7 @@ def checked_request_id(request_id: str) -> str:
 def write_id_of(request: ChangeRequest) -> str:
     """Returns the write id of a request: its id, and a digest of its other fields.
 
-    Records store it, so that ``transitions.is_repeated`` recognises a retry.
+    Records store it, so that ``slots.is_repeated`` recognises a retry.
 
     Raises:
         InvalidFieldError: The ``request_id`` is not a UUID in its canonical form.

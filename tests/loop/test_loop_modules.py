@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -131,6 +133,21 @@ def test_the_layout_is_that_of_a_save(run: store.Run) -> None:
 
     assert list(run.open(1).leaves) == list(run.open(5).leaves)
     assert run.open(1).document == run.open(5).document
+
+
+def test_a_model_that_orbax_wrote_is_read(run: store.Run, tmp_path: Path) -> None:
+    model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(2)))
+    step = {"default": ocp.args.StandardSave(nnx.state(model))}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(**step))
+    run.import_from(f"orbax:{tmp_path}")
+
+    into = nnx.eval_shape(lambda: model)
+    restore_into(run, into)
+    foreign = store.open_foreign(f"orbax:{tmp_path}")
+    back = restore_model(foreign, model=lambda: nnx.eval_shape(lambda: model))
+
+    assert values(model) == values(into) == values(back)
 
 
 def test_a_save_and_a_restore_take_the_pair_that_a_loop_takes(run: store.Run) -> None:

@@ -694,7 +694,7 @@ def begin_blocked(
     """Starts a save of a loop that is not written before an event is set."""
     goes_on = threading.Event()
     save = run.save(step, initial(), progress=lambda _: goes_on.wait(60))
-    loop._saves.pending.append(save)
+    loop._saves.pending.append(save._pending)
     return save, goes_on
 
 

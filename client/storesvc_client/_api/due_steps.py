@@ -21,7 +21,7 @@ from typing import Final, Protocol, Self, assert_never
 
 from storesvc_client._job.job import Decision, Decisions
 from storesvc_client._rpc.stubs import RunStub
-from storesvc_client._save.saver import Save, is_written
+from storesvc_client._save.saver import PendingSave
 from storesvc_client._values.options import IfBusy
 from storesvc_client._values.save_schedule import Schedule
 from storesvc_client._values.triggers import OnFailure
@@ -61,14 +61,14 @@ class LoopSaves:
         self._run = run
         self._tolerated = on_failure.count
         self._in_a_row = 0
-        self.pending: deque[Save] = deque()
+        self.pending: deque[PendingSave] = deque()
         """Saves that are not counted, oldest first."""
 
     @property
     def writing_step(self) -> int | None:
         """Step of the newest save whose part of this process is not written; None if
         all are."""
-        if not self.pending or is_written(self.pending[-1]):
+        if not self.pending or self.pending[-1].is_written:
             return None
         return self.pending[-1].step
 
@@ -79,7 +79,7 @@ class LoopSaves:
         Args:
             trouble: Describes such a wait; "" if there is none.
         """
-        while self.pending and not is_written(self.pending[-1], POLL_SECONDS):
+        while self.pending and not self.pending[-1].wait_written(POLL_SECONDS):
             if trouble():
                 return False
         return True
@@ -111,13 +111,13 @@ class LoopSaves:
 
     def settle(self) -> None:
         """Counts the saves that have ended, and logs failures. Does not wait."""
-        while self.pending and self.pending[0].done():
+        while self.pending and self.pending[0].is_done:
             self._count(self.pending.popleft())
 
     def wait(self) -> None:
         """Waits for all saves, and counts them."""
         while self.pending:
-            self.pending[0].exception()
+            self.pending[0].wait()
             self.settle()
 
     def fail(self, step: int, error: BaseException) -> None:
@@ -131,8 +131,8 @@ class LoopSaves:
             goes_on += f"{self._tolerated} that are tolerated"
         _log.error("save of %s@%d failed%s: %s", self._run, step, goes_on, error)
 
-    def _count(self, save: Save) -> None:
-        error = save.exception()
+    def _count(self, save: PendingSave) -> None:
+        error = save.error(None)
         if error is None:
             self.error, self._in_a_row, self.saved_step = None, 0, save.step
             _log.info("saved %s@%d", self._run, save.step)

@@ -47,7 +47,7 @@ from storesvc_client._api.due_steps import (
     termination,
 )
 from storesvc_client._job.job import Decisions
-from storesvc_client._save.saver import Save, take_error
+from storesvc_client._save.saver import PendingSave, Save
 from storesvc_client._values.arguments import (
     DurationLike,
     as_timedelta,
@@ -204,7 +204,7 @@ class Loop:
         create: bool,
         distributed: Distributed,
         if_busy: IfBusy,
-        save: Callable[..., Save],
+        save: Callable[..., PendingSave],
         restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
         trouble: Callable[[], str],
         deleted_steps: Callable[[int], tuple[int, ...]],
@@ -608,7 +608,7 @@ class Loop:
 
             state, document = tree_to_save(self._run, *modules)
         try:
-            save = self._begin_save(
+            pending = self._begin_save(
                 step,
                 state,
                 document=document,
@@ -623,9 +623,9 @@ class Loop:
                 raise
             self._saves.fail(step, e)
             return None
-        take_error(save)  # or the next save raises it in its own place
-        self._saves.pending.append(save)
-        return save
+        pending.leave_error()  # or the next save raises it in its own place
+        self._saves.pending.append(pending)
+        return Save(pending)
 
     def _note_sigterm(self, step: int) -> None:
         if self._sigterm_step is None:

@@ -43,7 +43,7 @@ from storesvc_client._api.opening import Opening, check_same, restored
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
-from storesvc_client._save.saver import RunSaver, Save
+from storesvc_client._save.saver import PendingSave, RunSaver, Save
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     DurationLike,
@@ -232,7 +232,7 @@ class Run:
             StoreError: The save before failed, and its error was not raised yet; an
                 error of another process of the job is only logged.
         """
-        return self._begin(
+        pending = self._begin(
             step,
             tree,
             None,
@@ -246,6 +246,7 @@ class Run:
             distributed=distributed,
             progress=progress,
         )
+        return Save(pending)
 
     def wait(self) -> None:
         """Waits for the saves in the background.
@@ -266,9 +267,9 @@ class Run:
         if_busy: IfBusy | None = None,
         loop: "Departures | None" = None,
         **options: Unpack[OneSaveKeywords],
-    ) -> Save:
+    ) -> PendingSave:
         """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
-        pending = self._saver.begin(
+        return self._saver.begin(
             step,
             tree,
             check=check,
@@ -278,7 +279,6 @@ class Run:
             loop=loop,
             **options,
         )
-        return Save(pending)
 
     def restore(
         self,
@@ -1042,9 +1042,10 @@ def save_checked(
 
     What ``check`` raises is raised here, and nothing is saved.
     """
-    return run._begin(  # noqa: SLF001 - not public, as plans are not
+    pending = run._begin(  # noqa: SLF001 - not public, as plans are not
         step, tree, check, document=document, **options
     )
+    return Save(pending)
 
 
 def run_import(

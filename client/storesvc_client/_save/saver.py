@@ -244,18 +244,6 @@ class Save:
         return self._pending.result(seconds_or_none("timeout= of a save", timeout))
 
 
-def is_written(save: Save, seconds: float = 0.0) -> bool:
-    """Waits until this process has finished its part of a save, with or without an
-    error; returns False after `seconds`."""
-    return save._pending.wait_written(seconds)  # noqa: SLF001 - not public
-
-
-def take_error(save: Save) -> None:
-    """Leaves the error of a save to the caller: later saves and ``Client.close`` do not
-    raise it."""
-    save._pending.leave_error()  # noqa: SLF001 - not public
-
-
 _MAX_WAITING: Final = 32
 """Joint saves that wait for other processes at a time."""
 

@@ -766,14 +766,14 @@ def test_a_stream_that_is_waited_for_hears_of_it_though_others_have_sent_nothing
             for _ in range(1 + others)
         ]
         feed = iter(sharing.stream())
-        all_memory = FilledSlab(slab, [0], slab_queue.buffer(slab))
+        all_memory = FilledSlab(slab, [0], slab_queue.memory(slab.size))
         slab_queue.put(all_memory)
         assert all_memory is next(feed)
 
         with ThreadPoolExecutor(2 + others) as pool:
             asking = [pool.submit(each.wait) for each in idle]
             ending = pool.submit(list, feed)
-            snapshot = pool.submit(slab_queue.buffer, slab)
+            snapshot = pool.submit(slab_queue.memory, slab.size)
             try:
                 assert [] == ending.result(timeout=60)
             finally:

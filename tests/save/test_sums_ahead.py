@@ -24,7 +24,7 @@ def of(chunk: int) -> Slab:
 
 def filled(slab_queue: SlabQueue, chunk: int) -> FilledSlab:
     """Returns the slab of a chunk, copied into staging memory."""
-    buffer = slab_queue.buffer(of(chunk))
+    buffer = slab_queue.memory(of(chunk).size)
     assert buffer is not None
     buffer[:] = np.frombuffer(elements(chunk), np.uint8)
     return FilledSlab(of(chunk), [chunk], buffer)

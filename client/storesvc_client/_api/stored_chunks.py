@@ -51,7 +51,7 @@ class CheckpointFiller:
                 filled: list[FilledSlab] = []
                 for slab, wanted in window:
                     with meter.phase("wait"):
-                        buffer = slab_queue.buffer(slab)
+                        buffer = slab_queue.memory(slab.size)
                     if buffer is None:
                         return
                     filled.append(FilledSlab(slab, wanted, buffer))

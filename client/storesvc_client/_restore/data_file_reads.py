@@ -38,8 +38,6 @@ POLL_SECONDS: Final = 0.2
 STOP_SECONDS: Final = 5.0
 """Maximum wait for reads in progress to end after one has failed."""
 
-_NAME: Final = "storesvc-direct"
-
 
 class BufferBudget:
     """Limits the bytes of allocated buffers and of reads in flight."""
@@ -108,7 +106,9 @@ class BufferBudget:
 
         try:
             for _ in range(threads):
-                threading.Thread(target=run, name=_NAME, daemon=True).start()
+                threading.Thread(
+                    target=run, name="storesvc-direct", daemon=True
+                ).start()
             while threads:
                 try:
                     error = ended.get(timeout=POLL_SECONDS)

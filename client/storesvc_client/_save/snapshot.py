@@ -96,10 +96,6 @@ class SlabQueue:
         has_slabs = bool(self._ahead or self._slabs)
         return self._is_open and (has_slabs or self._has_ended)
 
-    def buffer(self, slab: Slab) -> "Bytes | None":
-        """Waits for memory for a slab and returns it; None if cancelled."""
-        return self.memory(slab.size)
-
     def memory(self, size: int) -> "Bytes | None":
         """Waits for staging memory of a size in bytes and returns it; None if
         cancelled."""
@@ -516,7 +512,7 @@ class Snapshot:
                     self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
                     continue
                 with self._meter.phase("wait"):
-                    buffer = self._slab_queue.buffer(slab)
+                    buffer = self._slab_queue.memory(slab.size)
                 if buffer is not None:
                     with self._meter.phase("snapshot"):
                         self._fill(slab, buffer, wanted)

@@ -36,9 +36,6 @@ class Quota:
         )
 
 
-_PREFIX = "AUTHENTICATION_"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """A caller, as a server sees it; returned by ``Client.identity``."""
@@ -61,7 +58,9 @@ class Identity:
         return cls(
             principal=message.principal,
             groups=tuple(message.groups),
-            authentication=cast("Authentication", name.removeprefix(_PREFIX).lower()),
+            authentication=cast(
+                "Authentication", name.removeprefix("AUTHENTICATION_").lower()
+            ),
             expire_time=(
                 message.expire_time.ToDatetime(UTC)
                 if message.HasField("expire_time")

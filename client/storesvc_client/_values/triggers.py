@@ -19,8 +19,6 @@ from typing import Final, TypeAlias
 from storesvc_client._values.save_schedule import Schedule
 from storesvc_client.errors import InvalidRequestError
 
-_MINUTE = timedelta(minutes=1)
-
 
 class Trigger:
     """Base of the values that say when a training loop saves; ``|`` combines them.
@@ -96,7 +94,7 @@ def schedule_of(every: object) -> Schedule:
 
 def _trigger(value: object) -> Trigger:
     if isinstance(value, timedelta):
-        return Minutes(value / _MINUTE)
+        return Minutes(value / timedelta(minutes=1))
     if not isinstance(value, Steps | Minutes | AnyTrigger):
         raise InvalidRequestError(
             "every=: expected Steps(1000), Minutes(15), a timedelta, or several of "

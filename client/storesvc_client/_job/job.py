@@ -36,6 +36,8 @@ from typing import Final, Protocol, Self
 
 from storesvc_client.errors import InvalidRequestError, PeerFailedError, StoreError
 
+_log = logging.getLogger("storesvc_client")
+
 _HOST: Final = "storesvc/host/{}"
 
 _TURN_SECONDS: Final = 1.0
@@ -301,9 +303,6 @@ class WaitLogTimer:
         self._seconds = min(2 * self._seconds, MAX_SECONDS)
         self._next = time.monotonic() + self._seconds
         return True
-
-
-_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,8 @@ from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
+_log = logging.getLogger("storesvc_client")
+
 Placement: TypeAlias = Sharding | None
 """Sharding on devices, or None for the host."""
 
@@ -241,8 +243,6 @@ def saved_placement(saved: SavedSharding | None, dtype: str) -> Placement:
 
 _SHOWN: Final = 5
 """Maximum keys that a log line names."""
-
-_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,6 +45,8 @@ from storesvc_client.errors import (
     UnavailableError,
 )
 
+_log = logging.getLogger("storesvc_client")
+
 LEAST_SECONDS: Final = 60.0
 """Time that processes wait for each other even if the deadline of the restore is
 nearer."""
@@ -159,8 +161,6 @@ for many processes at a time."""
 
 _SECOND_HAND: Final = "second hand"
 """Reason of a failure that only repeats another process's failure."""
-
-_log = logging.getLogger("storesvc_client")
 
 
 @contextmanager

@@ -53,6 +53,8 @@ from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
+_log = logging.getLogger("storesvc_client")
+
 ROUND_BYTES: Final = 256 << 20
 """Maximum bytes that a process receives in a round."""
 
@@ -212,8 +214,6 @@ def _rounded_up(size: int) -> int:
     shift = max(0, size.bit_length() - _DIGITS)
     return -(-size >> shift) << shift
 
-
-_log = logging.getLogger("storesvc_client")
 
 POLL_SECONDS: Final = 1.0
 """Interval at which a waiting process checks whether the round can still complete."""

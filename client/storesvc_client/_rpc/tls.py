@@ -29,6 +29,8 @@ import grpc
 from storesvc.storage.location import is_this_machine
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 
+_log = logging.getLogger("storesvc_client")
+
 _UNIX: Final = "unix:"
 _SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:", _UNIX)
 """Prefixes of gRPC targets: a name, a list of addresses, or a socket."""
@@ -298,9 +300,6 @@ def _state(file: Path) -> tuple[int, int, int] | None:
 
 def _cause(e: Exception) -> str:
     return (isinstance(e, ssl.SSLError) and e.reason) or str(e)
-
-
-_log = logging.getLogger("storesvc_client")
 
 
 class ForwardingChannel(grpc.Channel):

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from storesvc_client._save.writers import Writer
     from storesvc_client._values.items import PlannedItem
 
+_log = logging.getLogger("storesvc_client")
+
 
 class PendingSave:
     """A save that was started; records whether its error has been raised."""
@@ -250,8 +252,6 @@ _MAX_WAITING: Final = 32
 _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
 that one is unavailable."""
-
-_log = logging.getLogger("storesvc_client")
 
 
 class RunSaver:

@@ -47,6 +47,8 @@ from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.reports import PhaseSpan, RestoreReport, SaveReport
 from storesvc_client.errors import InvalidRequestError, StoreError
 
+_log = logging.getLogger("storesvc_client")
+
 Operation: TypeAlias = Literal["save", "restore"]
 
 _GBYTE: Final = 1 << 30
@@ -449,9 +451,6 @@ def _end(trace: Any, tracer: Any, begun: Any, span: Span) -> None:
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-_log = logging.getLogger("storesvc_client")
 
 
 class StepLogger(Protocol):

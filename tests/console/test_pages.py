@@ -239,12 +239,32 @@ def test_the_table_of_a_run_has_the_metrics_of_its_chart(
 
     html = console.text(f"/r/{run.name}")
 
-    offered = re.findall(r"metric=[^>]*>([^<]+)</a>", html)
+    chart = html.partition('id="steps-title"')[0]
+    offered = re.findall(r"metric=[^>]*>([^<]+)</a>", chart)
     heads = re.findall(r'<span class="name">(.*?)</span></th>', html)
     assert (names, "eval/<wbr>top_<wbr>5") == (offered, heads[2])
     assert names == [head.replace("<wbr>", "") for head in heads]
     # the plot has the ticks of the picture of the checkpoints
     assert ('data-tick="200' in html, ">200</text>" in html) == (True, True)
+
+
+def test_the_table_of_a_run_is_sorted_by_a_metric_as_its_command_does(
+    console: ServedConsole, run: store.Run, server_address: str
+) -> None:
+    for step, metrics in enumerate(({"loss": 2.0}, {"loss": 1.0}, {}, {"loss": 3.0})):
+        run.save(step, {"w": step}, metrics=metrics).result()
+
+    for order, steps in {"loss": [1, 0, 3, 2], "-loss": [3, 0, 1, 2]}.items():
+        html = console.text(f"/r/{run.name}?sort={order}")
+
+        table = html.partition('id="steps-title"')[2]
+        shown = re.findall(r'<td class="n"><a class="strong"[^>]*>(\d+)</a>', table)
+        assert [str(step) for step in steps] == shown
+        following = "-loss" if order == "loss" else "loss"
+        assert f"sort={following}#steps" in table
+        listed = document(server_address, "ls", run.name, "--sort", order)
+        assert steps == [each["step"] for each in listed]
+        assert listed == console.document(f"/r/{run.name}?sort={order}")
 
 
 def test_a_time_is_in_utc_without_a_script(console: ServedConsole) -> None:

@@ -1,5 +1,6 @@
 """``/r/NAMESPACE/RUN``: a run, its checkpoints, and what its retention policy does."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ def page(visit: Visit) -> Page:
         start = max(min(later, len(checkpoints) - 1), 0) // ROWS * ROWS
     names = order_metrics(n for found in checkpoints for n in found.metrics)
     metric = visit.query.get("metric") or main_metric(checkpoints)
+    order = visit.query.get("sort", "") if asked_step is None else ""
+    whole: dict[str, str | int] = {"whole": 1} if is_whole else {}
+    listed = _sort_by_metric(checkpoints, order) if order else checkpoints
     kept = run.retention.get()
     tags = [*run.tags.list(on_damage=damaged.append)]
     holds = [*run.holds.list(on_damage=damaged.append)]
@@ -115,8 +119,8 @@ def page(visit: Visit) -> Page:
     return Page(
         template="run.html",
         title=run.name,
-        document=_document(checkpoints, tags),
-        command=command("ls", run.name),
+        document=_document(listed, tags),
+        command=command("ls", run.name, *(["--sort", order] if order else [])),
         crumbs=crumbs_to_namespace(run.name),
         values={
             "run": run,
@@ -125,12 +129,14 @@ def page(visit: Visit) -> Page:
             "is_partial": is_partial,
             "whole_url": with_values(run_url(run.name), {**visit.query, "whole": 1}),
             "facts": _facts(checkpoints),
-            "rows": _rows(checkpoints[start : start + ROWS], tags, holds),
+            "rows": _rows(listed[start : start + ROWS], tags, holds),
+            "order": order,
+            "pages": whole | ({"sort": order} if order else {}),
             "start": start,
             "total": len(checkpoints),
             "page_rows": ROWS,
             "asked_step": asked_step,
-            "whole": {"whole": 1} if is_whole else {},
+            "whole": whole,
             "metric": metric,
             "columns": names[:_METRICS],
             "span": span,
@@ -190,6 +196,18 @@ def _document(
     for tag in tags:
         names[tag.uid].append(tag.name)
     return [json_value(c) | {"tags": names[c.uid]} for c in checkpoints]
+
+
+def _sort_by_metric(
+    checkpoints: Sequence[Checkpoint], order: str
+) -> Sequence[Checkpoint]:
+    """Returns checkpoints by a metric as ``ls --sort`` does: the lowest first, with "-"
+    the highest; the others last."""
+    name, sign = order.removeprefix("-"), -1 if order.startswith("-") else 1
+    values = {c.uid: sign * c.metrics.get(name, math.nan) for c in checkpoints}
+    known = [c for c in checkpoints if not math.isnan(values[c.uid])]
+    others = [c for c in checkpoints if math.isnan(values[c.uid])]
+    return sorted(known, key=lambda c: values[c.uid]) + others
 
 
 def _rows(

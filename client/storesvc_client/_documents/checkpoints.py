@@ -1,8 +1,5 @@
 """Documents of checkpoints and leaves, as ``storectl stat --json`` and the console show
-them.
-
-Collects what the runs of a namespace or a store use, for ``storectl`` and the
-console.
+them, and what the runs of a namespace or a store use.
 """
 
 from collections import Counter

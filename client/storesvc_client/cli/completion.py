@@ -38,7 +38,7 @@ from storesvc_client.cli.connection import Connection
 from storesvc_client.cli.paths import CheckpointPath, RunPath, is_foreign, parse_path
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, Client, Run
+    from storesvc_client import Client, Run
 
 Completer: TypeAlias = (
     "Callable[[click.Context, click.Parameter, str], list[CompletionItem]]"
@@ -320,6 +320,8 @@ class _Reader:
             yield Candidate(value=value, is_part=is_part, note=note)
 
     def _names_of_checkpoints(self, run: "Run") -> Iterator[tuple[str, str | None]]:
+        from storesvc_client._values.texts import pairs_text, printable
+
         if self._rule.which is Which.ANY:
             tags = [*run.tags.list()]  # an error of a run that does not exist
             yield LATEST, None
@@ -327,7 +329,8 @@ class _Reader:
                 yield tag.name, f"step {tag.step}"
         deleted = self._rule.which is Which.DELETED
         for checkpoint in run.checkpoints(deleted=deleted, on_damage=lambda _: None):
-            yield str(checkpoint.step), _note(checkpoint)
+            text = printable(pairs_text(checkpoint.metrics))
+            yield str(checkpoint.step), text if checkpoint.metrics else None
 
     def _keys(self, name: str, which: str, text: str) -> Iterator[Candidate]:
         from storesvc.format.names import parse_which
@@ -352,13 +355,6 @@ def next_parts(keys: Iterable[str], text: str) -> set[str]:
             end = key.find("/", len(text))
             found.add(key if end < 0 else key[: end + 1])
     return found
-
-
-def _note(checkpoint: "Checkpoint") -> str | None:
-    from storesvc_client._values.texts import pairs_text, printable
-
-    text = pairs_text(checkpoint.metrics)
-    return printable(text) if checkpoint.metrics else None
 
 
 _LIMIT: Final = 4.0

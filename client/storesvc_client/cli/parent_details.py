@@ -448,11 +448,17 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
     info, usage, summary = details.info, details.usage, details.summary
     policy = format_policy(details.policy) if details.policy else "none: all stay"
     delay = info.purge_delay
+    newest, count = ABSENT, f"{usage.checkpoint_count:,}"
+    if (last := summary.newest) is not None:
+        committed, size = time_text(last.commit_time), size_text(last.size_bytes)
+        newest = f"step {last.step}, {committed}, {size}"
+        if usage.checkpoint_count != 1:
+            count += f", steps {summary.first_step} to {last.step}"
     return {
         "uid": info.uid,
         "created": time_text(info.create_time),
-        "newest": _newest_text(summary.newest),
-        "checkpoints": _checkpoints_text(usage, summary),
+        "newest": newest,
+        "checkpoints": count,
         "pinned": f"{summary.pinned_count:,}",
         "deleted": f"{usage.deleted_checkpoint_count:,}",
         "uploads": f"{usage.upload_count:,}",
@@ -475,20 +481,6 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
         "distinct": size_text(usage.distinct_bytes),
         "data files": f"{usage.file_count:,}",
     }
-
-
-def _newest_text(newest: "Checkpoint | None") -> str:
-    if newest is None:
-        return ABSENT
-    committed = time_text(newest.commit_time)
-    return f"step {newest.step}, {committed}, {size_text(newest.size_bytes)}"
-
-
-def _checkpoints_text(usage: "Usage", summary: Summary) -> str:
-    count = f"{usage.checkpoint_count:,}"
-    if summary.newest is None or usage.checkpoint_count == 1:
-        return count
-    return f"{count}, steps {summary.first_step} to {summary.newest.step}"
 
 
 def _quota_text(quota: "Quota") -> str:

@@ -1,7 +1,4 @@
-"""``storectl diff``: compares two checkpoints.
-
-``storectl verify``: reads a checkpoint and reports damage.
-"""
+"""``storectl diff`` compares two checkpoints; ``verify`` reads one for damage."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

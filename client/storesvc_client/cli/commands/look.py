@@ -1,7 +1,4 @@
-"""``storectl ls``: lists runs, checkpoints or leaves.
-
-``storectl tree``: draws the leaves of a checkpoint as a tree.
-"""
+"""``storectl ls`` lists runs, checkpoints or leaves; ``tree`` draws the leaves."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final

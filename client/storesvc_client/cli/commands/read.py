@@ -1,7 +1,4 @@
-"""``storectl get``: summarizes leaves, or writes them to files.
-
-``storectl cat``: writes an item to stdout.
-"""
+"""``storectl get`` summarizes leaves or writes them; ``cat`` writes an item."""
 
 import os
 from collections.abc import Generator, Iterator

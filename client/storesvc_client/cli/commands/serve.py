@@ -1,7 +1,4 @@
-"""``storectl serve``: serves one store.
-
-``storectl demo``: runs the main job, end to end.
-"""
+"""``storectl serve`` serves one store; ``demo`` runs the main job, end to end."""
 
 import os
 from datetime import timedelta

@@ -212,15 +212,14 @@ def _contents_fields(held: Mapping[str, Any]) -> "dict[str, str | Sequence[str]]
 
 
 def _item_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [*map(_item_text, items[:_SHOWN_ITEMS])]
+    lines = list[str]()
+    for item in items[:_SHOWN_ITEMS]:
+        count = "" if item["process_count"] is None else f"{item['process_count']} x "
+        what = f"{count}{item['kind']}, {size_text(item['size_bytes'])}"
+        lines.append(f"{item['name']} ({what})")
     if len(items) > _SHOWN_ITEMS:
         lines.append(f"and {len(items) - _SHOWN_ITEMS} more")
     return lines or [ABSENT]
-
-
-def _item_text(item: Mapping[str, Any]) -> str:
-    count = "" if item["process_count"] is None else f"{item['process_count']} x "
-    return f"{item['name']} ({count}{item['kind']}, {size_text(item['size_bytes'])})"
 
 
 def _model_text(model: dict[str, Any] | None) -> str:

@@ -1,7 +1,4 @@
-"""``storectl du``: shows the bytes of checkpoints and runs.
-
-``storectl gc``: collects garbage.
-"""
+"""``storectl du`` shows the bytes of checkpoints and runs; ``gc`` collects garbage."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final

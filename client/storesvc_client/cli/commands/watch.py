@@ -1,7 +1,4 @@
-"""``storectl watch``: prints events of checkpoints as they happen.
-
-``storectl trace``: shows the timeline of a save, or of a report in a file.
-"""
+"""``storectl watch`` prints events of checkpoints; ``trace`` the timeline of a save."""
 
 import shutil
 from contextlib import contextmanager

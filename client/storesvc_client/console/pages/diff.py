@@ -7,7 +7,7 @@ from typing import Final
 
 from markupsafe import Markup
 
-from storesvc_client import Diff, ItemDifference, LeafDifference
+from storesvc_client import Diff, LeafDifference
 from storesvc_client._values.texts import (
     ABSENT,
     natural_key,
@@ -69,7 +69,17 @@ def page(visit: Visit) -> Page:
             "counts": sorted(Counter(d.kind for d in found.differences).items()),
             "rows": rows[start : start + ROWS],
             "apart": apart,
-            "items": [*map(_item_row, found.items[:ROWS])],
+            "items": [
+                DiffRow(
+                    name=item.place,
+                    kind=item.kind,
+                    before=value_text(item.base_value_kind, item.base_size_bytes),
+                    after=value_text(item.value_kind, item.size_bytes),
+                    changed=None,
+                    chunks="",
+                )
+                for item in found.items[:ROWS]
+            ],
             "layer_bars": _layer_bars(visit, other, found),
             "start": start,
             "total": len(rows),
@@ -108,17 +118,6 @@ def _row(leaf: LeafDifference, name: str, alike: int) -> DiffRow:
         after=_array_text(leaf.dtype, leaf.shape),
         changed=leaf.changed_chunk_count / leaf.chunk_count if is_counted else None,
         chunks=f"{times}{changed}{leaf.chunk_count:,}",
-    )
-
-
-def _item_row(item: ItemDifference) -> DiffRow:
-    return DiffRow(
-        name=item.place,
-        kind=item.kind,
-        before=value_text(item.base_value_kind, item.base_size_bytes),
-        after=value_text(item.value_kind, item.size_bytes),
-        changed=None,
-        chunks="",
     )
 
 

@@ -1,7 +1,7 @@
 """``/uploads``: checkpoints that are being written."""
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from storesvc_client import DataLossError, UploadInfo
@@ -29,6 +29,18 @@ def page(visit: Visit) -> Page:
     parent = visit.query.get("in") or None
     damaged: list[DataLossError] = []
     found = [*visit.client.uploads(parent, on_damage=damaged.append)]
+    rows = list[UploadRow]()
+    for upload in found:
+        writers = upload.unfinished_writers
+        named = ", ".join(map(str, writers[:_SHOWN]))
+        left = upload.renew_time + upload.lease - visit.now
+        row = UploadRow(
+            upload=upload,
+            finished=upload.finished_writer_count / max(upload.writer_count, 1),
+            waits_for=f"{named}, ..." if len(writers) > _SHOWN else named,
+            lease_left=max(left, timedelta()),
+        )
+        rows.append(row)
     return Page(
         template="uploads.html",
         title="Uploads",
@@ -36,19 +48,7 @@ def page(visit: Visit) -> Page:
         command=command("uploads", *([parent] if parent else [])),
         section="Uploads",
         values={
-            "rows": [_row(upload, visit.now) for upload in found],
+            "rows": rows,
             "damaged": damaged,
         },
-    )
-
-
-def _row(upload: UploadInfo, now: datetime) -> UploadRow:
-    writers = upload.unfinished_writers
-    named = ", ".join(map(str, writers[:_SHOWN]))
-    left = upload.renew_time + upload.lease - now
-    return UploadRow(
-        upload=upload,
-        finished=upload.finished_writer_count / max(upload.writer_count, 1),
-        waits_for=f"{named}, ..." if len(writers) > _SHOWN else named,
-        lease_left=max(left, timedelta()),
     )

@@ -421,7 +421,9 @@ def _histogram(
     edges[0], edges[-1] = low, high
     below = _count_below(tally, edges)
     counts = np.diff(np.rint(below)).astype(np.int64)
-    return Histogram(edges=_floats(edges), counts=tuple(counts.tolist()), unit=unit)
+    return Histogram(
+        edges=tuple(map(float, edges)), counts=tuple(counts.tolist()), unit=unit
+    )
 
 
 def _count_below(tally: Tally, edges: "F64") -> "F64":
@@ -442,7 +444,3 @@ def _count_below(tally: Tally, edges: "F64") -> "F64":
     share = (np.clip(edges, low[at], high[at]) - low[at]) / (high[at] - low[at])
     spread: F64 = below + before[at] + share * counts[at]
     return spread
-
-
-def _floats(values: "NDArray[np.float64] | Sequence[float]") -> tuple[float, ...]:
-    return tuple(map(float, values))

@@ -24,7 +24,7 @@ def test_options_of_a_handler_are_logged(
     caplog.set_level("INFO", logger=LOGGER)
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
     our_manager(item_handlers={"state": handler})
-    (line,) = caplog.messages
+    (line,) = (m for m in caplog.messages if "without effect" in m)
     assert "PyTreeCheckpointHandler of 'state'" in line
     for name in ("use_ocdbt", "use_zarr3", "save_concurrent_gb"):
         assert name in line
@@ -55,7 +55,7 @@ def test_options_at_their_defaults_are_not_logged(
     caplog.set_level("INFO", logger=LOGGER)
     given = {"w": ocp.SaveArgs(dtype=np.dtype(jnp.bfloat16))}
     our_manager().save(1, args=args.PyTreeSave(TREE, save_args=given))
-    assert caplog.messages == []
+    assert [m for m in caplog.messages if "without effect" in m] == []
 
 
 def test_aggregate_is_rejected_for_standard_saves(new_manager: NewManager) -> None:

@@ -103,7 +103,7 @@ def test_every_storectl_command_in_the_text_is_valid() -> None:
 def test_files_that_the_guide_names_exist() -> None:
     links = re.findall(r"\]\(([^)]+)\)", TEXT)
     files = re.findall(r"(?<![\w/])deploy/[\w./-]+", "\n".join(lines()))
-    benches = re.findall(r"python -m tests\.bench (\w+)", TEXT)
+    benches = re.findall(r"python -m benchmarks (\w+)", TEXT)
 
     assert all((links, files, benches))
     for link in links:
@@ -111,7 +111,7 @@ def test_files_that_the_guide_names_exist() -> None:
     for file in files:
         assert (ROOT / file).exists(), file
     for bench in benches:
-        assert (ROOT / "tests" / "bench" / f"{bench}.py").exists(), bench
+        assert (ROOT / "benchmarks" / f"{bench}.py").exists(), bench
 
 
 def test_each_program_in_the_text_uses_what_exists() -> None:

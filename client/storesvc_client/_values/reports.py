@@ -402,13 +402,16 @@ def _object(value: object, name: str = "report") -> Mapping[str, Any]:
 
 def _common(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that both reports have."""
-    timings = _object(fields.get("timings"), "timings")
     return {
         "run": _text(fields, "run"),
         "step": _count(fields, "step"),
         "start_time": _time(fields, "start_time"),
         "seconds": _seconds(fields, "seconds"),
-        "timings": {name: _seconds(timings, name) for name in timings},
+        "timings": {
+            name: _seconds(timings, name)
+            for timings in [_object(fields.get("timings"), "timings")]
+            for name in timings
+        },
         "timeline": _timeline(fields),
         "slowest": _text(fields, "slowest"),
         "slowest_seconds": _seconds(fields, "slowest_seconds"),

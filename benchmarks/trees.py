@@ -67,7 +67,7 @@ def measure(leaves: int) -> dict[str, float]:
     state = EasyDeLState.create(step=0, model=Many(leaves // 2, rngs=nnx.Rngs(0)))
     parts = (state.graphdef, state.graphstate, state.graphother)
     mesh = jax.make_mesh((1,), ("x",))
-    document = Recipe.of(*parts).pack()
+    document = Recipe.from_graph(*parts).pack()
     planner = Planner()
     tree = planner.plan(state, document)[0].tree
     blueprint = draw_blueprint(state, None, None)
@@ -90,7 +90,7 @@ def measure(leaves: int) -> dict[str, float]:
         )
 
     def compare() -> Any:
-        return Recipe.unpack(document).model_differences(Recipe.of(*parts))
+        return Recipe.unpack(document).model_differences(Recipe.from_graph(*parts))
 
     tasks: dict[str, Callable[[], Any]] = {
         "floor: tree_flatten_with_path": (
@@ -99,7 +99,7 @@ def measure(leaves: int) -> dict[str, float]:
         "name leaves": lambda: named_leaves(state),
         "save: plan": lambda: Planner().plan(state, document),
         "save: plan, of an unchanged tree": lambda: planner.plan(state, document),
-        "save: recipe, of a known GraphDef": lambda: Recipe.of(*parts).pack(),
+        "save: recipe, of a known GraphDef": lambda: Recipe.from_graph(*parts).pack(),
         "restore: leaf table": lambda: unpack_leaves(
             tree_pb2.LeafTable.FromString(packed)
         ),

@@ -18,7 +18,7 @@ from soak.disks import Change, Disk, Survivors, read_log
 from soak.outcomes import Outcome
 from soak.watched import watched
 from storesvc.audit.log import AuditLog
-from storesvc.format.audit_chain import lines_of, verify
+from storesvc.format.audit_chain import split_lines, verify
 
 EVERY: Final = int(os.environ.get("SOAK_EVERY", "1"))
 """Only every so many calls, the power is cut."""
@@ -70,11 +70,11 @@ def _losses(cut: Path) -> list[str]:
     file = cut / LOG
     lost = []
     asyncio.run(AuditLog(file, server="next").close())  # as the next server does
-    found = verify(lines_of(file.read_bytes(), LOG))
+    found = verify(split_lines(file.read_bytes(), LOG))
     if found.broken:
         lost.append(f"the log is broken: {found.broken}")
     intents = list[tuple[str, str]]()
-    for _, line in lines_of(file.read_bytes(), LOG):
+    for _, line in split_lines(file.read_bytes(), LOG):
         try:
             entry = json.loads(line)
         except ValueError:

@@ -51,7 +51,7 @@ class ByteCache(Generic[K, V]):
         loading = self._loading.get(key)
         if loading is None:
             loading = self._loading[key] = asyncio.create_task(self._load(key, load))
-            loading.add_done_callback(lambda task: self._loaded(key, task))
+            loading.add_done_callback(lambda task: self._on_loaded(key, task))
         # Shielded: other callers may wait for the same load when this one is cancelled.
         return await asyncio.shield(loading)
 
@@ -61,7 +61,7 @@ class ByteCache(Generic[K, V]):
             self._kept[key] = value
         return value
 
-    def _loaded(self, key: K, task: "asyncio.Task[V]") -> None:
+    def _on_loaded(self, key: K, task: "asyncio.Task[V]") -> None:
         del self._loading[key]
         if not task.cancelled():
             task.exception()  # marks it as retrieved, even if no caller waits

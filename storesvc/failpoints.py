@@ -143,7 +143,7 @@ def arm(faults: Mapping[Failpoint, Fault]) -> None:
 
 
 @contextmanager
-def armed(text: str) -> Iterator[None]:
+def arm_points(text: str) -> Iterator[None]:
     """Arms points while the context lasts."""
     arm(parse(text))
     try:

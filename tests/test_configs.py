@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.nnx.recipes import Recipe, factory_of
+from storesvc_client.trees.nnx.recipes import Recipe, factory_text
 from storesvc_client.trees.structure.settings import (
     encode_settings,
     plain_settings,
@@ -334,7 +334,7 @@ def test_a_malformed_config_is_rejected_where_it_is_compared(
     run: store.Run, config: Any
 ) -> None:
     model = Model(Config(), rngs=nnx.Rngs(0))
-    recipe = Recipe.of(*nnx.split(model, nnx.Param, ...))
+    recipe = Recipe.from_graph(*nnx.split(model, nnx.Param, ...))
     state = {"graphstate": model.linear.kernel[...]}
     document = replace(recipe, config=config).pack()
     run.save(1, state, document=document).result()
@@ -364,7 +364,7 @@ def test_the_call_of_a_factory_names_what_the_class_needs() -> None:
 
     assert (
         "lambda: Typed(config=config, width=width, rngs=nnx.Rngs(0), dtype=dtype)"
-        == factory_of(Typed)
+        == factory_text(Typed)
     )
 
 

@@ -176,7 +176,7 @@ def error_class(code: str, reason: str) -> type[StoreError]:
 
 
 @contextmanager
-def translated(address: str) -> Generator[None]:
+def translate_rpc_errors(address: str) -> Generator[None]:
     """Translates each ``grpc.RpcError`` raised inside into an error of this library.
 
     Use it around the iteration of a stream, too: a stream fails late. The gRPC error is

@@ -169,7 +169,9 @@ class StoreCheckpoint(Callback):  # type: ignore[misc]  # Keras has no annotatio
         self._saved = step
         parts = _parts(self.model).items()
         tree = {
-            part: _nested((path, found.value) for path, found in variables.items())
+            part: _nest_variables(
+                (path, found.value) for path, found in variables.items()
+            )
             for part, variables in parts
         }
         self._run.save(
@@ -222,7 +224,7 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     for part, variables in parts.items():
         names = [stored[part].get(path, path) for path in variables]
         found = [variable.value for variable in variables.values()]
-        like[part] = _nested(zip(names, found, strict=True))
+        like[part] = _nest_variables(zip(names, found, strict=True))
     select = [
         "/".join((*above, part, "**"))
         for part in stored
@@ -270,7 +272,7 @@ def _parts(model: Any) -> dict[str, dict[str, Any]]:
             if path in found.setdefault(part, {}):
                 raise _twice(variable.path)
             found[part][path] = variable
-        _nested((path, None) for path in found.get(part, ()))
+        _nest_variables((path, None) for path in found.get(part, ()))
     return found
 
 
@@ -300,7 +302,7 @@ def _count_from_zero(part: str, paths: Sequence[str]) -> list[str]:
     return counted
 
 
-def _nested(variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _nest_variables(variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the values of variables, in dicts by the parts of their paths.
 
     Raises:

@@ -61,7 +61,7 @@ class Call:
         """
         self.is_checked = True
         for observer in self.observers:
-            await observer.permitted(self)
+            await observer.on_permitted(self)
 
 
 class CallObserver(Protocol):
@@ -74,14 +74,14 @@ class CallObserver(Protocol):
             StoreError: The call must not continue; ``ended`` follows.
         """
 
-    async def permitted(self, call: Call) -> None:
+    async def on_permitted(self, call: Call) -> None:
         """Continues a call whose permissions are checked, before it changes anything.
 
         Raises:
             StoreError: The call must not continue; ``ended`` follows.
         """
 
-    async def elevated(self, call: Call) -> None:
+    async def on_elevated(self, call: Call) -> None:
         """Continues a call on an object of another principal, which the caller may use
         by a permission of managers; the record of the object has shown that.
 
@@ -189,7 +189,7 @@ async def require_own(
         )
     call.granted.append((otherwise, run))
     for observer in call.observers:
-        await observer.elevated(call)
+        await observer.on_elevated(call)
 
 
 def principal() -> Principal:

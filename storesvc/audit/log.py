@@ -52,8 +52,8 @@ from storesvc.format.audit_chain import (
     REOPENED,
     STARTED,
     TORN,
-    digest_of,
-    line_of,
+    line_digest,
+    make_line,
 )
 from storesvc.storage.rooted_files import sync_directory
 from storesvc.telemetry.events import AuditFailed, publish
@@ -191,8 +191,8 @@ class AuditLog:
         seq, prev, lines = self._seq, self._prev, []
         for fields in entries:
             seq += 1
-            line = line_of({"server": self.server, **fields}, seq=seq, prev=prev)
-            prev = digest_of(line)
+            line = make_line({"server": self.server, **fields}, seq=seq, prev=prev)
+            prev = line_digest(line)
             lines.append(line + b"\n")
         with self._durable:
             self._put_bytes(b"".join(lines))
@@ -253,7 +253,7 @@ class AuditLog:
             os.write(opened, b"\n")
         last = tail.rstrip(b"\n").rpartition(b"\n")[2]
         if last:  # an empty file after a rotation: the chain goes on
-            self._prev = digest_of(last)
+            self._prev = line_digest(last)
             self._seq = _last_number(tail, is_torn=is_torn)
         self._put([{"time": now_text(), "stage": STARTED, TORN: is_torn}])
 
@@ -357,7 +357,7 @@ class AuditObserver:
     async def began(self, call: Call) -> None:
         """Records nothing yet: what the call is about is not known."""
 
-    async def permitted(self, call: Call) -> None:
+    async def on_permitted(self, call: Call) -> None:
         """Records the intent of a call.
 
         Raises:
@@ -365,9 +365,9 @@ class AuditObserver:
         """
         self._began[call.request_id] = time.monotonic_ns()
         if call.method in INTENDED:
-            await self.elevated(call)
+            await self.on_elevated(call)
 
-    async def elevated(self, call: Call) -> None:
+    async def on_elevated(self, call: Call) -> None:
         """Records the intent of a call, once.
 
         Raises:
@@ -376,7 +376,7 @@ class AuditObserver:
         if call.request_id in self._intended:
             return
         try:
-            await self._audit.write(fields_of(call, stage="intent"))
+            await self._audit.write(entry_fields(call, stage="intent"))
         except AuditUnavailableError:
             if not self._best_effort:
                 raise
@@ -397,7 +397,7 @@ class AuditObserver:
                 self._reporting = asyncio.create_task(self._report(REPORT_SECONDS))
             return
         fields = {
-            **fields_of(call, stage="denied" if is_denied else "ended"),
+            **entry_fields(call, stage="denied" if is_denied else "ended"),
             "reason": "" if error is None else self._reason_of(error),
             "latency_ms": round(took / 1e6, 3),
         }
@@ -437,7 +437,7 @@ class AuditObserver:
         return is_admitted
 
 
-def fields_of(call: Call, *, stage: str) -> Mapping[str, Any]:
+def entry_fields(call: Call, *, stage: str) -> Mapping[str, Any]:
     """Returns the values of an entry."""
     missing = {} if call.missing is None else {"missing": _values(call.missing)}
     return {

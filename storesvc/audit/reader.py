@@ -255,7 +255,7 @@ def _is_about(entry: Entry, resource: Resource) -> bool:
     return any(of.startswith(short) for of in checked)
 
 
-def parsed(line: bytes) -> Entry | Unreadable:
+def parse_line(line: bytes) -> Entry | Unreadable:
     """Returns the entry of a line, which is given without its line break."""
     try:
         found = json.loads(line.decode())
@@ -411,7 +411,7 @@ class PageSearch:
                 problem=f"{place}: expected a line of at most {MAX_LINE_BYTES:,} bytes;"
                 f" {_ADVICE}"
             )
-        found = parsed(line.data)
+        found = parse_line(line.data)
         if isinstance(found, Entry):
             return found
         if self.torn:

@@ -35,7 +35,7 @@ from storesvc.access.call import may_list
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog.records import (
     corrupted_in_transit,
-    damaged,
+    damage_error,
     read_listed,
     read_record,
 )
@@ -45,8 +45,8 @@ from storesvc.catalog.slots import (
     COMMITTED,
     UPLOADING,
     is_deleted,
-    replaced,
-    state_of,
+    replaced_error,
+    slot_state,
 )
 from storesvc.errors import (
     CheckpointNotFoundError,
@@ -153,11 +153,11 @@ class SlotReader:
             found = await read_record(self._bucket, path, pb.CheckpointRecord, of=of)
             if found is not None and found[0].step != step:
                 how = f"expected step {step}, got {found[0].step}"
-                raise damaged(path, how, of=of)
+                raise damage_error(path, how, of=of)
         except CorruptDataError as e:
-            raise _isolated(e, run, step) from e
+            raise _damage_error(e, run, step) from e
         if found is not None:
-            state_of(found[0])
+            slot_state(found[0])
         return found
 
     async def checked(
@@ -172,7 +172,7 @@ class SlotReader:
         found = await self.slot(run, step)
         damage = await self._rollbacks.damage(run, found)
         if damage is not None:
-            raise _isolated(damage, run, step)
+            raise _damage_error(damage, run, step)
         return found
 
     async def steps(
@@ -190,7 +190,7 @@ class SlotReader:
             places.checkpoints,
             after="" if after is None else places.checkpoint(after),
         )
-        steps = map(places.step_of, reversed(found))
+        steps = map(places.parse_step, reversed(found))
         return [s for s in steps if s is not None and (before is None or s < before)]
 
     async def newest(
@@ -266,7 +266,9 @@ class SlotReader:
         return True
 
 
-def _isolated(damage: CorruptDataError, run: RunName, step: int) -> CorruptDataError:
+def _damage_error(
+    damage: CorruptDataError, run: RunName, step: int
+) -> CorruptDataError:
     text = f"{damage}; other steps can be used as before"
     return CorruptDataError(text, run=str(run), step=str(step))
 
@@ -446,7 +448,7 @@ class Catalog:
         """
         prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
         found = await self._bucket.list(prefix)
-        return sorted(name for path in found if (name := layout.run_of_record(path)))
+        return sorted(name for path in found if (name := layout.parse_run_record(path)))
 
     async def checkpoints(
         self,
@@ -501,14 +503,14 @@ class Catalog:
             CheckpointDeletedError: The checkpoint was deleted.
             TagNotFoundError: There is no such tag.
         """
-        record = await self._resolved(name) or await self._resolved_again(name)
+        record = await self._resolve_name(name) or await self._resolved_again(name)
         if record is None:
             raise await self.missing(name)
         if record.state != COMMITTED:
             raise is_deleted(name.run, record)
         return record
 
-    async def checkpoint_of_uid(
+    async def checkpoint_with_uid(
         self, name: CheckpointName, uid: str
     ) -> pb.CheckpointRecord:
         """Returns the checkpoint of a name, if it has the given uid; also a deleted one
@@ -519,11 +521,11 @@ class Catalog:
             CheckpointNotFoundError: It was purged, or replaced by another one.
             TagNotFoundError: There is no such tag.
         """
-        record = await self._resolved(name) or await self._resolved_again(name)
+        record = await self._resolve_name(name) or await self._resolved_again(name)
         if record is None:
             raise await self.missing(name)
         if record.upload != uid:
-            raise replaced(name.run, record, uid)
+            raise replaced_error(name.run, record, uid)
         return record
 
     async def missing(
@@ -566,7 +568,7 @@ class Catalog:
     async def tag_names(self, run: RunName) -> list[str]:
         """Returns the names of a run's tags in order, deleted ones included."""
         places = RunPaths(run)
-        names = map(places.tag_of, await self._bucket.list(places.tags))
+        names = map(places.parse_tag, await self._bucket.list(places.tags))
         return sorted(name for name in names if name is not None)
 
     async def tag_not_found(self, name: TagName) -> TagNotFoundError:
@@ -594,18 +596,20 @@ class Catalog:
             CorruptDataError: The manifest is missing or damaged.
         """
         try:
-            return await self._unpacked(run, record)
+            return await self._unpack_manifest(run, record)
         except CorruptManifestError:
             pass
         try:
-            manifest = await self._unpacked(run, record)
+            manifest = await self._unpack_manifest(run, record)
         except CorruptManifestError as e:
             raise CorruptDataError(f"{run}@{record.step}: {e}") from e
         path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         _log.warning("%s", corrupted_in_transit(path))
         return manifest
 
-    async def _unpacked(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
+    async def _unpack_manifest(
+        self, run: RunName, record: pb.CheckpointRecord
+    ) -> Manifest:
         data = await self.manifest_bytes(run, record)
         return await offload(
             rows_in(data),
@@ -667,13 +671,13 @@ class Catalog:
             yield part
             del part  # so that only the caller holds its memory
 
-    async def _resolved(self, name: CheckpointName) -> pb.CheckpointRecord | None:
+    async def _resolve_name(self, name: CheckpointName) -> pb.CheckpointRecord | None:
         """The checkpoint of a name, deleted ones included."""
         if name.which == LATEST:
             return await self._newest(name.run, _LISTED)
         if isinstance(name.which, int):
             return await self._slot_in(name.run, name.which, CHECKPOINTS)
-        return await self._tagged(TagName(name.run, name.which))
+        return await self._resolve_tag(TagName(name.run, name.which))
 
     async def _resolved_again(self, name: CheckpointName) -> pb.CheckpointRecord | None:
         """The checkpoint of a step that one read did not find, if a list has its
@@ -683,9 +687,9 @@ class Catalog:
         path = RunPaths(name.run).checkpoint(name.which)
         if path not in await self._bucket.list(path):
             return None
-        return await self._resolved(name)
+        return await self._resolve_name(name)
 
-    async def _tagged(self, name: TagName) -> pb.CheckpointRecord | None:
+    async def _resolve_tag(self, name: TagName) -> pb.CheckpointRecord | None:
         """The checkpoint that a tag points to; None if it was purged."""
         tagged = await self.tag_slot(name)
         if tagged is None or not tagged[0].upload:

@@ -106,7 +106,7 @@ class Journal:
                 return number
         raise _overtaken(namespace)
 
-    def landed(self, namespace: str) -> None:
+    def notify_landed(self, namespace: str) -> None:
         """Notifies the watchers of this process that an announced change was made."""
         landings = self._landings.get(namespace)
         if landings is not None:
@@ -310,7 +310,7 @@ class Journal:
                 f"got announcement {number}; watch without a token"
             )
         if later and later[0] != number + 1:
-            raise expired(namespace)
+            raise expired_token_error(namespace)
 
     async def _last(self, namespace: str, known: int) -> int:
         """Lists the last number after a known one."""
@@ -324,7 +324,7 @@ class Journal:
             layout.journal(namespace),
             after=layout.announcement(namespace, after) if after else "",
         )
-        return [n for path in found if (n := layout.number_of(path)) is not None]
+        return [n for path in found if (n := layout.parse_number(path)) is not None]
 
     async def _age(self, namespace: str, number: int) -> timedelta | None:
         """Returns the age of an announcement; None if it is damaged or deleted."""
@@ -348,7 +348,7 @@ def _overtaken(namespace: str) -> StorageUnavailableError:
     )
 
 
-def expired(namespace: str) -> ResumeTokenExpiredError:
+def expired_token_error(namespace: str) -> ResumeTokenExpiredError:
     """Returns the error of a resume token whose next announcements were trimmed."""
     return ResumeTokenExpiredError(
         f"resume_token: the events of {namespace} that follow it are gone; list the "

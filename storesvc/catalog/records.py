@@ -84,21 +84,21 @@ async def read_record(
     if stored is None:
         return None
     try:
-        return _unsealed(stored, kind, path), stored.generation
+        return _unseal_record(stored, kind, path), stored.generation
     except CorruptRecordError:
         again = await bucket.read(path)
     if again is None:
         return None
     try:
-        record = _unsealed(again, kind, path)
+        record = _unseal_record(again, kind, path)
     except CorruptRecordError as e:
         reads = "" if again.data == stored.data else ", and two reads of it differ"
-        raise damaged(path, f"{e}{reads}", of=of) from e
+        raise damage_error(path, f"{e}{reads}", of=of) from e
     _log.warning("%s", corrupted_in_transit(path))
     return record, again.generation
 
 
-def _unsealed(stored: Stored, kind: type[M], path: str) -> M:
+def _unseal_record(stored: Stored, kind: type[M], path: str) -> M:
     try:
         return unseal(stored.data, kind, place=path)
     except FormatVersionError as e:
@@ -134,7 +134,7 @@ async def read_listed(
     return found
 
 
-def damaged(path: str, how: str, *, of: str = "") -> CorruptDataError:
+def damage_error(path: str, how: str, *, of: str = "") -> CorruptDataError:
     """Returns the error of a damaged record; arguments as of ``read_record``."""
     remedy = "restore this object from a copy"
     if not of:
@@ -145,7 +145,7 @@ def damaged(path: str, how: str, *, of: str = "") -> CorruptDataError:
     )
 
 
-def sealed(path: str, record: Message) -> bytes:
+def seal_record(path: str, record: Message) -> bytes:
     """Returns the sealed object of a record, with a nonce that no other write has."""
     return seal(record, place=path, nonce=os.urandom(_NONCE_BYTES))
 
@@ -164,7 +164,7 @@ async def write_record(
     """
     # 1. Seal it with a nonce: equal records of two processes are two writes, and only
     #    one of them may succeed.
-    data = sealed(path, record)
+    data = seal_record(path, record)
     try:
         return await bucket.write(path, data, condition=condition)
     except PreconditionError:
@@ -179,7 +179,7 @@ async def write_record(
         return stored.generation
 
 
-def etag_of(record: Message) -> str:
+def record_etag(record: Message) -> str:
     """Returns the etag of a record, which differs after every change."""
     return f'"{digest(record.SerializeToString(deterministic=True)).hex()}"'
 

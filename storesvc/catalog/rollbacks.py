@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
-from storesvc.catalog.records import damaged, read_record
+from storesvc.catalog.records import damage_error, read_record
 from storesvc.catalog.slots import UPLOADING
 from storesvc.errors import (
     CorruptDataError,
@@ -120,7 +120,7 @@ def rolled_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataEr
         "an earlier version of it was restored: it does not hold upload "
         f"{upload} as a checkpoint, but {why}"
     )
-    return damaged(RunPaths(run).checkpoint(step), how, of=f"{run}@{step}")
+    return damage_error(RunPaths(run).checkpoint(step), how, of=f"{run}@{step}")
 
 
 def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:

@@ -7,12 +7,7 @@ from typing import Final, Literal, TypeAlias
 
 from storesvc.access.call import principal_name
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.records import (
-    etag_of,
-    read_record,
-    timestamp,
-    write_record,
-)
+from storesvc.catalog.records import read_record, record_etag, timestamp, write_record
 from storesvc.catalog.slots import check_etag, is_repeated
 from storesvc.clock import Clock
 from storesvc.errors import ConflictError, EtagMismatchError, InvalidFieldError
@@ -168,4 +163,4 @@ def run_etag(record: pb.RunRecord) -> str:
     updated = pb.RunRecord()
     updated.CopyFrom(record)
     updated.ClearField("epoch_floor")  # the collector changes it, not an update
-    return etag_of(updated)
+    return record_etag(updated)

@@ -36,7 +36,7 @@ from typing import Final, assert_never
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.records import record_etag, timestamp
 from storesvc.errors import (
     CheckpointDeletedError,
     CheckpointExistsError,
@@ -143,7 +143,7 @@ CHECKPOINTS = frozenset({COMMITTED, DELETED, PURGING})
 """States of a slot that holds a checkpoint, deleted or not."""
 
 
-def state_of(slot: pb.CheckpointRecord) -> SlotState:
+def slot_state(slot: pb.CheckpointRecord) -> SlotState:
     """Returns the state of a slot.
 
     Raises:
@@ -162,7 +162,7 @@ def fault(slot: pb.CheckpointRecord) -> str:
     """Describes a value in a slot that no release writes, as a clause; "" for none.
 
     The collector acts on the values: it deletes all objects whose name begins with the
-    id of an upload. ``state_of`` rejects unknown states.
+    id of an upload. ``slot_state`` rejects unknown states.
     """
     try:
         check_upload(slot.upload)
@@ -186,7 +186,7 @@ def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) ->
     """
     if slot is None:
         return floor + 1
-    match state_of(slot):
+    match slot_state(slot):
         case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
             raise exists(run, slot)
         case SlotState.UPLOADING | SlotState.FREE:
@@ -212,7 +212,7 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
     )
 
 
-def released(slot: pb.CheckpointRecord, when: Timestamp) -> pb.CheckpointRecord:
+def release_slot(slot: pb.CheckpointRecord, when: Timestamp) -> pb.CheckpointRecord:
     """Returns the slot after the abort of its owner."""
     return pb.CheckpointRecord(
         state=FREE,
@@ -315,7 +315,7 @@ def check_complete(
 
 def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
     """Returns the error of a second commit."""
-    match state_of(slot):
+    match slot_state(slot):
         case SlotState.COMMITTED:
             text = (
                 f"exists already, saved{_by(slot)} at {_moment(slot.commit_time)}, and "
@@ -393,7 +393,7 @@ class Change:
     pinned: bool | None = None
 
 
-def updated(
+def update_slot(
     run: RunName, slot: pb.CheckpointRecord, change: Change, *, etag: str, write_id: str
 ) -> pb.CheckpointRecord:
     """Returns the slot with new labels, metrics or pin.
@@ -407,7 +407,7 @@ def updated(
         return slot
     if slot.state != COMMITTED:
         raise is_deleted(run, slot)
-    check_etag(f"{run}@{slot.step}", etag, etag_of(slot))
+    check_etag(f"{run}@{slot.step}", etag, record_etag(slot))
     changed = _copy(slot, write_id)
     if change.labels is not None:
         changed.ClearField("labels")
@@ -420,7 +420,7 @@ def updated(
     return changed
 
 
-def deleted(
+def delete_slot(
     run: RunName,
     slot: pb.CheckpointRecord,
     *,
@@ -448,7 +448,7 @@ def deleted(
     """
     if is_repeated(slot.write_id, write_id) and slot.state != COMMITTED:
         return slot
-    check_etag(f"{run}@{slot.step}", etag, etag_of(slot))
+    check_etag(f"{run}@{slot.step}", etag, record_etag(slot))
     if slot.state != COMMITTED:
         return slot
     if slot.pinned:
@@ -463,7 +463,7 @@ def deleted(
     return changed
 
 
-def undeleted(
+def undelete_slot(
     run: RunName, slot: pb.CheckpointRecord, *, write_id: str
 ) -> pb.CheckpointRecord:
     """Returns the slot of a checkpoint whose deletion is reverted.
@@ -473,7 +473,7 @@ def undeleted(
         RequestIdReusedError: The request id was used for another change of it.
     """
     is_repeated(slot.write_id, write_id)  # only for its check: the state is enough
-    match state_of(slot):
+    match slot_state(slot):
         case SlotState.COMMITTED:
             return slot
         case SlotState.DELETED:
@@ -499,7 +499,7 @@ def purging(
         CheckpointNotDeletedError: The checkpoint is not deleted.
         EtagMismatchError: It has changed since the etag was read.
     """
-    state = state_of(slot)
+    state = slot_state(slot)
     if state is SlotState.COMMITTED:
         raise CheckpointNotDeletedError(
             f"{run}@{slot.step} is not deleted, and only a deleted checkpoint can be "
@@ -508,7 +508,9 @@ def purging(
             step=str(slot.step),
         )
     # An interrupted purge is no change: the checkpoint stays deleted, so its etag fits.
-    check_etag(f"{run}@{slot.step}", etag, etag_of(slot), etag_of(spared(slot)))
+    check_etag(
+        f"{run}@{slot.step}", etag, record_etag(slot), record_etag(spare_slot(slot))
+    )
     match state:
         case SlotState.PURGING:
             return slot
@@ -523,7 +525,7 @@ def purging(
             assert_never(state)
 
 
-def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
+def spare_slot(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
     """Returns the slot of a checkpoint that is referenced, and so is not purged."""
     changed = pb.CheckpointRecord()
     changed.CopyFrom(slot)
@@ -531,7 +533,7 @@ def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
     return changed
 
 
-def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
+def free_slot(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
     """Returns the slot of a step whose checkpoint was purged."""
     return pb.CheckpointRecord(
         state=FREE,
@@ -544,7 +546,7 @@ def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
 
 def is_due(slot: pb.CheckpointRecord, now: datetime) -> bool:
     """Returns whether a purge of the checkpoint may begin, or must be finished."""
-    match state_of(slot):
+    match slot_state(slot):
         case SlotState.PURGING:
             return True
         case SlotState.DELETED:
@@ -615,7 +617,7 @@ def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedErro
     )
 
 
-def replaced(
+def replaced_error(
     run: RunName, slot: pb.CheckpointRecord, uid: str
 ) -> CheckpointNotFoundError:
     """Returns the error of a checkpoint whose step holds another one by now."""

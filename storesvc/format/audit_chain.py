@@ -24,12 +24,12 @@ TORN: Final = "torn"
 """Key of such a line: true if the line before it was cut off."""
 
 
-def digest_of(line: bytes) -> str:
+def line_digest(line: bytes) -> str:
     """Returns the digest of a line, without its line break."""
     return hashlib.sha256(line).hexdigest()
 
 
-def line_of(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
+def make_line(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
     """Returns a line, without its line break.
 
     Args:
@@ -102,7 +102,7 @@ def verify(
         elif entry is not None:
             found.last = entry["seq"]
             found.first = found.first or found.last
-        found.digest = digest_of(line)
+        found.digest = line_digest(line)
         found.missing -= {found.digest}
         found.lines += 1
     return found
@@ -135,7 +135,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def lines_of(data: bytes, file: str) -> Iterator[tuple[str, bytes]]:
+def split_lines(data: bytes, file: str) -> Iterator[tuple[str, bytes]]:
     """Yields the lines of a file with their places; an unfinished last line, too."""
     for number, line in enumerate(data.split(b"\n"), 1):
         if line:

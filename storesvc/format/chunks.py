@@ -179,7 +179,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
             "digests"
         )
     ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(rows)
-    crc32c = _converted(table.crc32c, np.uint32)
+    crc32c = _convert_numbers(table.crc32c, np.uint32)
     if np.any(np.diff(ordinal) <= 0):
         raise InvalidChunksError("expected strictly ascending ordinals")
     return Sums(ordinal=ordinal, crc32c=crc32c, digests=raw.reshape(-1, DIGEST_BYTES))
@@ -244,13 +244,13 @@ _EMPTY: Final = (Sums.of_rows([]), ChunkLocations.of_rows([]))
 def _column(values: Sequence[int], name: str) -> I64:
     """Converts a column of unsigned numbers; rejects those whose sums could
     overflow."""
-    column = _converted(values, np.uint64)
+    column = _convert_numbers(values, np.uint64)
     if len(column) and column.max() > MAX_VALUE:
         raise InvalidChunksError(f"column {name}: {column.max()} is too large")
     return column.astype(np.int64)
 
 
-def _converted(values: Sequence[int], dtype: type[N]) -> NDArray[N]:
+def _convert_numbers(values: Sequence[int], dtype: type[N]) -> NDArray[N]:
     """Converts numbers to an array, a part at a time: NumPy first makes a Python object
     of each number, and holds the interpreter lock while it does so."""
     array = np.empty(len(values), dtype)

@@ -119,7 +119,7 @@ def item_key(item: str, process: int | None = None) -> str:
     return f"{_PREFIX}{item}" if process is None else f"{_PREFIX}{item}/{process}"
 
 
-def item_of(key: str) -> ItemName:
+def parse_item_key(key: str) -> ItemName:
     """Returns the item of a key.
 
     Raises:
@@ -160,7 +160,7 @@ def check_items(rows: Sequence[ItemRow]) -> None:
     processes: dict[str, set[int]] = {}
     kinds: dict[str, pb.LeafKind.ValueType] = {}
     for row in rows:
-        name = item_of(row.key)
+        name = parse_item_key(row.key)
         if row.path_kinds != name.path_kinds:
             raise InvalidItemError(
                 f"{describe(row.key)}: expected the path kinds {name.path_kinds!r}, "

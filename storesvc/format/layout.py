@@ -47,7 +47,7 @@ def is_pooled(path: str) -> bool:
     return bool(_POOLED.match(path))
 
 
-def upload_of_data_file(path: str) -> str:
+def parse_data_file(path: str) -> str:
     """Returns the upload that has written a data file; empty for other objects."""
     found = _POOLED.match(path)
     return (found and found[1]) or ""
@@ -58,7 +58,7 @@ def run_record(name: RunName) -> str:
     return f"{RUNS}{name.namespace}/{name.run}{_SUFFIX}"
 
 
-def run_of_record(path: str) -> RunName | None:
+def parse_run_record(path: str) -> RunName | None:
     """Returns the run of a record's path; None for a foreign object."""
     try:
         name = RunName.parse(path.removeprefix(RUNS).removesuffix(_SUFFIX))
@@ -77,7 +77,7 @@ def announcement(namespace: str, number: int) -> str:
     return f"{journal(namespace)}{number:020d}{_SUFFIX}"
 
 
-def number_of(path: str) -> int | None:
+def parse_number(path: str) -> int | None:
     """Returns the number at the end of a path; None for a foreign object."""
     name = path.rpartition("/")[2]
     return int(name[:20]) if _NUMBER.fullmatch(name) else None
@@ -108,10 +108,10 @@ class RunPaths:
         """Returns the path of a step's slot."""
         return f"{self.checkpoints}{step:020d}{_SUFFIX}"
 
-    def step_of(self, path: str) -> int | None:
+    def parse_step(self, path: str) -> int | None:
         """Returns the step of a slot's path; None for a foreign object."""
         name = path.removeprefix(self.checkpoints)
-        return None if "/" in name else number_of(name)
+        return None if "/" in name else parse_number(name)
 
     def manifest(self, upload: str, digest: bytes) -> str:
         """Returns the path of the manifest with that digest."""
@@ -130,7 +130,7 @@ class RunPaths:
         """Returns the path of a tag."""
         return f"{self.tags}{tag}{_SUFFIX}"
 
-    def tag_of(self, path: str) -> str | None:
+    def parse_tag(self, path: str) -> str | None:
         """Returns the tag of a path; None for a foreign object."""
         return _only_id(path, self.tags, check_tag)
 
@@ -143,7 +143,7 @@ class RunPaths:
         """Returns the path of a hold."""
         return f"{self.holds}{hold}{_SUFFIX}"
 
-    def hold_of(self, path: str) -> str | None:
+    def parse_hold(self, path: str) -> str | None:
         """Returns the hold of a path; None for a foreign object."""
         return _only_id(path, self.holds, check_hold)
 
@@ -160,7 +160,7 @@ class RunPaths:
         """Returns the path of an upload's lease."""
         return f"{self.uploads}{upload}/lease{_SUFFIX}"
 
-    def upload_of(self, path: str) -> str | None:
+    def parse_upload(self, path: str) -> str | None:
         """Returns the upload that has written an object; None for an object without
         one, and for data files of the first release."""
         found = _OWNED.match(path.removeprefix(self.root))
@@ -182,7 +182,7 @@ class RunPaths:
         """Returns the path of a writer's receipt."""
         return f"{self.receipts(upload)}{writer}{_SUFFIX}"
 
-    def writer_of(self, receipt: str) -> int:
+    def parse_writer(self, receipt: str) -> int:
         """Returns the writer of a receipt's path."""
         return int(receipt.rpartition("/")[2].removesuffix(_SUFFIX))
 
@@ -198,19 +198,19 @@ class RunPaths:
         """Returns the path of a table of chunks that a writer stored."""
         return f"{self.staging(upload, writer)}{table}{_SUFFIX}"
 
-    def staging_of(self, upload: str) -> str:
+    def staging_prefix(self, upload: str) -> str:
         """Returns the prefix of the tables of all writers of an upload."""
         return f"{self.root}staging/{upload}/"
 
-    def staged_writer_of(self, table: str) -> int:
-        """Returns the writer of a path below ``staging_of``."""
+    def parse_staged_writer(self, table: str) -> int:
+        """Returns the writer of a path below ``staging_prefix``."""
         return int(table.rsplit("/", 2)[1])
 
     def upload_parts(self, upload: str) -> str:
         """Returns the prefix of the leaf table and the receipts of an upload."""
         return f"{self.root}uploads/{upload}/"
 
-    def all_of(self, upload: str) -> list[str]:
+    def list_prefixes(self, upload: str) -> list[str]:
         """Returns the prefixes of all objects of an upload but its record, remains of
         killed writes of the record included."""
         return [
@@ -218,7 +218,7 @@ class RunPaths:
             f"{self.root}manifests/{upload}-",
             f"{self.root}files/{upload}-",
             f"{self.root}trees/{upload}",
-            self.staging_of(upload),
+            self.staging_prefix(upload),
             self.upload_parts(upload),
             f"{self.pool}{self.data_prefix(upload)}",
         ]

@@ -30,7 +30,7 @@ class TraceIds(NamedTuple):
     span: int
 
 
-def trace_of_upload(upload: str) -> TraceIds | None:
+def upload_trace(upload: str) -> TraceIds | None:
     """Returns the ids of the root span of an upload; None if its id is no UUID."""
     return _valid(upload, upload[16:]) if _UPLOAD.fullmatch(upload) else None
 

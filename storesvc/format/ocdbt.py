@@ -177,7 +177,7 @@ class NodeFile:
             common: Number of leading bytes that the keys share and the node omits.
             below: Statistics of its descendants.
         """
-        framed_node = framed(_MAGIC, body)
+        framed_node = frame_node(_MAGIC, body)
         offset, length = self._end, len(framed_node)
         self.written.append(framed_node)
         self._end += length
@@ -286,7 +286,7 @@ def file_table(paths: list[bytes]) -> bytes:
     return b"".join(columns)
 
 
-def framed(magic: int, body: Sequence[bytes]) -> bytes:
+def frame_node(magic: int, body: Sequence[bytes]) -> bytes:
     """Encodes a node or a manifest: a header, its body, a checksum."""
     content = b"".join((b"\0\0", *body))  # version, compression_format
     length = _FRAME_BYTES + len(content)
@@ -361,7 +361,7 @@ def encode(
     root = level[0] if level else None
     return Encoded(
         nodes=b"".join(file.written),
-        manifest=framed(
+        manifest=frame_node(
             _MANIFEST,
             [
                 uuid + b"\0",  # manifest_kind
@@ -439,7 +439,7 @@ class ZarrArray:
     """Its name in ``zarr.json``; "": that of the format."""
 
 
-def view_of_arrays(
+def view_arrays(
     arrays: Sequence[ZarrArray],
     chunk_keys: Sequence[str],
     places: ChunkLocations,

@@ -91,13 +91,13 @@ def unseal(data: bytes, kind: type[M], *, place: str) -> M:
     payload = sealed.payload
     try:
         if sealed.format_version > OLDEST_VERSION:
-            payload = _record_of(pb.BoundRecord.FromString(payload), kind, place)
+            payload = _check_record(pb.BoundRecord.FromString(payload), kind, place)
         return kind.FromString(payload)
     except DecodeError as e:
         raise CorruptRecordError("expected another kind of record") from e
 
 
-def _record_of(bound: pb.BoundRecord, kind: type[Message], place: str) -> bytes:
+def _check_record(bound: pb.BoundRecord, kind: type[Message], place: str) -> bytes:
     """Returns the serialised record; rejects another kind or path."""
     expected = kind.DESCRIPTOR.name
     if (bound.kind, bound.place) != (expected, place):

@@ -29,7 +29,7 @@ from storesvc.format.keys import (
     describe,
     fits_key,
     is_item,
-    item_of,
+    parse_item_key,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -185,7 +185,7 @@ class Tree:
     def item_count(self) -> int:
         """Number of distinct names of items."""
         rows = self.leaves[self.tree_count :]
-        return len({item_of(row.key).item for row in rows})
+        return len({parse_item_key(row.key).item for row in rows})
 
     @cached_property
     def first_chunk(self) -> I64:
@@ -261,8 +261,8 @@ class Tree:
 def pack_leaves(tree: Tree) -> Iterator[bytes]:
     """Yields the serialised leaf table of a tree, in parts."""
     dtypes = {n: i for i, n in enumerate(sorted({x.dtype for x in tree.leaves}))}
-    shardings = _numbered(x.sharding for x in tree.leaves)
-    impls = _numbered(x.prng_impl for x in tree.leaves)
+    shardings = _number_values(x.sharding for x in tree.leaves)
+    impls = _number_values(x.prng_impl for x in tree.leaves)
     for at in range(0, max(1, len(tree.leaves)), MAX_PART_ROWS):
         rows = tree.leaves[at : at + MAX_PART_ROWS]
         part = pb.LeafTable(
@@ -444,7 +444,7 @@ def _entry(values: Sequence[T], index: int, column: str) -> T:
     return values[index]
 
 
-def _numbered(values: Iterable[H | None]) -> dict[H | None, int]:
+def _number_values(values: Iterable[H | None]) -> dict[H | None, int]:
     """Numbers distinct values from 1 in order of first appearance; None is 0."""
     numbers: dict[H | None, int] = {None: 0}
     for value in values:

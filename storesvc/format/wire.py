@@ -111,7 +111,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts_of(
+def cut_parts(
     start: int, chunks: Iterable[int], lengths: Iterable[int]
 ) -> Iterator[Part]:
     """Yields the responses that carry chunks.

@@ -50,7 +50,7 @@ from storesvc.format.names import RunName, TagName
 from storesvc.gc import mark
 from storesvc.gc.expiry import Expirations, Expiry, History, LeaseExpiry
 from storesvc.gc.mark import Fate, Marks, RunState, State
-from storesvc.gc.run_state import RunReader, contents_of
+from storesvc.gc.run_state import RunReader, run_contents
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
@@ -143,7 +143,7 @@ class GarbageFinder:
         """
         # In threads: a hundred thousand objects would block the event loop.
         known = await asyncio.to_thread(mark.fates, state)
-        unrecorded = mark.unrecorded(state, known)
+        unrecorded = mark.list_unrecorded(state, known)
         if unrecorded:
             raise CorruptDataError(
                 f"upload {unrecorded[0]}: expected a record of the live upload, got "
@@ -258,7 +258,7 @@ def _without_table(
 ) -> CorruptDataError:
     """Returns the error for a missing file table of a checkpoint."""
     places = state.places
-    slot = known[places.upload_of(table) or ""].slot
+    slot = known[places.parse_upload(table) or ""].slot
     assert slot is not None
     if places.manifest(slot.upload, slot.manifest_digest) not in state.listed:
         return data_missing(places.name, slot)
@@ -285,7 +285,7 @@ class Sweeper:
     ) -> AsyncGenerator[int, None]:
         """Deletes garbage; yields the number of objects deleted so far."""
         count, marks = 0, garbage.marks
-        prefixes = [p for gone in marks.gone for p in state.places.all_of(gone)]
+        prefixes = [p for gone in marks.gone for p in state.places.list_prefixes(gone)]
         for delete, places in (
             # 1. Tables before data files (``mark`` sorts them): a pass that is cut off
             #    in between leaves files that the next list shows, and no table that
@@ -495,7 +495,7 @@ class Collector:
         try:
             await reach(Failpoint.COLLECT_BEFORE_LIST)
             seen = await self._reader.read_once(run)
-            contents = contents_of(seen)
+            contents = run_contents(seen)
             # 1. to 3. Abort expired uploads, apply retention, purge: in this order, so
             #    that the base of an aborted upload, and what retention deleted without
             #    a delay, can be purged in the same pass.
@@ -546,7 +546,7 @@ class Collector:
             past_grace = self._finder.past_grace(state, grace)
             after = state.with_slots(expirations.slots)
             if not grace:  # then collect would also delete what ends in this pass
-                past_grace |= mark.ended(mark.fates(after))
+                past_grace |= mark.list_ended(mark.fates(after))
             garbage = await self._finder.find(after, past_grace - lost.keys())
             progress = progress.knowing(garbage, grace, lost)
         except StoreError as e:

@@ -88,7 +88,7 @@ class LeaseExpiry:
         """Returns the uploads whose lease is over."""
 
         async def look(upload: str) -> ExpiredUpload | None:
-            return await self._expired(run, state, upload)
+            return await self._find_expired(run, state, upload)
 
         known = mark.fates(state)
         found = await each(look, mark.leases(state, known))
@@ -104,7 +104,7 @@ class LeaseExpiry:
             return False
         # 2. So must the lease: it may have been renewed since.
         sign = await self._sign(run, expired.upload)
-        if _bytes_of(sign) != expired.sign:
+        if _serialize_record(sign) != expired.sign:
             return False
         # 3. Free the slot on the condition that it is still the one of step 1. A
         #    renewal after step 2 finds the slot FREE, and its upload ended.
@@ -128,17 +128,17 @@ class LeaseExpiry:
             found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None:
                 return None
-            hold, seen = found[0], _bytes_of(found[0])
+            hold, seen = found[0], _serialize_record(found[0])
             if not self._is_over(place, seen, hold.ttl.ToTimedelta(), hold.renew_time):
                 return None
             return place, found[1]
 
         listed = [p for p in state.listed if p.startswith(places.holds)]
-        holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
+        holds = {place: id_ for place in listed if (id_ := places.parse_hold(place))}
         found = await each(look, holds)
         return dict(one for one in found if one is not None)
 
-    async def _expired(
+    async def _find_expired(
         self, run: RunName, state: RunState, upload: str
     ) -> ExpiredUpload | None:
         record, owned = state.records.get(upload), state.owners.get(upload)
@@ -148,7 +148,7 @@ class LeaseExpiry:
         length = record.lease_duration.ToTimedelta() if record else DEFAULT_LEASE
         renewed = sign.renew_time if sign else begun.create_time
         # Becoming the owner of a slot renews the lease too.
-        seen = _bytes_of(owned) + _bytes_of(sign)
+        seen = _serialize_record(owned) + _serialize_record(sign)
         if not self._is_over(RunPaths(run).lease(upload), seen, length, renewed):
             return None
         reserved = pb.CheckpointRecord(
@@ -157,9 +157,9 @@ class LeaseExpiry:
         return ExpiredUpload(
             upload=upload,
             create_time=begun.create_time.ToDatetime(UTC),
-            sign=_bytes_of(sign),
+            sign=_serialize_record(sign),
             before=state.slots.get(begun.step),
-            after=slots.released(reserved, timestamp(self._clock.now())),
+            after=slots.release_slot(reserved, timestamp(self._clock.now())),
         )
 
     async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:
@@ -181,7 +181,7 @@ class LeaseExpiry:
         )
 
 
-def _bytes_of(record: Message | None) -> bytes:
+def _serialize_record(record: Message | None) -> bytes:
     return record.SerializeToString(deterministic=True) if record else b""
 
 
@@ -221,13 +221,13 @@ class History:
         """
         known = mark.fates(state)
         await self._check_orphans(run, state, known)
-        unfinished = mark.unfinished(known)
+        unfinished = mark.list_unfinished(known)
         if not unfinished:
             return
         named = await self._references.named(run)
-        announced = await self._announced(run, expired)
+        announced = await self._find_announced(run, expired)
         for upload in unfinished:
-            step = mark.step_of(state, upload, known[upload])
+            step = mark.upload_step(state, upload, known[upload])
             slot, why = state.slots.get(step), ""
             objects = state.objects.get(upload, ())
             if upload in named:
@@ -282,7 +282,7 @@ class History:
                     break
         return found
 
-    async def _announced(
+    async def _find_announced(
         self, run: RunName, expired: Sequence[ExpiredUpload]
     ) -> dict[str, str]:
         """Returns the evidence in the journal that expired uploads were committed."""
@@ -360,16 +360,18 @@ class Expiry:
         # 1. Abort expired uploads. The history of the run is checked before the first.
         aborted = [
             expired.after
-            for expired in await self._expired(run, state)
+            for expired in await self._find_expired(run, state)
             if await self._reserve.spent_on(self._leases.abort, run, expired)
         ]
         # 2. Soft-delete what the policy does not keep.
-        deleted = await self._deleted(run, state, await self.retain(run))
+        deleted = await self._apply_deletions(run, state, await self.retain(run))
         # 3. Purge what is due, including what step 2 deleted without a purge delay.
         held = state.with_slots(deleted).slots.values()
         purged = await self._reserve.spent_on(self._lifecycle.purge_due, run, held)
         return Expirations(
-            aborted=aborted, deleted=deleted, purged=[self._freed(s) for s in purged]
+            aborted=aborted,
+            deleted=deleted,
+            purged=[self._free_slot(s) for s in purged],
         )
 
     async def preview(self, run: RunName, state: RunState) -> Expirations:
@@ -378,9 +380,9 @@ class Expiry:
         Raises:
             CorruptDataError: A slot was rolled back.
         """
-        expired = await self._expired(run, state)
+        expired = await self._find_expired(run, state)
         outcomes = await self._outcomes(run, self._retention.preview)
-        deleted = await self._deleted(run, state, outcomes)
+        deleted = await self._apply_deletions(run, state, outcomes)
         purged = await self._would_purge(run, state.with_slots(deleted), expired)
         return Expirations(
             aborted=[e.after for e in expired], deleted=deleted, purged=purged
@@ -391,7 +393,7 @@ class Expiry:
         outcomes."""
         return await self._reserve.spent_on(self._outcomes, run, self._retention.apply)
 
-    async def _expired(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
+    async def _find_expired(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
         """Returns the uploads whose lease is over, after a check of the history."""
         expired = await self._leases.uploads(run, state)
         await self._history.check(run, state, expired)
@@ -419,15 +421,15 @@ class Expiry:
         if not due:
             return []
         ended = {Reference(kind="upload", name=upload.upload) for upload in expired}
-        references = await self._references.of(run)
+        references = await self._references.find_references(run)
         used = {uid for uid, by in references.items() if by not in ended}
-        return [self._freed(slot) for slot in due if slot.upload not in used]
+        return [self._free_slot(slot) for slot in due if slot.upload not in used]
 
     async def _record(self, run: RunName) -> pb.RunRecord:
         found = await read_record(self._bucket, layout.run_record(run), pb.RunRecord)
         return found[0] if found else pb.RunRecord()
 
-    async def _deleted(
+    async def _apply_deletions(
         self, run: RunName, state: RunState, outcomes: list[Outcome]
     ) -> list[pb.CheckpointRecord]:
         """Returns the slots after the deletions, accurate enough to decide what is
@@ -446,5 +448,5 @@ class Expiry:
                 found.append(deleted)
         return found
 
-    def _freed(self, slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-        return slots.freed(slot, when=self._clock.now())
+    def _free_slot(self, slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
+        return slots.free_slot(slot, when=self._clock.now())

@@ -61,7 +61,7 @@ from typing import assert_never
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.catalog.slots import CHECKPOINTS, FREE, SlotState, state_of
+from storesvc.catalog.slots import CHECKPOINTS, FREE, SlotState, slot_state
 from storesvc.format.layout import RunPaths
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -122,7 +122,7 @@ class RunState:
         """The listed objects by the upload whose id their path contains."""
         found: dict[str, list[str]] = {}
         for place in self.listed:
-            upload = self.places.upload_of(place)
+            upload = self.places.parse_upload(place)
             if upload is not None:
                 found.setdefault(upload, []).append(place)
         return found
@@ -149,7 +149,7 @@ class Marks:
     """Objects of uploads; those that refer to data files before the data files."""
     gone: Sequence[str]
     """Uploads without a listed object after this pass. Whatever remains of them below
-    ``RunPaths.all_of`` is deleted before their records."""
+    ``RunPaths.list_prefixes`` is deleted before their records."""
     records: Sequence[str]
     """Records of uploads that are kept, or of which nothing else is left."""
     free_steps: Sequence[int]
@@ -176,7 +176,7 @@ def fates(state: RunState) -> dict[str, Fate]:
     return {upload: _fate(state, upload) for upload in state.uploads()}
 
 
-def unrecorded(state: RunState, known: Mapping[str, Fate]) -> list[str]:
+def list_unrecorded(state: RunState, known: Mapping[str, Fate]) -> list[str]:
     """Returns the live uploads without a record: the chunks that they may claim are
     unknown, so nothing may be deleted."""
     return [
@@ -186,13 +186,13 @@ def unrecorded(state: RunState, known: Mapping[str, Fate]) -> list[str]:
     ]
 
 
-def unfinished(known: Mapping[str, Fate]) -> list[str]:
+def list_unfinished(known: Mapping[str, Fate]) -> list[str]:
     """Returns the uploads that are live or have begun. None of them was ever committed,
     unless a slot was rolled back."""
     return [u for u, f in known.items() if f.state in (State.LIVE, State.BEGUN)]
 
 
-def ended(known: Mapping[str, Fate]) -> set[str]:
+def list_ended(known: Mapping[str, Fate]) -> set[str]:
     """Returns the uploads that have ended."""
     return {upload for upload, fate in known.items() if fate.state is State.ENDED}
 
@@ -201,12 +201,12 @@ def orphans(state: RunState, known: Mapping[str, Fate]) -> set[str]:
     """Returns the ended uploads with neither a slot nor a record."""
     return {
         upload
-        for upload in ended(known)
+        for upload in list_ended(known)
         if known[upload].slot is None and upload not in state.records
     }
 
 
-def step_of(state: RunState, upload: str, fate: Fate) -> int:
+def upload_step(state: RunState, upload: str, fate: Fate) -> int:
     """Returns the step of an upload that is live or has begun."""
     return fate.slot.step if fate.slot else state.records[upload].step
 
@@ -284,9 +284,9 @@ def mark(
         sharing={file.partition("/")[0] for file in named},
         predecessors=_predecessors(state, known),
         listed=set(state.listed),
-        recorded=_recorded(state),
+        recorded=_recorded_steps(state),
     )
-    ends = [_garbage_of(view, upload, fate) for upload, fate in known.items()]
+    ends = [_find_garbage(view, upload, fate) for upload, fate in known.items()]
     garbage = [place for end in ends for place in end.garbage]
     # The objects in the pool last: a file table that is found never names a data file
     # that was deleted before it.
@@ -307,7 +307,7 @@ def moment(stamp: Timestamp) -> datetime | None:
 def _fate(state: RunState, upload: str) -> Fate:
     slot = state.owners.get(upload)
     if slot is not None:
-        return _fate_of_owner(slot)
+        return _owner_fate(slot)
     # Rule 4: the record is written first, so an upload without one never gets a slot.
     record = state.records.get(upload)
     if record is None:
@@ -324,9 +324,9 @@ def _fate(state: RunState, upload: str) -> Fate:
     return Fate(state=State.BEGUN, since=moment(record.create_time))
 
 
-def _fate_of_owner(slot: pb.CheckpointRecord) -> Fate:
+def _owner_fate(slot: pb.CheckpointRecord) -> Fate:
     """Returns the fate of the upload that a slot names."""
-    match state_of(slot):
+    match slot_state(slot):
         case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
             return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
         case SlotState.FREE:
@@ -346,7 +346,7 @@ def _predecessors(state: RunState, known: Mapping[str, Fate]) -> set[str]:
     }
 
 
-def _recorded(state: RunState) -> set[int]:
+def _recorded_steps(state: RunState) -> set[int]:
     """Returns the steps for which an upload has a record."""
     listed = set(state.listed)
     owned = {
@@ -407,7 +407,7 @@ class _UploadGarbage:
     is_waiting: bool = False
 
 
-def _garbage_of(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
+def _find_garbage(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
     """Decides which parts of an upload may be deleted."""
     places = view.state.places
     has_ended = fate.state is State.ENDED

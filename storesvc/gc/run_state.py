@@ -20,11 +20,11 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.records import damaged, read_record
+from storesvc.catalog.records import damage_error, read_record
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING, fault
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
-from storesvc.format.layout import RunPaths, upload_of_data_file
+from storesvc.format.layout import RunPaths, parse_data_file
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gc.mark import RunState, agree, uploads_needing_records
 from storesvc.storage.bucket import Bucket, Generation
@@ -39,7 +39,7 @@ _LISTS: Final = 10
 """Maximum lists of the slots, while new ones appear."""
 
 
-def contents_of(state: RunState) -> RunContents:
+def run_contents(state: RunState) -> RunContents:
     """Returns what a run holds."""
     slots = state.slots.values()
     committed = [slot for slot in slots if slot.state == COMMITTED]
@@ -78,7 +78,7 @@ class RunReader:
         # so each listed object is judged by the record and the slot that may need it.
         # In the other order a new upload's objects could be listed without either.
         listed = await self._bucket.list(places.root)
-        return await self._described(places, listed, _bare(await self.slots(run)))
+        return await self._describe_state(places, listed, _bare(await self.slots(run)))
 
     async def read_consistent(self, seen: RunState) -> RunState:
         """Returns the state of a run with slots that agree.
@@ -94,10 +94,10 @@ class RunReader:
         for _ in range(_TRIES):
             # A list in between that shows no new slot proves that each slot was read
             # before and after one moment; see ``mark``.
-            first, steps = await self._completed(run, first)
-            second = _bare(await self._slots_of(run, steps))
+            first, steps = await self._complete_read(run, first)
+            second = _bare(await self._read_slots(run, steps))
             if agree(first, second):
-                return await self._described(seen.places, seen.listed, second)
+                return await self._describe_state(seen.places, seen.listed, second)
             first = second
         raise ConflictError(
             f"{run}: expected two consecutive reads of all slots to agree, but a slot "
@@ -127,9 +127,9 @@ class RunReader:
         self, run: RunName
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
         """Returns the slots of a run by step, read one after another."""
-        return await self._slots_of(run, await self._steps(run))
+        return await self._read_slots(run, await self._steps(run))
 
-    async def _completed(
+    async def _complete_read(
         self, run: RunName, read: Mapping[int, pb.CheckpointRecord]
     ) -> tuple[Mapping[int, pb.CheckpointRecord], list[int]]:
         """Returns a read of slots completed with new ones, and a list without more."""
@@ -138,7 +138,7 @@ class RunReader:
             new = [step for step in steps if step not in read]
             if not new:
                 return read, steps
-            read = {**read, **_bare(await self._slots_of(run, new))}
+            read = {**read, **_bare(await self._read_slots(run, new))}
         raise ConflictError(
             f"{run}: new slots appeared between {_LISTS} consecutive lists; collect "
             "again later"
@@ -147,9 +147,9 @@ class RunReader:
     async def _steps(self, run: RunName) -> list[int]:
         places = RunPaths(run)
         listed = await self._bucket.list(places.checkpoints)
-        return [s for place in listed if (s := places.step_of(place)) is not None]
+        return [s for place in listed if (s := places.parse_step(place)) is not None]
 
-    async def _slots_of(
+    async def _read_slots(
         self, run: RunName, steps: Sequence[int]
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
         async def slot(step: int) -> tuple[pb.CheckpointRecord, Generation] | None:
@@ -158,7 +158,7 @@ class RunReader:
         found = await each(slot, steps)
         return {s: slot for s, slot in zip(steps, found, strict=True) if slot}
 
-    async def _described(
+    async def _describe_state(
         self,
         places: RunPaths,
         listed: Sequence[str],
@@ -189,7 +189,7 @@ def _check_slots(places: RunPaths, slots: Mapping[int, pb.CheckpointRecord]) -> 
             how = f"expected an upload of its own, got that of step {other}"
         if how:
             place = places.checkpoint(step)
-            raise damaged(place, how, of=f"{places.name}@{step}")
+            raise damage_error(place, how, of=f"{places.name}@{step}")
 
 
 def _bare(
@@ -243,7 +243,7 @@ class UsageReader:
         self._catalog = catalog
         self._reader = reader
 
-    async def of(self, run: RunName) -> Usage:
+    async def read_usage(self, run: RunName) -> Usage:
         """Returns the space that a run uses.
 
         Raises:
@@ -279,7 +279,7 @@ class UsageReader:
         found = StoredBytes()
         for path, size in (await self._bucket.sizes(f"data/{namespace}/")).items():
             found.total += max(size, LEAST_BYTES)
-            if upload := upload_of_data_file(path):
+            if upload := parse_data_file(path):
                 found.uploads[upload] += size
         return found
 

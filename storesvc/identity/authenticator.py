@@ -43,7 +43,7 @@ _MAX_BYTES: Final = 2048
 """Maximum bytes of a SPIFFE ID, by its specification."""
 
 
-def principal_of(
+def certificate_principal(
     context: Mapping[str, Iterable[bytes]], trust_domains: Iterable[tuple[str, str]]
 ) -> Principal | None:
     """Returns the principal of a client certificate; None without a certificate.
@@ -143,10 +143,10 @@ class Authenticator:
             UnknownIssuerError: Its token is of another issuer.
             IssuerUnreachableError: The keys of the issuer cannot be read now.
         """
-        token = bearer_of(context.invocation_metadata() or ())
+        token = find_bearer(context.invocation_metadata() or ())
         if token is not None:
-            return await self._principal_of(token)
-        by_certificate = principal_of(
+            return await self._token_principal(token)
+        by_certificate = certificate_principal(
             context.auth_context(), self._document().trust_domains
         )
         if by_certificate is not None:
@@ -160,22 +160,22 @@ class Authenticator:
             "neither; connect with token= or cert=, or run `storectl login`"
         )
 
-    async def _principal_of(self, token: str) -> Principal:
+    async def _token_principal(self, token: str) -> Principal:
         """Returns the principal of a token, verified now or recently."""
         document, now = self._document(), datetime.now(UTC)
         key = hashlib.sha256(token.encode()).digest()
         known = self._known.get(key)
         # A changed policy verifies again.
         if known is None or known.document is not document or now >= known.until:
-            known = await self._verified(token, document, now)
+            known = await self._verify_token(token, document, now)
             self._known[key] = known
         return known.principal
 
-    async def _verified(
+    async def _verify_token(
         self, token: str, document: PolicyDocument, now: datetime
     ) -> "_Known":
         """Verifies a token."""
-        found = tokens.unverified(token)
+        found = tokens.parse_unverified(token)
         named = found.claims.get("iss")
         issuers = (each for each in document.issuers if each.issuer == named)
         if (issuer := next(issuers, None)) is None:
@@ -186,7 +186,7 @@ class Authenticator:
                 claim="iss",
             )
         verify(token, await self._keys(issuer).keys(found.kid), issuer)
-        principal = tokens.principal_of(issuer, found.claims, now=now)
+        principal = tokens.make_principal(issuer, found.claims, now=now)
         assert principal.expire_time is not None, "tokens expire"
         return _Known(document, principal, principal.expire_time + issuer.leeway)
 
@@ -202,7 +202,7 @@ class Authenticator:
         return self._issuers[issuer]
 
 
-def bearer_of(metadata: Any) -> str | None:
+def find_bearer(metadata: Any) -> str | None:
     """Returns the bearer token in the metadata of a call; None: there is none.
 
     Raises:

@@ -337,7 +337,7 @@ class _Table:
         found = self._found(key, int, "a number", default=0)
         if isinstance(found, bool) or (key in self._values and found <= 0):
             raise self._invalid(key, "a number above 0", found)
-        return self._bounded(key, int(found))
+        return self._check_bound(key, int(found))
 
     def size(self, key: str) -> int:
         """Returns a number of bytes; 0 if it is not given: unlimited."""
@@ -348,7 +348,7 @@ class _Table:
         if match is None and key in self._values:
             raise self._invalid(key, 'bytes, such as "10TiB"', found)
         shift = 10 * _SIZE_UNITS.index(match[2]) if match else 0
-        return self._bounded(key, int(match[1]) << shift if match else 0)
+        return self._check_bound(key, int(match[1]) << shift if match else 0)
 
     def duration(self, key: str, *, default: timedelta) -> timedelta:
         """Returns a duration."""
@@ -378,7 +378,7 @@ class _Table:
             raise self._invalid(key, expected, found)
         return found
 
-    def _bounded(self, key: str, found: int) -> int:
+    def _check_bound(self, key: str, found: int) -> int:
         if found >= 1 << 63:  # messages cannot have it
             raise self._invalid(key, "less than 2^63", self._values[key])
         return found

@@ -304,7 +304,7 @@ class UnverifiedToken:
         return self.header.get("kid")
 
 
-def unverified(text: str) -> UnverifiedToken:
+def parse_unverified(text: str) -> UnverifiedToken:
     """Parses a token.
 
     Raises:
@@ -317,22 +317,22 @@ def unverified(text: str) -> UnverifiedToken:
         )
     parts = text.split(".")
     if len(parts) != 3 or not text.isascii():
-        raise _malformed(f"three parts, got {len(parts)}")
-    header, claims = _decoded("header", parts[0]), _decoded("claims", parts[1])
+        raise _malformed_error(f"three parts, got {len(parts)}")
+    header, claims = _decode_part("header", parts[0]), _decode_part("claims", parts[1])
     if "crit" in header:
-        raise _malformed("a header without crit, got one with it")
+        raise _malformed_error("a header without crit, got one with it")
     kid, kind = header.get("kid"), header.get("typ", "JWT")
     if kid is not None and not isinstance(kid, str):
-        raise _malformed("a kid that is a text, got another value")
+        raise _malformed_error("a kid that is a text, got another value")
     types = ("jwt", "at+jwt", "application/at+jwt")
     if not isinstance(kind, str) or kind.lower() not in types:
-        raise _malformed("the type JWT or at+jwt, got another one")
+        raise _malformed_error("the type JWT or at+jwt, got another one")
     if not isinstance(header.get("alg"), str):
-        raise _malformed("the name of an algorithm, got none")
+        raise _malformed_error("the name of an algorithm, got none")
     return UnverifiedToken(text, header, claims)
 
 
-def principal_of(
+def make_principal(
     issuer: Issuer, claims: Mapping[str, Any], *, now: datetime
 ) -> Principal:
     """Returns the principal of verified claims.
@@ -361,7 +361,7 @@ def principal_of(
     if not isinstance(claims.get("sub"), str) or not claims["sub"]:
         raise _claim("sub", "a text")
     for path, value in issuer.require:
-        if _nested(claims, path) != value:
+        if _find_claim(claims, path) != value:
             raise _claim(path, f"the text {value!r}")
     verified = claims.get("email_verified", True)
     if "{email}" in issuer.principal and verified not in (True, "true"):
@@ -407,7 +407,7 @@ def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
     """Returns the name of the principal by the template of the issuer."""
     parts = _CLAIM.split(issuer.principal)  # text, claim, text, claim, text
     for at in range(1, len(parts), 2):
-        found = _nested(claims, parts[at])
+        found = _find_claim(claims, parts[at])
         # With the text that ends it in a claim, two callers could have one name.
         end = parts[at + 1][:1] if at + 2 < len(parts) else ""
         if not isinstance(found, str) or not _is_name(found) or (end and end in found):
@@ -420,7 +420,7 @@ def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
     return name
 
 
-def _nested(claims: Any, path: str) -> Any:
+def _find_claim(claims: Any, path: str) -> Any:
     """Returns a claim by its path; None if there is none. A key may have dots, such as
     ``kubernetes.io``."""
     if not isinstance(claims, Mapping):
@@ -428,7 +428,7 @@ def _nested(claims: Any, path: str) -> Any:
     if path in claims:
         return claims[path]
     dots = [at for at, character in enumerate(path) if character == "."]
-    nested = (_nested(claims.get(path[:at]), path[at + 1 :]) for at in dots)
+    nested = (_find_claim(claims.get(path[:at]), path[at + 1 :]) for at in dots)
     return next((found for found in nested if found is not None), None)
 
 
@@ -450,14 +450,16 @@ def _is_name(text: str) -> bool:
     return is_short and text.isprintable() and not _PATTERN.search(text)
 
 
-def _decoded(part: str, text: str) -> dict[str, Any]:
+def _decode_part(part: str, text: str) -> dict[str, Any]:
     try:
         data = urlsafe_b64decode(text + "=" * (-len(text) % 4))
         found = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
-        raise _malformed(f"a {part} in JSON and base64url, got another text") from e
+        raise _malformed_error(
+            f"a {part} in JSON and base64url, got another text"
+        ) from e
     if not isinstance(found, dict):
-        raise _malformed(f"a {part} that is a JSON object, got another value")
+        raise _malformed_error(f"a {part} that is a JSON object, got another value")
     return found
 
 
@@ -472,7 +474,7 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)
 
 
-def _malformed(expected: str) -> InvalidTokenError:
+def _malformed_error(expected: str) -> InvalidTokenError:
     return InvalidTokenError(f"token: expected {expected}; get another one", claim="")
 
 

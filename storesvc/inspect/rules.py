@@ -51,7 +51,7 @@ class Difference:
     """Number of chunks whose bytes differ, if they can be compared."""
 
     @property
-    def is_of_item(self) -> bool:
+    def is_item(self) -> bool:
         """True if it is a difference of an item, not of a leaf of the tree."""
         return is_item(self.leaf.key)
 
@@ -120,14 +120,14 @@ def dtype_text(leaf: Leaf) -> str:
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 
-def shape_of(leaf: Leaf) -> tuple[int, ...]:
+def logical_shape(leaf: Leaf) -> tuple[int, ...]:
     """Returns the shape of a leaf; for PRNG keys without the words of their data."""
     return leaf.shape[:-1] if leaf.prng_impl else leaf.shape
 
 
 def _outer_kind(before: Leaf, after: Leaf) -> "Kind | None":
     """Returns the first difference of two leaves apart from their bytes, or None."""
-    if shape_of(before) != shape_of(after):
+    if logical_shape(before) != logical_shape(after):
         # The number of bytes of an encoded value is part of its content.
         if {before.kind, after.kind} <= ENCODED_KINDS:
             return CONTENT if before.kind == after.kind else DTYPE

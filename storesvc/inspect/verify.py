@@ -107,7 +107,7 @@ class Comparisons:
                 await self._catalog.manifest(after.run, new),
             )
             different = sum(
-                difference.after is not None and not difference.is_of_item
+                difference.after is not None and not difference.is_item
                 for difference in found
             )
             yield Comparison(
@@ -293,12 +293,12 @@ class _Reading:
                 found = await self._check_each(read, check, missing)
                 await self._check_slot()
                 return found
-            found = await asyncio.to_thread(_checked, check, read.chunks, data)
+            found = await asyncio.to_thread(_check_values, check, read.chunks, data)
             if not found:
                 return found
             # Read again: the response may have been corrupted in transit.
             data = await self._bucket.read_range(place, read.start, read.stop)
-            found = await asyncio.to_thread(_checked, check, read.chunks, data)
+            found = await asyncio.to_thread(_check_values, check, read.chunks, data)
             if not found:
                 _log.warning("%s", corrupted_in_transit(place))
             return found
@@ -315,7 +315,9 @@ class _Reading:
             if not why:
                 try:
                     data = await self._bucket.read_range(place, start, start + length)
-                    found += await asyncio.to_thread(_checked, check, [value], data)
+                    found += await asyncio.to_thread(
+                        _check_values, check, [value], data
+                    )
                 except CorruptDataError:
                     why = (
                         f"{read.file} is missing, or ends before byte "
@@ -418,5 +420,5 @@ def _check_files(shown: Mapping[str, ValueLocation]) -> None:
         check_data_file(file)
 
 
-def _checked(check: Check, values: Sequence[int], data: bytes) -> list[Damage]:
+def _check_values(check: Check, values: Sequence[int], data: bytes) -> list[Damage]:
     return list(check(values, data))

@@ -55,7 +55,7 @@ class Boundary:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
 
-def of_upload(storage: Storage, upload: UploadName) -> Boundary:
+def bound_upload(storage: Storage, upload: UploadName) -> Boundary:
     """Returns the boundary of the writers of an upload: its own data files.
 
     Raises:
@@ -66,7 +66,7 @@ def of_upload(storage: Storage, upload: UploadName) -> Boundary:
     return _boundary(storage, below, Access.WRITE)
 
 
-def of_pool(storage: Storage, run: RunName) -> Boundary:
+def bound_pool(storage: Storage, run: RunName) -> Boundary:
     """Returns the boundary of the readers of a run: all its data files.
 
     Raises:

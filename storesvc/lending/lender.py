@@ -165,7 +165,7 @@ class GcsIssuer:
         except GoogleAuthError as e:
             raise self._error(e) from e
         except (KeyError, TypeError, ValueError) as e:
-            raise self._failed("it returned no token") from e
+            raise self._failure_error("it returned no token") from e
         # User accounts get no expiry of their own: theirs is that of the source.
         life = answer.get("expires_in")
         ends = [asked + timedelta(seconds=float(life))] if life is not None else []
@@ -186,7 +186,7 @@ class GcsIssuer:
 
         reason = str(cause.args[0] if cause.args else cause).partition("\n")[0]
         if isinstance(cause, TransportError) or cause.retryable:
-            return self._failed(reason[:_MAX_REASON])
+            return self._failure_error(reason[:_MAX_REASON])
         return StorageDeniedError(
             f"{self._storage.name}: Google lends no token to the server "
             f"({reason[:_MAX_REASON]}); give the server's account access to the "
@@ -194,7 +194,7 @@ class GcsIssuer:
             storage=self._storage.name,
         )
 
-    def _failed(self, reason: str) -> StorageUnavailableError:
+    def _failure_error(self, reason: str) -> StorageUnavailableError:
         return StorageUnavailableError(
             f"{self._storage.name}: Google's token service failed: {reason}; try again",
             storage=self._storage.name,
@@ -294,7 +294,7 @@ class S3Issuer:
             )
         except (ClientError, NoCredentialsError) as e:
             if _is_transient(e):
-                raise self._failed(e) from e
+                raise self._failure_error(e) from e
             raise StorageDeniedError(
                 f"{self._storage.name}: the token service does not let the server "
                 f"assume {self._role_arn} ({_text(e)}); let the role trust the "
@@ -302,7 +302,7 @@ class S3Issuer:
                 storage=self._storage.name,
             ) from e
         except BotoCoreError as e:
-            raise self._failed(e) from e
+            raise self._failure_error(e) from e
         found = answer["Credentials"]
         keys = S3Keys(
             access_key_id=found["AccessKeyId"],
@@ -311,7 +311,7 @@ class S3Issuer:
         )
         return keys, found["Expiration"].astimezone(UTC)
 
-    def _failed(self, cause: Exception) -> StorageUnavailableError:
+    def _failure_error(self, cause: Exception) -> StorageUnavailableError:
         return StorageUnavailableError(
             f"{self._storage.name}: the token service of S3 failed: {_text(cause)}; "
             "try again",
@@ -376,7 +376,7 @@ class Lender:
             StorageDeniedError: The provider lends the server none.
             StorageUnavailableError: The provider does not answer.
         """
-        return await self._lend(boundary.of_upload(self._storage, upload))
+        return await self._lend(boundary.bound_upload(self._storage, upload))
 
     async def lend_read(self, hold: HoldName) -> LentCredential:
         """Lends a credential that permits to read the data files of the run of a hold.
@@ -384,7 +384,7 @@ class Lender:
         Raises:
             StoreError: As for ``lend_write``.
         """
-        return await self._lend(boundary.of_pool(self._storage, hold.run))
+        return await self._lend(boundary.bound_pool(self._storage, hold.run))
 
     async def _lend(self, limits: Boundary) -> LentCredential:
         config, is_gcs = self._config(), limits.scheme == "gs"

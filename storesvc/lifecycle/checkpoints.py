@@ -23,7 +23,12 @@ from storesvc.access.call import principal_name
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import etag_of, read_record, update_record, write_record
+from storesvc.catalog.records import (
+    read_record,
+    record_etag,
+    update_record,
+    write_record,
+)
 from storesvc.catalog.slots import CHECKPOINTS, PURGING, Change
 from storesvc.clock import Clock
 from storesvc.failpoints import Failpoint, reach
@@ -80,7 +85,7 @@ class CheckpointLifecycle:
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return slots.updated(run, slot, change, etag=etag, write_id=write_id)
+            return slots.update_slot(run, slot, change, etag=etag, write_id=write_id)
 
         return await self._change(run, step, decide, pb.Announcement.KIND_UPDATE)
 
@@ -116,13 +121,13 @@ class CheckpointLifecycle:
         """
         # A tag that is set at the same time may be missed here: it still keeps the
         # checkpoint from being purged.
-        tagged = await self._references.tagged(run)
+        tagged = await self._references.find_tags(run)
         if purge_delay is None:
             purge_delay = await self._purge_delay(run)
         now = self._clock.now()
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return slots.deleted(
+            return slots.delete_slot(
                 run,
                 slot,
                 tagged=tagged,
@@ -150,7 +155,7 @@ class CheckpointLifecycle:
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-            return slots.undeleted(run, slot, write_id=write_id)
+            return slots.undelete_slot(run, slot, write_id=write_id)
 
         kind = pb.Announcement.KIND_UNDELETE
         return await self._change(run, step, decide, kind, uid=uid)
@@ -182,7 +187,7 @@ class CheckpointLifecycle:
             # 2. Look for references, which were added before. In the other order a tag
             #    that is set between the two would name a freed checkpoint, and neither
             #    side would notice.
-            references = await self._references.of(run)
+            references = await self._references.find_references(run)
             # 3. Free the slot, or set it back, before any error: a slot that stays
             #    PURGING cannot be undeleted until another purge ends it.
             await self._end_purge(run, *marked, references)
@@ -209,7 +214,7 @@ class CheckpointLifecycle:
             return []
         # 1. Leave referenced checkpoints alone: while marked, they could not be
         #    undeleted, nor their holds renewed.
-        references = await self._references.of(run)
+        references = await self._references.find_references(run)
         due = [s for s in due if s.state == PURGING or s.upload not in references]
 
         async def mark(slot: pb.CheckpointRecord) -> _Slot | None:
@@ -228,7 +233,7 @@ class CheckpointLifecycle:
         if not marked:
             return []
         # 3. Look for references again: only what is seen after step 2 counts.
-        references = await self._references.of(run)
+        references = await self._references.find_references(run)
 
         async def end_purge(marked: _Slot) -> pb.CheckpointRecord | None:
             slot, generation = marked
@@ -249,7 +254,7 @@ class CheckpointLifecycle:
         if found is None or found[0].state not in CHECKPOINTS:
             raise await self._catalog.missing(CheckpointName(run, step))
         if uid not in ("", found[0].upload):
-            raise slots.replaced(run, found[0], uid)
+            raise slots.replaced_error(run, found[0], uid)
         return found
 
     async def _change(
@@ -283,7 +288,7 @@ class CheckpointLifecycle:
                     run=run.run,
                     step=step,
                     upload=slot.upload,
-                    replaces=etag_of(slot),
+                    replaces=record_etag(slot),
                 ),
             )
             if kind == pb.Announcement.KIND_UPDATE:
@@ -295,7 +300,7 @@ class CheckpointLifecycle:
             await reach(Failpoint.DELETE_BEFORE_RECORD)
             await self._write(run, changed, generation)
             # 3. Only now: a watcher reads the slot when it is notified.
-            self._journal.landed(run.namespace)
+            self._journal.notify_landed(run.namespace)
             await reach(Failpoint.DELETE_BEFORE_REPLY)
             return changed
 
@@ -343,9 +348,9 @@ class CheckpointLifecycle:
         """
         assert slot.state == PURGING
         if slot.upload in references:
-            ended = slots.spared(slot)
+            ended = slots.spare_slot(slot)
         else:
-            ended = slots.freed(slot, when=self._clock.now())
+            ended = slots.free_slot(slot, when=self._clock.now())
         await reach(Failpoint.PURGE_BEFORE_FREE)
         await self._write(run, ended, generation)
         await reach(Failpoint.PURGE_BEFORE_REPLY)

@@ -38,7 +38,7 @@ from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import (
     duration,
     read_record,
-    sealed,
+    seal_record,
     timestamp,
     update_record,
     write_record,
@@ -88,18 +88,18 @@ class References:
         # Times at which this process saw holds; every process observes by itself.
         self._observations = Observations()
 
-    async def of(self, run: RunName) -> dict[str, Reference]:
+    async def find_references(self, run: RunName) -> dict[str, Reference]:
         """Returns one reference for each referenced checkpoint of a run, by its uid."""
         uploads, named = await asyncio.gather(self._bases(run), self.named(run))
         return {**uploads, **named}
 
     async def named(self, run: RunName) -> dict[str, Reference]:
         """Returns one tag or hold for each checkpoint that has one, by its uid."""
-        holds, tagged = await asyncio.gather(self._held(run), self.tagged(run))
+        holds, tagged = await asyncio.gather(self._held(run), self.find_tags(run))
         tags = {uid: Reference(kind="tag", name=tag) for uid, tag in tagged.items()}
         return {**holds, **tags}
 
-    async def tagged(self, run: RunName) -> dict[str, str]:
+    async def find_tags(self, run: RunName) -> dict[str, str]:
         """Returns the tags of a run by the uid of their checkpoint."""
 
         async def named(tag: str) -> tuple[str, str] | None:
@@ -133,7 +133,7 @@ class References:
             )
 
         listed = await self._bucket.list(places.holds)
-        holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
+        holds = {place: id_ for place in listed if (id_ := places.parse_hold(place))}
         held_by = dict(filter(None, await each(held, holds)))
         self._observations.forget(places.holds, but=holds)
         return held_by
@@ -163,7 +163,7 @@ class References:
         begun = {
             upload
             for place in listed
-            if (upload := places.upload_of(place)) and place != places.upload(upload)
+            if (upload := places.parse_upload(place)) and place != places.upload(upload)
         }
         return dict(filter(None, await each(base, sorted(begun))))
 
@@ -225,7 +225,7 @@ class Holds:
             else:
                 await _check_principal(name, found[0])
                 _check_same(name, found[0], checkpoint, uid)
-                record = self._renewed(found[0])
+                record = self._renew_record(found[0])
             # 1. Write the hold.
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             # 2. Read the slot: a purge that missed the hold set PURGING before that.
@@ -258,13 +258,13 @@ class Holds:
 
         async def attempt() -> pb.HoldRecord:
             found, generation = await self._live(name)
-            record = self._renewed(found)
+            record = self._renew_record(found)
             # 1. Write the hold.
             await self._write(name, record, generation)
             # 2. Read the slot: another process may have counted the hold as expired,
             #    and purged.
             if await self._held(name.run, record, is_new=False) is None:
-                raise _expired(name, found)
+                raise _expired_error(name, found)
             return record
 
         return await update_record(attempt, record=str(name), hold=name.hold)
@@ -291,7 +291,7 @@ class Holds:
         # The record may come from a clock that is behind this one: a hold counts as
         # expired only if no plausible clock error explains its age.
         if expire_time(found[0]) + MARGIN <= self._clock.now():
-            raise _expired(name, found[0])
+            raise _expired_error(name, found[0])
         return found
 
     async def delete(self, name: HoldName) -> None:
@@ -321,7 +321,7 @@ class Holds:
         """
         await self._catalog.check_run(run)
         places = RunPaths(run)
-        ids = map(places.hold_of, await self._bucket.list(places.holds))
+        ids = map(places.parse_hold, await self._bucket.list(places.holds))
         names = [HoldName(run, id_) for id_ in sorted(filter(None, ids)) if id_ > after]
 
         async def look(name: HoldName) -> pb.HoldRecord | None:
@@ -334,7 +334,7 @@ class Holds:
         self, checkpoint: CheckpointName, uid: str, *, owner: str, ttl: timedelta
     ) -> pb.HoldRecord:
         if uid:
-            held = await self._catalog.checkpoint_of_uid(checkpoint, uid)
+            held = await self._catalog.checkpoint_with_uid(checkpoint, uid)
         else:
             held = await self._catalog.checkpoint(checkpoint)
         now = timestamp(self._clock.now())
@@ -363,12 +363,12 @@ class Holds:
         slot, generation = found
         if slot.state != PURGING or is_new:
             return slot
-        spared = slots.spared(slot)
+        spared = slots.spare_slot(slot)
         place = RunPaths(run).checkpoint(slot.step)
         await write_record(self._bucket, place, spared, condition=generation)
         return spared
 
-    def _renewed(self, record: pb.HoldRecord) -> pb.HoldRecord:
+    def _renew_record(self, record: pb.HoldRecord) -> pb.HoldRecord:
         renewed = pb.HoldRecord()
         renewed.CopyFrom(record)
         renewed.renew_time.CopyFrom(timestamp(self._clock.now()))
@@ -390,7 +390,7 @@ class Holds:
         """
         place = RunPaths(name.run).hold(name.hold)
         return await self._bucket.write(
-            place, sealed(place, record), condition=condition
+            place, seal_record(place, record), condition=condition
         )
 
 
@@ -429,7 +429,7 @@ def _check_same(
         )
 
 
-def _expired(name: HoldName, record: pb.HoldRecord) -> HoldExpiredError:
+def _expired_error(name: HoldName, record: pb.HoldRecord) -> HoldExpiredError:
     when = expire_time(record).isoformat(timespec="seconds")
     return HoldExpiredError(
         f"{name} on step {record.step} expired at {when}, and its checkpoint may have "

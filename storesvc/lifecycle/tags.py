@@ -22,8 +22,8 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import (
-    etag_of,
-    sealed,
+    record_etag,
+    seal_record,
     timestamp,
     update_record,
     write_record,
@@ -93,15 +93,15 @@ class Tags:
                 # another generation, so that the earlier try cannot roll it back.
                 place = RunPaths(name.run).tag(name.tag)
                 own = await self._bucket.write(
-                    place, sealed(place, found[0]), condition=found[1]
+                    place, seal_record(place, found[0]), condition=found[1]
                 )
-                return await self._checked(name, found[0], own, before=None)
+                return await self._check_target(name, found[0], own, before=None)
             before = found[0] if found else None
             _check_change(name, before, etag)
             if before is None:
                 await self._check_case(name)
             named = await self._catalog.checkpoint(checkpoint)
-            record = self._changed(before, write_id)
+            record = self._next_record(before, write_id)
             record.step, record.upload = named.step, named.upload
             was_protected = bool(before and before.upload and before.protected)
             record.protected = was_protected if protected is None else protected
@@ -109,7 +109,7 @@ class Tags:
             written = await self._write(name, record, found)
             # 3. Read the slot again, after the write: the read above may be older than
             #    a purge that found no tag.
-            return await self._checked(name, record, written, before=before)
+            return await self._check_target(name, record, written, before=before)
 
         return await self._update(name, attempt)
 
@@ -133,7 +133,7 @@ class Tags:
                     return
                 raise await self._catalog.tag_not_found(name)
             _check_change(name, found[0], etag)
-            emptied = self._changed(found[0], write_id)
+            emptied = self._next_record(found[0], write_id)
             await self._write(name, emptied, found, was=found[0])
 
         await self._update(name, attempt)
@@ -177,7 +177,7 @@ class Tags:
                     f"differ in case only are rejected; use {found}, or another name"
                 )
 
-    def _changed(self, before: pb.TagRecord | None, write_id: str) -> pb.TagRecord:
+    def _next_record(self, before: pb.TagRecord | None, write_id: str) -> pb.TagRecord:
         """Returns the next record of a tag, without the checkpoint that it names."""
         now = timestamp(self._clock.now())
         is_set = before is not None and before.upload
@@ -188,7 +188,7 @@ class Tags:
             principal=access.principal_name(),
         )
 
-    async def _checked(
+    async def _check_target(
         self,
         name: TagName,
         record: pb.TagRecord,
@@ -231,7 +231,7 @@ class Tags:
             if found and found[0].state in (COMMITTED, DELETED):
                 return
             record, generation = back, written
-        emptied = self._changed(None, "")
+        emptied = self._next_record(None, "")
         await self._write(name, emptied, (record, generation), was=record)
 
     async def _write(
@@ -265,14 +265,14 @@ class Tags:
                 step=announced.step,
                 upload=announced.upload,
                 tag=name.tag,
-                replaces=etag_of(before[0]) if before else NOTHING,
+                replaces=record_etag(before[0]) if before else NOTHING,
             ),
         )
         # 2. The record, on the condition that it is unchanged since before step 1.
         place = RunPaths(name.run).tag(name.tag)
         condition = before[1] if before else IF_ABSENT
         written = await write_record(self._bucket, place, record, condition=condition)
-        self._journal.landed(name.run.namespace)
+        self._journal.notify_landed(name.run.namespace)
         return written
 
 
@@ -286,7 +286,7 @@ def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None
     if before and is_set and before.protected:
         access.require(Permission.TAGS_MANAGE, name.run)
     slots.check_etag(
-        f"tag {name}", etag, etag_of(before) if before and is_set else "none"
+        f"tag {name}", etag, record_etag(before) if before and is_set else "none"
     )
     if before and is_set and before.protected and not etag:
         raise TagProtectedError(

@@ -62,7 +62,7 @@ class QuotaRule:
     """Calls that begin in a second."""
 
 
-def rule_of(rules: Iterable[QuotaRule], namespace: str) -> QuotaRule | None:
+def find_rule(rules: Iterable[QuotaRule], namespace: str) -> QuotaRule | None:
     """Returns the first rule that matches a namespace; None if there is none."""
     for rule in rules:
         if any(fnmatchcase(namespace, pattern) for pattern in rule.namespaces):
@@ -88,7 +88,7 @@ class Bucket:
             now: The time.
             most_seconds: Maximum wait.
         """
-        level = self._filled(rate, now) - 1.0
+        level = self._fill_level(rate, now) - 1.0
         wait = max(0.0, -level / rate)
         if wait > most_seconds:
             return None
@@ -98,9 +98,9 @@ class Bucket:
     def used(self, rate: float, *, now: float) -> int:
         """Returns how many calls of a second are used up."""
         burst = max(1.0, rate * BURST_SECONDS)
-        return round(min(rate, burst - self._filled(rate, now)))
+        return round(min(rate, burst - self._fill_level(rate, now)))
 
-    def _filled(self, rate: float, now: float) -> float:
+    def _fill_level(self, rate: float, now: float) -> float:
         burst = max(1.0, rate * BURST_SECONDS)
         return min(burst, self._level + (now - self._at) * rate)
 
@@ -196,10 +196,10 @@ class _Counted:
         return (
             usage.total
             + self.ended_bytes
-            + sum(self.unlisted(name, usage) for name in self.uploads)
+            + sum(self.unlisted_bytes(name, usage) for name in self.uploads)
         )
 
-    def unlisted(self, upload: str, usage: StoredBytes) -> int:
+    def unlisted_bytes(self, upload: str, usage: StoredBytes) -> int:
         """Returns the bytes of an upload that the list did not show, stored or not."""
         found = self.uploads[upload]
         listed = usage.uploads[upload.rpartition("/")[2]]
@@ -238,17 +238,17 @@ class Quotas:
         Raises:
             QuotaExceededError: The principal makes too many calls.
         """
-        for scope, rule in self._limited("", call.principal.name):
+        for scope, rule in self._list_scopes("", call.principal.name):
             await self._take_turn(scope, rule)
 
-    async def permitted(self, call: Call) -> None:
+    async def on_permitted(self, call: Call) -> None:
         """Counts a call, once it is the turn of its namespace.
 
         Raises:
             QuotaExceededError: A quota is used up.
         """
-        namespace = namespace_of(call)
-        scopes = [*self._limited(namespace, call.principal.name)]
+        namespace = call_namespace(call)
+        scopes = [*self._list_scopes(namespace, call.principal.name)]
         for scope, rule in scopes:
             if scope[0] == "namespace":
                 await self._take_turn(scope, rule)
@@ -268,7 +268,7 @@ class Quotas:
             if upload not in counted.uploads:  # another server has admitted it
                 await self._admit(namespace, counted, room, lambda _: 0)
 
-    async def elevated(self, call: Call) -> None:
+    async def on_elevated(self, call: Call) -> None:
         """Does nothing: the call is counted."""
 
     async def ended(self, call: Call, error: BaseException | None) -> None:
@@ -297,7 +297,9 @@ class Quotas:
             return
 
         def more(usage: StoredBytes) -> int:
-            before = counted.unlisted(name, usage) if name in counted.uploads else 0
+            before = (
+                counted.unlisted_bytes(name, usage) if name in counted.uploads else 0
+            )
             listed = usage.uploads[upload.upload]
             return max(size_bytes - listed, found.sent) - before
 
@@ -335,12 +337,12 @@ class Quotas:
         """Returns the quotas of a namespace and of the caller, with their usage."""
         found: list[access_api.Quota] = []
         now = self._clock()
-        for scope, rule in self._limited(namespace, principal_name()):
+        for scope, rule in self._list_scopes(namespace, principal_name()):
             counted = self._scope(scope)
             name = f"namespaces/{scope[1]}" if scope[0] == "namespace" else scope[1]
             found += _rows(name, rule, counted, now)
             if scope[0] == "namespace" and self._storage_rule(namespace):
-                usage = await self._usage_of(namespace, counted, USAGE_SECONDS)
+                usage = await self._read_usage(namespace, counted, USAGE_SECONDS)
                 found.append(
                     access_api.Quota(
                         name="stored_bytes",
@@ -352,12 +354,12 @@ class Quotas:
                 )
         return found
 
-    def _limited(
+    def _list_scopes(
         self, namespace: str, principal: str
     ) -> Iterable[tuple[Scope, QuotaRule]]:
         """Yields the scopes of a call that have a rule."""
         rules, of_principal = self._rules()
-        if namespace and (rule := rule_of(rules, namespace)) is not None:
+        if namespace and (rule := find_rule(rules, namespace)) is not None:
             yield ("namespace", namespace), rule
         if of_principal is not None:
             yield ("principal", principal), of_principal
@@ -385,7 +387,7 @@ class Quotas:
         most_seconds = TURN_SECONDS if counted.waiting < MAX_WAITING else 0.0
         wait = counted.bucket.take(rate, now=self._clock(), most_seconds=most_seconds)
         if wait is None:
-            raise _exceeded(
+            raise _exceeded_error(
                 scope,
                 "requests_per_second",
                 rate,
@@ -400,11 +402,11 @@ class Quotas:
 
     def _start(self, call: Call, scope: Scope, rule: QuotaRule) -> None:
         running = self._scope(scope).running
-        for kind, amount in amounts_of(call.method):
+        for kind, amount in iterate_amounts(call.method):
             limit: int = getattr(rule, kind)
             # The first stream is always admitted, however much it holds.
             if limit and running[kind] and running[kind] + amount > limit:
-                raise _exceeded(scope, kind, limit, retry_seconds=_BUSY_SECONDS)
+                raise _exceeded_error(scope, kind, limit, retry_seconds=_BUSY_SECONDS)
             running[kind] += amount
             held = self._held.setdefault(call.request_id, [])
             held.append((scope, kind, amount))
@@ -421,7 +423,9 @@ class Quotas:
         # A retry of a call whose response was lost is the same upload.
         is_new = upload not in uploads
         if rule.uploads and is_new and len(uploads) >= rule.uploads:
-            raise _exceeded(scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS)
+            raise _exceeded_error(
+                scope, "uploads", rule.uploads, retry_seconds=_BUSY_SECONDS
+            )
         if is_new:
             uploads[upload] = _Upload(now)
             self._begun[scope, upload] = {call.request_id}
@@ -444,7 +448,7 @@ class Quotas:
                 self._scope(scope).uploads.pop(upload, None)
 
     def _storage_rule(self, namespace: str) -> QuotaRule | None:
-        rule = rule_of(self._rules()[0], namespace)
+        rule = find_rule(self._rules()[0], namespace)
         is_given = rule is not None and (rule.stored_bytes or rule.stored_bytes_soft)
         return rule if is_given else None
 
@@ -467,7 +471,7 @@ class Quotas:
             QuotaExceededError: It would store too much.
         """
         for seconds in (USAGE_SECONDS, RECENT_SECONDS):  # space may have become free
-            usage = await self._usage_of(namespace, counted, seconds)
+            usage = await self._read_usage(namespace, counted, seconds)
             used, size = counted.stored_bytes(usage), more(usage)
             if not rule.stored_bytes or used + size <= rule.stored_bytes:
                 break
@@ -490,7 +494,7 @@ class Quotas:
             )
         counted.is_warned = is_above
 
-    async def _usage_of(
+    async def _read_usage(
         self, namespace: str, counted: _Counted, max_seconds: float
     ) -> StoredBytes:
         """Returns the objects of a namespace, as they were listed recently."""
@@ -510,7 +514,7 @@ class Quotas:
             return usage
 
 
-def namespace_of(call: Call) -> str:
+def call_namespace(call: Call) -> str:
     """Returns the namespace of a call; empty if it is of none, or of all."""
     for _, resource in call.granted:
         if isinstance(resource, RunName | SomeRun):
@@ -520,7 +524,7 @@ def namespace_of(call: Call) -> str:
     return ""
 
 
-def amounts_of(method: str) -> Iterator[tuple[Kind, int]]:
+def iterate_amounts(method: str) -> Iterator[tuple[Kind, int]]:
     """Yields what a call takes while it runs."""
     if method == "WatchCheckpoints":
         yield "watches", 1
@@ -548,7 +552,7 @@ def _rows(
     ]
 
 
-def _exceeded(
+def _exceeded_error(
     scope: Scope, quota: str, limit: int, *, retry_seconds: int
 ) -> QuotaExceededError:
     kind, name = scope

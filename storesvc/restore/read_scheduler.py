@@ -27,7 +27,7 @@ import numpy as np
 
 from storesvc.format.chunks import I64
 from storesvc.format.manifests import Manifest
-from storesvc.format.wire import Part, parts_of
+from storesvc.format.wire import Part, cut_parts
 
 WINDOW_BYTES: Final = 8 << 20
 """Window of a data file; a unit exceeds it by one chunk at most."""
@@ -56,7 +56,7 @@ class Unit(NamedTuple):
         the data file."""
         chunks = self.ordinals()
         lengths = self.manifest.places.length[chunks]
-        yield from parts_of(self.start, chunks.tolist(), lengths.tolist())
+        yield from cut_parts(self.start, chunks.tolist(), lengths.tolist())
 
 
 def plan_units(manifest: Manifest, pool: str, chunks: I64) -> list[Unit]:

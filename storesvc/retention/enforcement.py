@@ -15,7 +15,7 @@ from datetime import UTC, timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.records import etag_of
+from storesvc.catalog.records import record_etag
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -33,7 +33,7 @@ from storesvc.retention.policy import (
     check,
     check_metrics,
     decide,
-    metrics_of,
+    list_metrics,
 )
 from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -116,7 +116,7 @@ class RetentionEnforcer:
         Raises:
             InvalidPolicyError: It is one.
         """
-        if metrics_of(policy):
+        if list_metrics(policy):
             with suppress(RunNotFoundError):
                 await self._judge(run, policy)
 
@@ -135,7 +135,7 @@ class RetentionEnforcer:
         """
         record = (await self._catalog.run(run)).record
         if policy is None:
-            policy = _policy_of(record)
+            policy = _run_policy(record)
         for page in _pages(await self._judge(run, policy)):
             yield page
 
@@ -152,7 +152,7 @@ class RetentionEnforcer:
         delay = DEFAULT_PURGE_DELAY
         if record.HasField("purge_delay"):
             delay = record.purge_delay.ToTimedelta()
-        outcomes = await self._judge(run, _policy_of(record))
+        outcomes = await self._judge(run, _run_policy(record))
         newest = outcomes[0] if outcomes else None
         for page in _pages(outcomes):
             doomed = [outcome for outcome in page if not outcome.kept]
@@ -167,15 +167,15 @@ class RetentionEnforcer:
     ) -> list[Outcome]:
         if policy is not None:
             check(policy)  # a newer release may have stored a rule unknown to this one
-        metrics = metrics_of(policy) if policy else frozenset()
-        tags = await self._references.tagged(run)
+        metrics = list_metrics(policy) if policy else frozenset()
+        tags = await self._references.find_tags(run)
         judged: dict[int, Outcome] = {}
         candidates, present = [], set[str]()
-        async for record in self._committed(run):
+        async for record in self._list_committed(run):
             judged[record.step] = Outcome(
                 step=record.step,
                 uid=record.upload,
-                etag=etag_of(record),
+                etag=record_etag(record),
                 own_bytes=record.own_bytes,
                 reasons=(),
             )
@@ -198,7 +198,7 @@ class RetentionEnforcer:
         )
         return [replace(judged[d.step], reasons=d.reasons) for d in decisions]
 
-    async def _committed(self, run: RunName) -> AsyncIterator[pb.CheckpointRecord]:
+    async def _list_committed(self, run: RunName) -> AsyncIterator[pb.CheckpointRecord]:
         before = None
         while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
             for record in page:
@@ -228,7 +228,7 @@ class RetentionEnforcer:
         # 3. Read the protections again, and undelete what gained one during step 2. A
         #    tag that was set, or a newest one that was deleted, before this read is
         #    visible here; one that comes later finds the checkpoint deleted.
-        tags = await self._references.tagged(run)
+        tags = await self._references.find_tags(run)
         is_newest_there = await self._is_committed(run, newest)
         for at, outcome in enumerate(after):
             if outcome.step in own and (outcome.uid in tags or not is_newest_there):
@@ -269,7 +269,7 @@ class RetentionEnforcer:
         return found[0].state == COMMITTED
 
 
-def _policy_of(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:
+def _run_policy(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:
     return record.retention if record.HasField("retention") else None
 
 

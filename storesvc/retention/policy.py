@@ -75,11 +75,11 @@ class Decision:
         return bool(self.reasons)
 
 
-def metrics_of(policy: pb.RetentionPolicy) -> frozenset[str]:
+def list_metrics(policy: pb.RetentionPolicy) -> frozenset[str]:
     """Returns the names of the metrics that a policy uses."""
     if policy.HasField("best"):
         return frozenset({policy.best.metric})
-    return frozenset[str]().union(*map(metrics_of, members_of(policy)))
+    return frozenset[str]().union(*map(list_metrics, list_members(policy)))
 
 
 def decide(
@@ -111,7 +111,7 @@ def decide(
     return decisions
 
 
-def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
+def list_members(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
     """Returns the member policies of a policy."""
     match policy.WhichOneof("rule"):
         case "any":
@@ -119,7 +119,7 @@ def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
         case "all":
             return policy.all.policies
         case "not":
-            return (negated(policy),)
+            return (negated_policy(policy),)
         case "latest" | "every_duration" | "best":
             return ()
         case "every_steps" | "newer_than" | "steps" | "tagged" | "pinned":
@@ -130,7 +130,7 @@ def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
             assert_never(rule)
 
 
-def negated(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
+def negated_policy(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
     """Returns the policy that a `not` negates."""
     inner: pb.RetentionPolicy = getattr(policy, "not")  # a keyword of Python
     return inner
@@ -147,7 +147,7 @@ def describe(policy: pb.RetentionPolicy) -> str:
         case "latest":
             return f"latest {policy.latest.count}"
         case "every_steps":
-            return f"every {_counted(policy.every_steps.steps, 'step')}"
+            return f"every {_count_text(policy.every_steps.steps, 'step')}"
         case "every_duration":
             return f"every {_length_text(policy.every_duration.duration)}"
         case "newer_than":
@@ -161,9 +161,9 @@ def describe(policy: pb.RetentionPolicy) -> str:
             return _steps_text(policy.steps.steps)
         case "any" | "all" as rule:
             word = " or " if rule == "any" else " and "
-            return f"({word.join(map(describe, members_of(policy))) or 'none'})"
+            return f"({word.join(map(describe, list_members(policy))) or 'none'})"
         case "not":
-            return f"not {describe(negated(policy))}"
+            return f"not {describe(negated_policy(policy))}"
         case "tagged":
             return "tagged"
         case "pinned":
@@ -193,7 +193,7 @@ def _kept(
     policy: pb.RetentionPolicy, run: Sequence[Candidate], now: datetime
 ) -> dict[int, tuple[str, ...]]:
     """Returns the steps that a policy keeps, with the reasons of each."""
-    members = [_kept(member, run, now) for member in members_of(policy)]
+    members = [_kept(member, run, now) for member in list_members(policy)]
     steps = {c.step for c in run}
     match policy.WhichOneof("rule"):
         case "any":
@@ -287,7 +287,7 @@ def _length_text(length: Duration) -> str:
     if length.nanos == 0:
         for unit, seconds in _UNITS.items():
             if length.seconds % seconds == 0:
-                return _counted(length.seconds // seconds, unit)
+                return _count_text(length.seconds // seconds, unit)
     return f"{nanos(length) / 10**9:g} seconds"
 
 
@@ -300,7 +300,7 @@ def _steps_text(steps: Sequence[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {text}"
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else f'{noun}s'}"
 
 
@@ -357,7 +357,7 @@ def check(policy: pb.RetentionPolicy) -> None:
             f"{cut(describe(policy))}; clear the policy to keep all of them"
         )
     for place, part in parts:
-        if _keeps_none(part) and not any(map(_keeps_none, members_of(part))):
+        if _keeps_none(part) and not any(map(_keeps_none, list_members(part))):
             wanted = "what could keep a checkpoint"
             raise _invalid(place, wanted, describe(part), "leave it out")
 
@@ -402,7 +402,7 @@ def _parts(
         raise _invalid(place, wanted, "more", _SHORTEN)
     yield place, policy
     rule = policy.WhichOneof("rule")
-    for at, member in enumerate(members_of(policy)):
+    for at, member in enumerate(list_members(policy)):
         part = "not" if rule == "not" else f"{rule}[{at}]"
         yield from _parts(member, (*path, part))
 
@@ -429,7 +429,7 @@ def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
         case "any" | "all":
             _check_members(at, policy)
         case "not":
-            _check_negated(at, negated(policy))
+            _check_negated(at, negated_policy(policy))
         case "tagged" | "pinned":
             pass
         case rule:
@@ -458,7 +458,7 @@ def _check_steps(at: str, steps: Sequence[int]) -> None:
 
 
 def _check_members(at: str, policy: pb.RetentionPolicy) -> None:
-    count = len(members_of(policy))
+    count = len(list_members(policy))
     # An empty `any` keeps nothing and is reported so; an empty `all` would keep all.
     least = 1 if policy.HasField("all") else 0
     if not least <= count <= MAX_POLICIES:
@@ -512,13 +512,13 @@ def _only_steps(policy: pb.RetentionPolicy) -> frozenset[int] | None:
         case "steps":
             return frozenset(policy.steps.steps)
         case "any":
-            each = [_only_steps(member) for member in members_of(policy)]
+            each = [_only_steps(member) for member in list_members(policy)]
             known = [steps for steps in each if steps is not None]
             return _NONE.union(*known) if len(known) == len(each) else None
         case "all":
-            return _common_steps(members_of(policy))
+            return _common_steps(list_members(policy))
         case "not":
-            return _NONE if _keeps_all(negated(policy)) else None
+            return _NONE if _keeps_all(negated_policy(policy)) else None
         case "every_steps" | "every_duration" | "newer_than" | "tagged" | "pinned":
             return None
         case None:
@@ -542,7 +542,7 @@ def _common_steps(policies: Sequence[pb.RetentionPolicy]) -> frozenset[int] | No
 def _keeps_all(policy: pb.RetentionPolicy) -> bool:
     """Returns whether the structure of a policy shows that it keeps every
     checkpoint."""
-    members = members_of(policy)
+    members = list_members(policy)
     match policy.WhichOneof("rule"):
         case "every_steps":
             return policy.every_steps.steps == 1
@@ -551,7 +551,7 @@ def _keeps_all(policy: pb.RetentionPolicy) -> bool:
         case "all":
             return all(map(_keeps_all, members))
         case "not":
-            return _keeps_none(negated(policy))
+            return _keeps_none(negated_policy(policy))
         case "latest" | "every_duration" | "newer_than" | "best" | "steps":
             return False
         case "tagged" | "pinned" | None:
@@ -562,7 +562,7 @@ def _keeps_all(policy: pb.RetentionPolicy) -> bool:
 
 def _contradict(policies: Sequence[pb.RetentionPolicy]) -> bool:
     """Returns whether one of the policies is the negation of another."""
-    return any(p.HasField("not") and negated(p) in policies for p in policies)
+    return any(p.HasField("not") and negated_policy(p) in policies for p in policies)
 
 
 def _invalid(place: str, expected: str, got: str, advice: str) -> InvalidPolicyError:

@@ -26,7 +26,7 @@ from storesvc.format.names import HoldName, UploadName
 from storesvc.lending.lender import GcsToken, LentCredential, S3Keys
 from storesvc.quota.quotas import Quotas
 from storesvc.rpc import paging, requests
-from storesvc.rpc.methods import RULES, resource_of
+from storesvc.rpc.methods import RULES, parse_resource
 from storesvc.rpc.security import Lender, Security
 from storesvc.rpc.status import Context
 from storesvc.store import Store
@@ -81,8 +81,8 @@ class AccessService:
     async def TestPermissions(
         self, request: access_api.TestPermissionsRequest, context: Context
     ) -> access_api.TestPermissionsResponse:
-        resource = resource_of(request.resource)
-        asked = permissions_of(request)
+        resource = parse_resource(request.resource)
+        asked = parse_permissions(request)
         permitted = [each for each in asked if access.may(each, resource)]
         return access_api.TestPermissionsResponse(permissions=permitted)
 
@@ -125,7 +125,7 @@ class AccessService:
     async def GetQuota(
         self, request: access_api.GetQuotaRequest, context: Context
     ) -> access_api.GetQuotaResponse:
-        namespace = requests.namespace_of(request.parent)
+        namespace = requests.parse_namespace(request.parent)
         if namespace is None:
             raise InvalidFieldError(
                 f"parent {request.parent!r}: expected one namespace, got all; get the "
@@ -143,9 +143,9 @@ class AccessService:
                 "audit log: this server has none; ask its administrator to start it "
                 "with --audit-log FILE"
             )
-        listed, wanted = _listed(request), filter_of(request)
+        listed, wanted = _list_identity(request), parse_filter(request)
         size = paging.page_size(request.page_size)
-        after = paging.last_of_page(listed, request.page_token, Bookmark.parse)
+        after = paging.parse_last_row(listed, request.page_token, Bookmark.parse)
         page = await log.page(wanted, after=after, size=size)
         return access_api.ListAuditEntriesResponse(
             entries=[entry_message(row, log.server) for row in page.rows],
@@ -156,7 +156,7 @@ class AccessService:
         )
 
 
-def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
+def parse_filter(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
     """Returns the filter of a request.
 
     Raises:
@@ -176,7 +176,7 @@ def filter_of(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
     return AuditFilter(
         principal=request.principal,
         method=request.method,
-        resource=resource_of(request.resource or "namespaces/-"),
+        resource=parse_resource(request.resource or "namespaces/-"),
         stage=stage,
         authentication=how,
         start_ns=_time_ns(start) if request.HasField("start_time") else None,
@@ -202,7 +202,7 @@ def _time_ns(time: Timestamp) -> int:
     return time.seconds * 10**9 + time.nanos
 
 
-def _listed(request: access_api.ListAuditEntriesRequest) -> str:
+def _list_identity(request: access_api.ListAuditEntriesRequest) -> str:
     """Returns the text that identifies the list of a request."""
     of = access_api.ListAuditEntriesRequest()
     of.CopyFrom(request)
@@ -268,7 +268,7 @@ def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
     return response
 
 
-def permissions_of(
+def parse_permissions(
     request: access_api.TestPermissionsRequest,
 ) -> list[Permission]:
     """Returns the permissions that TestPermissions asks for.

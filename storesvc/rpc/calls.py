@@ -32,9 +32,9 @@ from storesvc.rpc.status import (
     Context,
     Continuation,
     Handler,
-    is_of_contract,
-    method_of,
-    replaced,
+    handler_method,
+    is_contract_method,
+    replace_method,
     request_id_trailer,
     wrap_method,
 )
@@ -73,24 +73,24 @@ class MeasuringInterceptor(grpc.aio.ServerInterceptor):
         scope.set(found)
         handler = await continuation(handler_call_details)
         if handler is not None:
-            return _measured(handler, found)
+            return _measure_handler(handler, found)
         publish(CallStarted(method=OTHER))
-        publish(_ended(found, Span(), method=OTHER, status="UNIMPLEMENTED"))
+        publish(_make_call_ended(found, Span(), method=OTHER, status="UNIMPLEMENTED"))
         return None
 
 
-def _measured(handler: Any, found: CallScope) -> Handler:
+def _measure_handler(handler: Any, found: CallScope) -> Handler:
     """Returns a handler that counts its messages and publishes its end."""
-    method: Callable[[Any, Context], Any] = method_of(handler)
+    method: Callable[[Any, Context], Any] = handler_method(handler)
     parse, serialize = handler.request_deserializer, handler.response_serializer
 
     async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
-        with _published(found, context):
+        with _publish_call(found, context):
             async with aclosing(method(request, context)) as responses:
                 async for response in responses:
                     yield response
 
-    def received(data: bytes) -> Any:
+    def count_received(data: bytes) -> Any:
         found.received_bytes += len(data)
         return data if parse is None else parse(data)
 
@@ -100,20 +100,20 @@ def _measured(handler: Any, found: CallScope) -> Handler:
         return data
 
     async def call(request: Any, context: Context) -> Any:
-        with _published(found, context):
+        with _publish_call(found, context):
             response = await method(request, context)
             # Here, because gRPC serializes a single response after the end of the call.
             return response if handler.response_streaming else sent(response)
 
     return KINDS[handler.request_streaming, handler.response_streaming](
         generate if inspect.isasyncgenfunction(method) else call,
-        request_deserializer=received,
+        request_deserializer=count_received,
         response_serializer=sent if handler.response_streaming else None,
     )
 
 
 @contextmanager
-def _published(found: CallScope, context: Context) -> Iterator[None]:
+def _publish_call(found: CallScope, context: Context) -> Iterator[None]:
     span = Span()
     publish(CallStarted(method=found.method))
     status = ""
@@ -129,10 +129,16 @@ def _published(found: CallScope, context: Context) -> Iterator[None]:
         status = "UNKNOWN"  # gRPC's status for an exception of a handler
         raise
     finally:
-        publish(_ended(found, span, method=found.method, status=found.status or status))
+        publish(
+            _make_call_ended(
+                found, span, method=found.method, status=found.status or status
+            )
+        )
 
 
-def _ended(found: CallScope, span: Span, *, method: str, status: str) -> CallEnded:
+def _make_call_ended(
+    found: CallScope, span: Span, *, method: str, status: str
+) -> CallEnded:
     call = current.get()
     return CallEnded(
         method=method,
@@ -167,10 +173,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Returns the handler of a call, wrapped in its authentication."""
         handler = await continuation(handler_call_details)
         name = handler_call_details.method
-        if handler is None or not is_of_contract(name):
+        if handler is None or not is_contract_method(name):
             return handler
         run = partial(self._call, name.rpartition("/")[2])
-        return replaced(handler, wrap_method(run, method_of(handler)))
+        return replace_method(handler, wrap_method(run, handler_method(handler)))
 
     @asynccontextmanager
     async def _call(self, rpc: str, context: Context) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ from storesvc.catalog.slots import Change
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, parse_step
-from storesvc.inspect.rules import Difference, dtype_text, shape_of
+from storesvc.inspect.rules import Difference, dtype_text, logical_shape
 from storesvc.inspect.verify import Comparison
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.lifecycle.holds import DEFAULT_TTL
@@ -52,7 +52,7 @@ class CheckpointService:
     async def ListRuns(
         self, request: checkpoint_api.ListRunsRequest, context: Context
     ) -> checkpoint_api.ListRunsResponse:
-        space, catalog = requests.namespace_of(request.parent), self._store.catalog
+        space, catalog = requests.parse_namespace(request.parent), self._store.catalog
         page = await list_page(
             request,
             request.parent,
@@ -75,7 +75,7 @@ class CheckpointService:
         self, request: checkpoint_api.UpdateRunRequest, context: Context
     ) -> checkpoint_api.UpdateRunResponse:
         name = RunName.from_resource(request.run.name)
-        write_id = requests.write_id_of(request)
+        write_id = requests.make_write_id(request)
         given, fields = run_change(request)
         if given.HasField("retention"):
             await self._store.retention.check(name, given.retention)
@@ -138,7 +138,7 @@ class CheckpointService:
     ) -> None:
         name, catalog = CheckpointName.from_resource(request.name), self._store.catalog
         if request.uid:
-            record = await catalog.checkpoint_of_uid(name, request.uid)
+            record = await catalog.checkpoint_with_uid(name, request.uid)
         else:
             record = await catalog.checkpoint(name)
         checkpoint = messages.checkpoint_message(name.run, record)
@@ -164,10 +164,10 @@ class CheckpointService:
     async def UpdateCheckpoint(
         self, request: checkpoint_api.UpdateCheckpointRequest, context: Context
     ) -> checkpoint_api.UpdateCheckpointResponse:
-        run, step = step_of(request.checkpoint.name)
-        write_id = requests.write_id_of(request)
+        run, step = parse_checkpoint_step(request.checkpoint.name)
+        write_id = requests.make_write_id(request)
         record = await self._store.lifecycle.update(
-            run, step, change_of(request), etag=request.etag, write_id=write_id
+            run, step, parse_change(request), etag=request.etag, write_id=write_id
         )
         checkpoint = messages.checkpoint_message(run, record)
         return checkpoint_api.UpdateCheckpointResponse(checkpoint=checkpoint)
@@ -175,14 +175,14 @@ class CheckpointService:
     async def DeleteCheckpoint(
         self, request: checkpoint_api.DeleteCheckpointRequest, context: Context
     ) -> checkpoint_api.DeleteCheckpointResponse:
-        run, step = step_of(request.name)
+        run, step = parse_checkpoint_step(request.name)
         record = await self._store.reserve.spent_on(
             self._store.lifecycle.delete,
             run,
             step,
-            purge_delay=purge_delay_of(request),
+            purge_delay=parse_purge_delay(request),
             etag=request.etag,
-            write_id=requests.write_id_of(request),
+            write_id=requests.make_write_id(request),
             uid=request.uid,
         )
         checkpoint = messages.checkpoint_message(run, record)
@@ -191,8 +191,8 @@ class CheckpointService:
     async def UndeleteCheckpoint(
         self, request: checkpoint_api.UndeleteCheckpointRequest, context: Context
     ) -> checkpoint_api.UndeleteCheckpointResponse:
-        run, step = step_of(request.name)
-        write_id = requests.write_id_of(request)
+        run, step = parse_checkpoint_step(request.name)
+        write_id = requests.make_write_id(request)
         record = await self._store.lifecycle.undelete(
             run, step, write_id=write_id, uid=request.uid
         )
@@ -202,7 +202,7 @@ class CheckpointService:
     async def PurgeCheckpoint(
         self, request: checkpoint_api.PurgeCheckpointRequest, context: Context
     ) -> checkpoint_api.PurgeCheckpointResponse:
-        run, step = step_of(request.name)
+        run, step = parse_checkpoint_step(request.name)
         purge = self._store.lifecycle.purge
         await self._store.reserve.spent_on(
             purge, run, step, etag=request.etag, uid=request.uid
@@ -215,7 +215,7 @@ class CheckpointService:
         before, after = map(CheckpointName.from_resource, (request.base, request.name))
         async with self._store.comparisons.between(before, after) as found:
             summary = summary_message(before.run, after.run, found)
-            pages = await asyncio.to_thread(pages_of, found.differences)
+            pages = await asyncio.to_thread(cut_pages, found.differences)
         # Outside the comparison, so that no other one waits while the client reads.
         with self._sent.share(share_key(context)) as share:
             await share.take(sum(page.ByteSize() for page in pages))
@@ -239,10 +239,10 @@ class CheckpointService:
         name = TagName.from_resource(request.name)
         record = await self._store.tags.set(
             name,
-            checkpoint_of(request, name),
+            parse_checkpoint(request, name),
             protected=request.protected if request.HasField("protected") else None,
             etag=request.etag,
-            write_id=requests.write_id_of(request),
+            write_id=requests.make_write_id(request),
         )
         return checkpoint_api.SetTagResponse(tag=messages.tag_message(name, record))
 
@@ -250,7 +250,7 @@ class CheckpointService:
         self, request: checkpoint_api.DeleteTagRequest, context: Context
     ) -> checkpoint_api.DeleteTagResponse:
         name = TagName.from_resource(request.name)
-        write_id = requests.write_id_of(request)
+        write_id = requests.make_write_id(request)
         await self._store.tags.delete(name, etag=request.etag, write_id=write_id)
         return checkpoint_api.DeleteTagResponse()
 
@@ -275,7 +275,7 @@ class CheckpointService:
     ) -> checkpoint_api.CreateHoldResponse:
         checkpoint = CheckpointName.from_resource(request.parent)
         hex_id = requests.checked_request_id(request.request_id).replace("-", "")
-        name, ttl = HoldName(checkpoint.run, hex_id), ttl_of(request)
+        name, ttl = HoldName(checkpoint.run, hex_id), parse_ttl(request)
         owner = requests.checked_owner("owner", request.owner)
         record = await self._store.holds.create(
             name, checkpoint, owner=owner, ttl=ttl, uid=request.uid
@@ -357,7 +357,7 @@ def trial_policy(
     return request.policy
 
 
-def step_of(resource: str) -> tuple[RunName, int]:
+def parse_checkpoint_step(resource: str) -> tuple[RunName, int]:
     """Returns the run and the step of a checkpoint that is named by its step.
 
     Raises:
@@ -372,7 +372,7 @@ def step_of(resource: str) -> tuple[RunName, int]:
     return name.run, name.which
 
 
-def change_of(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
+def parse_change(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
     """Returns the change that UpdateCheckpoint requests.
 
     Raises:
@@ -389,7 +389,7 @@ def change_of(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
     )
 
 
-def purge_delay_of(
+def parse_purge_delay(
     request: checkpoint_api.DeleteCheckpointRequest,
 ) -> timedelta | None:
     """Returns the purge delay of a deletion; None: the one of the run.
@@ -402,7 +402,7 @@ def purge_delay_of(
     return requests.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)
 
 
-def pages_of(
+def cut_pages(
     differences: Sequence[Difference],
 ) -> list[checkpoint_api.DiffCheckpointsResponse]:
     """Returns the messages for differences."""
@@ -422,7 +422,7 @@ def summary_message(
         base=messages.checkpoint_message(before, found.before),
         checkpoint=messages.checkpoint_message(after, found.after),
         same_leaf_count=found.same_leaf_count,
-        different_leaf_count=sum(not each.is_of_item for each in found.differences),
+        different_leaf_count=sum(not each.is_item for each in found.differences),
     )
 
 
@@ -436,10 +436,10 @@ def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
     )
     if difference.before is not None:
         message.base_dtype = dtype_text(difference.before)
-        message.base_shape.extend(shape_of(difference.before))
+        message.base_shape.extend(logical_shape(difference.before))
     if difference.after is not None:
         message.dtype = dtype_text(difference.after)
-        message.shape.extend(shape_of(difference.after))
+        message.shape.extend(logical_shape(difference.after))
     return message
 
 
@@ -452,7 +452,7 @@ def parse_parent(parent: str) -> RunName | str:
     """
     if "/runs/" in parent:
         return RunName.from_resource(parent)
-    namespace = requests.namespace_of(parent)
+    namespace = requests.parse_namespace(parent)
     if namespace is None:
         raise InvalidFieldError(
             f"parent {parent!r}: expected one namespace, or a run of it; watch each "
@@ -461,7 +461,7 @@ def parse_parent(parent: str) -> RunName | str:
     return namespace
 
 
-def checkpoint_of(
+def parse_checkpoint(
     request: checkpoint_api.SetTagRequest, name: TagName
 ) -> CheckpointName:
     """Returns the checkpoint to which SetTag points a tag.
@@ -478,7 +478,7 @@ def checkpoint_of(
     return checkpoint
 
 
-def ttl_of(request: checkpoint_api.CreateHoldRequest) -> timedelta:
+def parse_ttl(request: checkpoint_api.CreateHoldRequest) -> timedelta:
     """Returns the lease of a new hold.
 
     Raises:

@@ -52,7 +52,7 @@ class ChunkService:
             raise InvalidFieldError(
                 f"uid: expected the uid of {name}, got none; read its manifest first"
             )
-        record = await self._store.catalog.checkpoint_of_uid(name, uid)
+        record = await self._store.catalog.checkpoint_with_uid(name, uid)
         return await self._store.catalog.manifest(name.run, record)
 
 
@@ -95,9 +95,9 @@ class MaintenanceService:
     async def CollectGarbage(
         self, request: maintenance_api.CollectGarbageRequest, context: Context
     ) -> None:
-        grace, collector = requests.grace_of(request), self._store.collector
+        grace, collector = requests.parse_grace(request), self._store.collector
         one_run = collector.preview if request.validate_only else collector.collect
-        runs, failures = await self._runs_of(request.parent), FailureLimit()
+        runs, failures = await self._list_runs(request.parent), FailureLimit()
         passes = _passes(runs, partial(one_run, grace=grace), failures)
         async with aclosing(passes):
             async for progress in passes:
@@ -105,10 +105,10 @@ class MaintenanceService:
         if not request.validate_only and not failures.is_reached:
             await collector.trim({run.namespace for run in runs})
 
-    async def _runs_of(self, parent: str) -> list[RunName]:
+    async def _list_runs(self, parent: str) -> list[RunName]:
         """Returns the runs below a parent; rejects a run that does not exist."""
         if "/runs/" not in parent:
-            namespace = requests.namespace_of(parent)
+            namespace = requests.parse_namespace(parent)
             return await self._store.catalog.run_names(namespace)
         run = RunName.from_resource(parent)
         if run not in await self._store.catalog.run_names(run.namespace):
@@ -119,7 +119,7 @@ class MaintenanceService:
         self, request: maintenance_api.GetUsageRequest, context: Context
     ) -> maintenance_api.GetUsageResponse:
         name = RunName.from_resource(request.name)
-        return usage_message(await self._store.usage.of(name))
+        return usage_message(await self._store.usage.read_usage(name))
 
 
 async def _passes(

@@ -6,7 +6,7 @@ from typing import Final, assert_never
 
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import RunSummary
-from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.records import record_etag, timestamp
 from storesvc.catalog.runs import run_etag
 from storesvc.catalog.slots import SlotState
 from storesvc.format.names import (
@@ -59,7 +59,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
 def fate_message(fate: UploadStatus) -> upload_api.Upload:
     """Returns the message for an upload with its state."""
     message = upload_message(fate.name, fate.record)
-    match fate.slot and slots.state_of(fate.slot):
+    match fate.slot and slots.slot_state(fate.slot):
         case None | SlotState.FREE:
             message.state = upload_api.Upload.STATE_ENDED
         case SlotState.UPLOADING:
@@ -98,7 +98,7 @@ def checkpoint_message(
         manifest_digest=record.manifest_digest,
         own_bytes=record.own_bytes,
         pinned=record.pinned,
-        etag=etag_of(record),
+        etag=record_etag(record),
         key_space="-".join(filter(None, (record.upload, record.attempt))),
         principal=record.principal,
         change_principal=record.change_principal,
@@ -176,7 +176,7 @@ def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
         protected=record.protected,
         create_time=record.create_time,
         update_time=record.update_time,
-        etag=etag_of(record),
+        etag=record_etag(record),
         principal=record.principal,
     )
 

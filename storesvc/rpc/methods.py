@@ -30,7 +30,12 @@ from storesvc.format.names import (
 )
 from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.rpc import requests
-from storesvc.rpc.status import Context, Continuation, is_of_contract, replaced
+from storesvc.rpc.status import (
+    Context,
+    Continuation,
+    is_contract_method,
+    replace_method,
+)
 from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
 
 READING: Final = frozenset(
@@ -61,7 +66,9 @@ class ReadOnly(grpc.aio.ServerInterceptor):
         """Returns the handler of a call, or one that rejects it."""
         rpc = handler_call_details.method.rpartition("/")[2]
         handler = await continuation(handler_call_details)
-        is_other = handler is None or not is_of_contract(handler_call_details.method)
+        is_other = handler is None or not is_contract_method(
+            handler_call_details.method
+        )
         if is_other or rpc in READING:
             return handler
 
@@ -73,7 +80,7 @@ class ReadOnly(grpc.aio.ServerInterceptor):
                 read_only="true",
             )
 
-        return replaced(handler, reject)
+        return replace_method(handler, reject)
 
 
 Need: TypeAlias = tuple[Permission, Resource]
@@ -132,7 +139,7 @@ class Requires:
 Rule: TypeAlias = Public | Open | Identified | Filtered | Requires
 
 
-def resource_of(parent: str) -> Resource:
+def parse_resource(parent: str) -> Resource:
     """Returns the run, the namespace or all runs that a parent names.
 
     Raises:
@@ -141,7 +148,7 @@ def resource_of(parent: str) -> Resource:
     """
     if "/runs/" in parent:
         return RunName.from_resource(parent)
-    namespace = requests.namespace_of(parent)
+    namespace = requests.parse_namespace(parent)
     return AllRuns() if namespace is None else Namespace(namespace)
 
 
@@ -238,13 +245,13 @@ def _writer(permission: Permission) -> Requires:
 
 def _rows(request: Any) -> Iterator[Need]:
     """Requires nothing but a valid parent: the rows are filtered."""
-    resource_of(request.parent)
+    parse_resource(request.parent)
     return iter(())
 
 
 def _list_uploads(request: Any) -> Iterator[Need]:
     """Requires a permission on a run; of a namespace, the rows are filtered."""
-    resource = resource_of(request.parent)
+    resource = parse_resource(request.parent)
     if isinstance(resource, RunName):
         yield Permission.UPLOADS_GET, resource
 
@@ -252,7 +259,7 @@ def _list_uploads(request: Any) -> Iterator[Need]:
 def _watch(request: Any) -> Iterator[Need]:
     """Requires a permission on a run, or on any run of a namespace: its events are
     filtered, but the server polls it."""
-    resource = resource_of(request.parent)
+    resource = parse_resource(request.parent)
     if isinstance(resource, Namespace):
         resource = SomeRun(resource.name)
     yield Permission.CHECKPOINTS_WATCH, resource
@@ -291,7 +298,7 @@ def _set_tag(request: Any) -> Iterator[Need]:
 
 
 def _collect(request: Any) -> Iterator[Need]:
-    resource, grace = resource_of(request.parent), requests.grace_of(request)
+    resource, grace = parse_resource(request.parent), requests.parse_grace(request)
     yield Permission.GARBAGE_COLLECT, resource
     if grace < DEFAULT_GRACE:
         yield Permission.GARBAGE_COLLECT_EARLY, resource
@@ -356,7 +363,9 @@ RULES: Final = MappingProxyType[str, Rule](
         "TestPermissions": Identified(),
         "LendCredentials": Requires(_lend),
         "GetQuota": Requires(
-            lambda request: iter([(Permission.QUOTAS_GET, resource_of(request.parent))])
+            lambda request: iter(
+                [(Permission.QUOTAS_GET, parse_resource(request.parent))]
+            )
         ),
         "ListAuditEntries": Requires(
             lambda _request: iter([(Permission.AUDIT_READ, AllRuns())])

@@ -92,7 +92,7 @@ async def list_page(
         InvalidPageTokenError: The token was not issued for this list.
     """
     size = page_size(request.page_size)
-    last = last_of_page(listed, request.page_token, parse)
+    last = parse_last_row(listed, request.page_token, parse)
     found = await find(last, size + 1)
     return page(listed, found, size=size, key=key, show=show)
 
@@ -154,7 +154,7 @@ def page_token(listed: str, last: str) -> str:
     return urlsafe_b64encode(_token_check(listed, last) + last.encode()).decode()
 
 
-def last_of_page(listed: str, token: str, parse: Callable[[str], P]) -> P | None:
+def parse_last_row(listed: str, token: str, parse: Callable[[str], P]) -> P | None:
     """Returns the last row of the previous page; None for the first page.
 
     Args:

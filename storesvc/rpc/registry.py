@@ -28,10 +28,10 @@ from storesvc.rpc.access_service import AccessService
 from storesvc.rpc.checkpoint_service import CheckpointService
 from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.methods import authorize
-from storesvc.rpc.requests import check_counts, check_size, parsed
+from storesvc.rpc.requests import check_counts, check_size, parse_message
 from storesvc.rpc.security import Security
-from storesvc.rpc.status import KINDS, Context, host_of, note_status
-from storesvc.rpc.streams import released
+from storesvc.rpc.status import KINDS, Context, note_status, parse_host
+from storesvc.rpc.streams import release_messages
 from storesvc.rpc.upload_service import UploadService
 from storesvc.store import Store
 from storesvc_proto.v1 import (
@@ -75,7 +75,7 @@ class HealthCalls(HealthServicer):
     async def Watch(
         self, request: HealthCheckRequest, context: Context
     ) -> AsyncIterator[HealthCheckResponse]:
-        host = host_of(context.peer())
+        host = parse_host(context.peer())
         if self._watches[host] >= MAX_WATCHES - self._watches.total():
             # As the protocol has it, its client goes on as if the server were healthy.
             note_status(grpc.StatusCode.UNIMPLEMENTED, "")
@@ -133,7 +133,7 @@ def handlers(
         AccessService(store, security, quotas),
     )
     return tuple(
-        handler_of(
+        make_handler(
             _SERVICES[type(servicer).__name__],
             servicer,
             raw_requests={"WriteChunks"},
@@ -143,7 +143,7 @@ def handlers(
     )
 
 
-def handler_of(
+def make_handler(
     service: ServiceDescriptor,
     servicer: object,
     *,
@@ -181,7 +181,7 @@ def _parsing(rpc: str, method: _Method, kind: type[Message]) -> _Method:
 
     async def call(data: bytes, context: Context) -> Any:
         check_size(kind.DESCRIPTOR.full_name, len(data))
-        request = parsed(kind, data)
+        request = parse_message(kind, data)
         check_counts(request)
         await authorize(rpc, request)
         return await method(request, context)
@@ -213,9 +213,9 @@ async def _parsed_each(
     rpc: str, kind: type[M], stream: AsyncIterator[bytes]
 ) -> AsyncIterator[M]:
     is_first = True
-    async with released(stream):
+    async with release_messages(stream):
         async for data in stream:
-            request = parsed(kind, data)
+            request = parse_message(kind, data)
             if is_first:
                 await authorize(rpc, request)
                 is_first = False

@@ -61,7 +61,7 @@ MESSAGE_TYPE: Final = "message_type"
 M = TypeVar("M", bound=Message)
 
 
-def parsed(kind: type[M], data: bytes) -> M:
+def parse_message(kind: type[M], data: bytes) -> M:
     """Parses a message.
 
     Raises:
@@ -108,7 +108,7 @@ def checked_request_id(request_id: str) -> str:
     return request_id
 
 
-def write_id_of(request: ChangeRequest) -> str:
+def make_write_id(request: ChangeRequest) -> str:
     """Returns the write id of a request: its id, and a digest of its other fields.
 
     Records store it, so that ``slots.is_repeated`` recognises a retry.
@@ -144,7 +144,7 @@ def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
     return given.ToTimedelta()
 
 
-def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
+def parse_grace(request: maintenance_api.CollectGarbageRequest) -> timedelta:
     """Returns the grace period of a collection.
 
     Raises:
@@ -155,7 +155,7 @@ def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
     return duration("grace", request.grace, most=MAX_GRACE)
 
 
-def namespace_of(parent: str) -> str | None:
+def parse_namespace(parent: str) -> str | None:
     """Returns the namespace of ``namespaces/{namespace}``; None for ``namespaces/-``.
 
     Raises:
@@ -344,7 +344,7 @@ def check_counts(message: Message, place: str = "") -> None:
         LimitExceededError: A field of a table has too many.
         InvalidFieldError: Another field has too many.
     """
-    for field in _counted(message.DESCRIPTOR):
+    for field in _repeated_fields(message.DESCRIPTOR):
         if field.limit is None:
             if message.HasField(field.name):
                 check_counts(getattr(message, field.name), f"{place}{field.name}.")
@@ -362,7 +362,7 @@ def check_counts(message: Message, place: str = "") -> None:
 
 
 @cache
-def _counted(message: Descriptor) -> tuple[_Field, ...]:
+def _repeated_fields(message: Descriptor) -> tuple[_Field, ...]:
     """Returns the fields of a message that are repeated, or contain repeated ones."""
     is_of_table = message.file.name == tree_pb2.DESCRIPTOR.name
     found = []

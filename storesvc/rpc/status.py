@@ -2,7 +2,7 @@
 
 `ErrorInterceptor` wraps every rpc of the contract, so that handlers only raise:
 
-1. An error of the service becomes its status (`status_of`), with one ``ErrorInfo``.
+1. An error of the service becomes its status (`make_status`), with one ``ErrorInfo``.
 2. A call that is still running shortly before its deadline fails with the cause of the
    delay. gRPC's own DEADLINE_EXCEEDED would not name one.
 3. Any other exception is a bug: it is logged with its traceback and an id, and the
@@ -36,7 +36,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.quota.quotas import namespace_of
+from storesvc.quota.quotas import call_namespace
 from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.storage.hedging import LogThrottle
 from storesvc.telemetry.events import BugFound, publish, scope
@@ -59,7 +59,7 @@ _NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
 the deadline and hide the cause; the client library retries itself."""
 
 
-def status_of(error: errors.StoreError) -> status_pb2.Status:
+def make_status(error: errors.StoreError) -> status_pb2.Status:
     """Returns the status of an error."""
     metadata = {k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()}
     if call := current.get():
@@ -93,7 +93,7 @@ async def abort(
     context: "grpc.aio.ServicerContext[object, object]", error: errors.StoreError
 ) -> NoReturn:
     """Ends a call with the status of an error."""
-    status = rpc_status.to_status(status_of(error))
+    status = rpc_status.to_status(make_status(error))
     note_status(status.code, error.reason)
     try:
         await context.abort(
@@ -170,17 +170,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Returns the handler of a call, wrapped in the translation of its errors."""
         handler = await continuation(handler_call_details)
-        if handler is None or not is_of_contract(handler_call_details.method):
+        if handler is None or not is_contract_method(handler_call_details.method):
             return handler
-        return replaced(handler, wrap_method(_translated, method_of(handler)))
+        return replace_method(
+            handler, wrap_method(_translate_errors, handler_method(handler))
+        )
 
 
-def is_of_contract(method: str) -> bool:
+def is_contract_method(method: str) -> bool:
     """Returns whether an rpc ("/package.Service/Method") belongs to this contract."""
     return method.startswith("/storesvc.v1.")
 
 
-def method_of(handler: Any) -> Callable[[Any, Context], Any]:
+def handler_method(handler: Any) -> Callable[[Any, Context], Any]:
     """Returns the method that a handler calls."""
     method: Callable[[Any, Context], Any] = (
         handler.unary_unary
@@ -191,7 +193,7 @@ def method_of(handler: Any) -> Callable[[Any, Context], Any]:
     return method
 
 
-def replaced(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:
+def replace_method(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:
     """Returns a handler of the same kind that calls another method."""
     make = KINDS[handler.request_streaming, handler.response_streaming]
     return make(
@@ -220,7 +222,7 @@ def wrap_method(
 
 
 @asynccontextmanager
-async def _translated(context: Context) -> AsyncIterator[None]:
+async def _translate_errors(context: Context) -> AsyncIterator[None]:
     """Ends a call with the status of its error, or shortly before its deadline."""
     # None without a deadline, in spite of its type
     left = cast("float | None", context.time_remaining())
@@ -274,11 +276,11 @@ def share_key(context: Context) -> str:
     """Returns whose calls share memory and turns: of a namespace if callers are
     restricted, else of the client's host."""
     call = current.get()
-    if call is not None and call.policy is not None and (name := namespace_of(call)):
+    if call is not None and call.policy is not None and (name := call_namespace(call)):
         return f"namespaces/{name}"
-    return host_of(context.peer())
+    return parse_host(context.peer())
 
 
-def host_of(peer: str) -> str:
+def parse_host(peer: str) -> str:
     """Returns the host of a peer in gRPC's notation, without its port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer

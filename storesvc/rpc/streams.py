@@ -270,7 +270,7 @@ class StreamTimeout:
 
 
 @asynccontextmanager
-async def released(stream: AsyncIterator[S]) -> AsyncIterator[None]:
+async def release_messages(stream: AsyncIterator[S]) -> AsyncIterator[None]:
     """Releases the messages of a stream when the context ends.
 
     gRPC's iterator refers to itself, and to the message that it returned last: a stream
@@ -313,7 +313,7 @@ def check_part(message: _Parted, *parts: str) -> None:
     """
     found = message.WhichOneof("part")
     if found not in parts:
-        raise unexpected(" or ".join(parts), found)
+        raise unexpected_part_error(" or ".join(parts), found)
 
 
 def missing(part: str) -> InvalidFieldError:
@@ -321,7 +321,7 @@ def missing(part: str) -> InvalidFieldError:
     return InvalidFieldError(f"stream: expected a first message with {part}, got none")
 
 
-def unexpected(expected: str, found: str | None) -> InvalidFieldError:
+def unexpected_part_error(expected: str, found: str | None) -> InvalidFieldError:
     """Returns the error for a message with another part."""
     return InvalidFieldError(f"stream: expected a message with {expected}, got {found}")
 

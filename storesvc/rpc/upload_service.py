@@ -45,10 +45,10 @@ from storesvc.rpc.streams import (
     first,
     following,
     missing,
-    released,
-    unexpected,
+    release_messages,
+    unexpected_part_error,
 )
-from storesvc.save.leaf_tables import LeafParts, SumParts, unpacked
+from storesvc.save.leaf_tables import LeafParts, SumParts, unpack_client_sums
 from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.storage.requests import beside
@@ -73,7 +73,7 @@ class PartStream(Generic[T]):
     ) -> AsyncIterator["PartStream[T]"]:
         """Accounts the bytes of ``keep`` to a budget while the context lasts."""
         with budget.share(share_key(context)) as self._share:
-            async with released(self._stream):
+            async with release_messages(self._stream):
                 yield self
 
     async def keep(self, size_bytes: int) -> None:
@@ -155,13 +155,13 @@ def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
         labels=dict(sorted(upload.labels.items())),
         metrics=dict(sorted(upload.metrics.items())),
         lease=lease or DEFAULT_LEASE,
-        base=base_of(run, upload.base),
+        base=parse_base(run, upload.base),
         owner=requests.checked_owner("upload.owner", upload.owner),
         body=upload.SerializeToString(deterministic=True),
     )
 
 
-def base_of(run: RunName, base: str) -> CheckpointName | None:
+def parse_base(run: RunName, base: str) -> CheckpointName | None:
     """Returns the base of an upload; None: it has none.
 
     Raises:
@@ -206,7 +206,7 @@ def writer_report(
     return opening.report
 
 
-def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:
+def parse_part(request: bytes) -> Frame | upload_api.WriteChunksRequest:
     """Returns the frame of a serialised WriteChunksRequest, or one without a frame.
 
     Raises:
@@ -215,13 +215,13 @@ def part_of(request: bytes) -> Frame | upload_api.WriteChunksRequest:
     found = wire.split(request, _FRAME_TAG)
     if found is not None:
         return found
-    message = requests.parsed(upload_api.WriteChunksRequest, request)
+    message = requests.parse_message(upload_api.WriteChunksRequest, request)
     if message.HasField("frame"):
         return Frame(message.frame, memoryview(message.frame.data))
     return message
 
 
-async def opening_of(
+async def read_opening(
     stream: AsyncIterator[Frame | upload_api.WriteChunksRequest],
 ) -> upload_api.WriterRef:
     """Returns the opening of a WriteChunks stream, its first message, once the
@@ -235,7 +235,7 @@ async def opening_of(
     if opening is None:
         raise missing("open")
     if isinstance(opening, Frame):
-        raise unexpected("open", "frame")
+        raise unexpected_part_error("open", "frame")
     check_part(opening, "open")
     await authorize("WriteChunks", opening)
     return opening.open
@@ -295,7 +295,7 @@ class UploadService:
         new = new_upload(name.run, opening.upload)
         parts, stream = LeafParts(name, opening.leaf_count), request_iterator
         async with self._leaf_table(parts, stream, context):
-            table, digests = parts.joined(), parts.digests
+            table, digests = parts.join(), parts.digests
             record = await self._store.uploads.begin(
                 name, new, table, digests, reserve=partial(self._quotas.reserve, name)
             )
@@ -316,7 +316,7 @@ class UploadService:
                 name,
                 writer=join.writer,
                 writer_count=join.writer_count,
-                table=parts.joined(),
+                table=parts.join(),
                 digests=parts.digests,
             )
         upload = messages.upload_message(name, record)
@@ -360,7 +360,10 @@ class UploadService:
     async def ListUploads(
         self, request: upload_api.ListUploadsRequest, context: Context
     ) -> upload_api.ListUploadsResponse:
-        runs, uploads = await self._runs_of(request.parent), self._store.upload_statuses
+        runs, uploads = (
+            await self._list_runs(request.parent),
+            self._store.upload_statuses,
+        )
         page = await list_page(
             request,
             f"{request.parent}/uploads",
@@ -373,11 +376,11 @@ class UploadService:
             uploads=page.rows, damaged=page.damaged, next_page_token=page.token
         )
 
-    async def _runs_of(self, parent: str) -> list[RunName]:
+    async def _list_runs(self, parent: str) -> list[RunName]:
         """Returns the runs below a parent; a single run need not exist."""
         if "/runs/" in parent:
             return [RunName.from_resource(parent)]
-        namespace = requests.namespace_of(parent)
+        namespace = requests.parse_namespace(parent)
         runs = await self._store.catalog.run_names(namespace)
         return [run for run in runs if access.may(Permission.UPLOADS_GET, run)]
 
@@ -397,11 +400,13 @@ class UploadService:
         opening = await first(request_iterator, "open")
         upload = await self._open(opening.open)
         parts = (
-            await offload(len(message.chunks.crc32c), unpacked, message.chunks)
+            await offload(
+                len(message.chunks.crc32c), unpack_client_sums, message.chunks
+            )
             async for message in following(request_iterator, "chunks")
         )
         found = self._store.receipts.find(upload, opening.open.writer, parts)
-        async with released(request_iterator), aclosing(found):
+        async with release_messages(request_iterator), aclosing(found):
             async for ordinals in found:
                 yield upload_api.FindChunksResponse(found=ordinals.tolist())
 
@@ -412,13 +417,13 @@ class UploadService:
     ) -> AsyncIterator[upload_api.WriteChunksResponse]:
         watch, timeout = Stopwatch(), StreamTimeout()
         arriving = timeout.limit(watch.waits("client", request_iterator))
-        parts = (part_of(each) async for each in arriving)
-        opening = await opening_of(parts)
+        parts = (parse_part(each) async for each in arriving)
+        opening = await read_opening(parts)
         upload = await self._open(opening)
         written = self._store.receiver.write(
             upload,
             opening.writer,
-            self._counted(upload, stored_parts(upload.name.run, parts)),
+            self._count_bytes(upload, stored_parts(upload.name.run, parts)),
             watch,
             # A client without free buffers sends nothing until it gets an
             # acknowledgement, so it is not late while the server stores a batch.
@@ -430,7 +435,7 @@ class UploadService:
                 yield upload_api.WriteChunksResponse(durable_count=count)
         _log.info("WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch)
 
-    async def _counted(
+    async def _count_bytes(
         self, upload: OpenUpload, parts: AsyncIterator[Frame | tree_pb2.ChunkTable]
     ) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
         """Yields the parts of a stream once the quota admits their bytes."""
@@ -449,10 +454,10 @@ class UploadService:
         receipts, writer = self._store.receipts, opening.open.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
         tables = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
-        async with beside(tables) as staged, self._opened(opening.open) as upload:
+        async with beside(tables) as staged, self._yield_open(opening.open) as upload:
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
-                sums = await offload(opening.chunk_count, parts.joined)
+                sums = await offload(opening.chunk_count, parts.join)
                 places = await receipts.finish(
                     upload, writer, sums, staged, writer_report(opening)
                 )
@@ -513,7 +518,7 @@ class UploadService:
         return upload
 
     @asynccontextmanager
-    async def _opened(self, ref: upload_api.WriterRef) -> AsyncIterator[OpenUpload]:
+    async def _yield_open(self, ref: upload_api.WriterRef) -> AsyncIterator[OpenUpload]:
         """Yields the upload of a writer like ``_open``, see ``Uploads.opened``."""
         name = UploadName.from_resource(ref.upload)
         async with self._store.uploads.opened(name, ref.epoch) as upload:

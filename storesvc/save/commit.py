@@ -58,7 +58,7 @@ from storesvc.save.reuse import (
     claimed_places,
     find_claims,
 )
-from storesvc.save.rules import key_space_of
+from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.object_bucket import TensorStoreBucket
@@ -110,7 +110,7 @@ class Discards:
         try:
             await reach(Failpoint.COMMIT_BEFORE_DISCARD)
             await together(
-                self._bucket.delete_below(places.staging_of(name.upload)),
+                self._bucket.delete_below(places.staging_prefix(name.upload)),
                 self._bucket.delete_below(places.upload_parts(name.upload)),
             )
         except StoreError:
@@ -153,7 +153,7 @@ class _Early:
     """The receipts that it assumes, by writer."""
     made: "asyncio.Task[_Prepared]"
 
-    def is_of(self, receipts: dict[int, Receipt]) -> bool:
+    def assumes(self, receipts: dict[int, Receipt]) -> bool:
         """Returns whether these are the receipts that it assumes."""
         return _generations(receipts) == _generations(self.receipts)
 
@@ -206,12 +206,12 @@ class Commits:
         #    its slot: then it has owned it since it began, because a slot that was lost
         #    never comes back, so they are the receipts of a live upload.
         async with (
-            beside(self._received(name, record)) as received,
+            beside(self._read_received(name, record)) as received,
             self._early(name, record) as early,
         ):
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
-                return await self._settled(name, slot)
+                return await self._settle_record(name, slot)
             return await self._commit(name, record, slot, seen, received, early, span)
 
     async def _commit(
@@ -229,7 +229,7 @@ class Commits:
         #    meantime and delete the parts of the upload: then an object is missing
         #    here, and the slot says so.
         try:
-            made = await self._prepared(received, early)
+            made = await self._finish_preparation(received, early)
         except StoreError as e:
             return await self._after_conflict(name, record, e)
         # 3. Journal before slot: after a crash here, a watch reads the slot and finds
@@ -240,7 +240,7 @@ class Commits:
         number = await self._announce(name, record.step)
         # 4. From this write on the checkpoint exists. The condition fails if the slot
         #    was taken over, or if another call of this commit was faster.
-        committed = self._committed(slot, record, made, number)
+        committed = self._committed_record(slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
             await self._write_slot(name, record, committed, seen)
@@ -248,7 +248,7 @@ class Commits:
             return await self._after_conflict(name, record, e)
         self._receipts.forget(name, writer_count=record.writer_count)
         # A watcher reads the slot when it is notified, so never before this write.
-        self._journal.landed(name.run.namespace)
+        self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))
         # 5. Receipts and staging last: without them the upload could not be committed
         #    again. The record names none of them; after a crash here, garbage
@@ -274,24 +274,26 @@ class Commits:
             return
 
         async def prepare() -> _Prepared:
-            upload = await self._uploads.presumed(name, record.epoch)
+            upload = await self._uploads.presume_open(name, record.epoch)
             return await self._prepare(_Received(upload, kept))
 
         async with beside(prepare()) as made:
             yield _Early(kept, made)
 
-    async def _prepared(
+    async def _finish_preparation(
         self, received: Awaitable[_Received], early: "_Early | None"
     ) -> _Prepared:
         """Returns what ``_prepare`` returns for the receipts that were read."""
         found = await received
-        if early is not None and early.is_of(found.receipts):
+        if early is not None and early.assumes(found.receipts):
             return await early.made
         if early is not None:
             early.made.cancel()
         return await self._prepare(found)
 
-    async def _received(self, name: UploadName, record: pb.UploadRecord) -> _Received:
+    async def _read_received(
+        self, name: UploadName, record: pb.UploadRecord
+    ) -> _Received:
         """Reads the leaf table and the receipts of an upload."""
         upload = OpenUpload(name, record, await self._uploads.tree(name, record))
         return _Received(upload, await self._receipts.read(upload))
@@ -327,11 +329,11 @@ class Commits:
         manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
         node_file = run.data_prefix(name.upload) + unique.hex
         made, data, table = await offload(
-            rows, _packed, upload, manifest, node_file, unique.hex[:8]
+            rows, _pack_manifest, upload, manifest, node_file, unique.hex[:8]
         )
         view = await offload(
             rows,
-            key_space_of,
+            make_key_space,
             manifest,
             node_file=node_file,
             uuid=unique.bytes,
@@ -385,7 +387,7 @@ class Commits:
         found = await offload(
             len(sums), find_claims, upload.tree, sums.take(claimed), sources
         )
-        lost = await offload(len(sums), _moved, places.take(claimed), found)
+        lost = await offload(len(sums), _find_moved, places.take(claimed), found)
         if lost:
             first = upload.tree.describe_chunk(int(sums.ordinal[claimed[lost[0]]]))
             raise ChunksIncompleteError(
@@ -405,7 +407,7 @@ class Commits:
             ),
         )
 
-    def _committed(
+    def _committed_record(
         self,
         slot: pb.CheckpointRecord,
         record: pb.UploadRecord,
@@ -478,7 +480,7 @@ class Commits:
         found = await self._catalog.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if slot.state != slots.UPLOADING:
-            return await self._settled(name, slot)
+            return await self._settle_record(name, slot)
         if isinstance(error, StoreError):
             raise error
         raise ConflictError(
@@ -486,7 +488,7 @@ class Commits:
             upload=name.upload,
         ) from error
 
-    async def _settled(
+    async def _settle_record(
         self, name: UploadName, slot: pb.CheckpointRecord
     ) -> pb.CheckpointRecord:
         """Returns a record that another call wrote, once it is durable."""
@@ -508,7 +510,7 @@ def _event(name: UploadName, record: pb.CheckpointRecord, span: Span) -> Committ
     )
 
 
-def _moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:
+def _find_moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:
     """Returns the rows of locations that no claim confirms."""
     there: dict[int, tuple[str, int, int]] = {}
     for claims in found:
@@ -517,7 +519,7 @@ def _moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:
     return [row for row, place in enumerate(wanted.rows()) if there.get(row) != place]
 
 
-def _packed(
+def _pack_manifest(
     upload: OpenUpload, manifest: Manifest, node_file: str, attempt: str
 ) -> tuple[_Prepared, bytes, bytes]:
     """Returns the fields that a record will have, the manifest and the file table."""

@@ -58,7 +58,9 @@ class LeafTables:
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
 
-    async def parsed(self, name: UploadName, tree_digest: bytes, table: bytes) -> Tree:
+    async def parse_table(
+        self, name: UploadName, tree_digest: bytes, table: bytes
+    ) -> Tree:
         """Returns the parsed form of a serialised leaf table.
 
         Raises:
@@ -67,7 +69,7 @@ class LeafTables:
             LimitExceededError: The table has too many leaves or chunks.
         """
         return await self._trees.get(
-            tree_digest, lambda: offload(rows_in(table), _parsed, name, table)
+            tree_digest, lambda: offload(rows_in(table), _parse_table, name, table)
         )
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
@@ -83,7 +85,7 @@ class LeafTables:
             CorruptDataError: The leaf table is damaged.
         """
         return await self._trees.get(
-            tree_digest, lambda: self._stored(name, tree_digest)
+            tree_digest, lambda: self._read_stored(name, tree_digest)
         )
 
     async def write_values(self, name: UploadName, digests: bytes) -> None:
@@ -109,7 +111,7 @@ class LeafTables:
             raise CorruptDataError(f"{name}: its leaf digests are damaged")
         return stored.data
 
-    async def _stored(self, name: UploadName, tree_digest: bytes) -> Tree:
+    async def _read_stored(self, name: UploadName, tree_digest: bytes) -> Tree:
         stored = await self._bucket.read(
             RunPaths(name.run).tree(name.upload, tree_digest)
         )
@@ -117,10 +119,10 @@ class LeafTables:
             raise slots.absent(name)
         if digest(stored.data) != tree_digest:
             raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await offload(rows_in(stored.data), _parsed, name, stored.data)
+        return await offload(rows_in(stored.data), _parse_table, name, stored.data)
 
 
-def _parsed(name: UploadName, table: bytes) -> Tree:
+def _parse_table(name: UploadName, table: bytes) -> Tree:
     """Returns the parsed form of a serialised leaf table.
 
     Raises:
@@ -291,7 +293,7 @@ class LeafParts:
                     f"{len(getattr(part, column))}"
                 )
 
-    def joined(self) -> bytes:
+    def join(self) -> bytes:
         """Returns the serialised leaf table, after the last part.
 
         Raises:
@@ -358,19 +360,19 @@ class SumParts:
         """
         self._rows += len(part.crc32c)
         if self._rows > self._chunk_count:
-            raise self._miscounted()
-        sums = unpacked(part)
+            raise self._count_error()
+        sums = unpack_client_sums(part)
         self._parts.append(sums)
         return sums.nbytes
 
-    def joined(self) -> Sums:
+    def join(self) -> Sums:
         """Returns the checksums of all rows, after the last part.
 
         Raises:
             InvalidChunkError: Rows are missing, or are not ascending by ordinal.
         """
         if self._rows != self._chunk_count:  # see LeafParts.joined
-            raise self._miscounted()
+            raise self._count_error()
         parts, self._parts = self._parts, []
         empty = Sums.of_rows([])
         sums = Sums(
@@ -382,14 +384,14 @@ class SumParts:
             raise InvalidChunkError("receipt: expected strictly ascending ordinals")
         return sums
 
-    def _miscounted(self) -> InvalidChunkError:
+    def _count_error(self) -> InvalidChunkError:
         return InvalidChunkError(
             f"receipt: expected {self._chunk_count} rows as chunk_count says, got "
             f"{self._rows}; send all parts of the receipt"
         )
 
 
-def unpacked(table: tree_pb2.ChunkTable) -> Sums:
+def unpack_client_sums(table: tree_pb2.ChunkTable) -> Sums:
     """Returns the checksums of chunks that a client sent.
 
     Raises:

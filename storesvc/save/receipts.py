@@ -180,14 +180,14 @@ class Receipts:
         count = upload.tree.chunk_count
         tables = await staged
         own, claims = await self._own_claims(upload, sums, tables)
-        if not tables.is_all and len(_unclaimed(sums, claims)):
+        if not tables.is_all and len(_find_unclaimed(sums, claims)):
             # Other servers may have written tables of this writer.
             tables = await self._all_staged(upload.name, writer)
             own, claims = await self._own_claims(upload, sums, tables)
         stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
         # 2. Claim the rest from the base and the predecessor, which are only read if
         #    the writer did not store everything itself.
-        left = _unclaimed(sums, claims)
+        left = _find_unclaimed(sums, claims)
         if len(left):
             others = await self._reuse.sources(upload)
             more = await offload(
@@ -196,7 +196,7 @@ class Receipts:
             claims += [Claims(c.source, left[c.rows], c.found) for c in more]
         # 3. Write the receipt only now: it states that all of its chunks are stored,
         #    and the commit reads the receipts, not the staging tables.
-        places = await offload(count, _places_of, upload, sums, claims, stored)
+        places = await offload(count, _find_places, upload, sums, claims, stored)
         receipt = await offload(count, pack_table, sums, places)
         if report is not None:
             receipt.report.CopyFrom(report)
@@ -221,7 +221,7 @@ class Receipts:
         own = await tables_at(
             self._bucket, tables.paths, chunk_count=count, known=tables.known
         )
-        sources = await self._reuse.sources_of(upload, own, tables.files)
+        sources = await self._reuse.table_sources(upload, own, tables.files)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         return own, claims
 
@@ -253,7 +253,7 @@ class Receipts:
     ) -> AsyncGenerator[I64]:
         """Yields, for each part, the ordinals of the chunks that need not be sent."""
         own, others = await asyncio.gather(
-            self._reuse.sources_of_writer(upload, writer), self._reuse.sources(upload)
+            self._reuse.writer_sources(upload, writer), self._reuse.sources(upload)
         )
         sources = [*own, *others]
         async for sums in parts:
@@ -268,7 +268,7 @@ class Receipts:
         """Returns the writers of an upload that have a receipt."""
         places = RunPaths(name.run)
         receipts = await self._bucket.list(places.receipts(name.upload))
-        return frozenset(map(places.writer_of, receipts))
+        return frozenset(map(places.parse_writer, receipts))
 
     def kept(self, name: UploadName, *, writer_count: int) -> dict[int, Receipt] | None:
         """Returns the receipts of an upload if this process wrote that of each writer;
@@ -339,7 +339,7 @@ def _stored_by_writer(
     return stored
 
 
-def _unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
+def _find_unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
     """Returns the rows of a receipt that no source has."""
     left = np.ones(len(sums), np.bool_)
     for one in claims:
@@ -347,7 +347,7 @@ def _unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
     return np.flatnonzero(left)
 
 
-def _places_of(
+def _find_places(
     upload: OpenUpload,
     sums: Sums,
     claims: Sequence[Claims],
@@ -359,7 +359,7 @@ def _places_of(
         InvalidChunkError: The writer stored a chunk only with other bytes.
         ChunksIncompleteError: A chunk is not stored.
     """
-    left = sums.ordinal[_unclaimed(sums, claims)]
+    left = sums.ordinal[_find_unclaimed(sums, claims)]
     others, missing = left[stored[left]].tolist(), left.tolist()
     if others:
         raise InvalidChunkError(
@@ -453,7 +453,7 @@ class UploadStatuses:
             {
                 id_
                 for place in await self._bucket.list(places.uploads)
-                if (id_ := places.upload_of(place)) and place != places.upload(id_)
+                if (id_ := places.parse_upload(place)) and place != places.upload(id_)
             }
         )
         return [UploadName(run, id_) for id_ in ids]

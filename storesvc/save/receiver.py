@@ -232,7 +232,7 @@ class Receiver:
                     raise
                 await writing
         self._tables.keep(new)
-        publish(_received("direct", places))
+        publish(_make_chunks_moved("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
 
@@ -292,7 +292,7 @@ class Receiver:
             table = self._tables.new(upload.name, writer, (sums, places))
             await self._tables.write(self._bucket, table)
             self._tables.keep(table)
-        publish(_received("stream", places))
+        publish(_make_chunks_moved("stream", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return batch_file.batch.completed
 
@@ -332,7 +332,7 @@ class Receiver:
         )
 
 
-def _received(path: Path, places: ChunkLocations) -> ChunksMoved:
+def _make_chunks_moved(path: Path, places: ChunkLocations) -> ChunksMoved:
     return ChunksMoved(direction="in", path=path, size_bytes=int(places.length.sum()))
 
 
@@ -489,7 +489,7 @@ class _Stream:
             permit = await self._receiver.admission.acquire(
                 peer=self._peer,
                 namespace=self._upload.name.run.namespace,
-                recall=self._recalled,
+                recall=self._on_recall,
             )
             self._batch_file = await self._receiver.begin(
                 self._upload, permit, watch=self._watch
@@ -532,7 +532,7 @@ class _Stream:
         else:
             self._adding.add_done_callback(lambda _: self._receiver.drop(batch_file))
 
-    def _recalled(self) -> None:
+    def _on_recall(self) -> None:
         """Ends the open batch, because other streams need its permit and this client
         is slow; ends the stream too if a chunk is incomplete."""
         if self._batch_file is None:

@@ -95,12 +95,12 @@ class Reuse:
         found: list[Source] = []
         if upload.record.predecessor:
             name = UploadName(upload.name.run, upload.record.predecessor)
-            found += await self._sources_of_predecessor(name)
+            found += await self._predecessor_sources(name)
         if upload.record.base:
-            found += await self._sources_of_base(upload)
+            found += await self._base_sources(upload)
         return found
 
-    async def _sources_of_base(self, upload: OpenUpload) -> list[Source]:
+    async def _base_sources(self, upload: OpenUpload) -> list[Source]:
         run, step = upload.name.run, upload.record.base_step
         try:
             # The upload reserved its slot before this read, so a purge of the base that
@@ -148,7 +148,7 @@ class Reuse:
             FileEnd(places.files[number], int(ends[number])) for number in numbers
         ]
         left = [one for one in needed if one not in known]
-        found = {**known, **await self._checked(run, left)}
+        found = {**known, **await self._check_files(run, left)}
         whole = np.zeros(len(places.files), np.bool_)
         whole[numbers] = [found[one] for one in needed]
         return whole
@@ -157,10 +157,10 @@ class Reuse:
         self, run: RunName, tables: Iterable[Table]
     ) -> dict[FileEnd, bool]:
         """Returns for each data file of some staging tables whether it exists and is
-        not truncated, for ``sources_of``."""
-        return await self._checked(run, file_ends(tables))
+        not truncated, for ``table_sources``."""
+        return await self._check_files(run, file_ends(tables))
 
-    async def _checked(
+    async def _check_files(
         self, run: RunName, files: Sequence[FileEnd]
     ) -> dict[FileEnd, bool]:
         async def is_whole(one: FileEnd) -> bool:
@@ -175,7 +175,7 @@ class Reuse:
         found = await each(is_whole, files, at_once=_FILES_AT_ONCE)
         return dict(zip(files, found, strict=True))
 
-    async def _sources_of_predecessor(self, name: UploadName) -> list[Source]:
+    async def _predecessor_sources(self, name: UploadName) -> list[Source]:
         """Returns the chunks that the writers of an unfinished upload had stored."""
         try:
             record = await self._uploads.record(name)
@@ -188,13 +188,13 @@ class Reuse:
         opened = OpenUpload(name, record, tree)
         by_writer = await staged_places(self._bucket, name)
 
-        async def stored(writer: int) -> list[Source]:
+        async def list_stored(writer: int) -> list[Source]:
             return await self._sources_in(opened, by_writer[writer])
 
-        found = await each(stored, sorted(by_writer))
+        found = await each(list_stored, sorted(by_writer))
         return [source for sources in found for source in sources]
 
-    async def sources_of_writer(self, upload: OpenUpload, writer: int) -> list[Source]:
+    async def writer_sources(self, upload: OpenUpload, writer: int) -> list[Source]:
         """Returns the chunks that a writer stored; nothing if a staging table is
         damaged, so that the writer sends its chunks again."""
         staging = upload.places.staging(upload.name.upload, writer)
@@ -212,9 +212,9 @@ class Reuse:
         except CorruptDataError as e:
             _log.warning("%s: chunks of a writer are not reused: %s", upload.name, e)
             return []
-        return await self.sources_of(upload, table)
+        return await self.table_sources(upload, table)
 
-    async def sources_of(
+    async def table_sources(
         self,
         upload: OpenUpload,
         table: Table,

@@ -16,11 +16,11 @@ import numpy as np
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.keys import ENCODED_KINDS, describe, kind_text
 from storesvc.format.manifests import Manifest
-from storesvc.format.ocdbt import View, ZarrArray, view_of_arrays
+from storesvc.format.ocdbt import View, ZarrArray, view_arrays
 from storesvc.format.trees import Leaf, Tree
 
 
-def key_space_of(
+def make_key_space(
     manifest: Manifest, *, node_file: str, uuid: bytes, commit_time_ns: int
 ) -> View:
     """Returns the key space that shows the leaves of a manifest as Zarr arrays.
@@ -32,7 +32,7 @@ def key_space_of(
         commit_time_ns: Nanoseconds since the epoch.
     """
     tree = manifest.tree
-    return view_of_arrays(
+    return view_arrays(
         [
             ZarrArray(
                 name=leaf.key,

@@ -124,8 +124,8 @@ async def staged_places(
     store anything.
     """
     places, found = RunPaths(name.run), defaultdict[int, list[str]](list)
-    for place in await bucket.list(places.staging_of(name.upload)):
-        found[places.staged_writer_of(place)].append(place)
+    for place in await bucket.list(places.staging_prefix(name.upload)):
+        found[places.parse_staged_writer(place)].append(place)
     return found
 
 

@@ -208,22 +208,22 @@ class Uploads:
             ConflictError: Another upload of the step began at the same time.
         """
         tree_digest = digest(table)
-        tree = await self._leaf_tables.parsed(name, tree_digest, table)
+        tree = await self._leaf_tables.parse_table(name, tree_digest, table)
         if reserve is not None:
             await reserve(int(tree.lengths.sum()))
         values_digest = digest(digests) if digests else b""
         identity = digest(new.body + tree_digest + values_digest)
-        described = self._described(new, tree_digest, values_digest, identity)
+        described = self._describe_record(new, tree_digest, values_digest, identity)
         # Resolves the base at the same time: its chunks are claimed only after the
         # upload has reserved its slot, so any time before is early enough.
         async with beside(described) as describing:
-            record = await self._reserved(
+            record = await self._reserve_step(
                 name, new.step, identity, describing, table=table, digests=digests
             )
         self._keep(name, record)
         return record
 
-    async def _reserved(
+    async def _reserve_step(
         self,
         name: UploadName,
         step: int,
@@ -371,7 +371,7 @@ class Uploads:
         tree_digest = digest(table)
         if tree_digest != record.tree_digest:
             expected = await self.tree(name, record)
-            got = await self._leaf_tables.parsed(name, tree_digest, table)
+            got = await self._leaf_tables.parse_table(name, tree_digest, table)
             leaf, message = await asyncio.to_thread(first_difference, expected, got)
             raise PlanMismatchError(
                 f"{name}, writer {writer}: {message}; the save plan differs from that "
@@ -427,7 +427,7 @@ class Uploads:
         async with beside(self.open(name, epoch)) as opening:
             try:
                 if self.was_open(name):
-                    yield await self.presumed(name, epoch)
+                    yield await self.presume_open(name, epoch)
                 else:
                     yield await opening
             except StoreError:
@@ -440,7 +440,7 @@ class Uploads:
         seen = self._seen.get(name)
         return seen is not None and self._clock.elapsed() - seen <= _OPEN_SECONDS
 
-    async def presumed(self, name: UploadName, epoch: int) -> OpenUpload:
+    async def presume_open(self, name: UploadName, epoch: int) -> OpenUpload:
         """Returns an upload without a look at its slot; see ``was_open``.
 
         Raises:
@@ -527,7 +527,7 @@ class Uploads:
             await write_record(
                 self._bucket,
                 places.checkpoint(step),
-                slots.released(slot[0], timestamp(self._clock.now())),
+                slots.release_slot(slot[0], timestamp(self._clock.now())),
                 condition=slot[1],
             )
         except PreconditionError as e:
@@ -540,7 +540,7 @@ class Uploads:
         #    that is still live. The record stays, so that a repeated BeginUpload or a
         #    late writer gets the right error.
         await reach(Failpoint.ABORT_BEFORE_DISCARD)
-        await self._bucket.delete_below(places.staging_of(name.upload))
+        await self._bucket.delete_below(places.staging_prefix(name.upload))
         await self._bucket.delete_below(places.upload_parts(name.upload))
         await self._bucket.delete_below(
             places.data_file(places.data_prefix(name.upload))
@@ -586,7 +586,7 @@ class Uploads:
             await _check_principal(name, found)
         return found
 
-    async def _described(
+    async def _describe_record(
         self, new: NewUpload, tree_digest: bytes, values_digest: bytes, identity: bytes
     ) -> pb.UploadRecord:
         """Returns a new record, without the fields that depend on the slot."""

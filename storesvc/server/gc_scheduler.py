@@ -145,7 +145,7 @@ async def _collect_periodically(
 ) -> None:
     while True:
         await asyncio.sleep(interval.total_seconds())
-        with _logged("a pass over all runs"):
+        with _log_errors("a pass over all runs"):
             if await lease.take():
                 await _collect_all(store, lease)
             else:
@@ -169,7 +169,7 @@ async def _collect_all(store: Store, lease: Lease) -> None:
         if ended.is_abandoned:
             return
         for namespace in sorted({run.namespace for run in runs}):
-            with _logged(f"the trimming of the journal of {namespace}"):
+            with _log_errors(f"the trimming of the journal of {namespace}"):
                 await store.collector.trim([namespace])
     finally:
         renewal.cancel()
@@ -189,7 +189,7 @@ async def _collect_each(store: Store, runs: Sequence[RunName]) -> _Pass:
     failures, failed_runs = FailureLimit(), 0
     for run in runs:
         is_collected = False
-        with _logged(f"the collection of {run}"):
+        with _log_errors(f"the collection of {run}"):
             is_collected = await _collect(store, run, failures)
         failed_runs += not is_collected
         if failures.is_reached:
@@ -219,7 +219,7 @@ async def _apply_retention_after_commits(store: Store) -> None:
 async def _apply_retention(store: Store) -> None:
     for run in store.recent_commits.runs:
         try:
-            with _logged(f"retention after a commit to {run}"):
+            with _log_errors(f"retention after a commit to {run}"):
                 store.recent_commits.remove(run)
                 await store.collector.retain(run)
         except asyncio.CancelledError:
@@ -247,7 +247,7 @@ async def apply_pending_retention(store: Store, seconds: float) -> None:
 
 
 @contextmanager
-def _logged(what: str) -> Iterator[None]:
+def _log_errors(what: str) -> Iterator[None]:
     """Logs an error raised inside instead of propagating it; the next pass retries."""
     try:
         yield

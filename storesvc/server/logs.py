@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 from storesvc.access.call import current
-from storesvc.format.names import parse_traceparent, trace_of_upload
-from storesvc.telemetry.events import scope, subject_of
+from storesvc.format.names import parse_traceparent, upload_trace
+from storesvc.telemetry.events import parse_subject, scope
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -51,26 +51,26 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **_fields_of_call(),
+            **_call_fields(),
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields)
 
 
-def _fields_of_call() -> dict[str, str]:
+def _call_fields() -> dict[str, str]:
     """Returns the fields of the call that logs."""
     call, measured = current.get(), scope.get()
     if call is None:
         return {}
-    subject = subject_of(call.subject.get("name", ""))
+    subject = parse_subject(call.subject.get("name", ""))
     fields = {
         "request_id": call.request_id,
         "method": call.method,
         "principal": call.principal.name,
         **subject,
     }
-    ids = trace_of_upload(subject.get("upload", ""))
+    ids = upload_trace(subject.get("upload", ""))
     if ids is None and measured is not None:
         ids = parse_traceparent(measured.parent)
     if ids is not None:

@@ -45,7 +45,7 @@ class MetricsPort:
 
 
 @asynccontextmanager
-async def measured(
+async def serve_metrics(
     port: MetricsPort | None, *, certificate: Path | None
 ) -> AsyncIterator[int | None]:
     """Serves metrics while the context lasts; yields the bound port.
@@ -67,7 +67,7 @@ async def measured(
     # Without a time of creation for each counter: that doubles the series.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     metrics = Metrics(runs=port.runs)
-    if certificate is not None and (expiry := _expiry_of(certificate)) is not None:
+    if certificate is not None and (expiry := _read_expiry(certificate)) is not None:
         metrics.track_certificate(expiry)
     try:
         server, thread = start_http_server(port.port, port.host, metrics.registry)
@@ -88,7 +88,7 @@ async def measured(
         thread.join()
 
 
-def _expiry_of(certificate: Path) -> Callable[[], float] | None:
+def _read_expiry(certificate: Path) -> Callable[[], float] | None:
     """Returns a function that reads when a certificate expires, in seconds since the
     epoch; None without the package that parses certificates."""
     try:

@@ -32,15 +32,15 @@ from storesvc.server.gc_scheduler import (
     apply_pending_retention,
     collecting,
 )
-from storesvc.server.metrics import MetricsPort, measured
-from storesvc.server.security import Audit, audited, security_of
+from storesvc.server.metrics import MetricsPort, serve_metrics
+from storesvc.server.security import Audit, make_security, record_audit
 from storesvc.server.tls import Tls
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
 from storesvc.telemetry.events import subscribe, unsubscribe
 
 
 @asynccontextmanager
-async def traced(endpoint: str) -> AsyncIterator[None]:
+async def send_spans(endpoint: str) -> AsyncIterator[None]:
     """Sends spans to a collector, by OTLP over HTTP, while the context lasts.
 
     Args:
@@ -232,7 +232,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     #    must stop, too.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    security = security_of(
+    security = make_security(
         serving.policy,
         anonymous=serving.anonymous,
         root=serving.root,
@@ -244,9 +244,9 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     certificate = serving.tls.certificate if serving.tls else None
     async with (
-        measured(serving.metrics, certificate=certificate) as metrics_port,
-        traced(serving.otlp_endpoint),
-        audited(security, serving.audit) as security,
+        serve_metrics(serving.metrics, certificate=certificate) as metrics_port,
+        send_spans(serving.otlp_endpoint),
+        record_audit(security, serving.audit) as security,
         running(
             store,
             serving.address,

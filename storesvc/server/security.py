@@ -22,7 +22,7 @@ from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as access_api
 
 
-def security_of(
+def make_security(
     policy: Path | None,
     *,
     anonymous: str = "",
@@ -60,7 +60,7 @@ def security_of(
     return Security(
         authenticate=Authenticator(document, has_local=has_local).authenticate,
         policy=lambda: document().policy,
-        quota_rules=lambda: quota_rules_of(document()),
+        quota_rules=lambda: parse_quota_rules(document()),
         lender=Lender(storage_at(root), lambda: document().lending) if root else None,
         login_options=lambda: [
             access_api.LoginOption(
@@ -87,7 +87,9 @@ class Audit:
 
 
 @asynccontextmanager
-async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Security]:
+async def record_audit(
+    security: Security, audit: Audit | None
+) -> AsyncIterator[Security]:
     """Yields the security of a server that records its calls while the context lasts.
 
     SIGHUP opens the log again.
@@ -100,7 +102,7 @@ async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Secu
         return
     log = AuditLog(audit.file, server=socket.gethostname())
     observer = AuditObserver(
-        log, reason_of=reason_of, reads=audit.reads, best_effort=audit.best_effort
+        log, reason_of=error_reason, reads=audit.reads, best_effort=audit.best_effort
     )
     loop = asyncio.get_running_loop()
     reopening = set[asyncio.Task[None]]()
@@ -123,12 +125,12 @@ async def audited(security: Security, audit: Audit | None) -> AsyncIterator[Secu
         await log.close()
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Returns the reason of an error in the contract; for others, its class."""
     return error.reason if isinstance(error, StoreError) else type(error).__name__
 
 
-def quota_rules_of(
+def parse_quota_rules(
     document: PolicyDocument,
 ) -> tuple[Sequence[QuotaRule], QuotaRule | None]:
     """Returns the quotas of namespaces, and the one of each principal."""

@@ -134,15 +134,15 @@ async def check_conditions(bucket: Bucket) -> None:
     first = await _written(bucket, path, b"1", IF_ABSENT)
     try:
         second = await _written(bucket, path, b"2", first)
-        await _violated(
+        await _reject_violation(
             bucket.write(path, b"3", condition=IF_ABSENT),
             "the creation of an object (ifGenerationMatch=0, If-None-Match)",
         )
-        await _violated(
+        await _reject_violation(
             bucket.write(path, b"4", condition=first),
             "the overwriting of an object (ifGenerationMatch, If-Match)",
         )
-        await _violated(
+        await _reject_violation(
             bucket.delete(path, generation=first),
             "the deletion of an object (ifGenerationMatch, If-Match)",
         )
@@ -176,7 +176,7 @@ async def _written(
         return stored.generation
 
 
-async def _violated(change: Awaitable[object], what: str) -> None:
+async def _reject_violation(change: Awaitable[object], what: str) -> None:
     """Rejects a storage that makes a change whose condition does not hold."""
     with suppress(PreconditionError):
         await change
@@ -220,7 +220,7 @@ _NO_DIRECTORY: Final = (
 
 
 @contextmanager
-def translated(storage: Storage, path: str) -> Generator[None]:
+def translate_errors(storage: Storage, path: str) -> Generator[None]:
     """Translates errors of TensorStore, of files and of deadlines that are raised
     inside.
 
@@ -246,7 +246,7 @@ def translated(storage: Storage, path: str) -> Generator[None]:
             "file that was stored, or use another checkpoint"
         ) from e
     except PermissionError as e:
-        raise denied(storage, path, e.strerror or str(e)) from e
+        raise denied_error(storage, path, e.strerror or str(e)) from e
     except (ValueError, RuntimeError, OSError, KeyError) as e:
         if isinstance(e, OSError) and e.errno == errno.EROFS:
             raise _read_only(storage, path) from e
@@ -269,13 +269,13 @@ def _error(storage: Storage, path: str, text: str) -> StoreError:
     if text.startswith(_DENIED):
         why = reason.partition(": ")[2]
         if is_unauthenticated(text):
-            return unauthenticated(storage, path, why)
-        return denied(storage, path, why)
+            return unauthenticated_error(storage, path, why)
+        return denied_error(storage, path, why)
     if text.startswith(_DAMAGE):
         return CorruptDataError(
             f"{where} is damaged or truncated ({reason}); use another checkpoint"
         )
-    return failed(storage, path, reason)
+    return failure_error(storage, path, reason)
 
 
 def invalid_place(
@@ -307,14 +307,14 @@ def is_unauthenticated(text: str) -> bool:
     return _has(text, _UNAUTHENTICATED)
 
 
-def failed(storage: Storage, path: str, reason: str) -> StorageUnavailableError:
+def failure_error(storage: Storage, path: str, reason: str) -> StorageUnavailableError:
     """Returns the error of a storage that could not do what was requested."""
     return StorageUnavailableError(
         f"{storage.describe(path)}: the storage failed: {reason}", storage=storage.name
     )
 
 
-def denied(storage: Storage, path: str, reason: str) -> StorageDeniedError:
+def denied_error(storage: Storage, path: str, reason: str) -> StorageDeniedError:
     """Returns the error of a storage that accepts the credentials and denies the
     operation to them."""
     identity, objects = ("our credentials", "objects")
@@ -337,7 +337,9 @@ def _read_only(storage: Storage, path: str) -> StorageDeniedError:
     )
 
 
-def unauthenticated(storage: Storage, path: str, reason: str) -> StorageDeniedError:
+def unauthenticated_error(
+    storage: Storage, path: str, reason: str
+) -> StorageDeniedError:
     """Returns the error of a storage that rejects the credentials."""
     return StorageDeniedError(
         f"{storage.describe(path)}: the storage does not accept our credentials "

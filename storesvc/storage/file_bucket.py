@@ -50,7 +50,7 @@ from storesvc.storage.bucket import (
     Generation,
     Stored,
     WriteCondition,
-    translated,
+    translate_errors,
 )
 from storesvc.storage.location import Storage
 from storesvc.storage.opened_storage import OpenedStorage
@@ -358,7 +358,7 @@ class NewObject:
         if self.file is None:
             self.parts.append(data)
             return
-        with translated(self._storage, self.path):
+        with translate_errors(self._storage, self.path):
             self.file.append([data])
 
     def discard(self) -> None:
@@ -446,7 +446,7 @@ class FileBackend:
         return NewObject(path, file, self._storage)
 
     async def fill(self, new: NewObject, fill: Callable[[], T]) -> T:
-        with translated(self._storage, new.path):
+        with translate_errors(self._storage, new.path):
             # No deadline: the function would go on writing to the file after it.
             return await self._threads.run(new.path, fill, seconds=None)
 
@@ -534,7 +534,7 @@ class FileBackend:
         discard: Callable[[T], object] | None = None,
         instead: Callable[[], object] | None = None,
     ) -> T:
-        seconds = requests.seconds_of(self._storage, size_bytes=size_bytes)
+        seconds = requests.call_seconds(self._storage, size_bytes=size_bytes)
         return await self._threads.run(
             path, function, seconds=seconds, discard=discard, instead=instead
         )

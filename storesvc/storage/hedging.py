@@ -227,11 +227,11 @@ class CallSchedule:
         self._slow_at = now + (now - self._asked_at)
         return Step.WAIT
 
-    def answered(self, *, now: float) -> None:
+    def record_answer(self, *, now: float) -> None:
         """Records the response."""
         self._reads.end(self._size_bytes, now - self._asked_at)
 
-    def abandoned(self) -> None:
+    def record_abandonment(self) -> None:
         """Records that the caller no longer waits for a response."""
         self._reads.end(self._size_bytes, None)
 

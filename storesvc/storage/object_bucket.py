@@ -22,13 +22,13 @@ from storesvc.storage.bucket import (
     PreconditionError,
     Stored,
     WriteCondition,
-    translated,
+    translate_errors,
 )
 from storesvc.storage.file_bucket import FileBackend, NewObject
 from storesvc.storage.location import CONCURRENCY, FILE_DRIVER
 from storesvc.storage.ocdbt_reader import KeySpace
 from storesvc.storage.opened_storage import OpenedStorage, open_storage
-from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_of
+from storesvc.storage.remote import GcsLists, S3Deletes, find_endpoint
 from storesvc.storage.requests import HedgedSender, answer, await_future, each
 from storesvc.telemetry.events import (
     Operation,
@@ -157,7 +157,7 @@ class RemoteBackend(MemoryBackend):
         # TensorStore's own call has no deadline, and begins with a list of its own.
         async def delete(path: str) -> None:
             self._storage.check(path)
-            with translated(self._storage, path):
+            with translate_errors(self._storage, path):
                 await self.delete(path, None)
 
         await each(delete, await self.list_paths(prefix, ""), at_once=CONCURRENCY)
@@ -244,7 +244,7 @@ class TensorStoreBucket:
     @property
     def is_first_party(self) -> bool:
         """True if the provider of the API serves it; others may ignore conditions."""
-        return endpoint_of(self._storage) is None
+        return find_endpoint(self._storage) is None
 
     @property
     def has_files(self) -> bool:
@@ -284,7 +284,7 @@ class TensorStoreBucket:
 
     async def create(self, path: str) -> NewObject:
         """Creates an object of unique name that is written piece by piece."""
-        with translated(self._storage, path):
+        with translate_errors(self._storage, path):
             return await self._backend.create(path)
 
     async def fill(self, new: NewObject, fill: Callable[[], T]) -> T:
@@ -330,7 +330,7 @@ class TensorStoreBucket:
         A name is the name of an object or of a directory. On files nothing deeper is
         read, because there may be many files.
         """
-        with translated(self._storage, ""):
+        with translate_errors(self._storage, ""):
             return await self._backend.first_names(limit)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
@@ -367,7 +367,7 @@ class TensorStoreBucket:
         """Translates the errors of a request, and publishes its end."""
         span = Span()
         try:
-            with translated(self._storage, path):
+            with translate_errors(self._storage, path):
                 yield
         except BaseException as e:
             span.error = type(e).__name__

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import ROOT
-from storesvc.storage.bucket import translated
+from storesvc.storage.bucket import translate_errors
 from storesvc.storage.location import MEMORY_DRIVER
 from storesvc.storage.remote import endpoint_in_environment
 from storesvc.storage.requests import await_future
@@ -50,7 +50,7 @@ class KeySpace:
         stored = await self._bucket.read(self._path + ROOT)
         if stored is None:
             return None
-        manifest = await self._decoded(ROOT, stored.data, None)
+        manifest = await self._decode_node(ROOT, stored.data, None)
         root = manifest["versions"][-1]["root"].get("location")
         found: dict[str, ValueLocation] = {}
         nodes = [] if root is None else [(root, b"")]
@@ -64,22 +64,22 @@ class KeySpace:
                 )
             seen.add(location)
             node = await self._node(location)
-            with translated(self._storage, self._path):
+            with translate_errors(self._storage, self._path):
                 below = await asyncio.to_thread(_add_values, node, prefix, found)
             nodes += reversed(below)
         return found
 
     async def _node(self, location: str) -> Any:
-        with translated(self._storage, self._path):
+        with translate_errors(self._storage, self._path):
             file, offset, length = _parse_location(location)
         path = f"{self._pool}{file}"
         data = await self._bucket.read_range(path, offset, offset + length)
-        return await self._decoded(_NODE, data, f"btreenode::{_NODE}:0:{length}")
+        return await self._decode_node(_NODE, data, f"btreenode::{_NODE}:0:{length}")
 
-    async def _decoded(self, name: str, data: bytes, location: str | None) -> Any:
+    async def _decode_node(self, name: str, data: bytes, location: str | None) -> Any:
         """Decodes the bytes of the manifest or of a node."""
         context = ts.Context()
-        with translated(self._storage, self._path):
+        with translate_errors(self._storage, self._path):
             opening = ts.KvStore.open({"driver": MEMORY_DRIVER}, context=context)
             memory = await await_future(opening)
             await await_future(memory.write(name, data))

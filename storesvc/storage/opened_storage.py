@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import tensorstore as ts
 
 from storesvc.storage import kvstore
-from storesvc.storage.bucket import no_bucket, translated
+from storesvc.storage.bucket import no_bucket, translate_errors
 from storesvc.storage.location import GCS_DRIVERS, S3_DRIVER, Storage, storage_at
 from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_in_environment
 from storesvc.storage.requests import answer, await_future
@@ -38,24 +38,24 @@ async def open_storage(root: str) -> OpenedStorage:
     # 1. Google's client first: TensorStore ends the process where gcs_grpc finds no
     #    credentials (seen in 0.1.86).
     if storage.spec["driver"] in GCS_DRIVERS:
-        extra = await GcsLists.of(storage)
+        extra = await GcsLists.for_storage(storage)
         await extra.check_bucket()
     # 2. TensorStore's own store.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **storage.context})
-    with translated(storage, ""):
+    with translate_errors(storage, ""):
         with endpoint_in_environment(storage):
             opening = ts.KvStore.open(dict(storage.spec), context=context)
         store = await answer(storage, await_future(opening))
     # 3. Credentials and bucket of S3.
     if storage.spec["driver"] == S3_DRIVER:
-        extra = await S3Deletes.of(storage)
+        extra = await S3Deletes.for_storage(storage)
         await _check_bucket(storage, store)
     return OpenedStorage(storage, store, context, extra)
 
 
 async def _check_bucket(storage: Storage, root: ts.KvStore) -> None:
     """Rejects a bucket on S3 that does not exist: reads from it would find nothing."""
-    with translated(storage, ""):
+    with translate_errors(storage, ""):
         try:
             await answer(storage, kvstore.names(root, _NOWHERE))
         except ValueError as e:

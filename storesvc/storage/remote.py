@@ -36,12 +36,12 @@ from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreErr
 from storesvc.storage.bucket import (
     Generation,
     PreconditionError,
-    denied,
-    failed,
+    denied_error,
+    failure_error,
     is_unauthenticated,
     no_bucket,
-    translated,
-    unauthenticated,
+    translate_errors,
+    unauthenticated_error,
 )
 from storesvc.storage.location import (
     GCS_DRIVERS,
@@ -96,7 +96,7 @@ class S3Deletes:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
-    async def of(cls, storage: Storage) -> Self:
+    async def for_storage(cls, storage: Storage) -> Self:
         """Returns the deletions of a storage on S3; sends no request to it.
 
         Raises:
@@ -104,7 +104,7 @@ class S3Deletes:
         """
         deletes = cls(storage, _signer(storage))
         try:
-            await answer(storage, run_in_daemon_thread(deletes._signed, ""))
+            await answer(storage, run_in_daemon_thread(deletes._sign_url, ""))
         except _UnsignedError as e:
             raise InvalidFieldError(
                 f"root {storage.name}: expected credentials of S3, got none ({e}); set "
@@ -148,15 +148,15 @@ class S3Deletes:
             }
         except BaseError as e:
             is_denied = isinstance(e, PermissionDeniedError)
-            raise (denied if is_denied else failed)(
+            raise (denied_error if is_denied else failure_error)(
                 self._storage, folder, str(e).partition("\n")[0]
             ) from e
 
     async def _delete(self, path: str, generation: Generation) -> bool:
         async with self._slots:
-            return await run_in_daemon_thread(self._retried, path, generation)
+            return await run_in_daemon_thread(self._retry_delete, path, generation)
 
-    def _retried(self, path: str, generation: Generation) -> bool:
+    def _retry_delete(self, path: str, generation: Generation) -> bool:
         for pause in PAUSES:
             try:
                 return self._try(path, generation)
@@ -165,13 +165,13 @@ class S3Deletes:
         try:
             return self._try(path, generation)
         except _TransientError as e:
-            raise failed(self._storage, path, str(e)) from e
+            raise failure_error(self._storage, path, str(e)) from e
 
     def _try(self, path: str, generation: Generation) -> bool:
         try:
-            url = self._signed(path)
+            url = self._sign_url(path)
         except _UnsignedError as e:
-            raise unauthenticated(self._storage, path, str(e)) from e
+            raise unauthenticated_error(self._storage, path, str(e)) from e
         # TensorStore's generation is one byte for its kind, and the ETag.
         etag = generation[1:].decode()
         request = urllib.request.Request(  # noqa: S310 - of an endpoint over HTTP
@@ -187,7 +187,7 @@ class S3Deletes:
         except (OSError, http.client.HTTPException) as e:
             raise _TransientError(str(e)) from e
 
-    def _signed(self, path: str) -> str:
+    def _sign_url(self, path: str) -> str:
         """The signed URL that deletes an object."""
         import obstore
         from obstore.exceptions import BaseError
@@ -203,10 +203,10 @@ class S3Deletes:
         if cause.code in _TRANSIENT:
             return _TransientError(reason)
         if cause.code == HTTPStatus.UNAUTHORIZED or is_unauthenticated(reason):
-            return unauthenticated(self._storage, path, reason)
+            return unauthenticated_error(self._storage, path, reason)
         if cause.code == HTTPStatus.FORBIDDEN:
-            return denied(self._storage, path, reason)
-        return failed(self._storage, path, reason)
+            return denied_error(self._storage, path, reason)
+        return failure_error(self._storage, path, reason)
 
 
 def _reason_s3(cause: urllib.error.HTTPError) -> str:
@@ -282,14 +282,14 @@ class GcsLists:
         """Beginning of all names below the root."""
 
     @classmethod
-    async def of(cls, storage: Storage) -> Self:
+    async def for_storage(cls, storage: Storage) -> Self:
         """Returns the lists of the bucket of a storage; sends no request to it.
 
         Raises:
             InvalidFieldError: The client's packages are not installed, or there are no
                 credentials.
         """
-        bucket = await run_in_daemon_thread(bucket_of, storage)
+        bucket = await run_in_daemon_thread(make_bucket, storage)
         return cls(storage, bucket, storage.spec["path"])
 
     async def names(self, prefix: str, *, after: str = "") -> list[str]:
@@ -309,11 +309,11 @@ class GcsLists:
         """
         found: dict[str, int] = {}
         last, pages = "", self._pages(prefix, after)
-        with translated(self._storage, prefix):
+        with translate_errors(self._storage, prefix):
             # GCS orders names by their UTF-8, which is the order of Python's str.
             while page := await self._page(pages, prefix):
                 if found and next(iter(page)) <= last:
-                    raise failed(self._storage, prefix, _REPEATED)
+                    raise failure_error(self._storage, prefix, _REPEATED)
                 found |= page
                 last = next(reversed(page))
         return found
@@ -325,7 +325,7 @@ class GcsLists:
             StorageDeniedError: The storage rejects the credentials or denies the list.
             StorageUnavailableError: The storage does not answer.
         """
-        with translated(self._storage, ""):
+        with translate_errors(self._storage, ""):
             return [*await self._page(self._pages("", "", at_most=limit), "")]
 
     async def check_bucket(self) -> None:
@@ -376,13 +376,13 @@ class GcsLists:
                 }:
                     return found
                 if number >= MAX_EMPTY_PAGES:
-                    raise failed(self._storage, prefix, _ENDLESS)
+                    raise failure_error(self._storage, prefix, _ENDLESS)
         except (GoogleAPIError, GoogleAuthError, RequestException) as e:
             raise _list_error(self._storage, prefix, e) from e
         return {}
 
 
-def bucket_of(storage: Storage) -> "Bucket":
+def make_bucket(storage: Storage) -> "Bucket":
     """Returns the client's bucket of a storage; sends no request to it.
 
     Raises:
@@ -394,7 +394,7 @@ def bucket_of(storage: Storage) -> "Bucket":
     except ModuleNotFoundError as e:
         raise _missing_package(storage, e) from e
     found, project = _own_credentials(storage)
-    endpoint = endpoint_of(storage)
+    endpoint = find_endpoint(storage)
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project, found, client_options=options)
     return client.bucket(storage.spec["bucket"])
@@ -417,7 +417,7 @@ def _own_credentials(storage: Storage) -> tuple["Credentials", str]:
         from google.oauth2.credentials import Credentials
     except ModuleNotFoundError as e:
         raise _missing_package(storage, e) from e
-    endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
+    endpoint, token = find_endpoint(storage), os.environ.get(TOKEN)
     if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
         token = None  # Google's own storage accepts no such token over gRPC
     if endpoint and token is None and shows_plaintext(endpoint):
@@ -444,7 +444,7 @@ def _missing_package(storage: Storage, e: ModuleNotFoundError) -> InvalidFieldEr
     )
 
 
-def endpoint_of(storage: Storage) -> str | None:
+def find_endpoint(storage: Storage) -> str | None:
     """Returns the URL of the JSON API of a storage; None for Google's own.
 
     The option of the root takes precedence over the environment.
@@ -567,10 +567,10 @@ def _list_error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
     reason = _reason(cause)
     is_about_tokens = isinstance(cause, GoogleAuthError) and not _is_transient(cause)
     if is_about_tokens or isinstance(cause, Unauthorized):
-        return unauthenticated(storage, prefix, reason)
+        return unauthenticated_error(storage, prefix, reason)
     if isinstance(cause, Forbidden):
-        return denied(storage, prefix, reason)
-    return failed(storage, prefix, reason)
+        return denied_error(storage, prefix, reason)
+    return failure_error(storage, prefix, reason)
 
 
 def _is_transient(cause: "GoogleAuthError") -> bool:

@@ -40,11 +40,11 @@ async def each(
     """
     slots = asyncio.Semaphore(at_once)
 
-    async def bounded(thing: S) -> T:
+    async def bound_time(thing: S) -> T:
         async with slots:
             return await look(thing)
 
-    return await asyncio.gather(*map(bounded, things))
+    return await asyncio.gather(*map(bound_time, things))
 
 
 def retrieve_error(ended: "asyncio.Future[Any]") -> None:
@@ -96,7 +96,7 @@ _log = logging.getLogger(__name__)
 _throttle = LogThrottle()
 
 
-def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
+def call_seconds(storage: Storage, *, size_bytes: int = 0) -> float | None:
     """Returns the deadline of a call in seconds; None for a bucket in memory.
 
     A local disk has a deadline too: it may be a network file system that hangs.
@@ -111,12 +111,12 @@ def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
 
 
 async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
-    """Awaits a call of a storage within its deadline; arguments as of ``seconds_of``.
+    """Awaits a call of a storage within its deadline; arguments as of ``call_seconds``.
 
     Raises:
         TimeoutError: The deadline has passed.
     """
-    seconds = seconds_of(storage, size_bytes=size_bytes)
+    seconds = call_seconds(storage, size_bytes=size_bytes)
     if seconds is None:
         return await asked
     late_seconds = seconds - ANSWER_SECONDS + LATE_SECONDS
@@ -279,9 +279,9 @@ class _Call(Generic[T]):
         """Abandons the requests in flight."""
         self._abandon()
         if self._is_answered:
-            self._schedule.answered(now=self._clock())
+            self._schedule.record_answer(now=self._clock())
         else:
-            self._schedule.abandoned()
+            self._schedule.record_abandonment()
 
     def _step(self) -> None:
         match self._schedule.step(now=self._clock()):

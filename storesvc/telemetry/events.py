@@ -62,7 +62,7 @@ _KEYS: Final = {
 }
 
 
-def subject_of(name: str) -> dict[str, str]:
+def parse_subject(name: str) -> dict[str, str]:
     """Returns the parts of a resource name for logs and spans; empty for other
     texts, and for names that are longer than any.
 

@@ -106,9 +106,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._runs = frozenset(runs)
         # Cached, because looking labels up takes longer than counting.
-        self._of_method = cache(self._counts_of_method)
-        self._of_call = cache(self._histograms_of_call)
-        self._of_request = cache(self._histogram_of_request)
+        self._of_method = cache(self._method_counts)
+        self._of_call = cache(self._call_histograms)
+        self._of_request = cache(self._request_histogram)
         self._newest_of: dict[str, float] = {}
         """Time of the newest commit of each of these runs."""
         self._contents: dict[str, RunContents] = {}
@@ -380,10 +380,10 @@ class Metrics:
         for what in _ENDS:
             self._ended.labels(what)
 
-    def _counts_of_method(self, method: str) -> tuple[Counter, Gauge]:
+    def _method_counts(self, method: str) -> tuple[Counter, Gauge]:
         return self._started.labels(method), self._in_flight.labels(method)
 
-    def _histograms_of_call(
+    def _call_histograms(
         self, method: str, status: str
     ) -> tuple[Histogram, Histogram, Histogram]:
         return (
@@ -392,9 +392,7 @@ class Metrics:
             self._sent.labels(method, status),
         )
 
-    def _histogram_of_request(
-        self, storage: str, operation: str, error: str
-    ) -> Histogram:
+    def _request_histogram(self, storage: str, operation: str, error: str) -> Histogram:
         results = {
             "": "ok",
             "PreconditionError": "conflict",  # a usual response to a conditional write

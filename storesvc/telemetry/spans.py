@@ -32,7 +32,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from storesvc.format.names import TraceIds, parse_traceparent, trace_of_upload
+from storesvc.format.names import TraceIds, parse_traceparent, upload_trace
 from storesvc.telemetry.events import (
     CallEnded,
     Committed,
@@ -42,8 +42,8 @@ from storesvc.telemetry.events import (
     Stalled,
     StorageRequested,
     StoreCollected,
+    parse_subject,
     scope,
-    subject_of,
 )
 
 SLOW_SECONDS: Final = 0.25
@@ -121,7 +121,7 @@ class Spans:
 
     def _emit_upload(self, event: Committed) -> None:
         """Emits the root span of an upload, the parent of all others of its trace."""
-        ids = trace_of_upload(event.upload)
+        ids = upload_trace(event.upload)
         if ids is None:
             return
         with self._ids.chosen(ids):
@@ -143,8 +143,8 @@ class Spans:
     def _emit_call(self, event: CallEnded) -> None:
         if event.method.startswith("grpc.health."):
             return
-        subject = subject_of(event.subject.get("name", ""))
-        context = _context_of(subject, event.parent)
+        subject = parse_subject(event.subject.get("name", ""))
+        context = _find_context(subject, event.parent)
         is_usual = event.status == "OK" and event.seconds < SLOW_SECONDS
         if context is None and is_usual:
             return
@@ -152,7 +152,7 @@ class Spans:
             event.method,
             event.start,
             context or Context(),
-            _attributes_of(event, subject),
+            _make_attributes(event, subject),
             kind=SpanKind.SERVER,
         )
         if event.status != "OK":
@@ -266,9 +266,9 @@ def _keep(part: object) -> None:
         found.parts.append(part)
 
 
-def _context_of(subject: Mapping[str, str], parent: str) -> Context | None:
+def _find_context(subject: Mapping[str, str], parent: str) -> Context | None:
     """Returns the trace that a call belongs to; None: to none."""
-    ids = trace_of_upload(subject.get("upload", "")) or parse_traceparent(parent)
+    ids = upload_trace(subject.get("upload", "")) or parse_traceparent(parent)
     if ids is None:
         return None
     flags = TraceFlags(TraceFlags.SAMPLED)
@@ -276,7 +276,7 @@ def _context_of(subject: Mapping[str, str], parent: str) -> Context | None:
     return set_span_in_context(NonRecordingSpan(found), Context())
 
 
-def _attributes_of(
+def _make_attributes(
     event: CallEnded, subject: Mapping[str, str]
 ) -> dict[str, _Attribute]:
     found: dict[str, _Attribute] = {

@@ -30,7 +30,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Final, TypeAlias
 
 from storesvc.catalog import slots
-from storesvc.catalog.records import etag_of
+from storesvc.catalog.records import record_etag
 from storesvc.catalog.slots import NOTHING, PATIENCE
 from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -140,7 +140,7 @@ def pack_token(position: Position, *, parent: str, key: bytes, nonce: bytes) -> 
     steps = [after - before for before, after in pairwise((0, *position.pending))]
     body = ",".join(map(str, [position.last, *steps])).encode()
     body = body.ljust(-len(body) // _BLOCK_BYTES * -_BLOCK_BYTES)
-    hidden = nonce + _crypted(body, key, nonce)
+    hidden = nonce + _apply_stream(body, key, nonce)
     return urlsafe_b64encode(_VERSION + _mac(hidden, parent, key) + hidden).decode()
 
 
@@ -166,7 +166,7 @@ def unpack_token(token: str, *, parent: str, key: bytes) -> Position:
             f"resume_token: expected a token of a watch of {parent} of this store, got "
             "another one or a part of one; watch without a token"
         )
-    body = _crypted(hidden[NONCE_BYTES:], key, hidden[:NONCE_BYTES])
+    body = _apply_stream(hidden[NONCE_BYTES:], key, hidden[:NONCE_BYTES])
     last, *steps = map(int, body.split(b","))
     return Position(last, tuple(accumulate(steps)))
 
@@ -224,7 +224,7 @@ def _unchanged_outcome(
     The write was conditional on the record that it replaces, so it can no longer land
     once the object holds another record. Servers before 0.2 did not name that record.
     """
-    may_land = announcement.replaces in ("", etag_of(held))
+    may_land = announcement.replaces in ("", record_etag(held))
     return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
 
@@ -233,7 +233,7 @@ def _mac(hidden: bytes, parent: str, key: bytes) -> bytes:
     return hashlib.blake2b(bound, key=key, digest_size=_MAC_BYTES).digest()
 
 
-def _crypted(body: bytes, key: bytes, nonce: bytes) -> bytes:
+def _apply_stream(body: bytes, key: bytes, nonce: bytes) -> bytes:
     """Encrypts or decrypts: adds a stream that nothing but the key and the nonce
     determine."""
     stream = hashlib.shake_256(key + nonce).digest(len(body))

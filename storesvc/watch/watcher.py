@@ -26,7 +26,7 @@ from storesvc.access.call import is_restricted, may, principal_name
 from storesvc.access.policy import Namespace, Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
+from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired_token_error
 from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,
@@ -247,7 +247,7 @@ class Watcher:
             CorruptDataError: An announcement or the object that it names is damaged;
                 the last token resumes after it.
         """
-        namespace, run, parent = _parsed(of)
+        namespace, run, parent = _parse_watched(of)
         position = None
         if not self._key:
             # All servers of a store have this key, and clients cannot read it: the
@@ -258,7 +258,7 @@ class Watcher:
             self._key = hashlib.blake2b(stored.data, digest_size=32).digest()
         if token:
             position = unpack_token(token, parent=parent, key=self._key)
-        async with self._joined(namespace) as feed:
+        async with self._join_feed(namespace) as feed:
             if position is None:
                 position = feed.tip
             else:  # joined first: the feed must have come at least this far
@@ -297,7 +297,7 @@ class Watcher:
         return pack_token(position, parent=parent, key=self._key, nonce=nonce)
 
     @asynccontextmanager
-    async def _joined(self, namespace: str) -> "AsyncIterator[_Feed]":
+    async def _join_feed(self, namespace: str) -> "AsyncIterator[_Feed]":
         """Yields the feed of a namespace, just polled, while the context lasts."""
         caller, free = principal_name(), MAX_WATCHES - self._watches.total()
         if not free or (is_restricted() and self._watches[caller] >= free):
@@ -422,7 +422,7 @@ class _Feed:
         """
         async for at, change in self._changes_from(position, run):
             if change is None:
-                raise expired(self._namespace)
+                raise expired_token_error(self._namespace)
             yield at, change
 
     async def _changes_from(
@@ -472,7 +472,7 @@ def _for_caller(
     )
 
 
-def _parsed(of: RunName | str) -> tuple[str, str | None, str]:
+def _parse_watched(of: RunName | str) -> tuple[str, str | None, str]:
     """Returns the namespace, the run, and the resource name of what is watched."""
     if isinstance(of, RunName):
         return of.namespace, of.run, of.resource

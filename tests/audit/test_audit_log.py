@@ -26,7 +26,13 @@ from storesvc.audit.log import (
     PARTS,
     AuditLog,
 )
-from storesvc.format.audit_chain import FIRST, digest_of, line_of, lines_of, verify
+from storesvc.format.audit_chain import (
+    FIRST,
+    line_digest,
+    make_line,
+    split_lines,
+    verify,
+)
 from storesvc.rpc.methods import READING
 from storesvc_client.cli import main
 from storesvc_proto.v1 import access_service_pb2 as access_api
@@ -41,7 +47,7 @@ from tests.support.tokens import keys_document, signed
 def verified(*files: Path) -> Any:
     """Returns the result of the verification of a log."""
     return verify(
-        line for file in files for line in lines_of(file.read_bytes(), file.name)
+        line for file in files for line in split_lines(file.read_bytes(), file.name)
     )
 
 
@@ -413,8 +419,8 @@ def chain(count: int) -> list[bytes]:
     lines: list[bytes] = []
     prev = FIRST
     for seq in range(1, count + 1):
-        lines.append(line_of({"value": seq % 3}, seq=seq, prev=prev))
-        prev = digest_of(lines[-1])
+        lines.append(make_line({"value": seq % 3}, seq=seq, prev=prev))
+        prev = line_digest(lines[-1])
     return lines
 
 
@@ -441,7 +447,7 @@ def test_a_changed_removed_added_or_moved_line_is_found(
 
 def test_audit_verify_finds_a_head_and_an_end_that_were_removed(tmp_path: Path) -> None:
     file, lines = tmp_path / "audit.log", chain(5)
-    digests = [digest_of(line) for line in lines]
+    digests = [line_digest(line) for line in lines]
 
     def verify_lines(first: int, last: int, *options: str) -> str:
         file.write_bytes(b"".join(line + b"\n" for line in lines[first:last]))

@@ -30,9 +30,9 @@ from storesvc.audit.reader import (
     Entry,
 )
 from storesvc.errors import AuditUnavailableError
-from storesvc.format.audit_chain import FIRST, digest_of, line_of
+from storesvc.format.audit_chain import FIRST, line_digest, make_line
 from storesvc.rpc import paging
-from storesvc.server.security import reason_of as audit_reason_of
+from storesvc.server.security import error_reason as audit_reason_of
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
@@ -454,8 +454,8 @@ def lines_of(count: int, **fields: Any) -> list[bytes]:
     lines, prev = list[bytes](), FIRST
     for seq in range(1, count + 1):
         values = {"time": TIME, "stage": "ended", **fields}
-        lines.append(line_of(values, seq=seq, prev=prev) + b"\n")
-        prev = digest_of(lines[-1][:-1])
+        lines.append(make_line(values, seq=seq, prev=prev) + b"\n")
+        prev = line_digest(lines[-1][:-1])
     return lines
 
 
@@ -565,7 +565,7 @@ def test_a_page_of_a_large_log_reads_a_bounded_part_of_it(
 
 def test_an_entry_that_is_rare_is_found_over_many_pages(tmp_path: Path) -> None:
     file = tmp_path / "audit.log"
-    rare = line_of(
+    rare = make_line(
         {"time": TIME, "stage": "ended", "principal": "user:b"}, seq=1, prev=FIRST
     )
     padding = lines_of(1, principal="user:a", peer="x" * 9000)[0] * 2000

@@ -18,7 +18,7 @@ from storesvc.audit.reader import (
     Position,
     Stage,
     Unreadable,
-    parsed,
+    parse_line,
 )
 from storesvc.format.names import RunName
 
@@ -106,7 +106,7 @@ def line_of(**values: Any) -> bytes:
 
 def entry_of(**values: Any) -> Entry:
     """Returns the entry of such a line."""
-    found = parsed(line_of(**values))
+    found = parse_line(line_of(**values))
     assert isinstance(found, Entry)
     return found
 
@@ -174,7 +174,7 @@ def test_a_line_becomes_an_entry() -> None:
 def test_a_line_that_is_no_entry_is_marked_and_its_text_is_not_returned(
     line: bytes,
 ) -> None:
-    found = parsed(line)
+    found = parse_line(line)
 
     assert isinstance(found, Unreadable)
     assert "expected" in found.problem
@@ -183,7 +183,7 @@ def test_a_line_that_is_no_entry_is_marked_and_its_text_is_not_returned(
 
 @given(st.binary() | st.text().map(str.encode))
 def test_any_bytes_are_an_entry_or_marked(data: bytes) -> None:
-    assert isinstance(parsed(data), Entry | Unreadable)
+    assert isinstance(parse_line(data), Entry | Unreadable)
 
 
 RUN = RunName("prod", "llama")

@@ -29,7 +29,7 @@ from storesvc.rpc.paging import page_token
 from storesvc.storage.bucket import Stored
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
@@ -128,7 +128,7 @@ def test_a_list_that_cannot_be_is_rejected(
 ) -> None:
     request = {"parent": "namespaces/prod/runs/llama-8b"} | fields
 
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         stub.ListCheckpoints(api.ListCheckpointsRequest(**request))  # type: ignore[arg-type]  # fields of several types
     assert reason == caught.value.reason
 
@@ -141,7 +141,10 @@ def test_a_token_of_a_list_without_the_deleted_is_none_of_one_with_them(
         parent=LLAMA, page_size=2, page_token=page.next_page_token, show_deleted=True
     )
 
-    with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
+    with (
+        pytest.raises(store.InvalidRequestError) as caught,
+        translate_rpc_errors("here"),
+    ):
         stub.ListCheckpoints(request)
     assert "INVALID_PAGE_TOKEN" == caught.value.reason
 
@@ -207,13 +210,13 @@ def test_a_deleted_checkpoint_is_read_by_its_uid_until_it_is_purged(
     assert data == list(chunk_stub.ReadChunks(chunks))
     for uid in ("", "0" * 32):
         request.uid = uid
-        with pytest.raises(store.NotFoundError) as caught, translated("here"):
+        with pytest.raises(store.NotFoundError) as caught, translate_rpc_errors("here"):
             list(stub.ReadManifest(request))
         reason = "CHECKPOINT_NOT_FOUND" if uid else "CHECKPOINT_DELETED"
         assert reason == caught.value.reason
 
     run.purge(1)
-    with pytest.raises(store.NotFoundError), translated("here"):
+    with pytest.raises(store.NotFoundError), translate_rpc_errors("here"):
         list(chunk_stub.ReadChunks(chunks))
 
 
@@ -253,7 +256,7 @@ def test_a_token_of_another_list_is_rejected(stub: CheckpointServiceStub) -> Non
 
     with (
         pytest.raises(store.InvalidRequestError, match="start without a token"),
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         stub.ListRuns(request)
 
@@ -338,7 +341,10 @@ def test_chunks_that_a_checkpoint_does_not_have_are_rejected(
     found = client.run("eval/one").latest()
     name = f"namespaces/eval/runs/one/checkpoints/{found.step}"
 
-    with pytest.raises(store.InvalidRequestError, match=match), translated("here"):
+    with (
+        pytest.raises(store.InvalidRequestError, match=match),
+        translate_rpc_errors("here"),
+    ):
         list(
             stub.ReadChunks(
                 chunk_api.ReadChunksRequest(name=name, uid=found.uid, chunk=chunks)
@@ -352,10 +358,16 @@ def test_chunks_of_another_checkpoint_at_the_step_are_rejected(address: str) -> 
         name="namespaces/eval/runs/one/checkpoints/3", uid="0" * 32, chunk=[0]
     )
 
-    with pytest.raises(store.NotFoundError, match="replaced"), translated("here"):
+    with (
+        pytest.raises(store.NotFoundError, match="replaced"),
+        translate_rpc_errors("here"),
+    ):
         list(stub.ReadChunks(request))
     request.uid = ""
-    with pytest.raises(store.InvalidRequestError, match="got none"), translated("here"):
+    with (
+        pytest.raises(store.InvalidRequestError, match="got none"),
+        translate_rpc_errors("here"),
+    ):
         list(stub.ReadChunks(request))
 
 
@@ -375,7 +387,7 @@ def test_chunks_of_what_is_not_there_are_rejected_for_its_own_reason(
         name=f"namespaces/eval/runs/{name}", uid="0" * 32, chunk=[0]
     )
 
-    with pytest.raises(store.NotFoundError) as caught, translated("here"):
+    with pytest.raises(store.NotFoundError) as caught, translate_rpc_errors("here"):
         list(stub.ReadChunks(request))
     assert reason == caught.value.reason
 
@@ -394,7 +406,7 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
             "runs", left[:1001], size=1000, key=str, show=lambda _, run: run
         )
         assert 0 < sum(row.ByteSize() for row in made.rows) <= paging.MAX_PAGE_BYTES
-        last = paging.last_of_page("runs", made.token, str)
+        last = paging.parse_last_row("runs", made.token, str)
         assert last == (str(left[len(made.rows) - 1][0]) if made.token else None)
         found += made.rows
         left = left[len(made.rows) :]

@@ -16,7 +16,7 @@ import storesvc_client as store
 from storesvc.catalog.runs import Runs, run_etag
 from storesvc.errors import EtagMismatchError
 from storesvc.format.names import RunName
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -43,7 +43,7 @@ def request_of(run: store.Run, *paths: str, **fields: Any) -> api.UpdateRunReque
 
 def refusal(call: Callable[[], object]) -> str:
     """The reason with which a call is rejected."""
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         call()
     return caught.value.reason
 

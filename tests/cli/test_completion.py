@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli.completion import next_parts, parse_line, quoted
+from storesvc_client.cli.completion import next_parts, parse_line, quote_value
 from tests.support.zsh_line import zsh_line
 
 COMMAND = f"{sys.executable} -m storesvc_client.cli"
@@ -380,7 +380,7 @@ def test_the_word_at_the_cursor_is_the_one_that_readline_replaces(
 def test_a_value_is_typed_as_its_quotes_require(
     value: str, quote: str, expected: str | None
 ) -> None:
-    assert expected == quoted(value, quote)
+    assert expected == quote_value(value, quote)
 
 
 def test_keys_are_completed_up_to_the_next_slash() -> None:

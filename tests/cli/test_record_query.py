@@ -289,7 +289,9 @@ def test_a_sorted_list_with_a_limit_keeps_no_more_records_than_it_shows(
             yield found
 
     selection = RecordSelection(CHECKPOINTS, sort=sort)
-    shown = [each.checkpoint.step for each in selection.of(records(), limit=3)]
+    shown = [
+        each.checkpoint.step for each in selection.select_records(records(), limit=3)
+    ]
 
     assert shown == ([0, 1, 2, 3] if sort == "step" else [199, 198, 197, 196])
     assert most < 10
@@ -304,7 +306,7 @@ def test_a_limit_without_an_order_reads_no_more_than_it_needs() -> None:
             yield record(step=step)
 
     selection = RecordSelection(CHECKPOINTS, where=["step>=5"])
-    shown = islice(selection.of(records(), limit=2), 2)
+    shown = islice(selection.select_records(records(), limit=2), 2)
 
     assert [5, 6] == [each.checkpoint.step for each in shown]
     assert [*range(7)] == read

@@ -10,7 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.commands.audit import LISTING
-from storesvc_client.cli.output import aligned, narrowed
+from storesvc_client.cli.output import align_rows, narrow_table
 from tests.support.audited import Audited
 from tests.support.command_line import document, printed, refusal, storectl, table
 
@@ -159,12 +159,12 @@ def test_a_server_without_a_log_is_an_error(server_address: str) -> None:
 def test_a_narrow_terminal_has_times_stages_and_methods_in_full(log: Audited) -> None:
     _header, *found = table(printed(log.server.address, "audit", "ls"))
 
-    shown = narrowed(LISTING.columns, found, room=70)
+    shown = narrow_table(LISTING.columns, found, room=70)
 
     assert ("TIME", "PRINCIPAL", "STAGE", "METHOD") == tuple(
         column.title for column in shown.columns[:4]
     )
-    assert max(map(len, aligned(shown.columns, shown.rows))) <= 70
+    assert max(map(len, align_rows(shown.columns, shown.rows))) <= 70
     assert [row[2:4] for row in found] == [[*row[2:4]] for row in shown.rows]
 
 

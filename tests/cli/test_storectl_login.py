@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner, Result
 
-from storesvc.server.security import security_of
+from storesvc.server.security import make_security
 from storesvc_client.cli.group import main
 from tests.support.device_issuer import DeviceIssuer, device_issuing
 from tests.support.faulty_server import serving
@@ -52,7 +52,7 @@ def login(tmp_path: Path) -> Iterator[Login]:
     with device_issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             yield Login(address, issuer, tmp_path / "config" / "config.toml")
 
 
@@ -109,7 +109,7 @@ def test_a_login_that_is_declined_fails_with_its_reason(
 def test_an_issuer_without_a_login_is_named(tmp_path: Path) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text('[[bindings]]\nrole="reader"\nruns=["**"]\nwho=["local"]\n')
-    with serving(tmp_path / "store", security=security_of(policy)) as address:
+    with serving(tmp_path / "store", security=make_security(policy)) as address:
         done = CliRunner().invoke(main, ["login", "--store", address])
 
     assert done.exit_code == 1

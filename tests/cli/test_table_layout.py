@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from storesvc_client.cli.output import (
     Column,
     Shrink,
-    aligned,
+    align_rows,
     cut,
-    narrowed,
+    narrow_table,
     text_width,
 )
 from storesvc_client.cli.parent_details import age_text
@@ -30,8 +30,8 @@ ROWS = [
 
 
 def lines(room: int) -> list[str]:
-    table = narrowed(COLUMNS, ROWS, room=room)
-    return [*aligned(table.columns, table.rows)]
+    table = narrow_table(COLUMNS, ROWS, room=room)
+    return [*align_rows(table.columns, table.rows)]
 
 
 def test_a_table_that_fits_is_complete() -> None:
@@ -59,7 +59,7 @@ def test_times_lose_their_seconds_before_a_text_is_cut() -> None:
 
 
 def test_the_beginning_of_all_keys_is_shown_once() -> None:
-    table = narrowed(COLUMNS, ROWS, room=56)
+    table = narrow_table(COLUMNS, ROWS, room=56)
 
     assert ("KEY below params/",) == table.prefixes
     assert [
@@ -76,7 +76,7 @@ def test_the_beginning_of_all_keys_is_shown_once() -> None:
 def test_what_distinguishes_keys_is_never_hidden(keys: set[str], room: int) -> None:
     columns = (Column("KEY", shrink=Shrink.PREFIX), Column("SIZE", right=True))
 
-    table = narrowed(columns, [(key, "1 B") for key in keys], room=room)
+    table = narrow_table(columns, [(key, "1 B") for key in keys], room=room)
 
     shown = {row[0] for row in table.rows}
     (prefix,) = [line.removeprefix("KEY below ") for line in table.prefixes] or [""]
@@ -84,7 +84,9 @@ def test_what_distinguishes_keys_is_never_hidden(keys: set[str], room: int) -> N
 
 
 def test_minor_columns_are_hidden_before_the_last_ones() -> None:
-    hidden = [narrowed(COLUMNS, ROWS, room=room).hidden for room in (56, 52, 39, 10)]
+    hidden = [
+        narrow_table(COLUMNS, ROWS, room=room).hidden for room in (56, 52, 39, 10)
+    ]
 
     assert [
         (),
@@ -99,9 +101,9 @@ def test_numbers_are_never_cut() -> None:
 
 
 def test_a_table_without_rows_has_its_titles() -> None:
-    table = narrowed(COLUMNS, [], room=80)
+    table = narrow_table(COLUMNS, [], room=80)
 
-    assert ["STEP  COMMITTED  LEAVES  TAGS  KEY"] == [*aligned(table.columns, [])]
+    assert ["STEP  COMMITTED  LEAVES  TAGS  KEY"] == [*align_rows(table.columns, [])]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,8 @@ def test_an_ellipsis_stands_for_what_is_cut(
 def test_a_table_fits_once_only_its_first_column_is_left(
     rows: list[tuple[str, ...]], room: int
 ) -> None:
-    table = narrowed(COLUMNS, rows, room=room)
-    lines = aligned(table.columns, table.rows)
+    table = narrow_table(COLUMNS, rows, room=room)
+    lines = align_rows(table.columns, table.rows)
 
     first = max(map(text_width, ["STEP", *(row[0] for row in rows)]))
     assert all(text_width(line) <= max(room, first) for line in lines)

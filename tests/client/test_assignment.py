@@ -10,7 +10,7 @@ from storesvc.format.grids import MAX_CHUNK_BYTES, Grid, choose_chunk_shape
 from storesvc_client._job.assignment import (
     SLACK_BYTES,
     Held,
-    assigned,
+    assign_chunks,
     holders_of_chunks,
     shared_chunk_shape,
 )
@@ -102,7 +102,7 @@ def test_each_chunk_has_a_writer_that_holds_it(
 ) -> None:
     holders, sizes = [of for of, _ in chunks], [size for _, size in chunks]
 
-    writers = assigned(holders, sizes, count=6)
+    writers = assign_chunks(holders, sizes, count=6)
 
     assert len(chunks) == len(writers)
     assert all(
@@ -116,7 +116,7 @@ def test_replicated_chunks_are_spread_evenly_over_the_writers(
 ) -> None:
     everyone = frozenset(range(count))
 
-    writers = assigned([everyone] * len(sizes), sizes, count=count)
+    writers = assign_chunks([everyone] * len(sizes), sizes, count=count)
 
     load = np.bincount(writers, sizes, minlength=count)
     assert load.max() - load.min() <= SLACK_BYTES + max(sizes, default=0)
@@ -125,6 +125,6 @@ def test_replicated_chunks_are_spread_evenly_over_the_writers(
 def test_busy_writers_get_fewer_replicated_chunks() -> None:
     holders = [frozenset({0}), *[frozenset({0, 1})] * 4]
 
-    writers = assigned(holders, [40 * MIB, *[8 * MIB] * 4], count=2)
+    writers = assign_chunks(holders, [40 * MIB, *[8 * MIB] * 4], count=2)
 
     assert [0, 1, 1, 1, 1] == writers.tolist()

@@ -11,7 +11,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client._rpc.connection import Connection, open_connection
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from tests.support.sockets import sockets
@@ -29,7 +29,7 @@ def connection(target: str) -> Connection:
 
 
 def ask(channel: grpc.Channel) -> str:
-    with translated("here"):
+    with translate_rpc_errors("here"):
         request = api.GetServerInfoRequest()
         return MaintenanceServiceStub(channel).GetServerInfo(request).store_uid
 

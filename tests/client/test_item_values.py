@@ -18,7 +18,7 @@ from storesvc_client._values.items import (
     MAX_JSON_DEPTH,
     Encoded,
     decode,
-    decoded,
+    decode_value,
     encode_item,
     encode_python,
 )
@@ -184,7 +184,7 @@ def test_bytes_of_a_writer_that_broke_the_contract_are_data_loss(
     kind: Any, data: bytes
 ) -> None:
     with pytest.raises(store.DataLossError, match="item 'a': expected the encoding"):
-        decoded("%item/a", kind, data)
+        decode_value("%item/a", kind, data)
 
 
 def test_the_decoder_agrees_with_the_json_of_python() -> None:

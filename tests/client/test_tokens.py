@@ -14,9 +14,9 @@ import pytest
 
 import storesvc_client as store
 from storesvc.rpc import calls
-from storesvc.server.security import security_of
+from storesvc.server.security import make_security
 from storesvc_client._rpc import tokens
-from storesvc_client._rpc.tokens import expiry_of
+from storesvc_client._rpc.tokens import parse_expiry
 from tests.identity.test_tokens import POLICY, Served
 from tests.support.faulty_server import serving
 from tests.support.tokens import encoded, issuing
@@ -33,7 +33,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         policy.write_text(
             BOUND.format(url=issuer.url).replace("groups =", 'leeway = "1s"\ngroups =')
         )
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             yield Served(address, issuer)
 
 
@@ -243,7 +243,7 @@ def test_the_expiry_of_a_token_is_read_from_its_claims() -> None:
     def token(claims: Any) -> str:
         return f"x.{encoded(claims)}.y"
 
-    assert expiry_of(token({"exp": 7})) == 7.0
+    assert parse_expiry(token({"exp": 7})) == 7.0
     unknown = ["x", "x.y", token([]), token({}), token({"exp": "7"}), "x.!.y"]
-    assert [None] * 6 == [expiry_of(text) for text in unknown]
-    assert expiry_of(token(json.dumps({"exp": True}).encode())) is None
+    assert [None] * 6 == [parse_expiry(text) for text in unknown]
+    assert parse_expiry(token(json.dumps({"exp": True}).encode())) is None

@@ -13,7 +13,7 @@ import storesvc_client as store
 from storesvc.access.policy import Authentication, Principal
 from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
-from storesvc.format.audit_chain import FIRST, line_of
+from storesvc.format.audit_chain import FIRST, make_line
 from storesvc.rpc.security import OPEN, Security
 from storesvc_client.console import rendering
 from storesvc_client.console.pages import audit
@@ -100,7 +100,7 @@ def test_an_anonymous_caller_leads_to_what_all_of_them_did(tmp_path: Path) -> No
     callers = (("", "anonymous", "GetRun"), ("user:b", "token", "ListTags"))
     file.write_bytes(
         b"".join(
-            line_of(
+            make_line(
                 {
                     **values,
                     "principal": name,
@@ -211,8 +211,10 @@ def test_a_search_that_finds_nothing_yet_leads_to_older_entries(
     monkeypatch.setattr(audit, "_CALLS", 1)
     file = tmp_path / "audit.log"
     values = {"time": "2026-11-24T07:55:00.000000000Z", "stage": "ended"}
-    rare = line_of({**values, "principal": "user:b", "method": "A"}, seq=1, prev=FIRST)
-    long = line_of({**values, "principal": "x" * 90_000}, seq=1, prev=FIRST)
+    rare = make_line(
+        {**values, "principal": "user:b", "method": "A"}, seq=1, prev=FIRST
+    )
+    long = make_line({**values, "principal": "x" * 90_000}, seq=1, prev=FIRST)
     file.write_bytes(rare + b"\n" + (long + b"\n") * (SCAN_BYTES // 90_000 + 1))
     reader = AuditReader(AuditLog(file, server="here"))
     security = replace(OPEN, audit=reader)

@@ -109,10 +109,10 @@ def test_a_feed_that_begins_again_continues_the_numbers(
 ) -> None:
     run.save(1, TREE).result()
     feeds = EventFeeds(client)
-    (last, _), *_ = feeds.of(run.name).after(0)
-    feeds.of(run.name).problem = store.UnavailableError("the server is gone")
+    (last, _), *_ = feeds.find_feed(run.name).after(0)
+    feeds.find_feed(run.name).problem = store.UnavailableError("the server is gone")
 
-    begun = feeds.of(run.name)
+    begun = feeds.find_feed(run.name)
 
     assert [number > last for number, _ in begun.after(last)] == [True]
 

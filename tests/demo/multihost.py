@@ -28,7 +28,7 @@ from joserfc import jwt
 from joserfc.jwk import KeySet
 
 import storesvc_client as store
-from storesvc.format.audit_chain import lines_of, verify
+from storesvc.format.audit_chain import split_lines, verify
 from storesvc_client.demo.job import TOLERANCE, Claim, History, relative_difference
 from storesvc_client.demo.kill_point import is_kill_point
 from storesvc_client.demo.processes import DemoError, Event, Restored, Trainer, storectl
@@ -224,7 +224,7 @@ def _write_token(file: Path) -> None:
 def _audited(directory: Path) -> Claim:
     logs = sorted(directory.glob("server-*/audit.log"))
     found = [
-        verify(lines_of(log.read_bytes(), f"{log.parent.name} audit.log"))
+        verify(split_lines(log.read_bytes(), f"{log.parent.name} audit.log"))
         for log in logs
     ]
     entries = [

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from storesvc_client.demo.job import History, claims_of
+from storesvc_client.demo.job import History, make_claims
 from storesvc_client.demo.processes import (
     Committed,
     Event,
@@ -58,7 +58,7 @@ AS_CLAIMED = {
 
 def failing(**other: History) -> list[str]:
     """Returns the claims that fail for runs other than claimed."""
-    claims = claims_of(**(AS_CLAIMED | other))
+    claims = make_claims(**(AS_CLAIMED | other))
     return [claim.text for claim in claims if not claim.held]
 
 

@@ -47,7 +47,7 @@ class Stage:
     base: str
     instructions: list[Instruction] = field(default_factory=list)
 
-    def all_of(self, name: str) -> list[Instruction]:
+    def list_prefixes(self, name: str) -> list[Instruction]:
         """Returns its instructions of a name."""
         return [i for i in self.instructions if i.name == name]
 
@@ -68,7 +68,7 @@ class Dockerfile:
 
     def last(self, name: str, *, stage: str) -> Instruction:
         """Returns the last value of an instruction for a stage."""
-        found = [i for s in self.line_of(stage) for i in s.all_of(name)]
+        found = [i for s in self.line_of(stage) for i in s.list_prefixes(name)]
         return found[-1]
 
     def line_of(self, stage: str) -> list[Stage]:
@@ -76,15 +76,15 @@ class Dockerfile:
         found = self.stages[stage]
         return [*(self.line_of(found.base) if found.base in self.stages else ()), found]
 
-    def sources_of(self, stage: str) -> list[str]:
+    def table_sources(self, stage: str) -> list[str]:
         """Returns the stages that one copies from, in the order to build them."""
         found: dict[str, None] = {}
         for part in self.line_of(stage):
-            for copy in part.all_of("COPY"):
+            for copy in part.list_prefixes("COPY"):
                 for word in copy.words:
                     if word.startswith("--from="):
                         source = word.removeprefix("--from=")
-                        found |= dict.fromkeys((*self.sources_of(source), source))
+                        found |= dict.fromkeys((*self.table_sources(source), source))
         return list(found)
 
 
@@ -106,7 +106,7 @@ class Rehearsal:
         Raises:
             CalledProcessError: One of their lines fails.
         """
-        for source in self._dockerfile.sources_of(stage):
+        for source in self._dockerfile.table_sources(stage):
             self._run_one(source)
 
     def _run_one(self, name: str) -> None:

@@ -34,7 +34,7 @@ UNWRITABLE = [
 @pytest.fixture(scope="module")
 def installed() -> Iterator[Path]:
     """The /opt/storesvc of the image, installed by its own RUN lines."""
-    (copy,) = DOCKERFILE.stages[STAGE].all_of("COPY")
+    (copy,) = DOCKERFILE.stages[STAGE].list_prefixes("COPY")
     source, path, target = copy.words
     assert path == target  # a virtual environment cannot be moved
     # pytest's own folders are closed to the image's user
@@ -104,7 +104,9 @@ def contained() -> list[str]:
 def test_files_copied_into_images_are_in_the_build_context() -> None:
     ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
     let_in = tuple(line[1:] for line in ignored if line.startswith("!"))
-    copies = [c for stage in DOCKERFILE.stages.values() for c in stage.all_of("COPY")]
+    copies = [
+        c for stage in DOCKERFILE.stages.values() for c in stage.list_prefixes("COPY")
+    ]
     sources = [
         source
         for copy in copies

@@ -16,7 +16,7 @@ from storesvc.access.policy import (
 )
 from storesvc.format.names import RunName
 from storesvc.identity.policy_document import parse
-from storesvc.identity.tokens import principal_of
+from storesvc.identity.tokens import make_principal
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES
@@ -177,7 +177,7 @@ def test_the_policy_permits_pods_of_training_jobs_to_save(
         },
     }
 
-    pod = principal_of(issuer, claims, now=datetime.fromtimestamp(2, UTC))
+    pod = make_principal(issuer, claims, now=datetime.fromtimestamp(2, UTC))
 
     run = RunName("any", "run")
     assert pod.name == "k8s:training/training"

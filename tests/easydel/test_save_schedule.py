@@ -63,4 +63,6 @@ def test_the_arguments_of_a_trainer_give_both() -> None:
         get_save_interval_timedelta=lambda: timedelta(minutes=5),
     )
 
-    assert schedule(POLICIES, timedelta(minutes=5)) == SaveSchedule.of(arguments)
+    assert schedule(POLICIES, timedelta(minutes=5)) == SaveSchedule.from_arguments(
+        arguments
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from storesvc.format import grids
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._foreign import source
-from storesvc_client._foreign.source import stored_tree, units_of
+from storesvc_client._foreign.source import plan_units, stored_tree
 from storesvc_proto.v1 import tree_pb2 as pb
 
 SMALL = {"MAX_CHUNK_BYTES": 256, "MIN_CHUNK_BYTES": 64, "MIN_STRIDED_BYTES": 16}
@@ -76,7 +76,7 @@ def test_units_hold_every_chunk_once_and_each_reads_its_own_elements(
     ]
     chunks: dict[int, bytes] = {}
 
-    for unit in units_of(foreign, stored):
+    for unit in plan_units(foreign, stored):
         memory = np.zeros(unit.size, np.uint8)
         for read in unit.reads:
             size = math.prod(read.shape) * 4
@@ -106,7 +106,7 @@ def test_each_foreign_chunk_is_within_one_unit(
     foreign = Tree((leaf("x", *shape),))
     reads: Counter[int] = Counter()
 
-    for unit in units_of(foreign, stored_tree(foreign)):
+    for unit in plan_units(foreign, stored_tree(foreign)):
         for read in unit.reads:
             reads.update(foreign.grids[0].covering(read.region))
 

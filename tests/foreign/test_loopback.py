@@ -247,7 +247,7 @@ def test_an_error_of_a_location_keeps_no_frames(repository: Hub) -> None:
 
 def test_only_texts_of_the_server_name_its_errors() -> None:
     open_location("memory://").kvstore()
-    text = loopback._Server.of_process().failed(store.UnavailableError("a: b"))
+    text = loopback._Server.process_server().failed(store.UnavailableError("a: b"))
 
     assert "a: b" == str(loopback.error_in(f"CURL: {text} [url]"))
     assert loopback.error_in(f"/tmp/storesvc error {'0' * 32}-1/.zarray") is None

@@ -15,7 +15,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.names import InvalidNameError, check_data_file
 from storesvc_client.cli import main
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -79,7 +79,7 @@ def corrupt() -> Iterator[None]:
     """Expects an error about corrupt data in the store."""
     with (
         pytest.raises(store.DataLossError, match="data file") as lost,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         yield
     assert "CORRUPT_DATA" == lost.value.reason

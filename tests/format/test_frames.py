@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from storesvc.errors import InvalidFieldError
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.dtypes import CHECKSUM_BYTES
-from storesvc.format.wire import FRAME_BYTES, Frame, cut, parts_of
-from storesvc.rpc.upload_service import part_of
+from storesvc.format.wire import FRAME_BYTES, Frame, cut, cut_parts
+from storesvc.rpc.upload_service import parse_part
 from storesvc_client._chunks.slabs import (
     FilledSlab,
     SentFrame,
     Slab,
     SumsInProgress,
-    frame_of,
     frames,
+    parse_frame,
 )
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._values.progress import Meter
@@ -140,7 +140,7 @@ def test_responses_are_what_the_generated_classes_write(
     numbers, lengths = zip(*chunks, strict=True)
     stop = start + sum(lengths)
     data = bytes(range(251)) * (stop // 251 + 1)
-    parts = list(parts_of(start, numbers, lengths))
+    parts = list(cut_parts(start, numbers, lengths))
 
     messages = cut(data[start:stop], start, parts)
     expected = [chunk_api.ReadChunksResponse.FromString(m) for m in messages]
@@ -172,7 +172,7 @@ def frame(data: bytes = b"abcdef") -> api.ChunkFrame:
 def test_a_response_is_read_as_the_generated_classes_do(data: bytes) -> None:
     response = chunk_api.ReadChunksResponse(frame=frame(data))
 
-    columns, found = frame_of(response.SerializeToString())
+    columns, found = parse_frame(response.SerializeToString())
 
     columns.data = bytes(found)
     assert response.frame == columns
@@ -204,14 +204,14 @@ DATA = delimited(15, b"abcdef")
 def test_a_response_may_be_written_otherwise_and_hold_what_is_not_known(
     written: bytes,
 ) -> None:
-    columns, found = frame_of(written)
+    columns, found = parse_frame(written)
 
     assert b"abcdef" == bytes(found)
     assert [3, 4, 0, 9, 2, 4] == [*columns.chunk, *columns.offset, *columns.length]
 
 
 def test_a_response_without_a_frame_is_an_empty_one() -> None:
-    columns, found = frame_of(b"")
+    columns, found = parse_frame(b"")
 
     assert b"" == bytes(found)
     assert not columns.chunk
@@ -227,9 +227,9 @@ def test_what_is_no_response_is_rejected_as_the_generated_classes_do(
         expected = chunk_api.ReadChunksResponse.FromString(written).frame
     except DecodeError:
         with pytest.raises(DecodeError):
-            frame_of(written)
+            parse_frame(written)
     else:
-        columns, found = frame_of(written)
+        columns, found = parse_frame(written)
         assert expected.data == bytes(found)
         assert expected.chunk == columns.chunk
 
@@ -238,7 +238,7 @@ def test_what_is_no_response_is_rejected_as_the_generated_classes_do(
 def test_a_request_is_read_as_the_generated_classes_do(data: bytes) -> None:
     request = api.WriteChunksRequest(frame=frame(data))
 
-    found = part_of(request.SerializeToString())
+    found = parse_part(request.SerializeToString())
 
     assert isinstance(found, Frame)
     found.columns.data = bytes(found.data)
@@ -257,7 +257,7 @@ def test_a_request_is_read_as_the_generated_classes_do(data: bytes) -> None:
 def test_a_request_without_a_frame_is_left_to_the_generated_classes(
     request_: api.WriteChunksRequest,
 ) -> None:
-    assert request_ == part_of(request_.SerializeToString())
+    assert request_ == parse_part(request_.SerializeToString())
 
 
 @given(st.binary(max_size=40) | st.binary().map(lambda b: delimited(2, COLUMNS + b)))
@@ -270,9 +270,9 @@ def test_what_is_no_request_is_rejected_as_the_generated_classes_do(
         expected = api.WriteChunksRequest.FromString(written)
     except DecodeError:
         with pytest.raises(InvalidFieldError, match="expected a serialized"):
-            part_of(written)
+            parse_part(written)
     else:
-        found = part_of(written)
+        found = parse_part(written)
         assert expected.HasField("frame") == isinstance(found, Frame)
         if isinstance(found, Frame):
             assert expected.frame.data == bytes(found.data)

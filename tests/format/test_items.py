@@ -15,7 +15,7 @@ from storesvc.format.keys import (
     describe,
     escape_part,
     is_item,
-    item_of,
+    parse_item_key,
 )
 from storesvc.format.trees import (
     InvalidTreeError,
@@ -24,7 +24,7 @@ from storesvc.format.trees import (
     pack_leaves,
     unpack_leaves,
 )
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.contract import Writer
 from tests.support.in_process_server import InProcessServer
@@ -95,8 +95,8 @@ def test_no_path_of_a_tree_is_an_item(part: str) -> None:
 
 
 def test_the_item_of_a_key() -> None:
-    assert ItemName("a-1") == item_of(ItemName("a-1").key)
-    assert ItemName("a", 12) == item_of(ItemName("a", 12).key)
+    assert ItemName("a-1") == parse_item_key(ItemName("a-1").key)
+    assert ItemName("a", 12) == parse_item_key(ItemName("a", 12).key)
     assert "item 'a' of process 12" == describe("%item/a/12")
     assert "item 'a'" == describe("%item/a")
     assert "leaf 'item/a'" == describe("item/a")
@@ -217,7 +217,7 @@ def test_a_server_rejects_items_with_a_reason_of_their_own(
 
     with (
         pytest.raises(store.InvalidRequestError, match="item 'Config'") as caught,
-        translated(server.address),
+        translate_rpc_errors(server.address),
     ):
         writer.begin()
 

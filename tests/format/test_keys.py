@@ -194,7 +194,7 @@ def test_names_of_models_and_of_other_tools_are_names(text: str) -> None:
 
     assert text == str(name)
     assert name == RunName.from_resource(name.resource)
-    assert name == layout.run_of_record(layout.run_record(name))
+    assert name == layout.parse_run_record(layout.run_record(name))
 
 
 @pytest.mark.parametrize(

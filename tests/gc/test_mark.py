@@ -167,7 +167,7 @@ def worlds(draw: st.DrawFn) -> World:
             # only of what stands, or stood until this upload began
             alive = {s.upload for s in world.slots.values() if s.state != slots.FREE}
             alive |= {taken_from or upload}
-            needed = {f for f in needed if PLACES.upload_of(f) in alive}
+            needed = {f for f in needed if PLACES.parse_upload(f) in alive}
             world.commit(upload, needed, state)
         elif state == slots.FREE:
             world.set_slot(slots.FREE, upload)
@@ -196,7 +196,7 @@ def reachable(world: World) -> set[str]:
     for slot in world.slots.values():
         if slot.state == slots.UPLOADING:
             owners = {slot.upload, world.records[slot.upload].predecessor} - {""}
-            kept |= {p for p in world.listed if PLACES.upload_of(p) in owners}
+            kept |= {p for p in world.listed if PLACES.parse_upload(p) in owners}
         elif slot.state in slots.CHECKPOINTS:
             table = PLACES.file_table(slot.upload, slot.files_digest)
             kept |= {
@@ -224,10 +224,10 @@ def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
     world.sweep(world.marks())
     known = mark.fates(world.state())
     kept = reachable(world)
-    sharing = {PLACES.upload_of(p) for p in kept if p.startswith(PLACES.pool)}
+    sharing = {PLACES.parse_upload(p) for p in kept if p.startswith(PLACES.pool)}
 
     for place in world.listed - kept:
-        upload = PLACES.upload_of(place)
+        upload = PLACES.parse_upload(place)
         if upload is None:
             continue
         # the record identifies the upload of the shared files
@@ -277,7 +277,7 @@ def test_another_checkpoint_makes_no_more_garbage_of_others(
     files = [p for p in world.listed if p.startswith(PLACES.pool)]
     world.commit(new, files, slots.COMMITTED)
 
-    after = {p for p in all_of(world.marks()) if PLACES.upload_of(p) != new}
+    after = {p for p in all_of(world.marks()) if PLACES.parse_upload(p) != new}
 
     assert after <= before
     assert not after & set(files)
@@ -285,7 +285,7 @@ def test_another_checkpoint_makes_no_more_garbage_of_others(
 
 @given(worlds())
 def test_what_carries_no_upload_is_never_garbage(world: World) -> None:
-    assert all(PLACES.upload_of(place) for place in all_of(world.marks()))
+    assert all(PLACES.parse_upload(place) for place in all_of(world.marks()))
 
 
 @given(worlds())
@@ -295,7 +295,7 @@ def test_a_free_slot_goes_last(world: World) -> None:
     steps = {record.step for record in world.records.values()}
 
     left = world.listed - set(marks.garbage)
-    assert not emptied & {PLACES.upload_of(place) for place in left}
+    assert not emptied & {PLACES.parse_upload(place) for place in left}
     assert not steps & set(marks.free_steps)
 
 
@@ -308,7 +308,7 @@ def test_what_no_list_shows_goes_before_the_last_that_a_list_shows(
 
     before = shown()
     marks = world.marks(past_retries=past_retries)
-    needed = {u for p in reachable(world) if (u := PLACES.upload_of(p))}
+    needed = {u for p in reachable(world) if (u := PLACES.parse_upload(p))}
     world.sweep(marks)
 
     assert before - shown() <= set(marks.gone)
@@ -436,4 +436,4 @@ def test_a_live_upload_without_a_record_is_reported() -> None:
     world.set_slot(slots.UPLOADING, upload)
     del world.records[upload]
 
-    assert [upload] == mark.unrecorded(world.state(), _known(world))
+    assert [upload] == mark.list_unrecorded(world.state(), _known(world))

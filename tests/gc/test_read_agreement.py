@@ -87,7 +87,7 @@ class Run:
         for _ in range(self.dice.choice([0, 0, 0, 1, 3, 8])):
             self.go_on()
 
-    def needed(self, slots: dict[int, pb.CheckpointRecord]) -> set[str]:
+    def iterate_needed(self, slots: dict[int, pb.CheckpointRecord]) -> set[str]:
         """Returns the objects that ``mark`` keeps in the state read."""
         found = set()
         for slot in slots.values():
@@ -122,10 +122,10 @@ def test_what_is_needed_later_is_needed_by_reads_that_agree(seed: int) -> None:
     second = run.read(steps)
     if not agree(first, second):
         return
-    garbage = listed - run.needed(second)
+    garbage = listed - run.iterate_needed(second)
 
     for _ in range(20):
-        assert not garbage & run.needed(run.slots)
+        assert not garbage & run.iterate_needed(run.slots)
         run.go_on()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from storesvc.errors import InvalidCertificateError
-from storesvc.identity.authenticator import principal_of
+from storesvc.identity.authenticator import certificate_principal
 from tests.support.certificates import Authority
 
 
@@ -17,7 +17,7 @@ def name_of(
         "x509_pem_cert": [certificate],
         "peer_uri": [name.encode() for name in names],
     }
-    found = principal_of(context, [*(domains or {}).items()])
+    found = certificate_principal(context, [*(domains or {}).items()])
     assert found is not None
     return found.name
 

@@ -20,7 +20,7 @@ from joserfc.jwk import RSAKey
 
 import storesvc_client as store
 from storesvc.identity import tokens
-from storesvc.server.security import security_of
+from storesvc.server.security import make_security
 from storesvc_client.cli.group import main
 from tests.support.faulty_server import serving
 from tests.support.sockets import free_port
@@ -134,7 +134,7 @@ def address(provider: OpenIdProvider, tmp_path: Path) -> Iterator[str]:
     provider.start("first")
     policy = tmp_path / "policy.toml"
     policy.write_text(POLICY.format(url=provider.url))
-    with serving(tmp_path / "store", security=security_of(policy)) as found:
+    with serving(tmp_path / "store", security=make_security(policy)) as found:
         yield found
 
 

@@ -21,8 +21,8 @@ from joserfc.jwk import RSAKey
 import storesvc_client as store
 from storesvc.errors import InvalidTokenError
 from storesvc.identity import tokens
-from storesvc.identity.tokens import MAX_TOKEN_BYTES, principal_of
-from storesvc.server.security import security_of
+from storesvc.identity.tokens import MAX_TOKEN_BYTES, make_principal
+from storesvc.server.security import make_security
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import reason_of
@@ -71,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with issuing() as issuer:
         policy = folder / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(folder / "store", security=security_of(policy)) as address:
+        with serving(folder / "store", security=make_security(policy)) as address:
             yield Served(address, issuer)
 
 
@@ -263,7 +263,7 @@ def test_unknown_keys_cause_one_read_of_the_issuer(tmp_path: Path) -> None:
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server = Served(address, issuer)
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
             before = len(issuer.requests)
@@ -283,7 +283,7 @@ def test_a_new_key_after_an_unknown_one_is_waited_for(
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server, file = Served(address, issuer), tmp_path / "token"
             file.write_text(issuer.token())
             with store.connect(address, token=file) as client:
@@ -312,7 +312,7 @@ def test_a_key_that_was_withdrawn_serves_no_token_after_its_time(
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server = Served(address, issuer)
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
             issuer.keys.remove(KEYS["RS256"])
@@ -326,7 +326,7 @@ def test_an_issuer_that_is_down_fails_its_calls_and_no_start(tmp_path: Path) -> 
         issuer.is_down = True
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server = Served(address, issuer)
 
             assert server.outcome(f"Bearer {issuer.token()}") == "ISSUER_UNREACHABLE"
@@ -337,7 +337,7 @@ def test_keys_that_were_read_serve_while_the_issuer_is_down(tmp_path: Path) -> N
     with issuing() as issuer:
         policy = tmp_path / "policy.toml"
         policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server = Served(address, issuer)
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
             issuer.is_down = True
@@ -355,7 +355,7 @@ def test_a_file_of_keys_needs_no_issuer(tmp_path: Path) -> None:
         policy = tmp_path / "policy.toml"
         text = POLICY.format(url=issuer.url)
         policy.write_text(text.replace('groups = "groups"', f'jwks_file = "{keys}"'))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             server = Served(address, issuer)
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
         assert issuer.requests == []
@@ -394,7 +394,7 @@ def test_a_broken_issuer_is_unreachable_and_no_bug(
         policy.write_text(POLICY.format(url=url))
         with (
             issuing() as issuer,
-            serving(tmp_path / "store", security=security_of(policy)) as address,
+            serving(tmp_path / "store", security=make_security(policy)) as address,
         ):
             token = issuer.token(iss=url)
             found = Served(address, issuer).outcome(f"Bearer {token}")
@@ -419,7 +419,7 @@ def name_of(issuer: tokens.Issuer, **claims: Any) -> str:
     now = datetime.now(UTC)
     times = {"iat": now.timestamp(), "exp": now.timestamp() + 60}
     found = {"sub": "42", "aud": AUDIENCE, **times, **claims}
-    return principal_of(issuer, found, now=now).name
+    return make_principal(issuer, found, now=now).name
 
 
 def test_a_claim_cannot_hold_the_text_that_ends_it() -> None:
@@ -445,7 +445,7 @@ def test_groups_of_another_issuer_are_not_those_of_the_first(tmp_path: Path) -> 
         other = POLICY.format(url=partner.url).partition("[[bindings]]")[0]
         other = other.replace('"corp"', '"partner"').replace("user:", "partner:")
         policy.write_text(other + POLICY.format(url=corp.url))
-        with serving(tmp_path / "store", security=security_of(policy)) as address:
+        with serving(tmp_path / "store", security=make_security(policy)) as address:
             stub = AccessServiceStub(grpc.insecure_channel(address))
             request = api.TestPermissionsRequest(
                 resource="namespaces/prod", permissions=["uploads.begin"]

@@ -12,9 +12,9 @@ from storesvc.format.names import InvalidNameError, RunName, UploadName
 from storesvc.lending.boundary import (
     MAX_POLICY_CHARACTERS,
     Boundary,
+    bound_pool,
+    bound_upload,
     gcs_options,
-    of_pool,
-    of_upload,
     s3_policy,
 )
 from storesvc.lending.lender import session_name
@@ -41,7 +41,7 @@ def gcs_rule(prefix: str, *roles: str) -> dict[str, Any]:
 
 
 def test_a_credential_to_read_permits_the_pool_of_the_run_on_gcs() -> None:
-    limits = of_pool(storage_at("gs://ckpts/store"), RUN)
+    limits = bound_pool(storage_at("gs://ckpts/store"), RUN)
 
     rule = gcs_rule(POOL, "objectViewer")
     assert {"accessBoundary": {"accessBoundaryRules": [rule]}} == gcs_options(limits)
@@ -49,7 +49,7 @@ def test_a_credential_to_read_permits_the_pool_of_the_run_on_gcs() -> None:
 
 
 def test_a_credential_to_write_permits_to_create_files_of_the_upload_on_gcs() -> None:
-    limits = of_upload(storage_at("gs://ckpts/store"), UPLOAD)
+    limits = bound_upload(storage_at("gs://ckpts/store"), UPLOAD)
 
     rule = gcs_rule(OWN, "objectCreator", "objectViewer")
     assert {"accessBoundary": {"accessBoundaryRules": [rule]}} == gcs_options(limits)
@@ -57,7 +57,7 @@ def test_a_credential_to_write_permits_to_create_files_of_the_upload_on_gcs() ->
 
 
 def test_a_credential_to_read_permits_the_pool_of_the_run_on_s3() -> None:
-    limits = of_pool(storage_at("s3://ckpts/store"), RUN)
+    limits = bound_pool(storage_at("s3://ckpts/store"), RUN)
 
     assert {
         "Version": "2012-10-17",
@@ -72,7 +72,7 @@ def test_a_credential_to_read_permits_the_pool_of_the_run_on_s3() -> None:
 
 
 def test_a_credential_to_write_only_creates_on_s3() -> None:
-    limits = of_upload(storage_at("s3://ckpts/store"), UPLOAD)
+    limits = bound_upload(storage_at("s3://ckpts/store"), UPLOAD)
 
     reads, writes = json.loads(s3_policy(limits, role_arn=ROLE))["Statement"]
     assert ("s3:GetObject", f"arn:aws:s3:::ckpts/{OWN}*") == (
@@ -88,7 +88,7 @@ def test_a_credential_to_write_only_creates_on_s3() -> None:
 
 
 def test_the_resource_is_in_the_partition_of_the_role() -> None:
-    limits = of_pool(storage_at("s3://ckpts/store"), RUN)
+    limits = bound_pool(storage_at("s3://ckpts/store"), RUN)
     role = "arn:aws-cn:iam::123456789012:role/lending"
 
     (statement,) = json.loads(s3_policy(limits, role_arn=role))["Statement"]
@@ -97,13 +97,15 @@ def test_the_resource_is_in_the_partition_of_the_role() -> None:
 
 
 def test_a_store_at_the_root_of_a_bucket_has_boundaries_too() -> None:
-    assert "data/prod/llama-8b/pool/" == of_pool(storage_at("gs://ckpts"), RUN).prefix
+    assert (
+        "data/prod/llama-8b/pool/" == bound_pool(storage_at("gs://ckpts"), RUN).prefix
+    )
 
 
 @pytest.mark.parametrize("root", ["file:///srv/ckpts", "memory://"])
 def test_other_storages_have_no_credentials_to_lend(root: str) -> None:
     with pytest.raises(LendingUnsupportedError, match="expected a bucket"):
-        of_pool(storage_at(root), RUN)
+        bound_pool(storage_at(root), RUN)
 
 
 @pytest.mark.parametrize(
@@ -113,19 +115,21 @@ def test_other_storages_have_no_credentials_to_lend(root: str) -> None:
 def test_a_root_that_a_boundary_cannot_express_lends_nothing(name: str) -> None:
     for scheme in ("gs", "s3"):
         with pytest.raises(LendingUnsupportedError, match="cannot express exactly"):
-            of_upload(storage_at(f"{scheme}://ckpts/{name}"), UPLOAD)
+            bound_upload(storage_at(f"{scheme}://ckpts/{name}"), UPLOAD)
 
 
 def test_a_root_too_long_for_a_session_policy_lends_nothing() -> None:
     storage = storage_at(f"s3://ckpts/{'long/' * 190}")
 
     with pytest.raises(LendingUnsupportedError, match="use a shorter root"):
-        s3_policy(of_upload(storage, UPLOAD), role_arn=ROLE)
+        s3_policy(bound_upload(storage, UPLOAD), role_arn=ROLE)
 
 
 def test_the_longest_names_fit_into_a_session_policy() -> None:
     run = RunName("n" * 63, "r" * 63)
-    limits = of_upload(storage_at("s3://ckpts/store"), UploadName(run, UPLOAD.upload))
+    limits = bound_upload(
+        storage_at("s3://ckpts/store"), UploadName(run, UPLOAD.upload)
+    )
 
     assert len(s3_policy(limits, role_arn=ROLE)) < MAX_POLICY_CHARACTERS / 2
 
@@ -141,7 +145,7 @@ def test_no_name_leaves_the_prefix_of_its_run(
         name = UploadName(RunName(namespace, run), upload or UPLOAD.upload)
     except InvalidNameError:
         return
-    limits = of_upload(storage_at("gs://ckpts/store"), name)
+    limits = bound_upload(storage_at("gs://ckpts/store"), name)
 
     (grant,) = grants_of(gcs_options(limits))
     own = f"store/data/{namespace}/{run}/pool/{name.upload}/"
@@ -152,7 +156,7 @@ def test_no_name_leaves_the_prefix_of_its_run(
 
 
 def test_a_boundary_of_one_run_excludes_runs_that_begin_alike() -> None:
-    limits = of_pool(storage_at("gs://ckpts/store"), RunName("prod", "llama"))
+    limits = bound_pool(storage_at("gs://ckpts/store"), RunName("prod", "llama"))
 
     (grant,) = grants_of(gcs_options(limits))
 
@@ -168,7 +172,7 @@ def test_the_session_of_a_principal_has_a_name_that_sts_accepts() -> None:
 
 
 def test_the_text_of_a_boundary_is_exact() -> None:
-    limits = of_pool(storage_at("gs://ckpts/a b/c~d@e+f=g,h:i"), RUN)
+    limits = bound_pool(storage_at("gs://ckpts/a b/c~d@e+f=g,h:i"), RUN)
 
     assert isinstance(limits, Boundary)
     assert limits.prefix.startswith("a b/c~d@e+f=g,h:i/data/")

@@ -15,7 +15,7 @@ from google.oauth2.credentials import Credentials
 from storesvc.clock import SystemClock
 from storesvc.errors import StorageDeniedError, StorageUnavailableError
 from storesvc.format.names import RunName
-from storesvc.lending.boundary import Boundary, gcs_options, of_pool
+from storesvc.lending.boundary import Boundary, bound_pool, gcs_options
 from storesvc.lending.lender import GcsIssuer
 from storesvc.storage.location import storage_at
 from tests.fake_gcs import FakeGcs, Tokens
@@ -38,7 +38,7 @@ def sts_url(tokens: Tokens) -> Iterator[str]:
 
 
 def limits() -> Boundary:
-    return of_pool(STORAGE, RunName("prod", "llama-8b"))
+    return bound_pool(STORAGE, RunName("prod", "llama-8b"))
 
 
 class Source(Credentials):

@@ -80,7 +80,7 @@ def test_threads_that_send_the_first_requests_share_an_event_loop(
         return asyncio.get_running_loop()
 
     with ThreadPoolExecutor(8) as pool:
-        calls = pool.map(lambda _: objects.started(request()), range(8))
+        calls = pool.map(lambda _: objects.start_request(request()), range(8))
         found = [call.result() for call in calls]
     for loop in loops:
         loop.call_soon_threadsafe(loop.stop)

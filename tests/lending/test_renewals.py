@@ -116,12 +116,12 @@ def test_a_rejected_credential_is_replaced_once_for_all_requests(
         first = await credential.current()
 
         found = await asyncio.gather(
-            *(credential.instead_of(first) for _ in range(50)),
+            *(credential.replace_rejected(first) for _ in range(50)),
         )
 
         assert {server.lent[1]} == set(found)
         # one that was rejected late finds the new one
-        assert server.lent[1] is await credential.instead_of(first)
+        assert server.lent[1] is await credential.replace_rejected(first)
 
     asyncio.run(use())
     assert 2 == server.calls

@@ -20,7 +20,7 @@ from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -329,7 +329,7 @@ def test_a_change_that_cannot_be_is_rejected_for_its_own_reason(
     with (
         unchanged(server.root),
         pytest.raises(store.StoreError) as caught,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         getattr(stub, method)(request, timeout=30)
     assert reason == caught.value.reason
@@ -583,8 +583,8 @@ def test_whatever_happens_to_a_slot_what_it_holds_stays(
     before = slot.SerializeToString()
     change = transitions.Change(labels=texts, pinned=False)
 
-    updated = transitions.updated(RUN, slot, change, etag="", write_id="1")
-    deleted = transitions.deleted(
+    updated = transitions.update_slot(RUN, slot, change, etag="", write_id="1")
+    deleted = transitions.delete_slot(
         RUN,
         updated,
         tagged={},
@@ -596,13 +596,13 @@ def test_whatever_happens_to_a_slot_what_it_holds_stays(
     marked = purging(RUN, deleted, etag="")
 
     assert before == slot.SerializeToString()
-    assert deleted == transitions.spared(marked)
+    assert deleted == transitions.spare_slot(marked)
     assert not transitions.is_due(updated, START + delay)
     assert transitions.is_due(deleted, START + delay)
     assert transitions.is_due(marked, START - timedelta(days=999))
-    back = transitions.undeleted(RUN, deleted, write_id="1")
+    back = transitions.undelete_slot(RUN, deleted, write_id="1")
     assert updated == back
-    freed = transitions.freed(marked, when=START)
+    freed = transitions.free_slot(marked, when=START)
     assert (FREE, 3, 7) == (freed.state, freed.step, freed.epoch)
     assert pinned == _is_refused(slot, pinned=pinned)
 
@@ -610,7 +610,7 @@ def test_whatever_happens_to_a_slot_what_it_holds_stays(
 def _is_refused(slot: pb.CheckpointRecord, *, pinned: bool) -> bool:
     slot.pinned = pinned
     try:
-        transitions.deleted(
+        transitions.delete_slot(
             RUN, slot, tagged={}, when=START, purge_time=START, etag="", write_id="3"
         )
     except CheckpointInUseError:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import storesvc_client as store
 from storesvc.catalog.slots import CHECKPOINTS, DELETED, FREE, MARGIN, PURGING
 from storesvc.errors import CheckpointDeletedError, HoldExpiredError, StoreError
-from storesvc.failpoints import armed
+from storesvc.failpoints import arm_points
 from storesvc.format.names import CheckpointName, HoldName, RunName
 from storesvc.rpc.paging import page_token
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -134,7 +134,7 @@ def test_a_hold_is_renewed_although_a_purge_was_interrupted(
         request = create(run, 1)
         hold = stub.CreateHold(request).hold
         run.delete(1)
-        with armed("purge.before_free=raise"), pytest.raises(grpc.RpcError):
+        with arm_points("purge.before_free=raise"), pytest.raises(grpc.RpcError):
             stub.PurgeCheckpoint(api.PurgeCheckpointRequest(name=hold.checkpoint))
 
         renewed = stub.RenewHold(api.RenewHoldRequest(name=hold.name))
@@ -217,7 +217,7 @@ def test_a_hold_that_is_not_renewed_expires_and_keeps_nothing(
 
     with (
         pytest.raises(store.PreconditionError, match="create another one") as caught,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         stub.RenewHold(api.RenewHoldRequest(name=name))
     assert "HOLD_EXPIRED" == caught.value.reason
@@ -245,7 +245,7 @@ def test_what_is_deleted_is_held_by_its_uid_until_it_is_purged(
 
 
 def _refusal(stub: CheckpointServiceStub, request: api.CreateHoldRequest) -> str:
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         stub.CreateHold(request)
     return caught.value.reason
 
@@ -264,7 +264,7 @@ def test_a_hold_that_is_asked_for_again_is_the_same_one(
     assert 1 == len(list(run.holds.list()))
     with (
         pytest.raises(store.InvalidRequestError, match="use a new id") as caught,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         stub.CreateHold(create(run, 1, request_id=request.request_id))
     assert "REQUEST_ID_REUSED" == caught.value.reason
@@ -297,7 +297,7 @@ def test_a_hold_that_cannot_be_is_rejected_for_its_own_reason(
     with (
         unchanged(server.root),
         pytest.raises(store.StoreError) as caught,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         stub.CreateHold(request)
     assert reason == caught.value.reason
@@ -312,7 +312,7 @@ def test_a_hold_that_does_not_exist_is_not_renewed(
 ) -> None:
     resource = f"{RunName.parse(settled.name).resource}/holds/{name}"
 
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         stub.RenewHold(api.RenewHoldRequest(name=resource))
     assert reason == caught.value.reason
 
@@ -358,7 +358,7 @@ def test_holds_are_listed_page_by_page(
 def test_a_list_of_holds_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         stub.ListHolds(api.ListHoldsRequest(**({"parent": SETTLED} | fields)))
     assert reason == caught.value.reason
 

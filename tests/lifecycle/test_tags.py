@@ -18,7 +18,7 @@ from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.rpc.paging import page_token
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -206,7 +206,7 @@ def test_a_tag_that_cannot_be_is_rejected_for_its_own_reason(
     with (
         unchanged(server.root),
         pytest.raises(store.StoreError) as caught,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         getattr(stub, method)(request, timeout=30)
     assert reason == caught.value.reason
@@ -226,7 +226,7 @@ def test_a_tag_that_cannot_be_is_rejected_for_its_own_reason(
 def test_a_list_of_tags_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(store.StoreError) as caught, translated("here"):
+    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
         stub.ListTags(api.ListTagsRequest(**({"parent": SETTLED} | fields)))
     assert reason == caught.value.reason
 

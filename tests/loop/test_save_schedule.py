@@ -9,25 +9,27 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc_client._values.save_schedule import LOOKS, Schedule
-from storesvc_client._values.triggers import schedule_of
+from storesvc_client._values.triggers import make_schedule
 
 
 def test_triggers_combine_to_one_schedule() -> None:
     every = store.Steps(1000) | store.Minutes(15) | store.Steps(300)
 
     assert "Steps(1000) | Minutes(15) | Steps(300)" == repr(every)
-    assert Schedule(steps=(300, 1000), seconds=900.0) == schedule_of(every)
-    assert Schedule(steps=(1000,)) == schedule_of(store.Steps(1000))
-    assert Schedule(seconds=30.0) == schedule_of(store.Minutes(0.5) | store.Minutes(9))
+    assert Schedule(steps=(300, 1000), seconds=900.0) == make_schedule(every)
+    assert Schedule(steps=(1000,)) == make_schedule(store.Steps(1000))
+    assert Schedule(seconds=30.0) == make_schedule(
+        store.Minutes(0.5) | store.Minutes(9)
+    )
     assert store.Steps(5) | store.Minutes(1) == store.Steps(5) | timedelta(minutes=1)
 
 
 def test_a_timedelta_is_a_trigger() -> None:
     minute = timedelta(minutes=1)
 
-    assert Schedule(seconds=60.0) == schedule_of(minute)
-    assert Schedule(steps=(5,), seconds=60.0) == schedule_of(minute | store.Steps(5))
-    assert Schedule(steps=(5,), seconds=60.0) == schedule_of(store.Steps(5) | minute)
+    assert Schedule(seconds=60.0) == make_schedule(minute)
+    assert Schedule(steps=(5,), seconds=60.0) == make_schedule(minute | store.Steps(5))
+    assert Schedule(steps=(5,), seconds=60.0) == make_schedule(store.Steps(5) | minute)
 
 
 @pytest.mark.parametrize(

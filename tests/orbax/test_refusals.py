@@ -17,9 +17,9 @@ import storesvc_client as store
 from storesvc_client import orbax
 from storesvc_client.orbax.items import StepRecord
 from storesvc_client.orbax.options import (
-    metric_of,
-    retention_of_options,
-    retention_of_policy,
+    metric_name,
+    options_retention,
+    policy_retention,
 )
 from storesvc_client.orbax.sequence import split_target
 from tests.orbax.conftest import NewManager
@@ -61,7 +61,7 @@ def loss(metrics: Any) -> Any:
 def test_a_preservation_policy_becomes_a_retention_policy(
     policy: Any, expected: store.RetentionPolicy | None
 ) -> None:
-    assert retention_of_policy(policy) == expected
+    assert policy_retention(policy) == expected
 
 
 class OwnPolicy:
@@ -85,7 +85,7 @@ def test_a_preservation_policy_without_an_equal_is_rejected_by_name(
     policy: Any, named: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=named):
-        retention_of_policy(policy)
+        policy_retention(policy)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_preservation_policy_without_an_equal_is_rejected_by_name(
 )
 def test_a_function_of_other_values_than_one_metric_is_rejected(function: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match="best_fn"):
-        metric_of("best_fn", function)
+        metric_name("best_fn", function)
 
 
 @pytest.mark.parametrize(
     "function", [loss, lambda metrics: metrics.get("loss")], ids=["item", "get"]
 )
 def test_a_function_of_one_metric_is_its_name(function: Any) -> None:
-    assert metric_of("best_fn", function) == "loss"
+    assert metric_name("best_fn", function) == "loss"
 
 
 def test_options_of_two_kinds_are_rejected() -> None:
@@ -115,7 +115,7 @@ def test_options_of_two_kinds_are_rejected() -> None:
         max_to_keep=1, preservation_policy=managers.LatestN(1)
     )
     with pytest.raises(store.InvalidRequestError, match="max_to_keep"):
-        retention_of_options(options)
+        options_retention(options)
 
 
 @pytest.mark.parametrize(

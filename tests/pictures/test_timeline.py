@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from storesvc_client._pictures.svg import BLUE, GREEN, ORANGE, PURPLE, RED, text_width
 from storesvc_client._pictures.timeline import (
-    lanes_of,
+    make_lanes,
     placed_names,
     time_scale,
     timeline,
@@ -126,7 +126,7 @@ def test_a_metric_without_finite_values_says_so() -> None:
 def test_no_checkpoint_is_lost_where_several_share_a_mark(steps: list[int]) -> None:
     every = [checkpoint(step, deleted=step % 3 == 0, minutes=0) for step in steps]
 
-    (lane,) = lanes_of(
+    (lane,) = make_lanes(
         every,
         tags=(),
         holds=(),

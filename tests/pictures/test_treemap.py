@@ -12,7 +12,7 @@ from storesvc_client._pictures.svg import DTYPE_COLOURS, contrast, ink_on
 from storesvc_client._pictures.treemap import (
     Rectangle,
     Tile,
-    divided,
+    divide_rectangle,
     place_tiles,
     treemap,
 )
@@ -57,7 +57,7 @@ def assert_no_overlap(places: list[tuple[float, float, float, float]]) -> None:
 def test_a_division_has_areas_in_proportion_without_gaps(sizes: list[float]) -> None:
     sizes.sort(reverse=True)
 
-    parts = divided(WHOLE, sizes)
+    parts = divide_rectangle(WHOLE, sizes)
 
     assert len(sizes) == len(parts)
     unit = WHOLE.area / sum(sizes)
@@ -68,7 +68,7 @@ def test_a_division_has_areas_in_proportion_without_gaps(sizes: list[float]) -> 
 
 
 def test_a_division_of_similar_sizes_has_nearly_square_parts() -> None:
-    for part in divided(WHOLE, [*range(60, 30, -1)]):
+    for part in divide_rectangle(WHOLE, [*range(60, 30, -1)]):
         assert 0.5 < part.width / part.height < 2
 
 

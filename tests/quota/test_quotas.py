@@ -20,7 +20,7 @@ from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import quotas
-from storesvc.quota.quotas import BURST_SECONDS, Bucket, QuotaRule, Quotas, rule_of
+from storesvc.quota.quotas import BURST_SECONDS, Bucket, QuotaRule, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_permissions import reason_of
@@ -66,9 +66,9 @@ def test_a_call_that_would_wait_too_long_takes_no_turn(rate: int) -> None:
 def test_the_first_rule_that_matches_a_namespace_applies() -> None:
     rules = [QuotaRule(namespaces=("prod",)), QuotaRule(namespaces=("*",), streams=1)]
 
-    assert rule_of(rules, "prod") is rules[0]
-    assert rule_of(rules, "lab") is rules[1]
-    assert rule_of(rules[:1], "lab") is None
+    assert find_rule(rules, "prod") is rules[0]
+    assert find_rule(rules, "lab") is rules[1]
+    assert find_rule(rules[:1], "lab") is None
 
 
 def call_of(method: str, number: int, principal: str = "user:a") -> Call:
@@ -107,7 +107,7 @@ def test_counts_return_to_zero_however_calls_end(
             call = call_of(method, number)
             error: Exception | None = None
             try:
-                await found.permitted(call)
+                await found.on_permitted(call)
             except QuotaExceededError as e:
                 error = e
             if error is not None or is_ended_early:
@@ -119,7 +119,7 @@ def test_counts_return_to_zero_however_calls_end(
         for call in open_calls:
             await found.ended(call, None)
             end = call_of("AbortUpload", int(call.request_id))
-            await found.permitted(end)
+            await found.on_permitted(end)
             await found.ended(end, None)
         return [
             row.used for row in await found.describe("limited") if row.name != "uploads"
@@ -133,9 +133,9 @@ def test_a_retry_of_a_begin_is_the_same_upload() -> None:
         rule = QuotaRule(namespaces=("*",), uploads=1)
         found = Quotas(lambda: ((rule,), None), nothing_stored)
         for _ in range(3):
-            await found.permitted(call_of("BeginUpload", 1))
+            await found.on_permitted(call_of("BeginUpload", 1))
         with pytest.raises(QuotaExceededError, match="1 uploads"):
-            await found.permitted(call_of("BeginUpload", 2))
+            await found.on_permitted(call_of("BeginUpload", 2))
 
     asyncio.run(run())
 
@@ -148,14 +148,14 @@ def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
         rule = QuotaRule(namespaces=("*",), uploads=1)
         found = Quotas(lambda: ((rule,), None), nothing_stored)
         begun, again = call_of("BeginUpload", 1), call_of("BeginUpload", 1, "user:b")
-        await found.permitted(begun)
+        await found.on_permitted(begun)
         await found.ended(begun, None)
         again.request_id = "another call"
         if is_permitted:
-            await found.permitted(again)
+            await found.on_permitted(again)
         await found.ended(again, PermissionDeniedError("denied"))
         with pytest.raises(QuotaExceededError, match="1 uploads"):
-            await found.permitted(call_of("BeginUpload", 2))
+            await found.on_permitted(call_of("BeginUpload", 2))
 
     asyncio.run(run())
 
@@ -170,8 +170,8 @@ def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
         found = Quotas(lambda: ((rule,), None), nothing_stored)
         begun, retry = call_of("BeginUpload", 1), call_of("BeginUpload", 1)
         retry.request_id = "its retry"
-        await found.permitted(begun)
-        await found.permitted(retry)
+        await found.on_permitted(begun)
+        await found.on_permitted(retry)
         for call, end in ((begun, first), (retry, second)):
             is_lost = end == "cancelled"
             await found.ended(call, asyncio.CancelledError() if is_lost else None)
@@ -186,9 +186,9 @@ def test_a_begin_that_fails_is_no_longer_counted() -> None:
         rule = QuotaRule(namespaces=("*",), uploads=1)
         found = Quotas(lambda: ((rule,), rule), nothing_stored)
         failed = call_of("BeginUpload", 1)
-        await found.permitted(failed)
+        await found.on_permitted(failed)
         await found.ended(failed, asyncio.CancelledError())
-        await found.permitted(call_of("BeginUpload", 2))
+        await found.on_permitted(call_of("BeginUpload", 2))
 
     asyncio.run(run())
 
@@ -200,7 +200,7 @@ def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), nothing_stored)
         for number in range(1000):
             call = call_of("GetRun", number, f"user:{number}")
-            await found.permitted(call)
+            await found.on_permitted(call)
             await found.ended(call, None)
         return len(found._scopes)
 

@@ -16,7 +16,7 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import quotas
 from storesvc.quota.quotas import QuotaRule, Quotas
-from storesvc.server.security import security_of
+from storesvc.server.security import make_security
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame
 from tests.support.faulty_server import serving
@@ -35,7 +35,7 @@ def limited(root: Path, limit: int = LIMIT, more: str = "") -> Iterator[str]:
         f'anonymous = "admin"\n[[quotas]]\nnamespaces = ["limited"]\n'
         f"stored_bytes = {limit}\n{more}"
     )
-    with serving(root, security=security_of(policy)) as address:
+    with serving(root, security=make_security(policy)) as address:
         yield address
 
 

@@ -173,7 +173,7 @@ def test_half_of_many_small_leaves_take_few_reads(
 
     assembly = Assembly(opened._manifest, rows, name="x", place=keep)
     source: Any = opened._source()
-    assert 20 > len(source._planned(assembly.missing, assembly))
+    assert 20 > len(source._plan_reads(assembly.missing, assembly))
     source.read(assembly.missing, assembly)
 
     assert [] == assembly.missing
@@ -216,7 +216,7 @@ def test_a_leaf_larger_than_the_budget_is_read_concurrently(
         opened._manifest, [(0, [whole((8192, 1024))])], name="x", place=print
     )
     source: Any = opened._source()
-    reads = source._planned(assembly.missing, assembly)
+    reads = source._plan_reads(assembly.missing, assembly)
     together = threading.Barrier(2)
 
     def take(read: Read) -> int:

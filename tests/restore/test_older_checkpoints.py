@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Job
-from storesvc_client._restore.joint import Finding, agreed_damage, damage_of
+from storesvc_client._restore.joint import Finding, agreed_damage, find_damage
 from tests.support.sessions import send_through_server
 from tests.support.thread_job import ThreadJob
 
@@ -336,7 +336,7 @@ OTHER = store.UnavailableError("no answer")
 def test_processes_agree_that_damage_ended_a_restore(
     errors: list[store.StoreError], expected: str
 ) -> None:
-    assert expected == damage_of([Finding.of(error) for error in errors])
+    assert expected == find_damage([Finding.from_error(error) for error in errors])
 
     def part(process: Job) -> str:
         error = errors[process.index]

@@ -225,7 +225,7 @@ class Faulty:
 
     def __init__(self, process: ThreadProcess, at: int, fault: BaseException) -> None:
         self.index, self.count = process.index, process.count
-        self.passed, self.advance = process.passed, process.advance
+        self.count_passed, self.advance = process.count_passed, process.advance
         self._process, self._left, self._fault = process, at, fault
 
     def post(self, key: str, text: str) -> None:

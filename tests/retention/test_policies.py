@@ -19,7 +19,7 @@ from storesvc.retention.policy import (
     Candidate,
     check,
     decide,
-    metrics_of,
+    list_metrics,
 )
 from storesvc_client._values.arguments import (
     MAX_DURATION,
@@ -27,7 +27,12 @@ from storesvc_client._values.arguments import (
     duration_text,
     parse_duration,
 )
-from storesvc_client._values.policies import KeepAll, KeepAny, policy_message, policy_of
+from storesvc_client._values.policies import (
+    KeepAll,
+    KeepAny,
+    parse_message,
+    policy_message,
+)
 from storesvc_proto.v1 import retention_pb2 as pb
 from tests.support.examples import examples
 
@@ -271,7 +276,7 @@ def test_the_order_of_a_run_does_not_matter(
 def test_only_metrics_that_a_policy_looks_at_matter(
     policy: store.RetentionPolicy, run: list[Candidate]
 ) -> None:
-    names = metrics_of(policy_message(policy))
+    names = list_metrics(policy_message(policy))
     bare = [
         Candidate(
             step=c.step,
@@ -533,7 +538,7 @@ def test_a_policy_is_read_as_it_was_written(policy: store.RetentionPolicy) -> No
 
 @given(WRITABLE)
 def test_a_policy_is_what_its_message_says(policy: store.RetentionPolicy) -> None:
-    assert policy == policy_of(policy_message(policy))
+    assert policy == parse_message(policy_message(policy))
 
 
 @given(WRITABLE)
@@ -645,11 +650,11 @@ def test_a_rule_of_wrong_types_is_rejected(make: Callable[[], object]) -> None:
 
 def test_a_rule_that_this_release_does_not_know_is_rejected() -> None:
     with pytest.raises(store.InvalidRequestError, match="use a newer release"):
-        policy_of(any_of(LATEST, pb.RetentionPolicy()))
+        parse_message(any_of(LATEST, pb.RetentionPolicy()))
     with pytest.raises(store.InvalidRequestError, match="use a newer release"):
-        policy_of(any_of())
+        parse_message(any_of())
     with pytest.raises(store.InvalidRequestError, match="use a newer release"):
-        policy_of(best(mode=9))
+        parse_message(best(mode=9))
 
 
 @given(LENGTHS_AT_ALL)

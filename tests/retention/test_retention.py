@@ -25,7 +25,7 @@ from storesvc.format.seal import unseal
 from storesvc.retention.enforcement import PAGE, Outcome, RetentionEnforcer
 from storesvc_client._values.policies import policy_message
 from storesvc_client.cli import main
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -189,7 +189,7 @@ def test_a_policy_is_only_applied_after_it_was_set(
 
     with (
         pytest.raises(store.InvalidRequestError, match="validate_only"),
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         list(stub.ApplyRetention(request))
 

@@ -87,7 +87,7 @@ async def _errors(error: Exception) -> dict[str, grpc.aio.AioRpcError]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     server.add_generic_rpc_handlers(
         [
-            registry.handler_of(service, Raising(servicer, error))
+            registry.make_handler(service, Raising(servicer, error))
             for service, servicer in SERVICES.items()
         ]
     )

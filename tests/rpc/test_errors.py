@@ -14,7 +14,7 @@ import storesvc_client.orbax
 from storesvc.errors import StorageDeniedError
 from storesvc.storage import bucket as storage_errors
 from storesvc.storage.location import storage_at
-from storesvc_client.errors import error_class, translated
+from storesvc_client.errors import error_class, translate_rpc_errors
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.errors_pb2 import ErrorReason
@@ -108,7 +108,7 @@ def test_every_error_of_the_client_is_public() -> None:
 def test_a_status_carries_one_error_info_with_what_the_message_mentions() -> None:
     error = storesvc.errors.RunNotFoundError("run a/b is absent", run="a/b")
 
-    status = storesvc.rpc.status.status_of(error)
+    status = storesvc.rpc.status.make_status(error)
 
     assert status.message == "run a/b is absent"
     (detail,) = status.details
@@ -128,7 +128,7 @@ def test_a_long_text_is_cut_so_that_its_reason_arrives(run: store.Run) -> None:
     with pytest.raises(store.MismatchError):
         run.restore(0, like={})
     error = storesvc.errors.CorruptDataError(f"leaf {key!r} is damaged", leaf=key)
-    status = storesvc.rpc.status.status_of(error)
+    status = storesvc.rpc.status.make_status(error)
     assert status.message.startswith("leaf 'é")
     assert status.message.endswith("' is damaged")
     assert status.ByteSize() < 1500
@@ -140,13 +140,16 @@ def test_a_long_name_is_rejected_with_its_reason(
 ) -> None:
     stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
 
-    with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
+    with (
+        pytest.raises(store.InvalidRequestError) as caught,
+        translate_rpc_errors("here"),
+    ):
         stub.GetRun(api.GetRunRequest(name=name), timeout=10)
     assert "INVALID_FIELD" == caught.value.reason
 
 
 def test_a_status_says_when_to_try_again_where_time_is_all_that_it_takes() -> None:
-    status = storesvc.rpc.status.status_of(storesvc.errors.StorageFullError("full"))
+    status = storesvc.rpc.status.make_status(storesvc.errors.StorageFullError("full"))
 
     retry = error_details_pb2.RetryInfo()
     assert [detail.Unpack(retry) for detail in status.details] == [False, True]
@@ -157,6 +160,6 @@ def test_what_the_user_of_a_server_may_not_touch_is_denied() -> None:
     cause = r"the user of this process \(Permission denied\); let them .* files below"
     with (
         pytest.raises(StorageDeniedError, match=rf"^runs: .* {cause} .*/store"),
-        storage_errors.translated(storage_at("file:///store"), "runs"),
+        storage_errors.translate_errors(storage_at("file:///store"), "runs"),
     ):
         raise PermissionError(13, "Permission denied", "/store/runs")

@@ -210,7 +210,7 @@ def test_a_commit_that_dies_before_its_record_leaves_no_run(
         def dies(*_: Any) -> Any:
             raise RuntimeError
 
-        monkeypatch.setattr(store.commits, "_committed", dies)
+        monkeypatch.setattr(store.commits, "_committed_record", dies)
         with pytest.raises(RuntimeError):
             await callers[0].commit()
 

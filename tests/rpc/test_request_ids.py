@@ -10,8 +10,8 @@ import storesvc_client as store
 from storesvc.catalog.slots import is_repeated
 from storesvc.errors import RequestIdReusedError
 from storesvc.format.names import RunName
-from storesvc.rpc.requests import write_id_of
-from storesvc_client.errors import translated
+from storesvc.rpc.requests import make_write_id
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.examples import sampled
@@ -72,7 +72,10 @@ def sent(stub: CheckpointServiceStub, request: Request) -> Any:
 
 def refusal(stub: CheckpointServiceStub, request: Request) -> store.StoreError:
     """Returns the reason and message with which a request is rejected."""
-    with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
+    with (
+        pytest.raises(store.InvalidRequestError) as caught,
+        translate_rpc_errors("here"),
+    ):
         sent(stub, request)
     return caught.value
 
@@ -224,7 +227,7 @@ def test_a_repetition_goes_on_after_a_restart(
 
 
 def test_a_stored_id_without_a_body_is_a_repetition_of_any() -> None:
-    given = write_id_of(api.DeleteTagRequest(request_id=new_id()))
+    given = make_write_id(api.DeleteTagRequest(request_id=new_id()))
 
     assert is_repeated(given.partition(":")[0], given)
     assert is_repeated(given, given)
@@ -234,8 +237,8 @@ def test_a_stored_id_without_a_body_is_a_repetition_of_any() -> None:
 
 def test_one_id_with_two_bodies_is_rejected() -> None:
     request = api.DeleteTagRequest(request_id=new_id())
-    stored = write_id_of(request)
+    stored = make_write_id(request)
     request.etag = "other"
 
     with pytest.raises(RequestIdReusedError, match="use a new id"):
-        is_repeated(stored, write_id_of(request))
+        is_repeated(stored, make_write_id(request))

@@ -12,7 +12,7 @@ import pytest
 import storesvc_client as store
 from storesvc.format.checksums import crc32c
 from storesvc.rpc.requests import COUNTS
-from storesvc_client.errors import StoreError, translated
+from storesvc_client.errors import StoreError, translate_rpc_errors
 from storesvc_proto.v1 import checkpoint_service_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -81,7 +81,7 @@ def test_the_limits_of_grpc_have_a_reason(
     with (
         grpc.insecure_channel(server_address) as channel,
         pytest.raises(store.LimitError, match=says) as caught,
-        translated(server_address),
+        translate_rpc_errors(server_address),
     ):
         CheckpointServiceStub(channel).GetRun(request_, metadata=metadata, timeout=20)
 
@@ -157,10 +157,10 @@ def test_more_rows_than_a_stream_announced_are_rejected_as_they_come(
     receipt = api.FinishWriterRequest(open=writer.ref(), chunk_count=4)
 
     expected = "3 leaves as leaf_count says, got 4"
-    with pytest.raises(StoreError, match=expected), translated("here"):
+    with pytest.raises(StoreError, match=expected), translate_rpc_errors("here"):
         writer.stub.BeginUpload(iter([opening, *parts]), timeout=30)
     expected = "the tree has 3 chunks, got 4"
-    with pytest.raises(StoreError, match=expected), translated("here"):
+    with pytest.raises(StoreError, match=expected), translate_rpc_errors("here"):
         writer.stub.FinishWriter(iter([receipt]), timeout=30)
 
 

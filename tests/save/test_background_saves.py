@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc.failpoints import Failpoint, armed
+from storesvc.failpoints import Failpoint, arm_points
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
 from storesvc_client._chunks.memory import BATCH_BYTES, MIN_BUDGET_BYTES, StagingPool
@@ -71,7 +71,7 @@ def either(
 
 def slow_commits(seconds: float) -> Any:
     """While it lasts, each commit takes so long."""
-    return armed(f"{Failpoint.COMMIT_BEFORE_RECORD}=delay:{seconds}")
+    return arm_points(f"{Failpoint.COMMIT_BEFORE_RECORD}=delay:{seconds}")
 
 
 # --- saves that block their caller ------------------------------------------------

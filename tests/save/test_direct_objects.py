@@ -66,7 +66,7 @@ class Placer:
     async def tables(self) -> list[str]:
         """Returns the paths of the staging tables."""
         return await self.bucket.list(
-            self.upload.places.staging_of(self.upload.name.upload)
+            self.upload.places.staging_prefix(self.upload.name.upload)
         )
 
 

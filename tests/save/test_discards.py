@@ -35,7 +35,7 @@ async def opened(uploads: int) -> tuple[HeldBucket, list[UploadName]]:
 
 def prefixes(name: UploadName) -> tuple[str, str]:
     places = RunPaths(name.run)
-    return places.staging_of(name.upload), places.upload_parts(name.upload)
+    return places.staging_prefix(name.upload), places.upload_parts(name.upload)
 
 
 async def left(bucket: TensorStoreBucket) -> int:

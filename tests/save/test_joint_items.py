@@ -126,7 +126,7 @@ def agreed(count: int, items: Any, *, seconds: float = 5) -> list[Any]:
         try:
             own = checked_items(place, items(process.index))
             exchange = ItemExchange(joint, place, own)
-            return exchange.agreed(seconds=seconds)
+            return exchange.agree_items(seconds=seconds)
         except store.StoreError as e:
             joint.fail(e)
             raise
@@ -217,7 +217,7 @@ def test_items_of_process_0_alone_do_not_make_it_wait() -> None:
     own = checked_items("save", {"a": [1]})
     exchange = ItemExchange(JointSave(process, "a/b", 1), "save", own)
 
-    (row,) = exchange.agreed(seconds=0)
+    (row,) = exchange.agree_items(seconds=0)
     assert ("%item/a", b"[1]") == (row.name.key, row.data)
     (text,) = (text for key, text in board.board.items() if key.endswith("all-items"))
     assert [[["a", "first", 7, 3, ""]]] == [
@@ -290,7 +290,7 @@ def test_a_process_that_does_not_save_the_step_is_named() -> None:
     with pytest.raises(
         store.UnavailableError, match="save of a/b@1: items=: process 1 has not begun"
     ):
-        exchange.agreed(seconds=0.2)
+        exchange.agree_items(seconds=0.2)
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_the_failure_of_another_process_ends_the_wait() -> None:
     exchange = ItemExchange(JointSave(process, "a/b", 1), "save of a/b@1", own)
 
     with pytest.raises(store.PeerFailedError, match="process 1: no memory"):
-        exchange.agreed(seconds=60)
+        exchange.agree_items(seconds=60)
 
 
 class GoneBoard(ThreadProcess):
@@ -316,7 +316,7 @@ def test_a_board_that_is_gone_fails_only_saves_with_items() -> None:
     for index in (0, 1):
         process = GoneBoard(ThreadJob(2), index)
         joint = JointSave(process, "a/b", 1)
-        assert [] == ItemExchange(joint, "save of a/b@1", {}).agreed(seconds=0)
+        assert [] == ItemExchange(joint, "save of a/b@1", {}).agree_items(seconds=0)
         with pytest.raises(store.UnavailableError, match="no board"):
             ItemExchange(joint, "save of a/b@1", checked_items("save", {"a": 1}))
 
@@ -331,4 +331,4 @@ def test_a_process_that_saves_another_step_is_named_with_it() -> None:
         store.UnavailableError,
         match=r"process 1 \(its last save is of step 2\) has not",
     ):
-        exchange.agreed(seconds=0.1)
+        exchange.agree_items(seconds=0.1)

@@ -174,7 +174,7 @@ def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
     async def test(store: Store, bucket: MeetingBucket) -> None:
         await finished(store, 1)
 
-        staging = PLACES.staging_of(name_of(1).upload)
+        staging = PLACES.staging_prefix(name_of(1).upload)
         assert [] == [place for place in bucket.reads if place.startswith(staging)]
 
     within(test)

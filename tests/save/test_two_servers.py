@@ -327,7 +327,7 @@ def test_no_reply_of_a_server_that_is_lost_loses_anything(
             return await _save_with(two, first)
 
     call, _, time = reply.partition("@")
-    with failpoints.armed(f"{call}.before_reply=drop_reply@{time}"):
+    with failpoints.arm_points(f"{call}.before_reply=drop_reply@{time}"):
         assert 1 == asyncio.run(main())
 
 
@@ -338,7 +338,7 @@ def test_a_save_of_which_every_first_reply_is_lost_loses_nothing() -> None:
         async with servers() as two:
             return await _save_with(two, 0)
 
-    with failpoints.armed(points):
+    with failpoints.arm_points(points):
         assert len(REPLIES) == asyncio.run(main())
 
 

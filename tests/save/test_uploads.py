@@ -16,7 +16,7 @@ from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
 from storesvc.rpc.paging import page_token
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support.contract import CHUNK, Writer, elements, frame, stored, sums, tree_of
@@ -45,7 +45,10 @@ def begin(server_address: str, name: str) -> Callable[..., Writer]:
 
 @contextmanager
 def refused(reason: str, match: str | None = None) -> Iterator[None]:
-    with pytest.raises(store.StoreError, match=match) as caught, translated("here"):
+    with (
+        pytest.raises(store.StoreError, match=match) as caught,
+        translate_rpc_errors("here"),
+    ):
         yield
     assert reason == caught.value.reason
 

@@ -22,7 +22,7 @@ import storesvc_client as store
 from storesvc import failpoints
 from storesvc.failpoints import Failpoint
 from storesvc.rpc.maintenance_service import MaintenanceService
-from storesvc.rpc.registry import HealthCalls, handler_of
+from storesvc.rpc.registry import HealthCalls, make_handler
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client import Progress
@@ -301,7 +301,7 @@ class Serving:
         self.uid, self._health = opened.uid, HealthCalls([])
         server = grpc.aio.server()
         (service,) = api.DESCRIPTOR.services_by_name.values()
-        handler = handler_of(service, MaintenanceService(opened))
+        handler = make_handler(service, MaintenanceService(opened))
         server.add_generic_rpc_handlers((handler,))
         add_HealthServicer_to_server(self._health, server)
         host = self.address.rpartition(":")[0]

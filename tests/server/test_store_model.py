@@ -372,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
         if upload.state != "live":
             assert answer in ENDED
             return
-        needed = upload.needed(dict(enumerate(content)))
+        needed = upload.iterate_needed(dict(enumerate(content)))
         assert set(range(CHUNKS)) - needed.keys() == set(answer)
 
     @rule(
@@ -484,7 +484,7 @@ class StoreMachine(RuleBasedStateMachine):
         known = self._base(base)
         name, answer = self._begin_as_clients_do(step, base, trouble)
         upload = self._begun(name, step, known, answer)
-        for others in (earlier, upload.needed(dict(enumerate(content)))):
+        for others in (earlier, upload.iterate_needed(dict(enumerate(content)))):
             self._send_all(upload, others, trouble)
         self._finish(upload, dict(enumerate(content)), trouble)
         self._send_all(upload, later, trouble)
@@ -656,7 +656,7 @@ class StoreMachine(RuleBasedStateMachine):
         places = RunPaths(RUN)
         tables, found = set[str](), dict[str, list[str]]()
         for place in self._do(self._bucket.list(places.root)):
-            owner = places.upload_of(place)
+            owner = places.parse_upload(place)
             kind = place.removeprefix(places.root).partition("/")[0]
             if owner is None or owner in live:
                 continue
@@ -747,7 +747,7 @@ class StoreMachine(RuleBasedStateMachine):
     def every_checkpoint_is_whole(self) -> None:
         for kept in self._model.checkpoints.values():
             name = CheckpointName(RUN, kept.step)
-            record = self._do(self._store.catalog.checkpoint_of_uid(name, kept.uid))
+            record = self._do(self._store.catalog.checkpoint_with_uid(name, kept.uid))
             assert self._content(record) == kept.content
 
     def _content(self, record: pb.CheckpointRecord) -> tuple[int, ...]:
@@ -775,7 +775,7 @@ class StoreMachine(RuleBasedStateMachine):
         for place in self._do(self._bucket.list(places.root)):
             rest = place.removeprefix(places.root)
             kind = rest.partition("/")[0]
-            if places.upload_of(place) is None:
+            if places.parse_upload(place) is None:
                 assert kind in ("checkpoints", "tags", "holds")
 
 

@@ -26,7 +26,12 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.wire import Part
-from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError, translated
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Generation,
+    PreconditionError,
+    translate_errors,
+)
 from storesvc.storage.file_bucket import TICK_SECONDS
 from storesvc.storage.location import (
     CONCURRENCY,
@@ -692,7 +697,7 @@ def test_an_error_of_a_file_does_not_name_the_folder_of_the_store(
     full = OSError(errno.EMFILE, "Too many open files", f"{tmp_path}/secret/a/b")
     with (
         pytest.raises(StorageUnavailableError, match="Too many open files") as caught,
-        translated(storage, "a/b"),
+        translate_errors(storage, "a/b"),
     ):
         raise full
 

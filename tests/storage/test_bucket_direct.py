@@ -382,13 +382,13 @@ def test_a_save_copies_nothing_or_uses_the_memory_of_its_objects_again(
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
     monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 20 * MIB)
     mapped: list[int] = []
-    new = memory._mapped
+    new = memory._map_memory
 
     def counted(size_bytes: int) -> Any:
         mapped.append(size_bytes)
         return new(size_bytes)
 
-    monkeypatch.setattr(memory, "_mapped", counted)
+    monkeypatch.setattr(memory, "_map_memory", counted)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # an object each
     gc.collect()
     gc.disable()

@@ -18,7 +18,7 @@ def known(seconds: float, *, limits: Limits = PATIENT, size_bytes: int = 0) -> H
     """Returns a history of reads that all took the same time."""
     reads = Hedging(limits)
     for _ in range(LEAST_RECENT):
-        reads.begin(size_bytes, now=0).answered(now=seconds)
+        reads.begin(size_bytes, now=0).record_answer(now=seconds)
     return reads
 
 
@@ -33,7 +33,7 @@ def test_a_read_is_slow_after_twice_the_high_percentile() -> None:
 def test_rare_slow_reads_do_not_raise_the_threshold() -> None:
     reads = Hedging(PATIENT)
     for at in range(100):
-        reads.begin(0, now=0).answered(now=1 if at % 50 else 60)
+        reads.begin(0, now=0).record_answer(now=1 if at % 50 else 60)
 
     assert 2 == reads.slow_seconds(0)
 
@@ -78,7 +78,7 @@ def test_a_read_without_a_hedge_budget_tries_again_later() -> None:
 
     assert Step.WAIT is read.step(now=2)
     for _ in range(int(1 / HEDGE_SHARE)):
-        reads.begin(0, now=2).answered(now=3)
+        reads.begin(0, now=2).record_answer(now=3)
 
     assert 4 == read.due
     assert Step.HEDGE is read.step(now=4)
@@ -104,7 +104,7 @@ def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
     assert Step.RETRY is read.step(now=50)
 
     for other in [*others, read]:
-        other.abandoned()
+        other.record_abandonment()
     alone = reads.begin(8 * MIB, now=100)
     assert Step.WAIT is alone.step(now=117.9)
     assert Step.RETRY is alone.step(now=118)

@@ -7,7 +7,7 @@ import pytest
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from storesvc.storage.location import storage_at
-from storesvc.storage.remote import ENDPOINT, endpoint_in_environment, endpoint_of
+from storesvc.storage.remote import ENDPOINT, endpoint_in_environment, find_endpoint
 from storesvc_client._storage import objects
 from storesvc_client._storage.objects import OwnStore
 
@@ -49,7 +49,7 @@ def test_the_endpoint_of_another_root_is_not_used_while_that_root_is_opened(
     other = storage_at("gs://other?endpoint=https://storage.example")
     found: list[str | None] = []
     reading = threading.Thread(
-        target=lambda: found.append(endpoint_of(storage_at("gs://mine")))
+        target=lambda: found.append(find_endpoint(storage_at("gs://mine")))
     )
     with endpoint_in_environment(other):
         reading.start()

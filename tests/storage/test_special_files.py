@@ -18,7 +18,7 @@ import storesvc_client as store
 from storesvc.errors import CorruptDataError
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client.cli import main as storectl
-from storesvc_client.errors import translated
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.save.test_direct_chunks import Placer
@@ -120,7 +120,10 @@ Replace = Callable[[Path, ServerProcess], None]
 
 @contextmanager
 def corrupt(match: str | None = None) -> Iterator[None]:
-    with pytest.raises(store.DataLossError, match=match) as lost, translated("here"):
+    with (
+        pytest.raises(store.DataLossError, match=match) as lost,
+        translate_rpc_errors("here"),
+    ):
         yield
     assert "CORRUPT_DATA" == lost.value.reason
 
@@ -182,7 +185,7 @@ def test_a_special_file_in_place_of_a_direct_file_is_not_acknowledged(
 
     with (
         pytest.raises(store.StoreError, match=r"missing|shorter") as no,
-        translated("here"),
+        translate_rpc_errors("here"),
     ):
         placer.report(placer.table(0, 1))
     assert "INVALID_CHUNK" == no.value.reason

@@ -169,7 +169,7 @@ class Process:
     async def objects(self, upload: UploadName) -> list[str]:
         """Returns the objects with an upload's id in the name, except its record."""
         listed = await self.bucket.list(PLACES.root)
-        found = [p for p in listed if PLACES.upload_of(p) == upload.upload]
+        found = [p for p in listed if PLACES.parse_upload(p) == upload.upload]
         return [p for p in found if p != PLACES.upload(upload.upload)]
 
     async def steps(self) -> list[int]:

@@ -229,7 +229,7 @@ def put_state(
 
 def freed_uid(place: str, data: bytes) -> str | None:
     """Returns the UUID of the checkpoint whose slot a write frees."""
-    if RunPaths(RUN).step_of(place) is None or not place.startswith("data/"):
+    if RunPaths(RUN).parse_step(place) is None or not place.startswith("data/"):
         return None
     slot = unseal(data, pb.CheckpointRecord, place=place)
     return slot.upload if slot.state == pb.CheckpointRecord.STATE_FREE else None

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from storesvc_client._pytree.all_gather import all_gather
-from storesvc_client._pytree.jax_job import job_of_process
+from storesvc_client._pytree.jax_job import find_job
 from storesvc_client._restore import spread as peer_source
 from tests.support.restrictions import connect
 
@@ -164,7 +164,7 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
     expected = state_on(where)
     outcome: dict[str, Any] = {"wrong": [], "read_bytes": []}
     with ThreadPoolExecutor(8) as pool:  # threads that restore first at the same time
-        jobs = pool.map(lambda _: id(job_of_process()), range(8))
+        jobs = pool.map(lambda _: id(find_job()), range(8))
     outcome["jobs"] = len(set(jobs))
 
     def latest() -> int:

@@ -66,7 +66,7 @@ class Upload:
         """Whether it sent that, whatever else it sent of the chunk."""
         return version in self.sent.get(chunk, ())
 
-    def needed(self, content: Mapping[int, int]) -> dict[int, int]:
+    def iterate_needed(self, content: Mapping[int, int]) -> dict[int, int]:
         """Returns the chunks of a content that must be sent."""
         return {
             chunk: version
@@ -85,13 +85,13 @@ class Upload:
         look for those that another server received, see ``FinishWriter``."""
         omitted = self.sent.keys() - receipt.keys()
         elsewhere = all(self.servers[chunk] != server for chunk in omitted)
-        return bool(omitted) and elsewhere and not self.needed(receipt)
+        return bool(omitted) and elsewhere and not self.iterate_needed(receipt)
 
     def finish_refusal(self, receipt: Mapping[int, int]) -> Refusal:
         """Returns the expected response to a receipt."""
         if not self.sent.keys() <= receipt.keys():
             return InvalidChunkError
-        needed = self.needed(receipt)
+        needed = self.iterate_needed(receipt)
         if needed.keys() & self.sent.keys():
             return InvalidChunkError
         return ChunksIncompleteError if needed else None

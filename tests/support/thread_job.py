@@ -48,8 +48,8 @@ class ThreadProcess:
         self._job = job
         self._passed: Counter[str] = Counter()
 
-    def passed(self, what: str) -> int:
-        """See ``Job.passed``."""
+    def count_passed(self, what: str) -> int:
+        """See ``Job.count_passed``."""
         return self._passed[what]
 
     def advance(self, what: str, passed: int) -> bool:

@@ -42,7 +42,7 @@ async def begin(
     )
     name, table = name_of(run, request or step), b"".join(pack_leaves(tree_of(chunks)))
     record = await store.uploads.begin(name, new, table)
-    return await store.uploads.presumed(name, record.epoch)
+    return await store.uploads.presume_open(name, record.epoch)
 
 
 async def send(

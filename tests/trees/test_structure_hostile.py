@@ -20,7 +20,7 @@ from storesvc_client.trees.structure import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.encoder import skeleton_of
+from storesvc_client.trees.structure.encoder import make_skeleton
 from tests.modules import CASES, rngs
 from tests.trees.test_structure_rejections import (
     LINEAR,
@@ -313,6 +313,6 @@ def test_no_text_of_a_document_reaches_a_message_raw(document: Any) -> None:
 
 
 def test_placeholders_hold_nothing_that_was_in_memory() -> None:
-    _, leaves = skeleton_of(nnx.graphdef(nnx.Linear(2, 2, rngs=rngs())))
+    _, leaves = make_skeleton(nnx.graphdef(nnx.Linear(2, 2, rngs=rngs())))
 
     assert [0.0, 0.0] == [float(leaf) for leaf in leaves]

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from storesvc.catalog import slots
-from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.records import record_etag, timestamp
 from storesvc.catalog.slots import NOTHING, PATIENCE
 from storesvc.errors import InvalidResumeTokenError
 from storesvc.watch import events
@@ -88,11 +88,11 @@ HELD: dict[str, pb.CheckpointRecord | pb.TagRecord] = {
 
 REPLACED = {
     "COMMIT": "",
-    "DELETE": etag_of(HELD["committed"]),
-    "UNDELETE": etag_of(HELD["deleted"]),
+    "DELETE": record_etag(HELD["committed"]),
+    "UNDELETE": record_etag(HELD["deleted"]),
     "TAG": NOTHING,
-    "UNTAG": etag_of(HELD["a tag"]),
-    "UPDATE": etag_of(HELD["updated"]),
+    "UNTAG": record_etag(HELD["a tag"]),
+    "UPDATE": record_etag(HELD["updated"]),
 }
 """The record that the announced change of each kind replaces."""
 
@@ -161,7 +161,7 @@ def test_a_change_is_never_made_once_another_has_replaced_what_it_was_to_replace
         else slot(slots.DELETED if kind == UNDELETE else slots.COMMITTED, sequence=5)
     )
     announced = pb.Announcement(
-        kind=kind, upload="u", create_time=timestamp(NOW), replaces=etag_of(before)
+        kind=kind, upload="u", create_time=timestamp(NOW), replaces=record_etag(before)
     )
     assert PENDING is resolve(6, announced, before, now=NOW)
 
@@ -326,7 +326,7 @@ class WatchMachine(RuleBasedStateMachine):
         )
         replaced = self.objects.get(place)
         if kind != COMMIT:
-            announced.replaces = etag_of(replaced) if replaced else NOTHING
+            announced.replaces = record_etag(replaced) if replaced else NOTHING
         self.journal.append(announced)
         number = len(self.journal)
         made = type(changed)()

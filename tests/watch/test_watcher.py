@@ -13,7 +13,7 @@ import pytest
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
+from storesvc.catalog.records import read_record, record_etag, timestamp, write_record
 from storesvc.clock import Clock, SystemClock
 from storesvc.errors import (
     CorruptDataError,
@@ -86,7 +86,7 @@ class Process:
             run=run.run,
             step=slot.step,
             upload=slot.upload,
-            replaces="" if kind == COMMIT else etag_of(slot),
+            replaces="" if kind == COMMIT else record_etag(slot),
         )
         number = await self.journal.announce(run.namespace, announced)
         changed = pb.CheckpointRecord()
@@ -104,7 +104,7 @@ class Process:
         """Makes an announced change."""
         place = RunPaths(run).checkpoint(changed.step)
         await self.bucket.write(place, seal(changed, place=place))
-        self.journal.landed(run.namespace)
+        self.journal.notify_landed(run.namespace)
 
     async def commit(self, step: int, run: RunName = RUN) -> pb.CheckpointRecord:
         """Does all of it."""
@@ -656,7 +656,7 @@ async def committed_at_last(process: Process, step: int) -> None:
                 return
             changed = await process.announce(found[0])
             await write_record(process.bucket, place, changed, condition=found[1])
-            process.journal.landed(RUN.namespace)
+            process.journal.notify_landed(RUN.namespace)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -54,7 +54,7 @@ from storesvc_client._values.models import (
     authentication_number,
     stage_number,
 )
-from storesvc_client._values.notebook import listed
+from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
 from storesvc_client._values.telemetry import StepLogger, Telemetry
 from storesvc_client.errors import DataLossError, InvalidRequestError, UnavailableError
@@ -463,7 +463,7 @@ class Client:
         run = Run(self._session, parsed, saver, save)
         return self._runs.setdefault((parsed, save), run)
 
-    @listed("run")
+    @list_results("run")
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
     ) -> Iterator[RunInfo]:

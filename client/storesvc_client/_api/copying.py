@@ -88,12 +88,12 @@ class RunCopy:
                 nothing was copied.
             StoreError: A store failed; the checkpoints before are copied.
         """
-        from storesvc_client._save.transfer import committed
+        from storesvc_client._save.transfer import list_committed
 
         # 1. Reject.
         record = RunInfo.from_message(get_run(self._from))
-        wanted = _wanted(self._place, committed(self._from), steps)
-        present = committed(self._to)
+        wanted = _find_wanted(self._place, list_committed(self._from), steps)
+        present = list_committed(self._to)
         for checkpoint in wanted:
             if checkpoint.step in present:
                 if checkpoint.uid == present[checkpoint.step].uid:
@@ -179,7 +179,7 @@ class RunCopy:
     def _copy(self, checkpoint: Checkpoint, present: Iterable[int]) -> Transfer:
         """Copies one checkpoint."""
         from storesvc_client._api.stored_chunks import CheckpointFiller
-        from storesvc_client._chunks.slabs import slabs_of
+        from storesvc_client._chunks.slabs import cut_slabs
         from storesvc_client._restore.checkpoint import open_checkpoint
         from storesvc_client._save.transfer import (
             TransferPlan,
@@ -194,7 +194,7 @@ class RunCopy:
         )
         manifest = opened._manifest  # noqa: SLF001 - not public
         plan = TransferPlan(tree=manifest.tree, slabs=())
-        plan = TransferPlan(tree=plan.tree, slabs=slabs_of(plan.tree, plan.own))
+        plan = TransferPlan(tree=plan.tree, slabs=cut_slabs(plan.tree, plan.own))
         description = describe_transfer(
             self._to,
             checkpoint.step,
@@ -238,7 +238,7 @@ class RunCopy:
         )
 
 
-def _wanted(
+def _find_wanted(
     place: str, found: Mapping[int, Checkpoint], steps: Iterable[int] | None
 ) -> list[Checkpoint]:
     """Returns the checkpoints to copy in the order of their creation."""

@@ -92,7 +92,7 @@ class LoopSaves:
     @property
     def is_hopeless(self) -> bool:
         """True if the newest save failed in a way that all later ones would, too."""
-        return self.error is not None and is_of_arguments(self.error)
+        return self.error is not None and is_argument_error(self.error)
 
     def lost(self, *, counts: bool) -> BaseException | None:
         """Returns the error of a failed save that ends the loop; None if there is none.
@@ -140,7 +140,7 @@ class LoopSaves:
             self.fail(save.step, error)
 
 
-def is_of_arguments(error: BaseException) -> bool:
+def is_argument_error(error: BaseException) -> bool:
     """Returns whether an error is one of arguments, or of no store at all."""
     if not isinstance(error, StoreError):
         return True

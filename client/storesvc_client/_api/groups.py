@@ -38,7 +38,7 @@ from storesvc_client._values.arguments import (
     checked_text,
     duration_message,
     is_text,
-    received,
+    parse_received,
 )
 from storesvc_client._values.models import (
     Checkpoint,
@@ -49,15 +49,19 @@ from storesvc_client._values.models import (
     Tag,
     UploadInfo,
 )
-from storesvc_client._values.notebook import Rows, listed
-from storesvc_client._values.policies import RetentionPolicy, policy_message, policy_of
+from storesvc_client._values.notebook import Rows, list_results
+from storesvc_client._values.policies import (
+    RetentionPolicy,
+    parse_message,
+    policy_message,
+)
 from storesvc_client.errors import (
     ConflictError,
     DataLossError,
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2, upload_service_pb2
@@ -95,7 +99,7 @@ class Collected:
     ) -> "Collected":
         """Returns the value of a protobuf message."""
         return cls(
-            run=str(received(RunName.from_resource, message.run)),
+            run=str(parse_received(RunName.from_resource, message.run)),
             aborted_upload_count=message.aborted_upload_count,
             deleted_checkpoint_count=message.deleted_checkpoint_count,
             purged_checkpoint_count=message.purged_checkpoint_count,
@@ -145,7 +149,7 @@ class Usage:
         )
 
 
-def usage_of(stub: RunStub) -> Usage:
+def read_usage(stub: RunStub) -> Usage:
     """Returns the storage that a run uses; see ``Run.usage``."""
     service = MaintenanceServiceStub(stub.connection.channel)
     request = maintenance_service_pb2.GetUsageRequest(name=stub.name.resource)
@@ -179,13 +183,13 @@ def _passes(
     """Yields the messages of one call."""
     stub = MaintenanceServiceStub(connection.channel)
     for attempt in connection.attempts("CollectGarbage"):
-        with attempt, translated(connection.address):
+        with attempt, translate_rpc_errors(connection.address):
             stream = stub.CollectGarbage(request)
             first = next(stream, None)
     try:
         if first is not None:
             yield first
-        with translated(connection.address):
+        with translate_rpc_errors(connection.address):
             yield from stream
     finally:
         stream.cancel()  # if the caller stops early, the server must stop, too
@@ -246,7 +250,7 @@ class Holds:
         request = api.DeleteHoldRequest(name=_resource(self._stub, HoldName, hold))
         self._stub.ask(self._stub.service.DeleteHold, request)
 
-    @listed("hold")
+    @list_results("hold")
     def list(self, *, on_damage: OnDamage = None) -> Iterator[HoldInfo]:
         """Yields the holds, including holds of restores and expired holds.
 
@@ -460,7 +464,7 @@ class Retention:
             NotFoundError: There is no such run.
         """
         run = get_run(self._stub)
-        return policy_of(run.retention) if run.HasField("retention") else None
+        return parse_message(run.retention) if run.HasField("retention") else None
 
     def set(
         self,
@@ -539,7 +543,7 @@ class Retention:
         self, request: api.ApplyRetentionRequest
     ) -> Iterator[RetentionDecision]:
         method = self._stub.service.ApplyRetention
-        with translated(self._stub.connection.address):
+        with translate_rpc_errors(self._stub.connection.address):
             for page in method(request, timeout=APPLY_SECONDS):
                 yield from map(RetentionDecision.from_message, page.decisions)
 
@@ -612,7 +616,7 @@ class Tags:
         )
         self._stub.ask(self._stub.service.DeleteTag, request)
 
-    @listed("tag")
+    @list_results("tag")
     def list(self, *, on_damage: OnDamage = None) -> Iterator[Tag]:
         """Yields the tags, by name.
 
@@ -712,7 +716,7 @@ def _resource(
         raise InvalidRequestError(f"{stub.name}: {e}") from e
 
 
-@listed("upload")
+@list_results("upload")
 def list_uploads(
     connection: Connection, parent: str, *, on_damage: OnDamage
 ) -> Iterator[UploadInfo]:
@@ -832,7 +836,7 @@ class _Stream:
                 request = api.WatchCheckpointsRequest(
                     parent=self._parent, resume_token=self.token
                 )
-                with translated(self._connection.address):
+                with translate_rpc_errors(self._connection.address):
                     self._call = self._stub.WatchCheckpoints(request)
                 try:
                     return self._read(self._call)
@@ -849,7 +853,7 @@ class _Stream:
 
     def _read(self, call: _Call) -> api.CheckpointEvent | None:
         try:
-            with translated(self._connection.address):
+            with translate_rpc_errors(self._connection.address):
                 response = next(call, None)
         except DataLossError as e:  # the last message had a token after it
             raise DataLossError(
@@ -871,7 +875,7 @@ def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):
         for attempt in connection.attempts("GetCheckpoint"):
-            with attempt, translated(connection.address):
+            with attempt, translate_rpc_errors(connection.address):
                 return stub.GetCheckpoint(
                     request, timeout=connection.timeout
                 ).checkpoint

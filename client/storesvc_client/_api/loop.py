@@ -43,7 +43,7 @@ from storesvc_client._api.due_steps import (
     NoTermination,
     TakenSteps,
     Termination,
-    is_of_arguments,
+    is_argument_error,
     termination,
 )
 from storesvc_client._job.job import Decisions
@@ -66,14 +66,14 @@ from storesvc_client._values.options import (
 from storesvc_client._values.policies import (
     RetentionPolicy,
     Rule,
+    check_rule,
     format_policy,
-    rule_of,
 )
 from storesvc_client._values.texts import size_text
 from storesvc_client._values.triggers import (
     OnFailure,
     checked_on_failure,
-    schedule_of,
+    make_schedule,
     whole_number,
 )
 from storesvc_client.errors import (
@@ -214,8 +214,8 @@ class Loop:
         self._queues = if_busy == "queue"
         self._begin_save = save
         self._restore = restored
-        schedule = schedule_of(every)
-        rule = None if keep is None else rule_of(keep, place=f"{place}: keep=")
+        schedule = make_schedule(every)
+        rule = None if keep is None else check_rule(keep, place=f"{place}: keep=")
         if purge_delay is not None:
             purge_delay = as_timedelta(f"{place}: purge_delay=", purge_delay)
             if keep is None:
@@ -293,9 +293,9 @@ class Loop:
             )
         job = None
         if self._distributed.processes == "all":
-            from storesvc_client._pytree.jax_job import job_of_process
+            from storesvc_client._pytree.jax_job import find_job
 
-            job = job_of_process()
+            job = find_job()
         if job is not None:
             self._decisions = Decisions(job, self._run.name)
         self._policy.set(creates=self._creates, writes=self._is_leader)
@@ -352,7 +352,7 @@ class Loop:
         self._has_data = data is not None
         from storesvc_client._pytree.training_loop import (
             is_function,
-            target_of,
+            make_target,
             without_values,
         )
 
@@ -379,10 +379,10 @@ class Loop:
                 raise self._no_state("a function that returns None") from None
             self._initial = without_values(state)
             return state, 0
-        like = target_of(init) if is_function(init) else init
+        like = make_target(init) if is_function(init) else init
         if like is None:  # which would restore any tree
             raise self._no_state("a function that returns None")
-        modules = _modules_of(like)
+        modules = _find_modules(like)
         how: dict[str, Any] = {"like": like}
         if modules is not None:
             from storesvc_client.trees.nnx.saved_models import planner
@@ -521,7 +521,7 @@ class Loop:
             self._policy.set_late(self.saved_step, writes=self._is_leader)
         finally:
             is_late = self._termination.close() and self._sigterm_step is None
-            self.outcome = self._described(error)
+            self.outcome = self._describe_error(error)
             if is_late:
                 self.outcome += "; received SIGTERM after it"
         _log.info("loop of %s: %s", self._run.name, self.outcome)
@@ -602,7 +602,7 @@ class Loop:
                 "restore_or in items=, or no checkpoint could restore it; pass "
                 f'items={{"{_DATA}": ...}}'
             )
-        document, modules = b"", _modules_of(state)
+        document, modules = b"", _find_modules(state)
         if modules is not None:
             from storesvc_client.trees.nnx.saved_models import tree_to_save
 
@@ -619,7 +619,7 @@ class Loop:
                 loop=self._decisions and self._decisions.departures,
             )
         except StoreError as e:
-            if is_of_arguments(e):
+            if is_argument_error(e):
                 raise
             self._saves.fail(step, e)
             return None
@@ -672,7 +672,7 @@ class Loop:
         """True in process 0 of a job, and in a process alone."""
         return self._decisions is None or self._decisions.is_leader
 
-    def _described(self, error: BaseException | None) -> str:
+    def _describe_error(self, error: BaseException | None) -> str:
         saves = self._saves
         if self._step is None:
             ended = "no step was left" if self._is_complete else "ended before a step"
@@ -691,7 +691,7 @@ class Loop:
         return f"{ended}; saved {saved}{failed}"
 
 
-def _modules_of(state: Any) -> tuple[Any, Any] | None:
+def _find_modules(state: Any) -> tuple[Any, Any] | None:
     """Returns an NNX module and its optimizer, or None, if the state is these."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:

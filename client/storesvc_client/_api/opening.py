@@ -26,7 +26,7 @@ from storesvc_client._values.arguments import (
     DurationLike,
     checked_choice,
     checked_duration,
-    received,
+    parse_received,
 )
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
@@ -144,7 +144,7 @@ class NewestWhole:
         )
 
     def _note_record(self, error: DataLossError) -> None:
-        name = received(CheckpointName.from_resource, error.metadata["name"])
+        name = parse_received(CheckpointName.from_resource, error.metadata["name"])
         assert isinstance(name.which, int)
         self.note(name.which, str(error))
 
@@ -165,7 +165,7 @@ def check_same(
     return opened
 
 
-def restored(
+def restore_opened(
     session: Session,
     stub: RunStub,
     which: Which,
@@ -200,7 +200,7 @@ def restored(
         # known before the tree is read, and in a job by all processes.
         give = opened.items.prepare_restore(*data) if data else lambda: None
         wanted, put = (options, None) if prepare is None else prepare(opened)
-        state = opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
+        state = opened._restore_reported(  # noqa: SLF001 - within the rendezvous of `open`
             joint, ends, **wanted
         )
         if put is not None:
@@ -262,14 +262,14 @@ class Opening:
         job: Job | None = None
         # Without jax, this process is of no job; reading items must not import it.
         if self._takes_all and "jax" in sys.modules:
-            from storesvc_client._pytree.jax_job import job_of_process
+            from storesvc_client._pytree.jax_job import find_job
 
-            job = job_of_process()
+            job = find_job()
         while True:
             joint = None
             try:
                 with together(job, self._place) as joint:
-                    result = act(self._opened(job, joint), joint, self._ends)
+                    result = act(self._open_checkpoint(job, joint), joint, self._ends)
                 break
             except StoreError as e:
                 if not self._steps_back(joint, e):
@@ -278,7 +278,7 @@ class Opening:
             self._newest.mark()
         return result
 
-    def _opened(
+    def _open_checkpoint(
         self, job: "Job | None", joint: "JointRestore | None"
     ) -> "OpenCheckpoint":
         from storesvc_client._restore.checkpoint import open_checkpoint

@@ -34,12 +34,12 @@ from storesvc_client._api.groups import (
     Usage,
     configure_run,
     get_run,
+    read_usage,
     update_checkpoint,
-    usage_of,
     watch,
 )
 from storesvc_client._api.loop import Loop
-from storesvc_client._api.opening import Opening, check_same, restored
+from storesvc_client._api.opening import Opening, check_same, restore_opened
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
@@ -64,7 +64,7 @@ from storesvc_client._values.models import (
     Transfer,
     Verification,
 )
-from storesvc_client._values.notebook import listed
+from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
@@ -78,7 +78,7 @@ from storesvc_client._values.options import (
     SaveOptions,
     SnapshotMode,
 )
-from storesvc_client._values.plots import Plot, plot_of
+from storesvc_client._values.plots import Plot, make_plot
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.reports import SaveTrace, WriterReport
@@ -88,7 +88,7 @@ from storesvc_client.errors import (
     NotFoundError,
     StoreError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -353,7 +353,7 @@ class Run:
             PeerFailedError: Other processes of the job failed, or exceeded the
                 deadline; names them and the cause.
         """
-        _, state = restored(
+        _, state = restore_opened(
             self._session,
             self._stub,
             which,
@@ -473,7 +473,7 @@ class Run:
             distributed=distributed,
             if_busy=self._defaults.if_busy,
             save=partial(self._begin, check=None),
-            restored=partial(restored, self._session, self._stub),
+            restored=partial(restore_opened, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),
         )
@@ -572,7 +572,7 @@ class Run:
         except NotFoundError:
             return []
 
-    @listed("checkpoint")
+    @list_results("checkpoint")
     def checkpoints(
         self, *, deleted: bool = False, on_damage: OnDamage = None
     ) -> Iterator[Checkpoint]:
@@ -714,7 +714,7 @@ class Run:
         for attempt in connection.attempts("PurgeCheckpoint"):
             with attempt:
                 try:
-                    with translated(connection.address):
+                    with translate_rpc_errors(connection.address):
                         stub.service.PurgeCheckpoint(
                             request, timeout=connection.timeout
                         )
@@ -772,7 +772,7 @@ class Run:
         Raises:
             NotFoundError: There is no such run.
         """
-        return usage_of(self._stub)
+        return read_usage(self._stub)
 
     def verify(
         self,
@@ -964,7 +964,7 @@ class Run:
             NotFoundError: There is no such run, or no checkpoint has the metric; names
                 the nearest.
         """
-        return plot_of(self.name, metric, self.checkpoints())
+        return make_plot(self.name, metric, self.checkpoints())
 
     def timeline(
         self, metric: str = "", *, axis: Literal["step", "time"] = "step"
@@ -1078,7 +1078,7 @@ def run_import(
             f"returns, got {source!r}"
         )
     yield from import_steps(
-        *_connection_of(run),
+        *_run_connection(run),
         foreign.root,
         steps=wanted_steps(foreign.name, foreign.steps(), wanted),
         labels=checked_labels(what, labels),
@@ -1099,10 +1099,10 @@ def run_copy(
         raise InvalidRequestError(
             f"copy of {source.name}: expected a run to copy to, got {target!r}"
         )
-    return RunCopy(_connection_of(source), _connection_of(target), progress)
+    return RunCopy(_run_connection(source), _run_connection(target), progress)
 
 
-def _connection_of(run: Run) -> tuple[Session, RunStub]:
+def _run_connection(run: Run) -> tuple[Session, RunStub]:
     return run._session, run._stub  # noqa: SLF001 - for functions of this module
 
 
@@ -1112,13 +1112,13 @@ def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
     service = MaintenanceServiceStub(connection.channel)
     request = maintenance_api.VerifyCheckpointRequest(name=name.resource)
     for attempt in connection.attempts("VerifyCheckpoint"):
-        with attempt, translated(connection.address):
+        with attempt, translate_rpc_errors(connection.address):
             stream = service.VerifyCheckpoint(request)
             checkpoint = Checkpoint.from_message(next(stream).checkpoint)
     damages = list[Damage]()
     yield Verification(checkpoint=checkpoint, chunk_count=0, stored_bytes=0, damages=())
     try:
-        with translated(connection.address):
+        with translate_rpc_errors(connection.address):
             for report in stream:
                 damages += map(Damage.from_message, report.damages)
                 yield Verification(
@@ -1134,7 +1134,7 @@ def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
 def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:
     summary = api.DiffSummary()
     found, items = list[LeafDifference](), list[ItemDifference]()
-    with translated(stub.connection.address):
+    with translate_rpc_errors(stub.connection.address):
         for response in stub.service.DiffCheckpoints(
             request, timeout=stub.connection.timeout
         ):

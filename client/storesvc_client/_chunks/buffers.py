@@ -148,7 +148,7 @@ class Layout:
 
 def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     """Returns the layout of distinct regions of a leaf."""
-    packed = list(_packed(_segments(grid, regions)))
+    packed = list(_pack_segments(_segments(grid, regions)))
     places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
     covered = [[_covering(grid, each.region) for each in group] for group in packed]
     groups = [
@@ -156,7 +156,7 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
             segments=tuple(segments),
             regions=tuple(region for each in segments for region in each.regions),
             size_bytes=segments[-1].start + segments[-1].size_bytes,
-            chunk_count=len(_joined(chunks)),
+            chunk_count=len(_join_chunks(chunks)),
         )
         for segments, chunks in zip(packed, covered, strict=True)
     ]
@@ -171,7 +171,7 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
         row_axis=axis,
         row_bytes=math.prod(grid.chunk_shape[axis + 1 :]) * grid.itemsize,
         groups=tuple(groups),
-        chunks=_joined(each),
+        chunks=_join_chunks(each),
         holding=(chunks[order], numbers[order]),
         places=tuple(places),
     )
@@ -190,7 +190,7 @@ def _covering(grid: Grid, region: Region) -> I64:
     return chunks
 
 
-def _joined(chunks: Sequence[I64]) -> I64:
+def _join_chunks(chunks: Sequence[I64]) -> I64:
     """Returns the distinct chunks of several segments, ascending."""
     if len(chunks) == 1:
         return chunks[0]
@@ -240,7 +240,7 @@ def _segment(grid: Grid, regions: Sequence[Region]) -> Segment:
     )
 
 
-def _packed(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+def _pack_segments(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     """Packs segments into groups and sets the place of each."""
     group: list[Segment] = []
     held = 0

@@ -162,12 +162,12 @@ class StagingPool(BufferPool):
         if room < size and self._used_bytes:
             return False
         count = max(1, min(room, MAPPED_BYTES) // size)
-        self._free[size] = buffers_of(size, min(count, MAX_MAPPED))
+        self._free[size] = map_buffers(size, min(count, MAX_MAPPED))
         self._free_bytes += size * len(self._free[size])
         return True
 
 
-def buffers_of(size: int, count: int) -> "list[Bytes]":
+def map_buffers(size: int, count: int) -> "list[Bytes]":
     """Returns buffers in new memory, in huge pages if the kernel provides them.
 
     They share one mapping, because the kernel aligns only large ones to huge pages; it
@@ -226,7 +226,7 @@ class ExtentPool(BufferPool):
                     self._free[at : at + 1] = [left] if left[0] < stop else []
                     return self._buffer(start, needed)[:size]
             if needed > self.budget_bytes and not self._used:
-                (buffer,) = buffers_of(size, 1)
+                (buffer,) = map_buffers(size, 1)
                 start = self.budget_bytes
                 self._used[buffer.ctypes.data] = (start, start + needed)
                 return buffer
@@ -247,7 +247,7 @@ class ExtentPool(BufferPool):
 
     def _buffer(self, start: int, size: int) -> "Bytes":
         if self._memory is None:
-            (self._memory,) = buffers_of(self.budget_bytes, 1)
+            (self._memory,) = map_buffers(self.budget_bytes, 1)
         buffer = self._memory[start : start + size]
         self._used[buffer.ctypes.data] = (start, start + size)
         return buffer
@@ -327,9 +327,13 @@ def allocate(size_bytes: int) -> "Bytes":
 
     if size_bytes < COPIED_BYTES:
         return np.empty(size_bytes, np.uint8)
-    if size_bytes >= HUGE_PAGE_BYTES and (mapping := _mapped(size_bytes)):
-        return _aligned(np.frombuffer(mapping, np.uint8), HUGE_PAGE_BYTES, size_bytes)
-    return _aligned(np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes)
+    if size_bytes >= HUGE_PAGE_BYTES and (mapping := _map_memory(size_bytes)):
+        return _align_buffer(
+            np.frombuffer(mapping, np.uint8), HUGE_PAGE_BYTES, size_bytes
+        )
+    return _align_buffer(
+        np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -389,7 +393,7 @@ class BlockPool:
         """
         if size_bytes < HUGE_PAGE_BYTES or not self._limit_bytes:
             return allocate(size_bytes)
-        mapping = self._reused(size_bytes) or _mapped(size_bytes)
+        mapping = self._take_free(size_bytes) or _map_memory(size_bytes)
         if mapping is None:
             return allocate(size_bytes)
         import numpy as np
@@ -397,7 +401,7 @@ class BlockPool:
         array = np.frombuffer(mapping, np.uint8)
         give_back = weakref.finalize(array, self._returned.put, mapping)
         give_back.atexit = False
-        return _aligned(array, HUGE_PAGE_BYTES, size_bytes)
+        return _align_buffer(array, HUGE_PAGE_BYTES, size_bytes)
 
     def clear(self) -> None:
         """Unmaps the free blocks; keeps none from now on."""
@@ -407,7 +411,7 @@ class BlockPool:
             self._free.clear()
             self._free_bytes = 0
 
-    def _reused(self, size_bytes: int) -> mmap.mmap | None:
+    def _take_free(self, size_bytes: int) -> mmap.mmap | None:
         """Takes the smallest free block that fits."""
         most = _whole(size_bytes) + size_bytes // MAX_WASTE
         with self._lock:
@@ -473,7 +477,7 @@ def _start_keeper(
     threading.Thread(target=keep, name="storesvc-memory", daemon=True).start()
 
 
-def _mapped(size_bytes: int) -> mmap.mmap | None:
+def _map_memory(size_bytes: int) -> mmap.mmap | None:
     """Returns a private mapping with that many bytes from its first boundary of a huge
     page; None if the process may not have more mappings."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping is far slower
@@ -498,6 +502,6 @@ def _whole(size_bytes: int) -> int:
     return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
-def _aligned(raw: "Bytes", alignment: int, size_bytes: int) -> "Bytes":
+def _align_buffer(raw: "Bytes", alignment: int, size_bytes: int) -> "Bytes":
     start = -raw.ctypes.data % alignment
     return raw[start : start + size_bytes]

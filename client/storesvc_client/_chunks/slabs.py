@@ -61,7 +61,7 @@ class Slab:
             at += size
 
 
-def slabs_of(tree: Tree, chunks: I64) -> list[Slab]:
+def cut_slabs(tree: Tree, chunks: I64) -> list[Slab]:
     """Returns the slabs of the given chunks of a tree, ascending."""
     found: list[Slab] = []
     sizes: list[int] = []
@@ -279,7 +279,7 @@ def _cut(
         yield begin, piece
 
 
-def frame_of(response: bytes) -> wire.Frame:
+def parse_frame(response: bytes) -> wire.Frame:
     """Returns the frame of a serialized ``ReadChunksResponse``, without a copy.
 
     Raises:

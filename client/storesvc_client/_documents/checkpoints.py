@@ -27,7 +27,7 @@ _CALLS: Final = 8
 """Maximum calls at a time: each reads the index of one run."""
 
 
-def usages_of(
+def list_usages(
     client: "Client",
     namespace: str | None,
     on_damage: "Callable[[DataLossError], object]",
@@ -41,7 +41,7 @@ def usages_of(
     """
     from storesvc_client import DataLossError, NotFoundError
 
-    def usage_of(name: str) -> "Usage | DataLossError | None":
+    def read_usage(name: str) -> "Usage | DataLossError | None":
         try:
             return client.run(name).usage()
         except DataLossError as e:  # one of its records is damaged
@@ -53,7 +53,7 @@ def usages_of(
     names |= {upload.run for upload in client.uploads(namespace, on_damage=on_damage)}
     usages: list[Usage] = []
     with ThreadPoolExecutor(_CALLS, "storesvc-usage") as pool:
-        for found in pool.map(usage_of, sorted(names)):
+        for found in pool.map(read_usage, sorted(names)):
             if isinstance(found, DataLossError):
                 on_damage(found)
             elif found is not None:
@@ -115,7 +115,7 @@ def chunk_grid(leaf: "LeafInfo") -> list[int]:
     return [-(-size // chunk) for size, chunk in pairs]
 
 
-def base_step_of(run: "Run", checkpoint: "Checkpoint") -> int | None:
+def find_base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
     """Returns the step whose chunks a checkpoint may share; None if there is none, or
     if the record of its upload is gone."""
     from storesvc_client.errors import (

@@ -179,14 +179,14 @@ def _rule(given: object, place: str, *, is_suffix: bool) -> Rule:
         case [str(pattern), str(replacement), {"transpose": list(given_axes), **rest}]:
             axes = tuple(given_axes)
             if rest or any(type(n) is not int for n in axes):
-                raise InvalidRequestError(_expected(place, given))
+                raise InvalidRequestError(_expected_text(place, given))
             if sorted(axes) != list(range(len(axes))):
                 raise InvalidRequestError(
                     f"{place}: expected a permutation of the dimensions, such as "
                     f"[1, 0], got {list(axes)}"
                 )
         case _:
-            raise InvalidRequestError(_expected(place, given))
+            raise InvalidRequestError(_expected_text(place, given))
     try:
         compiled = re.compile(pattern)
         if is_suffix:
@@ -201,7 +201,7 @@ def _rule(given: object, place: str, *, is_suffix: bool) -> Rule:
     return Rule(compiled, replacement, axes)
 
 
-def _expected(place: str, given: object) -> str:
+def _expected_text(place: str, given: object) -> str:
     return (
         f'{place}: expected [REGEX, REPLACEMENT] or [REGEX, REPLACEMENT, {{"transpose"'
         f": [...]}}], got {shown(given)}"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
-from storesvc.format.keys import item_of
+from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import ExportCall, RenameTable, Source, read_table
 from storesvc_client._export.report import ExportReport, Written
 from storesvc_client._export.target import open_target
@@ -151,7 +151,7 @@ def _write(
             item=options.item,
             drop_items=options.drop_items,
         )
-    dropped = _dropped(call.source, kind, drop_items=options.drop_items)
+    dropped = _find_dropped(call.source, kind, drop_items=options.drop_items)
     if kind == "npz":
         from storesvc_client._export.safetensors import write_npz
 
@@ -161,14 +161,14 @@ def _write(
     return write_safetensors(call, max_shard_bytes=options.max_shard_bytes), dropped
 
 
-def _dropped(source: Source, kind: str, *, drop_items: bool) -> Sequence[str]:
+def _find_dropped(source: Source, kind: str, *, drop_items: bool) -> Sequence[str]:
     """Returns the items that a flat format leaves out.
 
     Raises:
         PreconditionError: There are items, and they are not to be dropped.
     """
     rows = source.tree.leaves[source.tree.tree_count :] if source.is_whole else ()
-    items = sorted({item_of(row.key).item for row in rows})
+    items = sorted({parse_item_key(row.key).item for row in rows})
     if items and not drop_items:
         raise PreconditionError(
             f"export of {source.name}: expected leaves only, got the items "

@@ -52,9 +52,9 @@ from storesvc.format.dtypes import (
     zarr_data_type,
 )
 from storesvc.format.grids import whole
-from storesvc.format.keys import item_of, split_key
+from storesvc.format.keys import parse_item_key, split_key
 from storesvc.format.layout import ROOT
-from storesvc.format.ocdbt import ZarrArray, view_of_arrays
+from storesvc.format.ocdbt import ZarrArray, view_arrays
 from storesvc.format.trees import SavedSharding
 from storesvc.storage import rooted_files
 from storesvc.storage.rooted_files import sync_directory
@@ -80,9 +80,9 @@ from storesvc_client._export.target import (
     Target,
     lock,
     make_directory,
-    translated,
+    translate_os_errors,
 )
-from storesvc_client._values.items import Container, decoded
+from storesvc_client._values.items import Container, decode_value
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import (
@@ -409,7 +409,7 @@ def link_data(
     links = with_names(places)
     used, ends = np.unique(places.file), places.ends
     size = 0
-    with translated(f"{folder / item}"):
+    with translate_os_errors(f"{folder / item}"):
         make_directory(folder / item / DATA)
         for file in used.tolist():
             source_path = source.pool / places.files[file]
@@ -497,10 +497,10 @@ def _chunks(
     for leaf, grid in zip(leaves, grids, strict=True):
         for _ in range(grid.count):
             array = cast_array(next(arrays), leaf.dtype, source.describe(leaf.row))
-            yield raw_bytes(_padded(array, leaf.chunk_shape, leaf.dtype))
+            yield raw_bytes(_pad_array(array, leaf.chunk_shape, leaf.dtype))
 
 
-def _padded(array: NDArray[Any], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+def _pad_array(array: NDArray[Any], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     if array.shape == shape:
         return array
     padded = np.zeros(shape, DTYPES[dtype])
@@ -530,11 +530,11 @@ def copy_within_bucket(
     """
     pool = source.bucket_pool
     if isinstance(target, ClaimedStep):
-        target = target.claimed()
+        target = target.find_bucket_target()
     if (
         pool is None
         or not isinstance(target, RemoteTarget)
-        or not target.is_in_bucket_of(pool.storage)
+        or not target.shares_bucket(pool.storage)
     ):
         return None
     places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
@@ -689,7 +689,7 @@ def _json_rows(
     others: dict[str, str] = {}
     items = range(source.tree.tree_count, len(source.tree.leaves))
     for row in items if source.is_whole else ():
-        leaf, found = source.leaf(row), item_of(source.leaf(row).key)
+        leaf, found = source.leaf(row), parse_item_key(source.leaf(row).key)
         if found.process is not None:
             others[found.item] = "a value of each process"
         elif leaf.kind not in (pb.LEAF_KIND_JSON, pb.LEAF_KIND_TEXT):
@@ -718,7 +718,7 @@ def _value(source: Source, row: int, meter: Meter) -> Any:
 
     if leaf.shape[0]:
         source.read([(row, [whole(leaf.shape)])], place, meter)
-    return decoded(leaf.key, leaf.kind, found[0])
+    return decode_value(leaf.key, leaf.kind, found[0])
 
 
 def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> DataFiles:
@@ -771,7 +771,7 @@ def _write_arrays(
         data = data or copy_within_bucket(source, arrays, target, step.item, meter)
     data = data or copy_data(source, arrays, target, step.item, meter)
     uuid = uuid4()
-    view = view_of_arrays(
+    view = view_arrays(
         [leaf.array for leaf in arrays],
         chunk_keys(source, arrays),
         data.places,
@@ -819,7 +819,7 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
 def _new_directory(place: Path) -> Generator[Path]:
     """Yields a directory that is renamed to `place` if the block succeeds."""
     part = place.with_name(place.name + UNFINISHED)
-    with translated(str(place)):
+    with translate_os_errors(str(place)):
         if place.exists():
             raise _exists(str(place))
         make_directory(part)

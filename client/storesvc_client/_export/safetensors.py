@@ -178,8 +178,8 @@ def plan_tensors(
             row=row,
             name=name,
             dtype=exported_dtype(leaf, cast),
-            shape=_permuted(leaf.shape, axes),
-            chunk_shape=_permuted(leaf.chunk_shape, axes),
+            shape=_permute_sizes(leaf.shape, axes),
+            chunk_shape=_permute_sizes(leaf.chunk_shape, axes),
             axes=axes,
             is_renamed=rule is not None,
         )
@@ -286,7 +286,9 @@ def _fault(
     return f"expected a dtype that {target} holds, got {dtype}; {remedy}"
 
 
-def _permuted(sizes: tuple[int, ...], axes: tuple[int, ...] | None) -> tuple[int, ...]:
+def _permute_sizes(
+    sizes: tuple[int, ...], axes: tuple[int, ...] | None
+) -> tuple[int, ...]:
     return sizes if axes is None else tuple(sizes[axis] for axis in axes)
 
 
@@ -321,10 +323,10 @@ def _pieces(
 ) -> Iterator[memoryview]:
     # no variable holds an array while the next one is read
     for _ in range(count):
-        yield _exported(source, tensor, next(arrays))
+        yield _export_piece(source, tensor, next(arrays))
 
 
-def _exported(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
+def _export_piece(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
     """Returns the bytes of a piece, transposed and cast."""
     if tensor.axes is not None:
         array = array.transpose(tensor.axes)

@@ -32,12 +32,12 @@ from storesvc.storage.location import Storage
 from storesvc.storage.rooted_files import sync_directory
 from storesvc_client._storage.roots import (
     OutsideFiles,
+    error_line,
     files_error,
     is_denied,
     local_folder,
     name_below,
     open_outside,
-    text_of,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -123,7 +123,7 @@ def split_file(url: str) -> tuple[str, str]:
 
 
 @contextmanager
-def translated(place: str) -> Generator[None]:
+def translate_os_errors(place: str) -> Generator[None]:
     """Raises errors of the operating system as errors of this library."""
     try:
         yield
@@ -152,7 +152,7 @@ class LocalTarget:
 
     def size(self, path: str) -> int | None:
         """See ``Target``."""
-        with translated(f"{self._root / path}"):
+        with translate_os_errors(f"{self._root / path}"):
             try:
                 return (self._root / path).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +160,7 @@ class LocalTarget:
 
     def names(self, folder: str = "") -> list[str]:
         """See ``Target``."""
-        with translated(f"{self._root / folder}"):
+        with translate_os_errors(f"{self._root / folder}"):
             try:
                 return sorted(each.name for each in (self._root / folder).iterdir())
             except FileNotFoundError:
@@ -168,7 +168,10 @@ class LocalTarget:
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """See ``Target``."""
-        with translated(f"{self._root / path}"), (self._root / path).open("rb") as file:
+        with (
+            translate_os_errors(f"{self._root / path}"),
+            (self._root / path).open("rb") as file,
+        ):
             file.seek(start)
             return file.read(stop - start)
 
@@ -177,7 +180,7 @@ class LocalTarget:
         """See ``Target``."""
         file = self._root / path
         part = file.with_name(f".{file.name}.part")
-        with translated(str(file)):
+        with translate_os_errors(str(file)):
             make_directory(file.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(part, flags, 0o644)
@@ -193,7 +196,7 @@ class LocalTarget:
     def remove(self, path: str) -> None:
         """See ``Target``."""
         place = self._root / path
-        with translated(str(place)):
+        with translate_os_errors(str(place)):
             if place.is_dir() and not place.is_symlink():
                 shutil.rmtree(place)
             else:
@@ -230,7 +233,7 @@ class RemoteTarget:
 
     def size(self, path: str) -> int | None:
         """See ``Target``."""
-        with self._translated(path, "read"):
+        with self._translate_errors(path, "read"):
             try:
                 self._files.invalidate_cache()
                 return int(self._files.size(self._path(path)))
@@ -240,7 +243,7 @@ class RemoteTarget:
     def names(self, folder: str = "") -> list[str]:
         """See ``Target``."""
         place = self._path(folder)
-        with self._translated(folder, "read"):
+        with self._translate_errors(folder, "read"):
             try:
                 self._files.invalidate_cache()
                 found = self._files.ls(place, detail=False)
@@ -251,14 +254,14 @@ class RemoteTarget:
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """See ``Target``."""
-        with self._translated(path, "read"):
+        with self._translate_errors(path, "read"):
             found: bytes = self._files.cat_file(self._path(path), start=start, end=stop)
         return found
 
     @contextmanager
     def create(self, path: str) -> Generator[NewFile]:
         """See ``Target``."""
-        with self._translated(path, "write"):
+        with self._translate_errors(path, "write"):
             try:
                 file = self._files.open(self._path(path), "wb")
             except NotImplementedError as e:
@@ -267,8 +270,8 @@ class RemoteTarget:
                     "gs:// or s3://, got one that can only be read"
                 ) from e
         try:
-            yield _RemoteFile(file, partial(self._translated, path, "write"))
-            with self._translated(path, "write"):
+            yield _RemoteFile(file, partial(self._translate_errors, path, "write"))
+            with self._translate_errors(path, "write"):
                 file.close()
         except BaseException:
             # closing it would complete the upload
@@ -283,15 +286,15 @@ class RemoteTarget:
 
     def remove(self, path: str) -> None:
         """See ``Target``."""
-        with self._translated(path, "write"), suppress(FileNotFoundError):
+        with self._translate_errors(path, "write"), suppress(FileNotFoundError):
             self._files.invalidate_cache()
             # one by one: the bulk deletion of s3fs keeps its errors to itself
             for name in self._files.find(self._path(path)):
                 self._files.rm_file(name)
 
-    def is_in_bucket_of(self, storage: Storage) -> bool:
+    def shares_bucket(self, storage: Storage) -> bool:
         """Returns whether a root of a store is in the bucket of this folder."""
-        return self.place.is_in_bucket_of(storage)
+        return self.place.shares_bucket(storage)
 
     def copy_objects(
         self, storage: Storage, paths: Sequence[str], copies: Sequence[str]
@@ -309,7 +312,7 @@ class RemoteTarget:
             UnavailableError: The storage failed.
         """
         root = f"{storage.spec['bucket']}/{storage.spec['path']}"
-        with self._translated("", "write"):
+        with self._translate_errors("", "write"):
             try:
                 # lists are not searched for patterns
                 self._files.copy(
@@ -318,15 +321,15 @@ class RemoteTarget:
                 )
             except Exception as e:
                 if isinstance(e, FileNotFoundError):
-                    raise RefusedCopyError(f"it has no {text_of(e)}") from e
+                    raise RefusedCopyError(f"it has no {error_line(e)}") from e
                 if isinstance(e, NotImplementedError) or is_denied(e):
-                    raise RefusedCopyError(text_of(e)) from e
+                    raise RefusedCopyError(error_line(e)) from e
                 raise
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Returns the sizes in bytes of the files in a folder, by name."""
         place = self._path(folder)
-        with self._translated(folder, "read"):
+        with self._translate_errors(folder, "read"):
             self._files.invalidate_cache()
             found = self._files.ls(place, detail=True)
         start = f"{place}/".lstrip("/")
@@ -336,7 +339,7 @@ class RemoteTarget:
         return f"{self.place.folder}/{path}" if path else self.place.folder
 
     @contextmanager
-    def _translated(self, path: str, verb: str) -> Generator[None]:
+    def _translate_errors(self, path: str, verb: str) -> Generator[None]:
         """Raises errors of fsspec as errors of this library."""
         place = f"{self.url}/{path}" if path else self.url
         try:
@@ -430,7 +433,7 @@ class ClaimedStep:
             self._target.remove(name)
         raise self._lost()
 
-    def claimed(self) -> Target:
+    def find_bucket_target(self) -> Target:
         """Returns the target itself, for copies within its bucket.
 
         Raises:
@@ -462,7 +465,7 @@ class ClaimedStep:
         Raises:
             PreconditionError: Another export writes the step.
         """
-        return self.claimed().create(path)
+        return self.find_bucket_target().create(path)
 
     def remove(self, path: str) -> None:
         """See ``Target``."""

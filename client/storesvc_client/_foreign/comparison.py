@@ -49,7 +49,7 @@ def compare(before: OpenTree, after: OpenTree) -> Comparison:
     ):
         changed = _changed_chunks(leaf, one, other)
         if changed:
-            found[leaf.key] = _of_leaves("content", base[leaf.key], leaf, changed)
+            found[leaf.key] = _leaf_difference("content", base[leaf.key], leaf, changed)
     differing = sorted(
         (each for each in found.values() if each is not None), key=lambda each: each.key
     )
@@ -68,18 +68,18 @@ def _difference(
     """Returns the difference of two leaves that no element decides; None if there is
     none."""
     if one is None:
-        return _of_leaves("added", None, other)
+        return _leaf_difference("added", None, other)
     if other is None:
-        return _of_leaves("removed", one, None)
+        return _leaf_difference("removed", one, None)
     assert key == one.key == other.key
     if one.shape != other.shape:
-        return _of_leaves("shape", one, other)
+        return _leaf_difference("shape", one, other)
     if dtype_text(one) != dtype_text(other):
-        return _of_leaves("dtype", one, other)
+        return _leaf_difference("dtype", one, other)
     return None
 
 
-def _of_leaves(
+def _leaf_difference(
     kind: str, one: LeafInfo | None, other: LeafInfo | None, changed: int = 0
 ) -> LeafDifference:
     some = other or one
@@ -119,8 +119,8 @@ def _item_differences(one: Items, other: Items) -> Iterator[ItemDifference]:
     for name in sorted({*one, *other}):
         numbers = {*_processes(one, name), *_processes(other, name)}
         for process in sorted(numbers, key=lambda n: -1 if n is None else n):
-            old = _encoded(one, name, process)
-            new = _encoded(other, name, process)
+            old = _read_encoded(one, name, process)
+            new = _read_encoded(other, name, process)
             if old == new:
                 continue
             kind = "content"
@@ -146,7 +146,9 @@ def _processes(items: Items, name: str) -> Sequence[int | None]:
     return [None] if count is None else range(count)
 
 
-def _encoded(items: Items, name: str, process: int | None) -> tuple[str, bytes] | None:
+def _read_encoded(
+    items: Items, name: str, process: int | None
+) -> tuple[str, bytes] | None:
     """Returns kind and bytes of an item; None if there is none of that process."""
     if process not in _processes(items, name):
         return None

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from storesvc.storage.location import Storage
 from storesvc_client._foreign.locations import RemoteLocation
-from storesvc_client._storage.roots import files_error, status_of, text_of
+from storesvc_client._storage.roots import error_line, files_error, http_status
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -119,7 +119,7 @@ class HubLocation(RemoteLocation):
 
     def _error(self, e: Exception, cause: BaseException | None) -> StoreError:
         """Returns the error of a commit that was not found."""
-        endpoint, status = self._hub.endpoint, status_of(cause)
+        endpoint, status = self._hub.endpoint, http_status(cause)
         if type(cause).__name__ == "RevisionNotFoundError":
             return NotFoundError(
                 f"{self.url}: expected a revision of the repository, found none of "
@@ -142,7 +142,7 @@ class HubLocation(RemoteLocation):
         if isinstance(cause, ValueError):
             return InvalidRequestError(
                 f"{self.url}: expected hf://ORG/NAME, got another name "
-                f"({text_of(cause)}); check the URL"
+                f"({error_line(cause)}); check the URL"
             )
         return files_error(e, self.url, verb="read", remedy=_REMEDY)
 
@@ -213,7 +213,7 @@ def _retry(call: Callable[[], _Result]) -> _Result:
             return call()
         except Exception as e:
             cause = _cause(e)
-            if status_of(cause) not in _TRANSIENT or time.monotonic() > ends:
+            if http_status(cause) not in _TRANSIENT or time.monotonic() > ends:
                 raise
             pause = _asked_wait(getattr(cause, "response", None), wait)
         time.sleep(pause)

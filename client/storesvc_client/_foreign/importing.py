@@ -11,13 +11,13 @@ from typing import Final
 
 from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
-from storesvc_client._foreign.source import StepFiller, stored_tree, units_of
+from storesvc_client._foreign.source import StepFiller, plan_units, stored_tree
 from storesvc_client._foreign.steps import with_items_for_long_labels
 from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._save.transfer import (
     TransferPlan,
-    committed,
     describe_transfer,
+    list_committed,
     reading_bytes,
     staging_bytes,
     transfer,
@@ -80,7 +80,7 @@ def import_steps(
         StoreError: A step could not be read or stored; those before it are imported.
     """
     # 1. Reject what cannot be imported before anything is stored.
-    present = committed(stub)
+    present = list_committed(stub)
     opened = {step: _whole(root.open(step)) for step in steps if step in present}
     for step, found in opened.items():
         _check_same(found, present[step])
@@ -138,7 +138,7 @@ def wanted_steps(
     if not present:
         raise NotFoundError(
             f"{url} has no finished steps; expected the location below which they were "
-            f"written{_of_a_bucket(url)}"
+            f"written{_bucket_advice(url)}"
         )
     if steps is None:
         return present
@@ -147,12 +147,12 @@ def wanted_steps(
     if missing:
         shown = ", ".join(map(str, present[:8])) + (", ..." if present[8:] else "")
         raise NotFoundError(
-            f"{url} has no finished step {missing[0]}; has {shown}{_of_a_bucket(url)}"
+            f"{url} has no finished step {missing[0]}; has {shown}{_bucket_advice(url)}"
         )
     return wanted
 
 
-def _of_a_bucket(url: str) -> str:
+def _bucket_advice(url: str) -> str:
     """Returns what else may be the cause if steps of Orbax in a bucket are missing."""
     if not url.startswith("orbax:") or url.startswith(("orbax:file:", "orbax:hf:")):
         return ""
@@ -219,7 +219,7 @@ def _import(
             f"{what}: expected at most {MAX_CHUNKS:,} chunks, got {tree.chunk_count:,} "
             "by the shapes of its arrays; such a step cannot be stored"
         )
-    units = units_of(source.tree, tree)
+    units = plan_units(source.tree, tree)
     plan = TransferPlan(
         tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]
     )

@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import endpoint_in_environment
 from storesvc_client._storage.roots import (
+    error_line,
     files_error,
     local_folder,
     name_below,
     open_outside,
-    text_of,
 )
 from storesvc_client.errors import (
     DataLossError,
@@ -205,7 +205,7 @@ class LocalLocation:
 
     def names(self, folder: str = "") -> Sequence[str]:
         """See ``Location``."""
-        with self._translated(folder):
+        with self._translate_errors(folder):
             place = self._inside(checked_path(self.url, folder, is_folder=True))
             with os.scandir(place) as entries:
                 return sorted(
@@ -215,24 +215,24 @@ class LocalLocation:
 
     def stamps(self, folder: str = "") -> Mapping[str, str]:
         """See ``Location``; the file that a symbolic link leads to counts."""
-        with self._translated(folder):
+        with self._translate_errors(folder):
             place = self._inside(checked_path(self.url, folder, is_folder=True))
             with os.scandir(place) as entries:
                 found = sorted((each.name, each) for each in entries)
                 is_cache = self._bounds != self._root
-                return dict(_stamped(e, is_cache=is_cache) for _, e in found)
+                return dict(_stamp_entry(e, is_cache=is_cache) for _, e in found)
         return {}
 
     def size(self, path: str) -> int | None:
         """See ``Location``."""
-        with self._translated(path):
+        with self._translate_errors(path):
             found = self._inside(checked_path(self.url, path)).lstat()
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
     def read(self, path: str, *, limit: int) -> bytes:
         """See ``Location``."""
-        with self._opened(path) as (file, size):
+        with self._open_file(path) as (file, size):
             if size > limit:
                 raise DataLossError(
                     f"{self.url}/{path}: expected at most {limit} bytes, got {size}; "
@@ -244,7 +244,7 @@ class LocalLocation:
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """See ``Location``."""
-        with self._opened(path) as (file, size):
+        with self._open_file(path) as (file, size):
             self._check_end(path, start, stop, size)  # before memory is allocated
             into = bytearray(stop - start)
             self._fill(path, file, start, memoryview(into))
@@ -252,7 +252,7 @@ class LocalLocation:
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
         """See ``Location``."""
-        with self._opened(path) as (file, size):
+        with self._open_file(path) as (file, size):
             flat = into.cast("B")
             self._check_end(path, start, start + len(flat), size)
             self._fill(path, file, start, flat)
@@ -261,7 +261,7 @@ class LocalLocation:
         """See ``Location``."""
         inside = checked_path(self.url, folder, is_folder=True)
         place = self._root / inside
-        with self._translated(folder):
+        with self._translate_errors(folder):
             self._check_links(self._inside(inside))
         return {"driver": "file", "path": f"{place.as_posix().rstrip('/')}/"}
 
@@ -320,9 +320,9 @@ class LocalLocation:
         return self._inside(inside)
 
     @contextmanager
-    def _opened(self, path: str) -> Generator[tuple[int, int]]:
+    def _open_file(self, path: str) -> Generator[tuple[int, int]]:
         """Opens a regular file: its descriptor and its size."""
-        with self._translated(path):
+        with self._translate_errors(path):
             place = self._inside(checked_path(self.url, path))
             # NOFOLLOW: the links were followed; NONBLOCK: a pipe must not block us
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -353,7 +353,7 @@ class LocalLocation:
             )
 
     @contextmanager
-    def _translated(self, path: str) -> Generator[None]:
+    def _translate_errors(self, path: str) -> Generator[None]:
         """Translates errors of the system; absent files end the block."""
         try:
             yield
@@ -372,7 +372,7 @@ class LocalLocation:
             ) from e
 
 
-def _stamped(entry: "os.DirEntry[str]", *, is_cache: bool) -> tuple[str, str]:
+def _stamp_entry(entry: "os.DirEntry[str]", *, is_cache: bool) -> tuple[str, str]:
     """Returns the name of a file or folder, and its stamp.
 
     In a cache of Hugging Face, a file is a link to one of which the name is a digest of
@@ -460,11 +460,11 @@ class RemoteLocation:
 
     def names(self, folder: str = "") -> Sequence[str]:
         """See ``Location``."""
-        return sorted(self._listed(folder))
+        return sorted(self._list_folder(folder))
 
     def stamps(self, folder: str = "") -> Mapping[str, str]:
         """See ``Location``."""
-        listed = sorted(self._listed(folder).items())
+        listed = sorted(self._list_folder(folder).items())
         return {
             name: "" if name.endswith("/") else self._stamp(row) for name, row in listed
         }
@@ -472,7 +472,7 @@ class RemoteLocation:
     def size(self, path: str) -> int | None:
         """See ``Location``."""
         place = self._place(checked_path(self.url, path))
-        with self._translated(path, is_absent_error=False):
+        with self._translate_errors(path, is_absent_error=False):
             found = self._files.info(place)
             if found["type"] != "file":
                 return None
@@ -494,9 +494,9 @@ class RemoteLocation:
                 f"{self.url}/{path}: expected at most {limit} bytes, got {size}; use "
                 "another checkpoint"
             )
-        with self._translated(path):
+        with self._translate_errors(path):
             data: bytes = self._files.cat_file(self._place(path))
-            return self._checked(path, 0, size, data)
+            return self._check_length(path, 0, size, data)
         raise AssertionError
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
@@ -509,9 +509,9 @@ class RemoteLocation:
             )
         if start == stop:
             return b""
-        with self._translated(path):
+        with self._translate_errors(path):
             data: bytes = self._files.cat_file(place, start=start, end=stop)
-            return self._checked(path, start, stop, data)
+            return self._check_length(path, start, stop, data)
         raise AssertionError
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
@@ -559,11 +559,11 @@ class RemoteLocation:
             return nullcontext()
         return endpoint_in_environment(self._storage)
 
-    def _listed(self, folder: str) -> dict[str, Mapping[str, Any]]:
+    def _list_folder(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """Returns the names in a folder, and what fsspec reports of each."""
         inside = checked_path(self.url, folder, is_folder=True)
         place = self._place(inside)
-        with self._translated(inside, is_absent_error=False):
+        with self._translate_errors(inside, is_absent_error=False):
             self._files.invalidate_cache()
             rows = self._files.ls(place, detail=True)
             start = f"{place}/".lstrip("/")
@@ -578,7 +578,7 @@ class RemoteLocation:
         """Returns the stamp of a file; a web server is asked for each, as its lists
         have names only."""
         if _VERSIONS.isdisjoint(row):
-            with self._translated(str(row["name"])):
+            with self._translate_errors(str(row["name"])):
                 row = self._files.info(row["name"])
         version = next((row[field] for field in _VERSION_FIELDS if field in row), "")
         return f"{row.get('size')} {version}"
@@ -586,7 +586,7 @@ class RemoteLocation:
     def _place(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
-    def _checked(self, path: str, start: int, stop: int, data: bytes) -> bytes:
+    def _check_length(self, path: str, start: int, stop: int, data: bytes) -> bytes:
         """Returns bytes that were read, if they are all that were requested."""
         if len(data) > stop - start:
             raise PreconditionError(
@@ -602,7 +602,7 @@ class RemoteLocation:
         return data
 
     @contextmanager
-    def _translated(
+    def _translate_errors(
         self, path: str, *, is_absent_error: bool = True
     ) -> Generator[None]:
         """Translates errors of fsspec, whose file systems raise errors of the libraries
@@ -620,8 +620,8 @@ class RemoteLocation:
                 cause, FileNotFoundError | NotADirectoryError
             ):
                 raise UnavailableError(
-                    f"{place}: cannot be read ({text_of(cause)}); check the storage, "
-                    "and try again"
+                    f"{place}: cannot be read ({error_line(cause)}); check the "
+                    "storage, and try again"
                 ) from e
             if not is_absent_error:
                 return

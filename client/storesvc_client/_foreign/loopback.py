@@ -59,7 +59,7 @@ def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
             f"this location, got one from the variable {found}; add {_HOST} to the "
             f"variable {exceptions}"
         )
-    return _Server.of_process().kvstore(location, f"{folder}/" if folder else "")
+    return _Server.process_server().kvstore(location, f"{folder}/" if folder else "")
 
 
 def error_in(text: str) -> Exception | None:
@@ -69,14 +69,14 @@ def error_in(text: str) -> Exception | None:
         text: Message of TensorStore's error.
     """
     found = _ERROR.search(text)
-    server = _Server.started()
+    server = _Server.find_started()
     return server.error(found[1], int(found[2])) if found and server else None
 
 
 def with_urls(text: str) -> str:
     """Returns a message of TensorStore with the URL of each location in place of its
     path on this server."""
-    server = _Server.started()
+    server = _Server.find_started()
     return server.with_urls(text) if server else text
 
 
@@ -99,7 +99,7 @@ class _Server(ThreadingHTTPServer):
         """Marks what is an error of this server in messages of TensorStore."""
 
     @classmethod
-    def of_process(cls) -> "_Server":
+    def process_server(cls) -> "_Server":
         """Returns the server of this process, not that of one it was forked from."""
         with cls._lock:
             if cls._found is None or cls._found[0] != os.getpid():
@@ -111,7 +111,7 @@ class _Server(ThreadingHTTPServer):
             return cls._found[1]
 
     @classmethod
-    def started(cls) -> "_Server | None":
+    def find_started(cls) -> "_Server | None":
         """Returns the server of this process if there is one."""
         found = cls._found
         return found[1] if found is not None and found[0] == os.getpid() else None

@@ -44,7 +44,7 @@ from storesvc_client._values.arguments import (
     checked_texts,
 )
 from storesvc_client._values.items import CONTAINERS
-from storesvc_client._values.notebook import listed
+from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import RestoreReport
@@ -222,7 +222,7 @@ class ForeignInfo:
         return f"<ForeignInfo {self.run}@{self.step}, {size}>"
 
     @classmethod
-    def of(cls, run: str, step: ForeignStep) -> "ForeignInfo":
+    def from_step(cls, run: str, step: ForeignStep) -> "ForeignInfo":
         """Returns the description of a step."""
         return cls(
             run=run,
@@ -417,7 +417,7 @@ class ForeignRun:
             )
         return found
 
-    @listed("checkpoint")
+    @list_results("checkpoint")
     def checkpoints(
         self, *, on_damage: Callable[[DataLossError], object] | None = None
     ) -> Iterator[ForeignInfo]:
@@ -503,7 +503,7 @@ class ForeignCheckpoint(OpenTree):
 
     def __init__(self, run: str, step: ForeignStep) -> None:
         super().__init__(step.tree, allocate=allocate)
-        self.info = ForeignInfo.of(run, step)
+        self.info = ForeignInfo.from_step(run, step)
         """The checkpoint as its files describe it."""
         self._step = step
         self._lost = [item for item in step.unread if item.is_tree]

@@ -71,7 +71,7 @@ def pieces(shape: tuple[int, ...], region: Region, *, itemsize: int) -> Iterator
     """
     if any(start >= stop for start, stop in region):
         return
-    strides = strides_of(shape, itemsize=itemsize)
+    strides = count_strides(shape, itemsize=itemsize)
     left = [region]
     while left:
         box = left.pop()
@@ -87,7 +87,7 @@ def pieces(shape: tuple[int, ...], region: Region, *, itemsize: int) -> Iterator
             left += [second, first]
 
 
-def strides_of(shape: tuple[int, ...], *, itemsize: int) -> tuple[int, ...]:
+def count_strides(shape: tuple[int, ...], *, itemsize: int) -> tuple[int, ...]:
     """Returns the bytes between neighbours along each dimension."""
     sizes = accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
     return tuple(itemsize * n for n in reversed(list(sizes)))[: len(shape)]
@@ -315,7 +315,7 @@ class PlainArray:
         else:
             covering = np.empty(piece.stop - piece.start, np.uint8)
             self.location.read_into(self.path, start, covering.data)
-            strides = strides_of(self.shape, itemsize=into.itemsize)
+            strides = count_strides(self.shape, itemsize=into.itemsize)
             # The covering range ends with the last element of the view.
             into[...] = as_strided(covering.view(into.dtype), into.shape, strides)
         if self.dtype == "bool" and into.view(np.uint8).max() > 1:

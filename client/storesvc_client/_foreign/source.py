@@ -44,7 +44,7 @@ from storesvc.format.grids import (
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._chunks.memory import allocate
-from storesvc_client._chunks.slabs import FilledSlab, Slab, slabs_of
+from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
@@ -93,7 +93,7 @@ def stored_tree(foreign: Tree) -> Tree:
     return Tree(tuple(map(_cut, foreign.leaves)), foreign.structure)
 
 
-def units_of(foreign: Tree, stored: Tree) -> list[Unit]:
+def plan_units(foreign: Tree, stored: Tree) -> list[Unit]:
     """Returns the units of all chunks, in the order of their first chunk.
 
     Args:
@@ -108,7 +108,7 @@ def units_of(foreign: Tree, stored: Tree) -> list[Unit]:
             first = int(stored.first_chunk[row])
             simple[first : first + grid.count] = False
             found += _cut_units(row, first, grid, together)
-    for slab in slabs_of(stored, np.flatnonzero(simple)):
+    for slab in cut_slabs(stored, np.flatnonzero(simple)):
         found.append(_slab_unit(stored, slab))
     return sorted(found, key=lambda unit: unit.slabs[0][1].first)
 
@@ -133,7 +133,7 @@ def _chunk_shape(
     )
     if not crosses and _is_contiguous(shard, chosen):
         return chosen
-    return _divided(shape, itemsize, shard)
+    return _divide_shape(shape, itemsize, shard)
 
 
 def _is_contiguous(outer: Sequence[int], inner: Sequence[int]) -> bool:
@@ -143,7 +143,7 @@ def _is_contiguous(outer: Sequence[int], inner: Sequence[int]) -> bool:
     return not cut or all(n == 1 for n in inner[: cut[-1]])
 
 
-def _divided(
+def _divide_shape(
     shape: Sequence[int], itemsize: int, shard: Sequence[int]
 ) -> tuple[int, ...]:
     """Returns the largest chunk shape that divides a foreign chunk into contiguous
@@ -433,7 +433,7 @@ class ForeignSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
-            reads = [self._planned(ordinal) for ordinal in ordinals]
+            reads = [self._plan_read(ordinal) for ordinal in ordinals]
         self.read_bytes += sum(read.stop for read in reads)
         largest = max((read.stop for read in reads), default=0)
         flight_bytes = FLIGHT_BYTES
@@ -446,7 +446,7 @@ class ForeignSource:
             reads, perform, assembly, threads=THREADS, check=assembly.check_time
         )
 
-    def _planned(self, ordinal: int) -> Read:
+    def _plan_read(self, ordinal: int) -> Read:
         """Returns the read of a chunk; its "file" is the leaf, for messages."""
         tree = self._step.tree
         row, within = tree.locate(ordinal)
@@ -474,7 +474,7 @@ class ForeignSource:
                 return assembly.finish(ordinal)
             region = self._step.tree.grids[row].region(within)
             memory = self._scratch.take(read.stop)
-            chunk = _shaped(memory, region, parts[0][1].dtype)
+            chunk = _shape_memory(memory, region, parts[0][1].dtype)
             with assembly.meter.phase("read"):
                 self._wait(array.read(region, chunk))
         with assembly.meter.phase("copy"):
@@ -500,7 +500,7 @@ class ForeignSource:
                 return
 
 
-def _shaped(memory: Bytes, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _shape_memory(memory: Bytes, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Returns memory as the array of a region."""
     shape = [stop - start for start, stop in region]
     size = math.prod(shape) * dtype.itemsize

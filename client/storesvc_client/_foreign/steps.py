@@ -61,7 +61,7 @@ _STEP: Final = re.compile(
 )
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Returns the step that the name of a folder states; None if it states none."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
@@ -208,8 +208,8 @@ def named_steps(
     """
     names = location.names()
     if is_finished("", names):
-        return {_step_of_url(location) or 0: ""}
-    steps = _index_steps(location, ((step_of(f), f) for f in folders_in(names)))
+        return {_parse_url_step(location) or 0: ""}
+    steps = _index_steps(location, ((parse_step(f), f) for f in folders_in(names)))
     found = {
         step: folder
         for step, folder in steps.items()
@@ -245,7 +245,7 @@ def stated_steps(
         return {_stated_step(location, "", names): ""}
     below = {folder: location.names(folder) for folder in folders_in(names)}
     finished = [folder for folder in below if is_finished(folder, below[folder])]
-    if all(step_of(folder) is None for folder in finished):
+    if all(parse_step(folder) is None for folder in finished):
         finished = []  # each is a checkpoint by itself, or all are of different runs
     steps = ((_stated_step(location, each, below[each]), each) for each in finished)
     found = _index_steps(location, steps)
@@ -307,12 +307,12 @@ def _check_found(
     """
     if found:
         return
-    begun = [folder for folder in folders_in(names) if step_of(folder) is not None]
+    begun = [folder for folder in folders_in(names) if parse_step(folder) is not None]
     if not begun or any(
         is_finished(folder, location.names(folder))
         for run in begun
         for name in folders_in(location.names(run))
-        if step_of(name) is not None
+        if parse_step(name) is not None
         for folder in [join(run, name)]
     ):
         raise NotFoundError(
@@ -324,13 +324,13 @@ def _check_found(
 def _stated_step(location: Location, folder: str, names: Sequence[str]) -> int:
     step = read_metadata(location, folder).step if METADATA in names else None
     if step is None:
-        step = step_of(folder) if folder else _step_of_url(location)
+        step = parse_step(folder) if folder else _parse_url_step(location)
     return step or 0
 
 
-def _step_of_url(location: Location) -> int | None:
+def _parse_url_step(location: Location) -> int | None:
     (last,) = url_parts(location.url)[-1:] or [""]
-    return step_of(last)
+    return parse_step(last)
 
 
 def _time(text: Any, what: str) -> datetime | None:
@@ -355,7 +355,7 @@ _BATCH: Final = 1024
 """Folders whose lists are held at the same time."""
 
 
-def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> bytes:
+def stamp_folders(location: Location, folder: str, paths: Iterable[str]) -> bytes:
     """Returns a digest of path and stamp of each file below some folders.
 
     Args:
@@ -374,7 +374,7 @@ def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> b
     with Threads(_THREADS) as pool:
         while left:
             below: list[str] = []
-            for path, stamp in _listed(location, folder, left, pool):
+            for path, stamp in _list_files(location, folder, left, pool):
                 count += 1
                 if count > MAX_FILES:
                     raise PreconditionError(
@@ -390,7 +390,7 @@ def stamp_of_folders(location: Location, folder: str, paths: Iterable[str]) -> b
     return digest.digest()
 
 
-def _listed(
+def _list_files(
     location: Location, folder: str, paths: Sequence[str], pool: Threads
 ) -> Iterator[tuple[str, str]]:
     """Yields path and stamp of all that is in some folders, in order."""
@@ -564,7 +564,7 @@ def file_item_row(
     return Row(leaf=leaf, array=array, name=name)
 
 
-def tree_of(
+def make_tree(
     rows: Iterable[Row], *, place: str, advice: str, structure: bytes = b""
 ) -> tuple[Tree, tuple[ForeignArray, ...]]:
     """Returns the tree of rows, and the array of each of its rows.
@@ -676,7 +676,7 @@ def with_items_for_long_labels(step: ForeignStep) -> ForeignStep:
                 break
         rows.append(row)
         taken.add(row.leaf.key)
-    tree, arrays = tree_of(
+    tree, arrays = make_tree(
         rows,
         place=step.url,
         advice="import it from a copy with fewer files next to its trees",

@@ -183,7 +183,7 @@ class TensorStoreArray:
         if self._chunk_bytes >= _LARGE_CHUNK_BYTES:
             _check_memory(self._chunk_bytes, self._row)
         index: tuple[Any, ...] = tuple(slice(start, stop) for start, stop in region)
-        with translated(self._row):
+        with translate_errors(self._row):
             self._bounds.check(region)
             source = self._store[(*index, ...)]
             if region:
@@ -220,7 +220,7 @@ class TensorStoreRead:
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for the read; see ``Reading``."""
-        with translated(self._row):
+        with translate_errors(self._row):
             self._future.result(timeout)
         if self._target is not self._into:
             self._into[...] = self._target
@@ -255,7 +255,7 @@ def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
     shared = context()
     import tensorstore as ts
 
-    with translated(what):
+    with translate_errors(what):
         store = ts.KvStore.open(dict(kvstore), context=shared).result()
         keys = store.list().result()
         try:
@@ -265,7 +265,7 @@ def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Translates errors of TensorStore that are raised inside.
 
     Args:
@@ -406,7 +406,7 @@ def database_base(location: Location, folder: str) -> dict[str, Any]:
             )
     if MANIFEST not in files:
         return spec
-    with location.opening(), translated(what):
+    with location.opening(), translate_errors(what):
         base = ts.KvStore.open(spec, context=shared).result()
         newest = ts.ocdbt.dump(base).result()["versions"][-1:]
         left = [(each["root"].get("location"), each["root_height"]) for each in newest]
@@ -444,7 +444,7 @@ def open_arrays(
         _check_metadata(location, batch)
         waiting: list[tuple[Any, str, StoredIn | None]] = []
         for array in batch:
-            with location.opening(), translated(array.name):
+            with location.opening(), translate_errors(array.name):
                 spec = {
                     "driver": array.driver,
                     "kvstore": array.kvstore,
@@ -453,7 +453,7 @@ def open_arrays(
                 opening = ts.open(spec, open=True, read=True, context=shared)
             waiting.append((opening, array.name, stored.of(array.kvstore)))
         for opening, name, found in waiting:
-            with translated(name):
+            with translate_errors(name):
                 opened = TensorStoreArray(opening.result(), row=name, stored=found)
             yield opened
 
@@ -491,7 +491,7 @@ def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:
         for place in places
     }
     spec = {**places[0].kvstore, "path": ""}  # all are in one bucket or database
-    with location.opening(), translated(places[0].name):
+    with location.opening(), translate_errors(places[0].name):
         values = ts.KvStore.open(spec, context=shared).result()
         check_stored(
             values,

@@ -139,7 +139,7 @@ def needers_of_chunks(
     return found
 
 
-def assigned(
+def assign_chunks(
     holders: Sequence[Holders], sizes: Sequence[int], *, count: int
 ) -> NDArray[np.int64]:
     """Returns the process that writes, or reads, each chunk.

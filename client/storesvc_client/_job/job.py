@@ -59,12 +59,12 @@ class Job(Protocol):
     def count(self) -> int:
         """Number of processes."""
 
-    def passed(self, what: str) -> int:
+    def count_passed(self, what: str) -> int:
         """Returns how many events of one kind this process has counted. All processes
         of a job do the same things in the same order."""
 
     def advance(self, what: str, passed: int) -> bool:
-        """Counts one more event; returns False if the count was not `passed`."""
+        """Counts one more event; returns False if the count was not `count_passed`."""
 
     def post(self, key: str, text: str) -> None:
         """Writes a text under a key, unless the key exists."""
@@ -213,7 +213,7 @@ class JointSave:
 def ordinal(job: Job, what: str) -> int:
     """Counts an event of this process; returns how many there were before it."""
     while True:
-        passed = job.passed(what)
+        passed = job.count_passed(what)
         if job.advance(what, passed):
             return passed
 
@@ -287,7 +287,7 @@ class WaitLogTimer:
         self._next = self._began + self._seconds
 
     @property
-    def waited(self) -> float:
+    def waited_seconds(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._began
 
@@ -373,7 +373,7 @@ class Decisions:
             if timer.is_due():
                 _log.warning(
                     "loop of %s waits for %s at step %d, for %.0f s now",
-                    *(self._run, self._leader, step, timer.waited),
+                    *(self._run, self._leader, step, timer.waited_seconds),
                 )
         fields = json.loads(text)
         decision = Decision(**fields | {"taken": tuple(fields["taken"])})
@@ -431,11 +431,11 @@ class JointCalls:
         """
         taken = f"{self._kind}/taken/{index}"
         while True:
-            number = self._job.passed(taken)
+            number = self._job.count_passed(taken)
             if self._job.read(self._call(index, number), seconds=seconds) is None:
                 return False
             # Counted only then: a call counted but not settled never gets a prefix.
-            settled = self._settled(index, number, place)
+            settled = self._settle_prefix(index, number, place)
             self._job.advance(taken, number)
             if settled == place:
                 return True
@@ -444,7 +444,7 @@ class JointCalls:
         """Announces a call to process 0; returns its number."""
         made, token = f"{self._kind}/made", token_hex(8)
         while True:
-            number = self._job.passed(made)
+            number = self._job.count_passed(made)
             key = self._call(self._job.index, number)
             # Published before it is counted: process 0 would wait without limit for a
             # call that was counted but never published.
@@ -466,10 +466,10 @@ class JointCalls:
     def take_back(self, number: int) -> str:
         """Withdraws a call; returns its key prefix if process 0 has already assigned
         one, else ""."""
-        settled = self._settled(self._job.index, number, _WITHDRAWN)
+        settled = self._settle_prefix(self._job.index, number, _WITHDRAWN)
         return "" if settled == _WITHDRAWN else settled
 
-    def _settled(self, index: int, number: int, place: str) -> str:
+    def _settle_prefix(self, index: int, number: int, place: str) -> str:
         """Assigns a prefix to a call, unless it has one; returns the one it has."""
         key = self._place_key(index, number)
         self._job.post(key, place)

@@ -13,7 +13,7 @@ from storesvc_client._pictures.svg import (
     Style,
     document,
     element,
-    fitted,
+    fit_text,
     note,
     number,
     text_width,
@@ -63,7 +63,7 @@ def heatmap(
     lead = f", mean over {sizes_text(shape[:-2])}" if len(shape) > 2 else ""
     blocks = f"{rows} x {columns} blocks of {sizes_text(shape[-2:])}{lead}"
     caption = f"{blocks}, {remark}" if remark else blocks
-    body.append(words(fitted(caption, width), 0, top + 22, fill_opacity=0.7))
+    body.append(words(fit_text(caption, width), 0, top + 22, fill_opacity=0.7))
     body.append(
         element(
             "rect",

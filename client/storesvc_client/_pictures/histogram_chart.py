@@ -12,7 +12,7 @@ from storesvc_client._pictures.svg import (
     BLUE,
     document,
     element,
-    fitted,
+    fit_text,
     line,
     note,
     text_width,
@@ -55,7 +55,7 @@ def histogram_chart(
     body += _bars(histogram, x, y, bottom)
     name = "symmetric log scale" if histogram.unit else "linear scale"
     below = f"{name}, {remark}" if remark else name
-    shown = fitted(below, right - _LEFT)
+    shown = fit_text(below, right - _LEFT)
     middle = (_LEFT + right) / 2
     body.append(
         words(shown, middle, height - 8, text_anchor="middle", fill_opacity=0.7)

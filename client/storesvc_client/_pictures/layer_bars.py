@@ -31,7 +31,7 @@ from storesvc_client._pictures.svg import (
     Style,
     document,
     element,
-    fitted,
+    fit_text,
     note,
     number,
     text_width,
@@ -186,7 +186,7 @@ def chunk_map(
         body = [*_paths(cells, size)]
     caption = _caption(grid, side, changed)
     height = rows * size[1] + _CAPTION
-    body.append(words(fitted(caption, width), 0, height - 7, fill_opacity=0.8))
+    body.append(words(fit_text(caption, width), 0, height - 7, fill_opacity=0.8))
     return document(body, label=f"map of {caption}", width=width, height=height)
 
 
@@ -329,7 +329,7 @@ def sharding_grid(
     top = rows * tall + _LINE
     for at, text in enumerate(lines):
         opacity = 1.0 if at == 0 else 0.8
-        shown = fitted(text, width)
+        shown = fit_text(text, width)
         body.append(words(shown, 0, top + at * _LINE, fill_opacity=opacity))
     height = top + (len(lines) - 1) * _LINE + 6
     return document(body, label="; ".join(lines), width=width, height=height)
@@ -518,7 +518,7 @@ def layer_bars(
     layers = layer_changes(leaves, changed, most=most)
     if not layers:
         return note("no leaves", width=width)
-    names = [fitted(_shown(one.name), _NAME) for one in layers]
+    names = [fit_text(_shown(one.name), _NAME) for one in layers]
     left = max(map(text_width, names)) + 10
     body = list[str]()
     for row, (layer, name) in enumerate(zip(layers, names, strict=True)):

@@ -170,7 +170,7 @@ class _Rounded:
         self._zero_count += len(values) - int(np.count_nonzero(values))
         keys = (values + 0.0).view(np.uint64) >> _DROPPED
         self._counts += np.bincount(keys.astype(np.int64), minlength=len(self._counts))
-        self._moments = self._moments.joined(_Moments.of(values))
+        self._moments = self._moments.join(_Moments.from_values(values))
 
     def tally(self) -> Tally:
         """See ``Tallying.tally``."""
@@ -238,7 +238,7 @@ class _Moments:
     exponent: int
 
     @classmethod
-    def of(cls, values: "F64") -> "_Moments":
+    def from_values(cls, values: "F64") -> "_Moments":
         """Returns the moments of finite values."""
         peak = max(abs(values.min()), abs(values.max()))
         if not peak:  # an exponent that no other part takes over
@@ -251,12 +251,12 @@ class _Moments:
         mean = float(values.mean())
         return cls(len(values), mean, float(np.square(values - mean).sum()), exponent)
 
-    def joined(self, other: "_Moments") -> "_Moments":
+    def join(self, other: "_Moments") -> "_Moments":
         """Returns the moments of the values of both."""
         if not self.count:
             return other
         exponent = max(self.exponent, other.exponent)
-        one, two = self._divided(exponent), other._divided(exponent)  # noqa: SLF001 - its own class
+        one, two = self._divide(exponent), other._divide(exponent)  # noqa: SLF001 - its own class
         count = one.count + two.count
         apart = two.mean - one.mean
         return _Moments(
@@ -266,7 +266,7 @@ class _Moments:
             exponent,
         )
 
-    def _divided(self, exponent: int) -> "_Moments":
+    def _divide(self, exponent: int) -> "_Moments":
         by = self.exponent - exponent
         squares = math.ldexp(self.squares, 2 * by)
         return _Moments(self.count, math.ldexp(self.mean, by), squares, exponent)

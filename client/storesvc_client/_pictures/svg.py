@@ -59,7 +59,7 @@ def element(
     parts = [f"<{tag}"]
     for name, value in attributes.items():
         shown = value if isinstance(value, str) else number(value)
-        parts.append(f' {name.rstrip("_").replace("_", "-")}="{escaped(shown)}"')
+        parts.append(f' {name.rstrip("_").replace("_", "-")}="{escape_text(shown)}"')
     if title:
         content = f"<title>{escape(printable_lines(title))}</title>{content}"
     parts.append(f">{content}</{tag}>" if content else "/>")
@@ -93,12 +93,12 @@ def document(body: Iterable[str], *, label: str, width: float, height: float) ->
 
 def words(text: str, x: float, y: float, **attributes: Any) -> str:
     """Returns a line of text that starts at a place, or ends there or is centred."""
-    return element("text", escaped(text), x=x, y=y, **attributes)
+    return element("text", escape_text(text), x=x, y=y, **attributes)
 
 
 def note(text: str, *, width: float, height: float = 60) -> str:
     """Returns a picture that only says why there is nothing to draw."""
-    shown = fitted(text, width - 16)
+    shown = fit_text(text, width - 16)
     return document(
         [words(shown, 8, height / 2 + 4)], label=text, width=width, height=height
     )
@@ -122,7 +122,7 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Returns a text for an element or an attribute."""
     return escape(printable(text))
 
@@ -132,7 +132,7 @@ def text_width(text: str, size: float = FONT) -> float:
     return size * sum(map(_em, printable(text)))
 
 
-def fitted(text: str, width: float, size: float = FONT) -> str:
+def fit_text(text: str, width: float, size: float = FONT) -> str:
     """Returns as much of a text as fits, with "…" for the rest; "" if too little
     does."""
     shown = printable(text)

@@ -28,7 +28,7 @@ from storesvc_client._pictures.svg import (
     Style,
     document,
     element,
-    fitted,
+    fit_text,
     line,
     note,
     number,
@@ -72,7 +72,7 @@ def placed_names(
     edges = [*(x - radius for x, _ in marks[1:]), width]
     before = [0.0, *(x + radius for x, _ in marks[:-1])]
     for (x, name), edge, last in zip(marks, edges, before, strict=True):
-        text = fitted(name, _WIDEST)
+        text = fit_text(name, _WIDEST)
         length = text_width(text)
         right, left = x + radius + _GAP - 1, x - radius - _GAP + 1
         if right + length + _GAP <= edge or (edge == width and right + length <= edge):
@@ -171,7 +171,7 @@ class Lane:
     marks: tuple[Mark, ...]
 
 
-def lanes_of(
+def make_lanes(
     checkpoints: Sequence[Checkpoint],
     *,
     tags: Iterable[Tag],
@@ -190,8 +190,8 @@ def lanes_of(
         at: Returns the step or the time of a checkpoint.
         place: Returns the place of a step or a time.
     """
-    names = _grouped((tag.uid, tag.name) for tag in tags)
-    owners = _grouped((hold.uid, f"held by {hold.owner}") for hold in holds)
+    names = _group_pairs((tag.uid, tag.name) for tag in tags)
+    owners = _group_pairs((hold.uid, f"held by {hold.owner}") for hold in holds)
 
     def lane(
         name: str, chosen: Iterable[Checkpoint], words: _Words = _NO_WORDS
@@ -247,7 +247,7 @@ def _about(ordered: Sequence[Checkpoint], deleted: int) -> list[str]:
     return [*lines, *(state for state, applies in states.items() if applies)]
 
 
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def _group_pairs(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     found = defaultdict[str, list[str]](list)
     for uid, name in pairs:
         found[uid].append(name)
@@ -315,7 +315,9 @@ def timeline(
     if metric:
         body += _metric(every, metric, at, place, (top, width))
         top += _METRIC + _TOP
-    lanes = lanes_of(every, tags=tags, holds=holds, damaged=damaged, at=at, place=place)
+    lanes = make_lanes(
+        every, tags=tags, holds=holds, damaged=damaged, at=at, place=place
+    )
     tagged = [mark for lane in lanes if lane.name == "tags" for mark in lane.marks]
     marks = [(mark.x, ", ".join(mark.names)) for mark in tagged]
     names = [*placed_names(marks, radius=_RADIUS + 1, width=width)] if marks else []
@@ -382,7 +384,7 @@ def _drawn(lane: str, mark: Mark, y: float) -> str:
     x, r = mark.x, _RADIUS
     match lane:
         case "saved":
-            return _saved(mark, y)
+            return _draw_checkpoint(mark, y)
         case "tags":
             ways = ((1, 1), (-1, 1), (-1, -1))
             sides = " ".join(f"l{a * (r + 1)} {b * (r + 1)}" for a, b in ways)
@@ -418,7 +420,7 @@ def _path(mark: Mark, places: str, **attributes: Any) -> str:
     return element("path", title=mark.title, d=places, **attributes)
 
 
-def _saved(mark: Mark, y: float) -> str:
+def _draw_checkpoint(mark: Mark, y: float) -> str:
     """Returns a dot for one checkpoint and a bar for several; hollow if deleted."""
     style: Style = {
         "stroke": BLUE,
@@ -456,7 +458,7 @@ def _metric(
     ordered = sorted(every, key=at)
     points = [(at(one), one.metrics.get(metric, math.nan)) for one in ordered]
     drawn = [value for _, value in points if math.isfinite(value)]
-    name = fitted(metric, width - _RIGHT - _LEFT - 12)
+    name = fit_text(metric, width - _RIGHT - _LEFT - 12)
     if not drawn:
         yield words(f"no finite value of {name}", _LEFT + 8, top + _METRIC / 2)
         return
@@ -489,12 +491,12 @@ def _line(places: Sequence[_Value]) -> Iterator[str]:
     if len(places) == 1:
         yield _dot(*places[0], "")
         return
-    points = " ".join(f"{number(x)},{number(y)}" for x, y in _thinned(places))
+    points = " ".join(f"{number(x)},{number(y)}" for x, y in _thin_places(places))
     style: Style = {"stroke_width": 1.8, "stroke_linejoin": "round"}
     yield element("polyline", points=points, fill="none", stroke=BLUE, **style)
 
 
-def _thinned(places: Sequence[_Value]) -> Iterator[_Value]:
+def _thin_places(places: Sequence[_Value]) -> Iterator[_Value]:
     """Yields the first, lowest, highest and last place of each column of pixels."""
     column: list[_Value] = []
     for place in places:

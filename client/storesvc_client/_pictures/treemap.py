@@ -33,7 +33,7 @@ from storesvc_client._pictures.svg import (
     Style,
     document,
     element,
-    fitted,
+    fit_text,
     ink_on,
     note,
     text_width,
@@ -100,7 +100,7 @@ class ByDtype:
     title: str = "dtype"
 
     @classmethod
-    def of(cls, leaves: Iterable[LeafInfo]) -> "ByDtype":
+    def from_leaves(cls, leaves: Iterable[LeafInfo]) -> "ByDtype":
         """Returns the colours of the dtypes with the most bytes; the others share
         grey."""
         free, colours = [*DTYPE_COLOURS], {}
@@ -204,7 +204,7 @@ class Rectangle:
         )
 
 
-def divided(whole: Rectangle, sizes: Sequence[float]) -> list[Rectangle]:
+def divide_rectangle(whole: Rectangle, sizes: Sequence[float]) -> list[Rectangle]:
     """Returns a part of a rectangle for each size.
 
     Args:
@@ -399,7 +399,7 @@ def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> L
             groups.append(_group_treemap_layout(part, depth, place))
         # the largest tile of the outermost group without a header has its name
         opens = "" if is_headed else opens or part.name
-        places = divided(inner, [child.size_bytes for child in chosen])
+        places = divide_rectangle(inner, [child.size_bytes for child in chosen])
         for child, at in zip(chosen, places, strict=True):
             number += 1
             below = level + is_headed if level else 1
@@ -538,7 +538,9 @@ def treemap(
     if not layout.tiles:
         return note("no leaf has bytes" if every else "no leaves", width=width)
     total = sum(tile.size_bytes for tile in layout.tiles)
-    rule: Colouring = ByDtype.of(every) if changed is None else ByChange(changed)
+    rule: Colouring = (
+        ByDtype.from_leaves(every) if changed is None else ByChange(changed)
+    )
     body = [part for group in layout.groups for part in _group(group, total)]
     for tile in layout.tiles:
         body += _tile(tile, rule, total)
@@ -586,7 +588,7 @@ def _label(tile: Tile, room: float) -> str:
     for name in (*names, tile.name, *([f"…{number}"] if number else [])):
         if text_width(name) <= room:
             return printable(name)
-    shortened = fitted(tile.name, room)
+    shortened = fit_text(tile.name, room)
     return shortened if len(shortened) >= _SHORTEST else ""
 
 
@@ -618,7 +620,7 @@ def _group(group: Group, total: int) -> Iterator[str]:
         fill_opacity=0.12,
         data_key=group.key,
     )
-    name = fitted(group.name, at.width - 10)
+    name = fit_text(group.name, at.width - 10)
     size = size_text(group.size_bytes)
     yield words(name, at.x + 5, at.y + FONT + 2, pointer_events="none")
     if text_width(name) + text_width(size) + 20 <= at.width:

@@ -22,7 +22,12 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
 from storesvc_client._pytree.leaves import KeyCache
-from storesvc_client._values.items import EMPTY, TUPLE, Container, pack_document_of
+from storesvc_client._values.items import (
+    EMPTY,
+    TUPLE,
+    Container,
+    pack_container_document,
+)
 from storesvc_client._values.models import PathPart
 from storesvc_client.errors import (
     MismatchError,
@@ -52,7 +57,7 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
     """
     foreign: list[str] = []
     found = list(_containers(tree, foreign))
-    packed = pack_document_of(found)
+    packed = pack_container_document(found)
     if len(packed) <= MAX_STRUCTURE_BYTES:
         return packed, tuple(foreign)
     return b"", (f"{len(found)} tuples and empty containers", *foreign)
@@ -163,7 +168,7 @@ def nest(
                 return each.value
             _put(root, kinds, each)
     tuples = {id(_node(root, each)) for each in containers if each.what == TUPLE}
-    return _Nesting(kinds, tuples).of(root)
+    return _Nesting(kinds, tuples).make_container(root)
 
 
 def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> None:
@@ -205,11 +210,11 @@ class _Nesting:
         self._absent = 0
         """Items absent from lists so far."""
 
-    def of(self, node: Any) -> Any:
+    def make_container(self, node: Any) -> Any:
         """Returns the container of a node."""
         if id(node) not in self._kinds:
             return {} if isinstance(node, dict) and not node else node
-        items = {part: self.of(child) for part, child in node.items()}
+        items = {part: self.make_container(child) for part, child in node.items()}
         if self._kinds[id(node)] not in INTEGER_LISTS:
             return items
         length = max(items) + 1

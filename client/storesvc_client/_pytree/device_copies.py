@@ -39,19 +39,19 @@ def copied_on_device(
 def _copy(value: Any) -> Any:
     if isinstance(value, jax.Array):
         if value.is_fully_addressable:
-            return _copied(value)
+            return _copy_array(value)
         # all shards are on devices of other processes
         if not value.addressable_shards:
             return value
         # Copied shard by shard: copying the whole array would run on all processes.
-        copies = [_copied(shard.data) for shard in value.addressable_shards]
+        copies = [_copy_array(shard.data) for shard in value.addressable_shards]
         return jax.make_array_from_single_device_arrays(
             value.shape, value.sharding, copies
         )
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _copied(array: jax.Array) -> jax.Array:
+def _copy_array(array: jax.Array) -> jax.Array:
     # Array.copy would be a computation, in the caller's context: on its mesh, on its
     # default device, and rejected by its checks, such as for NaN.
     with jax.transfer_guard("allow"):

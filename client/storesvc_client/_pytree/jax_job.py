@@ -17,19 +17,19 @@ TURN_SECONDS: Final = 1.0
 """Maximum seconds of one wait for the board; between waits, Ctrl-C is handled."""
 
 
-def job_of_process() -> Job | None:
+def find_job() -> Job | None:
     """Returns the job that this process belongs to, or None if it runs alone."""
     if not jax.distributed.is_initialized():
         return None
     with _job_lock:  # one job object, and so one count of rounds, for all threads
-        return _job_of_process()
+        return _find_job()
 
 
 _job_lock = Lock()
 
 
 @cache
-def _job_of_process() -> Job | None:
+def _find_job() -> Job | None:
     if jax.process_count() == 1:
         return None
     # jax has no public access to the key-value store. Its public barriers and
@@ -51,8 +51,8 @@ class _JaxJob:
         self._lock = Lock()
         self._passed: Counter[str] = Counter()
 
-    def passed(self, what: str) -> int:
-        """See ``Job.passed``."""
+    def count_passed(self, what: str) -> int:
+        """See ``Job.count_passed``."""
         with self._lock:
             return self._passed[what]
 

@@ -99,7 +99,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
+def plan_layout(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
     """Returns the layout of a leaf.
 
     Args:
@@ -194,7 +194,7 @@ class EncodedLeaf:
     """Its bytes; shares their memory."""
 
     @classmethod
-    def of(cls, encoded: Encoded) -> "EncodedLeaf":
+    def from_encoded(cls, encoded: Encoded) -> "EncodedLeaf":
         """Returns the leaf of an encoded value."""
         return cls(encoded.kind, np.frombuffer(encoded.data, np.uint8))
 
@@ -208,7 +208,7 @@ def with_encoded(value: Any) -> Any:
         encoded = encode_python(value)
     except ValueError:  # the plan rejects it, with its key
         return value
-    return value if encoded is None else EncodedLeaf.of(encoded)
+    return value if encoded is None else EncodedLeaf.from_encoded(encoded)
 
 
 def as_array(value: Any) -> Any:
@@ -233,7 +233,7 @@ def encoded_chunks(size: int) -> tuple[tuple[int, ...], Layout]:
     """Returns the chunk shape of an encoded value of some bytes, and its layout."""
     shape = (size,)
     chunk_shape = choose_chunk_shape(shape, 1, shape)
-    return chunk_shape, layout_of(Grid(shape, chunk_shape, 1), (whole(shape),))
+    return chunk_shape, plan_layout(Grid(shape, chunk_shape, 1), (whole(shape),))
 
 
 MAX_LISTED: Final = 20
@@ -478,11 +478,11 @@ def saved_sharding(value: Any) -> SavedSharding | None:
     """Returns the placement of a leaf on its devices, if it can be recorded
     portably."""
     sharding = getattr(value, "sharding", None)
-    return _recorded(sharding) if isinstance(sharding, NamedSharding) else None
+    return _record_sharding(sharding) if isinstance(sharding, NamedSharding) else None
 
 
 @lru_cache(maxsize=256)
-def _recorded(sharding: NamedSharding) -> SavedSharding | None:
+def _record_sharding(sharding: NamedSharding) -> SavedSharding | None:
     spec: list[tuple[str, ...]] = []
     for axes in sharding.spec:
         if axes is None:

@@ -29,8 +29,8 @@ from storesvc_client._pytree.leaves import (
 )
 from storesvc_client._pytree.paths import path_text
 from storesvc_client._values.items import Container
-from storesvc_client._values.key_patterns import patterns_of
-from storesvc_client._values.models import path_of
+from storesvc_client._values.key_patterns import find_patterns
+from storesvc_client._values.models import leaf_path
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -93,7 +93,7 @@ def match_all(
     def build(values: dict[int, Any]) -> Any:
         named = zip(rows, leaves, strict=True)
         return nest(
-            ((path_of(x), x.path_kinds, values[row]) for row, x in named), containers
+            ((leaf_path(x), x.path_kinds, values[row]) for row, x in named), containers
         )
 
     return Match(wanted, build)
@@ -139,7 +139,8 @@ def match_like(
         leaf = by_key.get(key)
         if leaf is None:
             problems.append(
-                f"leaf {key!r}: in the checkpoint {_saved(saved)}, not in the target"
+                f"leaf {key!r}: in the checkpoint {_signature(saved)}, not "
+                "in the target"
             )
             continue
         found = signature(leaf.value)
@@ -153,14 +154,14 @@ def match_like(
             )
         elif found is None or not _fits(saved, found, cast):
             problems.append(
-                f"leaf {key!r}: in the checkpoint {_saved(saved)}, in the target "
+                f"leaf {key!r}: in the checkpoint {_signature(saved)}, in the target "
                 f"{_describe(leaf)}"
             )
         elif not _same_path(saved, leaf, has_text_keys=has_text_keys):
             problems.append(
                 f"leaf {key!r}: in the checkpoint the path "
-                f"{path_text(path_of(saved))}, in the target {leaf.path}; a number and "
-                "its text are different keys"
+                f"{path_text(leaf_path(saved))}, in the target {leaf.path}; a number "
+                "and its text are different keys"
             )
         else:
             # an integer comes back in the form in which it was saved
@@ -180,7 +181,7 @@ def match_like(
     lacking = [leaf for leaf in named if leaf.key not in fitting]
     advice = ""
     if fitting and not any(map(_no_value, lacking)):
-        patterns = patterns_of(tree.by_key, fitting)
+        patterns = find_patterns(tree.by_key, fitting)
         options = {
             "cast": LIKE if castable else None,
             "select": patterns if len(fitting) < len(selected) else None,
@@ -197,7 +198,7 @@ def _advice(options: dict[str, Any]) -> str:
     return text if options and len(text) <= _MAX_ADVICE else ""
 
 
-def problems_of(state: Any, like: Any) -> Sequence[str]:
+def find_problems(state: Any, like: Any) -> Sequence[str]:
     """Returns why a checkpoint of a state could not be restored like another one.
 
     Leaves that a checkpoint cannot hold are not compared: a save rejects them.
@@ -297,7 +298,7 @@ def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:
     )
 
 
-def _saved(saved: Leaf) -> Signature:
+def _signature(saved: Leaf) -> Signature:
     return Signature(saved.kind, saved.dtype, saved.shape, saved.prng_impl)
 
 

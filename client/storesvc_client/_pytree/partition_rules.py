@@ -66,7 +66,7 @@ class Partitioner:
         self.mesh = mesh
         self.misfits: list[str] = []
         self._replicates = indivisible == "replicate"
-        self._rules = [_compiled(mesh, *pair) for pair in _pairs(rules)]
+        self._rules = [_compile_rule(mesh, *pair) for pair in _pairs(rules)]
         self._fits: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
 
     def sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -79,7 +79,7 @@ class Partitioner:
             return NamedSharding(self.mesh, PartitionSpec())
         for pattern, spec in self._rules:
             if pattern.search(key):
-                return self._fitted(key, shape, spec)
+                return self._fit_sharding(key, shape, spec)
         raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
 
     @property
@@ -104,12 +104,12 @@ class Partitioner:
         named = [axis for axes in saved.spec for axis in axes]
         absent = [axis for axis in named if axis not in self.mesh.shape]
         if absent:
-            axes = _listed(self.mesh.axis_names)
+            axes = _join_names(self.mesh.axis_names)
             self._note(
                 key, f"it was split by axis {absent[0]!r}, and the mesh has only {axes}"
             )
         here = [tuple(a for a in axes if a not in absent) for axes in saved.spec]
-        return self._fitted(key, shape, _spec([axes or None for axes in here]))
+        return self._fit_sharding(key, shape, _spec([axes or None for axes in here]))
 
     def report(self) -> None:
         """Logs the dropped axes, if any, as one warning."""
@@ -132,7 +132,7 @@ class Partitioner:
         if not self._replicates:
             raise ValueError(problem)
 
-    def _fitted(
+    def _fit_sharding(
         self, key: str, shape: tuple[int, ...], spec: PartitionSpec
     ) -> NamedSharding:
         found = self._fits.get((spec, shape))
@@ -149,7 +149,7 @@ class Partitioner:
             if names and size is None:
                 problems.append(f"{spec} splits dimension {at} of the shape {shape}")
             elif names:
-                by = f"{'axis' if len(names) == 1 else 'axes'} {_listed(names)}"
+                by = f"{'axis' if len(names) == 1 else 'axes'} {_join_names(names)}"
                 problems.append(
                     f"dimension {at} of {size} is not divisible by {by} of {parts}"
                 )
@@ -229,7 +229,7 @@ def _pairs(rules: Any) -> Iterator[tuple[str, PartitionSpec]]:
         yield rule
 
 
-def _compiled(
+def _compile_rule(
     mesh: Mesh, pattern: str, spec: PartitionSpec
 ) -> tuple[re.Pattern[str], PartitionSpec]:
     if not isinstance(spec, PartitionSpec):
@@ -262,7 +262,7 @@ def _spec(axes: list[Any]) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def _listed(names: Sequence[Any]) -> str:
+def _join_names(names: Sequence[Any]) -> str:
     return " and ".join(map(repr, names))
 
 

@@ -104,11 +104,11 @@ def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, A
     for key, value in xs.items():
         # Compared by type: a tree map creates another instance.
         leaf = {} if isinstance(value, type(empty_node)) else value
-        add_leaves(leaves, [(_path_of(key, sep), leaf)])
+        add_leaves(leaves, [(_split_key(key, sep), leaf)])
     return nest_leaves(leaves)
 
 
-def _path_of(key: Any, sep: str | None) -> GraphPath:
+def _split_key(key: Any, sep: str | None) -> GraphPath:
     if sep is not None and isinstance(key, str):
         return tuple(key.split(sep))
     if sep is None and isinstance(key, tuple):
@@ -124,7 +124,7 @@ def int_key_to_string(xs: Mapping[Any, Any]) -> dict[Any, Any]:
         TypeError: ``xs`` is not a mapping.
         ValueError: A mapping contains an integer and the same integer as text.
     """
-    return _with_keys(xs, _text_of_integer, ())
+    return _with_keys(xs, _integer_text, ())
 
 
 def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -137,15 +137,15 @@ def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
         TypeError: ``xs`` is not a mapping.
         ValueError: A mapping contains an integer and the same integer as text.
     """
-    return _with_keys(xs, integer_of_text, ())
+    return _with_keys(xs, parse_integer, ())
 
 
-def _text_of_integer(key: Any) -> Any:
+def _integer_text(key: Any) -> Any:
     is_integer = isinstance(key, int) and not isinstance(key, bool)
     return str(key) if is_integer else key
 
 
-def integer_of_text(key: Any) -> Any:
+def parse_integer(key: Any) -> Any:
     """Returns the integer that a key spells, or the key itself."""
     if not isinstance(key, str) or len(key) > _MAX_DIGITS:
         return key

@@ -48,9 +48,9 @@ from storesvc_client._pytree.partition_rules import (
     Rules,
     axis_names,
 )
-from storesvc_client._pytree.save_plan import region_of
+from storesvc_client._pytree.save_plan import index_region
 from storesvc_client._values.arguments import checked_cast
-from storesvc_client._values.items import Container, decoded
+from storesvc_client._values.items import Container, decode_value
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -259,13 +259,13 @@ class _LocalRegions:
     on_accelerator: bool
 
     @classmethod
-    def of(cls, placement: Sharding, shape: tuple[int, ...]) -> Self:
+    def from_placement(cls, placement: Sharding, shape: tuple[int, ...]) -> Self:
         """Returns the devices and regions of a placement, for a leaf of a shape."""
         devices: dict[Region, list[jax.Device]] = {}
         by_start: dict[tuple[int | None, ...], Region] = {}
         indices: dict[Any, Any] = {**placement.addressable_devices_indices_map(shape)}
         for device, index in indices.items():
-            region = region_of(index or (), shape)
+            region = index_region(index or (), shape)
             devices.setdefault(region, []).append(device)
             by_start[tuple(s.start for s in index or ())] = region
         if placement.is_fully_replicated:
@@ -404,11 +404,13 @@ class Target:
                 continue
             key = (item.placement, shape)
             if key not in known:
-                known[key] = _LocalRegions.of(item.placement, shape)
+                known[key] = _LocalRegions.from_placement(item.placement, shape)
             item.local = known[key]
             yield row, item.local.regions
 
-    def needed(self, count: int) -> Iterator[tuple[int, Mapping[Region, Holders]]]:
+    def iterate_needed(
+        self, count: int
+    ) -> Iterator[tuple[int, Mapping[Region, Holders]]]:
         """Yields each row that the processes of a job need, with regions and their
         holders.
 
@@ -427,7 +429,7 @@ class Target:
                 continue
             key = (item.placement, shape)
             if key not in known:
-                known[key] = _needed(item.placement, shape, everyone)
+                known[key] = _needed_regions(item.placement, shape, everyone)
             yield row, known[key]
 
     def place(self, buffer: Buffer) -> None:
@@ -466,7 +468,7 @@ class Target:
 _whole = lru_cache(maxsize=1024)(whole)  # a tree has many leaves, and few shapes
 
 
-def _needed(
+def _needed_regions(
     placement: Sharding, shape: tuple[int, ...], everyone: Holders
 ) -> Mapping[Region, Holders]:
     """Returns the regions of a leaf that processes need, with these processes."""
@@ -475,7 +477,7 @@ def _needed(
         return {whole(shape): everyone}
     found: dict[Region, set[int]] = {}
     for device, index in indices.items():
-        region = region_of(index or (), shape)
+        region = index_region(index or (), shape)
         found.setdefault(region, set()).add(device.process_index)
     return {region: frozenset(of) for region, of in found.items()}
 
@@ -570,7 +572,7 @@ def _value(item: _PendingLeaf) -> Any:
 
 def _host_value(item: _PendingLeaf, array: Any) -> Any:
     if is_encoded(item.wanted.kind):
-        return decoded(item.leaf.key, item.wanted.kind, array.tobytes())
+        return decode_value(item.leaf.key, item.wanted.kind, array.tobytes())
     match item.wanted.kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
             return array.item()

@@ -26,11 +26,11 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.memory import Bytes, collector_paused
-from storesvc_client._chunks.slabs import Slab, slabs_of
+from storesvc_client._chunks.slabs import Slab, cut_slabs
 from storesvc_client._job.assignment import (
     Held,
     Holders,
-    assigned,
+    assign_chunks,
     holders_of_chunks,
     shared_chunk_shape,
 )
@@ -44,8 +44,8 @@ from storesvc_client._pytree.leaves import (
     as_array,
     check_values,
     encoded_chunks,
-    layout_of,
     named_leaves,
+    plan_layout,
     saved_sharding,
     storable,
     with_encoded,
@@ -143,7 +143,7 @@ def with_items(
         tree=tree,
         leaves=(*plan.leaves, *plans),
         own=np.concatenate([plan.own, own]),
-        slabs=[*plan.slabs, *slabs_of(tree, own)],
+        slabs=[*plan.slabs, *cut_slabs(tree, own)],
     )
     # what other processes write is never read here
     data = [np.frombuffer(item.data or b"", np.uint8) for item in items]
@@ -171,7 +171,7 @@ class Planner:
                 lists them.
         """
         # 1. A training loop saves trees of one form; their plan is computed once.
-        reused = self._reused(tree, structure)
+        reused = self._reuse_plan(tree, structure)
         if reused is not None:
             return reused
         # 2. Reject everything that cannot be stored before anything is sent.
@@ -207,7 +207,7 @@ class Planner:
             order=tuple(numbers[id(leaf)] for leaf, _ in found),
             keys=tuple(leaf.key for leaf in rows),
             own=own,
-            slabs=slabs_of(planned, own),
+            slabs=cut_slabs(planned, own),
             compared=tuple(
                 row
                 for row, (leaf, _) in enumerate(found)
@@ -222,7 +222,7 @@ class Planner:
         self._plan = plan
         return plan, [as_array(leaf.value) for leaf, _ in found]
 
-    def _reused(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]] | None:
+    def _reuse_plan(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]] | None:
         """Returns the last plan with a tree's leaves, or None if it does not fit."""
         last = self._plan
         if last is None or last.structure != structure:
@@ -314,7 +314,7 @@ def _cut(value: Any, found: Signature, job: Job | None) -> _Cut:
         dtype=dtype,
         is_key=found.kind == pb.LEAF_KIND_PRNG_KEY,
         devices=devices,
-        layout=layout_of(Grid(found.shape, chunk_shape, dtype.itemsize), blocks),
+        layout=plan_layout(Grid(found.shape, chunk_shape, dtype.itemsize), blocks),
     )
     return _Cut(
         held=held,
@@ -370,7 +370,7 @@ def _holders(
         return None
     found: dict[tuple[int, ...], set[int]] = {}
     for device, index in indices.items():
-        region = region_of(index or (slice(None),) * len(shape), shape)
+        region = index_region(index or (slice(None),) * len(shape), shape)
         starts = tuple(start for start, _ in region)
         found.setdefault(starts, set()).add(device.process_index)
     return tuple(frozenset(found[starts]) for starts in sorted(found))
@@ -385,7 +385,7 @@ def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64
         first = (frozenset({0}),) * grid.count
         holders += first if of is None else holders_of_chunks(grid, of)
     sizes = tree.stored_lengths.tolist()
-    writers = assigned(holders, sizes, count=job.count)
+    writers = assign_chunks(holders, sizes, count=job.count)
     return np.flatnonzero(writers == job.index)
 
 
@@ -400,12 +400,12 @@ def _blocks(
     indices = value.sharding.addressable_devices_indices_map(value.shape)
     regions: dict[Region, jax.Device] = {}
     for device, index in indices.items():
-        held = region_of(index or (slice(None),) * rank, value.shape)
+        held = index_region(index or (slice(None),) * rank, value.shape)
         regions.setdefault(held + whole(found.shape[rank:]), device)
     return tuple(regions.values()), tuple(regions)
 
 
-def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+def index_region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     """Returns the region of a shard's index."""
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)
@@ -519,7 +519,7 @@ class TreeSource:
         if getattr(self._cache, "row", None) != row:
             with self._lock:
                 shards = (
-                    self._transferred(row)
+                    self._transfer_blocks(row)
                     if self._plan.is_remote
                     else self._shards(row)
                 )
@@ -535,7 +535,7 @@ class TreeSource:
         blocks: Sequence[NDArray[Any]] = self._cache.blocks
         return blocks
 
-    def _transferred(self, row: int) -> list[Any]:
+    def _transfer_blocks(self, row: int) -> list[Any]:
         """Returns the blocks of a leaf on the host, and starts transfers of the next
         leaves."""
         ahead = 0

@@ -8,7 +8,7 @@ import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from storesvc_client._pytree.leaves import list_problems
-from storesvc_client._pytree.matching import problems_of
+from storesvc_client._pytree.matching import find_problems
 from storesvc_client.errors import MismatchError
 
 _calls = count()
@@ -41,7 +41,7 @@ def is_function(init: object) -> TypeGuard[Callable[[], Any]]:
     return is_leaf and callable(init)
 
 
-def target_of(init: Callable[[], Any]) -> Any:
+def make_target(init: Callable[[], Any]) -> Any:
     """Returns a state as ``init`` makes it, without the values of its arrays.
 
     A function compiled by ``jax.jit`` with ``out_shardings`` is not run. Another one is
@@ -70,7 +70,7 @@ def check_restorable(name: str, state: Any, initial: Any) -> None:
     Raises:
         MismatchError: It could not; lists all differences.
     """
-    problems = problems_of(state, like=initial)
+    problems = find_problems(state, like=initial)
     if problems:
         raise MismatchError(
             f"{name} could not be restored like the initial state of this loop: "

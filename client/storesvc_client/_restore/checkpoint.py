@@ -57,7 +57,7 @@ from storesvc_client.errors import (
     LimitError,
     PreconditionError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -172,9 +172,9 @@ class OpenCheckpoint(OpenTree):
             ends = Deadline.after(checked_duration(what, deadline).total_seconds())
             if joint is not None:
                 joint.begin(self.name, lambda: self._name.resource, ends)
-            return self._restored(joint, ends, **options)
+            return self._restore_reported(joint, ends, **options)
 
-    def _restored(
+    def _restore_reported(
         self,
         joint: JointRestore | None,
         deadline: Deadline,
@@ -288,9 +288,9 @@ class OpenCheckpoint(OpenTree):
     def _check_alone(self) -> None:
         """Rejects ``spread=True`` in a job of which only this process restores. Outside
         a job it is accepted, as this process reads every byte once anyway."""
-        from storesvc_client._pytree.jax_job import job_of_process
+        from storesvc_client._pytree.jax_job import find_job
 
-        if job_of_process() is not None:
+        if find_job() is not None:
             raise InvalidRequestError(
                 f"restore of {self.name}: expected spread= with all processes of the "
                 "job, got a restore by this process alone; open the checkpoint, or "
@@ -348,9 +348,11 @@ class OpenCheckpoint(OpenTree):
             chosen = checked_patterns(f"{place}: select=", select)
         asked = ExportOptions(**options)
         with self._held(), Meter("export", self.name, progress) as meter:
-            return export_checkpoint(self._exported(chosen), url, asked, meter)
+            return export_checkpoint(
+                self._make_export_source(chosen), url, asked, meter
+            )
 
-    def _exported(self, select: Sequence[Pattern] | None) -> "Source":
+    def _make_export_source(self, select: Sequence[Pattern] | None) -> "Source":
         """Returns what an export reads."""
         from storesvc_client._export.elements import BucketPool, Source
 
@@ -452,7 +454,7 @@ class OpenCheckpoint(OpenTree):
         plan."""
         from storesvc_client._pytree.all_gather import all_gather
 
-        needed = list(target.needed(joint.job.count))
+        needed = list(target.iterate_needed(joint.job.count))
         plan = SpreadPlan(self._manifest, needed, count=joint.job.count)
         # a file on a local disk is as fast to reach as the other processes
         is_far = not isinstance(self._session.data_root, Path)
@@ -589,7 +591,7 @@ def open_checkpoint(
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
     try:
-        message, manifest = _manifest_of(session.connection, name, request, deadline)
+        message, manifest = _read_manifest(session.connection, name, request, deadline)
     except UnavailableError as e:
         if deadline.left > 0:
             raise
@@ -610,7 +612,7 @@ def open_checkpoint(
     )
 
 
-def _manifest_of(
+def _read_manifest(
     connection: Connection,
     name: CheckpointName,
     request: api.ReadManifestRequest,
@@ -659,7 +661,7 @@ def _manifest_bytes(
 ) -> tuple[api.Checkpoint, bytes]:
     stub = CheckpointServiceStub(connection.channel)
     message, parts, size = api.Checkpoint(), [], 0
-    with translated(connection.address):
+    with translate_rpc_errors(connection.address):
         stream = stub.ReadManifest(request, timeout=timeout)
         for response in stream:
             if response.HasField("checkpoint"):

@@ -16,14 +16,14 @@ from storesvc_client._values.arguments import (
     DurationLike,
     checked_text,
     duration_message,
-    received,
+    parse_received,
 )
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
     StoreError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -79,7 +79,7 @@ class Lease:
         if ttl is not None:
             request.ttl.CopyFrom(duration_message(ttl, "ttl= of a hold"))
         for attempt in connection.attempts("CreateHold"):
-            with attempt, translated(connection.address):
+            with attempt, translate_rpc_errors(connection.address):
                 # before the call, so that it never seems held for longer than it is
                 self._renewed = time.monotonic()
                 self._hold = self._stub.CreateHold(
@@ -106,7 +106,7 @@ class Lease:
     @property
     def checkpoint(self) -> CheckpointName:
         """The held checkpoint, by step."""
-        return received(CheckpointName.from_resource, self._hold.checkpoint)
+        return parse_received(CheckpointName.from_resource, self._hold.checkpoint)
 
     @property
     def uid(self) -> str:
@@ -195,7 +195,7 @@ class Lease:
     def _renew_once(self, request: api.RenewHoldRequest) -> None:
         began = time.monotonic()
         try:
-            with translated(self._connection.address):
+            with translate_rpc_errors(self._connection.address):
                 hold = self._stub.RenewHold(request, timeout=self._timeout).hold
         except UnavailableError:  # transient: the caller retries
             raise

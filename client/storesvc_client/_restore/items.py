@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from storesvc.format.keys import item_of
+from storesvc.format.keys import parse_item_key
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._values.arguments import shown
 from storesvc_client._values.data_iterators import (
@@ -16,11 +16,11 @@ from storesvc_client._values.data_iterators import (
     give_shards,
     give_state,
     has_state,
-    is_of_shards,
+    holds_shards,
     read_shards,
     shard_part,
 )
-from storesvc_client._values.items import decoded
+from storesvc_client._values.items import decode_value
 from storesvc_client._values.models import KINDS, UNKNOWN, ItemInfo
 from storesvc_client._values.texts import count_text
 from storesvc_client.errors import (
@@ -172,13 +172,13 @@ class Items(Mapping[str, Any]):
             )
         fits = count in (None, self._count)
         process = self._index if count == self._count else 0
-        (value,) = self._values_of(item, [process])
-        if is_of_shards(value):
+        (value,) = self._read_values(item, [process])
+        if holds_shards(value):
             with _unfit_as_mismatch(place):
                 shards = read_shards(
                     *shard_part(target),
                     len(item.rows),
-                    partial(self._values_of, item),
+                    partial(self._read_values, item),
                     {process: value},
                 )
             give = partial(give_shards, target, shards)
@@ -212,7 +212,7 @@ class Items(Mapping[str, Any]):
                 f"{self._name} item {name!r}: expected a value of each process, got "
                 f"one for all; use items[{name!r}]"
             )
-        return self._values_of(item, range(item.process_count))
+        return self._read_values(item, range(item.process_count))
 
     def info(self, name: str) -> ItemInfo:
         """Returns kind, size and number of processes of an item; reads nothing.
@@ -281,7 +281,7 @@ class Items(Mapping[str, Any]):
     def _leaf(self, row: int) -> Leaf:
         return self._tree.leaves[row]
 
-    def _values_of(self, item: _Item, processes: Sequence[int]) -> list[Any]:
+    def _read_values(self, item: _Item, processes: Sequence[int]) -> list[Any]:
         """Returns the values of some processes; one value for all is that of each."""
         shared = item.rows.get(None)
         rows = [item.rows[at] if shared is None else shared for at in processes]
@@ -289,7 +289,7 @@ class Items(Mapping[str, Any]):
 
     def _values(self, rows: Sequence[int]) -> list[Any]:
         return [
-            decoded(self._leaf(row).key, self._leaf(row).kind, data)
+            decode_value(self._leaf(row).key, self._leaf(row).kind, data)
             for row, data in zip(rows, self._bytes(rows), strict=True)
         ]
 
@@ -310,6 +310,6 @@ def _by_name(tree: Tree) -> dict[str, _Item]:
     """Returns the items of a tree by name, in the order of the names."""
     found: dict[str, _Item] = {}
     for row in range(tree.tree_count, len(tree.leaves)):
-        name = item_of(tree.leaves[row].key)
+        name = parse_item_key(tree.leaves[row].key)
         found.setdefault(name.item, _Item({})).rows[name.process] = row
     return dict(sorted(found.items()))

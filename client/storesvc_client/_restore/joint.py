@@ -62,7 +62,7 @@ class Finding:
     """The damage."""
 
     @classmethod
-    def of(cls, error: StoreError) -> "Finding":
+    def from_error(cls, error: StoreError) -> "Finding":
         """Returns the finding of a process that raises an error."""
         if isinstance(error, DataLossError):
             return cls(kind="damage", text=str(error))
@@ -70,7 +70,7 @@ class Finding:
         return cls(kind="peer" if is_peer else "other")
 
 
-def damage_of(findings: Sequence[Finding]) -> str:
+def find_damage(findings: Sequence[Finding]) -> str:
     """Returns the damage that ended a restore; "" if another error took part."""
     if any(finding.kind == "other" for finding in findings):
         return ""
@@ -93,7 +93,7 @@ def agreed_damage(
     if not place:
         return ""
     end = time.monotonic() + max(seconds, LEAST_SECONDS)
-    own = Finding.of(error)
+    own = Finding.from_error(error)
     with suppress(StoreError):  # the caller raises the original error
         if job.index != 0:
             job.post(_key(place, job.index), json.dumps(asdict(own)))
@@ -106,13 +106,13 @@ def agreed_damage(
             return "" if verdict is None else json.loads(verdict)["text"]
         damage = ""
         if not is_final and own.kind != "other":
-            damage = damage_of([own, *_gathered(job, place, end)])
+            damage = find_damage([own, *_gather_findings(job, place, end)])
         job.post(_key(place, 0), json.dumps({"text": damage}))
         return damage
     return ""
 
 
-def _gathered(job: Job, place: str, end: float) -> list[Finding]:
+def _gather_findings(job: Job, place: str, end: float) -> list[Finding]:
     """Returns the findings of the other processes; an absent one counts as an error."""
     findings = []
     for index in range(1, job.count):
@@ -130,12 +130,12 @@ _SHOWN: Final = 4
 """Maximum processes listed in a message."""
 
 
-def outcome_of(reading: ProcessReading) -> Outcome:
+def make_outcome(reading: ProcessReading) -> Outcome:
     """Returns the outcome of a process that has restored successfully."""
     return Outcome(name=json.dumps(asdict(reading)))
 
 
-def listed(failures: Sequence[str]) -> str:
+def list_failures(failures: Sequence[str]) -> str:
     """Returns the first few failures as one text, for messages."""
     more = f"; and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
     return "; ".join(failures[:_SHOWN]) + more
@@ -246,7 +246,7 @@ class JointRestore:
         key = self._calls.place_key(self._number)
         # process 0 may have waited as long for its server
         end = self._end + GRACE_SECONDS
-        place, _ = self._awaited(key, 0, end, grace=math.inf)
+        place, _ = self._await_key(key, 0, end, grace=math.inf)
         self._place = place or self._calls.take_back(self._number)
         if not self._place:
             raise self._absence(0).error
@@ -277,16 +277,22 @@ class JointRestore:
         """
         # 1. Meet before the first byte.
         if self.job.index == 0:
-            verdict = self._publish_verdict("begin", self._compared(digest, choice))
+            verdict = self._publish_verdict(
+                "begin", self._compare_start(digest, choice)
+            )
         else:
             self._publish("begin", Outcome(name=digest))
             # process 0 may have started later and waited as long for other processes
             end = min(self._end + self._seconds, self._deadline.end) + GRACE_SECONDS
             key = self._key("begin", 0)
-            text, progress = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
+            text, progress = self._await_key(key, 0, end, grace=2 * GRACE_SECONDS)
             if text is None:
                 failure = self.failure()
-                why = self._failed(failure) if failure else self._lateness(0, progress)
+                why = (
+                    self._failure_outcome(failure)
+                    if failure
+                    else self._lateness(0, progress)
+                )
                 verdict = self._publish_verdict("begin", why)
             else:
                 verdict = Outcome.of_text(text)
@@ -311,15 +317,15 @@ class JointRestore:
         if self.job.index == 0:
             verdict = self._publish_verdict("end", self._slowest(own, end))
         else:
-            self._publish("end", outcome_of(own))
+            self._publish("end", make_outcome(own))
             # process 0 may have started later, by at most the time it was waited for
             end += self._seconds + GRACE_SECONDS
-            text, progress = self._awaited(
+            text, progress = self._await_key(
                 self._key("end", 0), 0, end, grace=2 * GRACE_SECONDS
             )
             if text is None:
                 failure = self.failure() or f"{self._name(0)} has not ended{progress}"
-                verdict = self._publish_verdict("end", self._failed(failure))
+                verdict = self._publish_verdict("end", self._failure_outcome(failure))
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
@@ -367,7 +373,7 @@ class JointRestore:
             # Then the outcome of each meeting, so that no process waits for this one.
             is_first = self.job.index == 0
             if is_first:
-                self._publish("begin", self._failed(failure))
+                self._publish("begin", self._failure_outcome(failure))
                 self._gather(-math.inf, grace=0)  # for processes waiting by now
             else:
                 self._publish("begin", Outcome(failure=failure))
@@ -378,8 +384,8 @@ class JointRestore:
                 if self._is_begun and isinstance(error, UnavailableError):
                     _, others = self._collect(time.monotonic() + GRACE_SECONDS)
             finally:
-                self._publish("end", self._failed(failure, *others))
-        return listed(others)
+                self._publish("end", self._failure_outcome(failure, *others))
+        return list_failures(others)
 
     @contextmanager
     def publishing(self, describe: Callable[[], str]) -> Generator[None]:
@@ -421,7 +427,7 @@ class JointRestore:
             raise refusal
         self._gather(self._end, grace=FAILED_SECONDS)
         if failure := self.failure():
-            raise self._publish_verdict("begin", self._failed(failure)).error
+            raise self._publish_verdict("begin", self._failure_outcome(failure)).error
         if self._absent:
             verdict = self._absence(min(self._absent))
             raise self._publish_verdict("begin", verdict).error
@@ -450,7 +456,7 @@ class JointRestore:
                 seconds = 0.0
             if self._failed_at == math.inf and (failure := self.failure()):
                 self._failed_at = time.monotonic()
-                self._publish_verdict("begin", self._failed(failure))
+                self._publish_verdict("begin", self._failure_outcome(failure))
             left = min(end, self._failed_at + grace) - time.monotonic()
             if not self._absent or left <= 0:
                 return
@@ -469,14 +475,14 @@ class JointRestore:
         waits = is_refused and isinstance(error, Exception)
         end = time.monotonic() + (REFUSED_SECONDS if waits else 0.0)
         if is_first:
-            self._open(self._failed(self._own_failure(error)))
+            self._open(self._failure_outcome(self._own_failure(error)))
             self._gather(end, grace=math.inf)
             return True
         try:
             if self._number is None:
                 self._number = self._calls.begin()
                 key = self._calls.place_key(self._number)
-                self._awaited(key, 0, end, grace=math.inf)
+                self._await_key(key, 0, end, grace=math.inf)
         finally:  # Ctrl-C, too
             if self._number is not None:
                 self._place = self._calls.take_back(self._number)
@@ -511,19 +517,19 @@ class JointRestore:
         assert text is not None
         return Outcome.of_text(text)
 
-    def _compared(self, digest: str, choice: str) -> Outcome:
+    def _compare_start(self, digest: str, choice: str) -> Outcome:
         """Returns process 0's verdict on the start."""
         for index in range(1, self.job.count):
             key = self._key("begin", index)
-            text, progress = self._awaited(key, index, self._end, grace=0)
+            text, progress = self._await_key(key, index, self._end, grace=0)
             if text is None:
                 failure = self.failure()
                 if failure:
-                    return self._failed(failure)
+                    return self._failure_outcome(failure)
                 return self._lateness(index, progress)
             outcome = Outcome.of_text(text)
             if outcome.failure:
-                return self._failed(self.failure() or outcome.failure)
+                return self._failure_outcome(self.failure() or outcome.failure)
             if outcome.name != digest:
                 return Outcome(
                     failure=f"restore of {self._what}: "
@@ -538,8 +544,8 @@ class JointRestore:
         """Returns process 0's verdict on the end."""
         readings, failures = self._collect(end)
         if failures:
-            return self._failed(*failures)
-        return outcome_of(max([own, *readings], key=lambda each: each.seconds))
+            return self._failure_outcome(*failures)
+        return make_outcome(max([own, *readings], key=lambda each: each.seconds))
 
     def _collect(self, end: float) -> tuple[list[ProcessReading], list[str]]:
         """Returns what the others read, and the failures: processes that published a
@@ -548,7 +554,7 @@ class JointRestore:
         first_hand, second_hand = list[str](), list[str]()
         for index in range(1, self.job.count):
             key = self._key("end", index)
-            text, progress = self._awaited(key, index, end, grace=GRACE_SECONDS)
+            text, progress = self._await_key(key, index, end, grace=GRACE_SECONDS)
             if text is None:
                 absent.append(f"{self._name(index)} has not ended{progress}")
             elif (outcome := Outcome.of_text(text)).failure:
@@ -565,7 +571,7 @@ class JointRestore:
             failures = [failure, *failures]
         return readings, [*failures, *absent]
 
-    def _awaited(
+    def _await_key(
         self, key: str, index: int, end: float, *, grace: float
     ) -> tuple[str | None, str]:
         """Waits for a process to publish a key; returns its text and the last progress
@@ -599,7 +605,7 @@ class JointRestore:
 
     def _publish_wait(self, index: int, timer: WaitLogTimer, progress: str) -> str:
         """Publishes which process this one waits for; returns that text."""
-        waited = f"for {timer.waited:.0f} s now"
+        waited = f"for {timer.waited_seconds:.0f} s now"
         waits = f"{self._name(index)} of {self.job.count}, {waited}{progress}"
         if self._place:
             with suppress(StoreError):  # progress is optional; the end is published
@@ -636,10 +642,10 @@ class JointRestore:
             kind=UnavailableError.__name__,
         )
 
-    def _failed(self, *failures: str) -> Outcome:
+    def _failure_outcome(self, *failures: str) -> Outcome:
         """Returns the verdict if processes have failed."""
         return Outcome(
             failure=f"restore of {self._what} failed in another process of the job: "
-            f"{listed(failures)}",
+            f"{list_failures(failures)}",
             kind=PeerFailedError.__name__,
         )

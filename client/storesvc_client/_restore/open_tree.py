@@ -172,7 +172,7 @@ class OpenTree:
             InvalidRequestError: The budget is less than a chunk.
             DataLossError: Stored bytes are damaged; the message names leaf and chunk.
         """
-        from storesvc_client._restore.pictures import statistics_of
+        from storesvc_client._restore.pictures import compute_statistics
 
         row = self._row(key)
         leaf, grid = self.leaves[key], self._tree.grids[row]
@@ -180,7 +180,7 @@ class OpenTree:
         def read(regions: Sequence[Region], place: "Callable[[Buffer], None]") -> None:
             self._read([(row, regions)], place)
 
-        return statistics_of(
+        return compute_statistics(
             leaf, grid, read, hold=self._held, budget_bytes=budget_bytes
         )
 
@@ -193,7 +193,7 @@ class OpenTree:
         """Yields the arrays of rows, as ``read`` does."""
         tree = self._tree
         with self._held():
-            for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
+            for batch in _cut_batches(rows, [grid.leaf_bytes for grid in tree.grids]):
                 arrays: dict[int, NDArray[Any]] = {}
                 self._read(
                     [(row, [whole(tree.leaves[row].shape)]) for row in batch],
@@ -311,7 +311,7 @@ def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
     (arrays[buffer.row],) = buffer.arrays
 
 
-def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+def _cut_batches(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
     """Cuts rows into batches of at most ``READ_AT_ONCE_BYTES``, or one larger row."""
     batch: list[int] = []
     held = 0

@@ -59,7 +59,7 @@ class Pictures:
         Raises:
             InvalidRequestError: The differences lead to another checkpoint.
         """
-        shares = None if diff is None else changed_shares(self._checked(diff))
+        shares = None if diff is None else changed_shares(self._check_diff(diff))
         drawing = treemap(self._opened.leaves.values(), changed=shares)
         return Picture(name=f"treemap of {self._opened.name}", drawing=drawing)
 
@@ -72,7 +72,7 @@ class Pictures:
         Raises:
             InvalidRequestError: The differences lead to another checkpoint.
         """
-        shares = changed_shares(self._checked(diff))
+        shares = changed_shares(self._check_diff(diff))
         drawing = layer_bars(self._opened.leaves.values(), shares)
         return Picture(name=f"changes of {self._opened.name}", drawing=drawing)
 
@@ -111,7 +111,7 @@ class Pictures:
         self._opened._row(key)  # noqa: SLF001 - raises if there is none
         return self._opened.leaves[key]
 
-    def _checked(self, diff: Diff) -> Diff:
+    def _check_diff(self, diff: Diff) -> Diff:
         found = f"{diff.checkpoint.run}@{diff.checkpoint.step}"
         if found != self._opened.name:
             raise InvalidRequestError(
@@ -151,7 +151,7 @@ def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
     return [int(number) for number in np.flatnonzero(differ)]
 
 
-def statistics_of(
+def compute_statistics(
     leaf: LeafInfo,
     grid: Grid,
     read: Callable[[Sequence[Region], Callable[[Buffer], None]], None],

@@ -33,7 +33,7 @@ from storesvc.storage import rooted_files
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._chunks.memory import allocate
-from storesvc_client._chunks.slabs import frame_of
+from storesvc_client._chunks.slabs import parse_frame
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import (
     BUDGET_BYTES,
@@ -50,7 +50,7 @@ from storesvc_client.errors import (
     DataLossError,
     StoreError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
@@ -195,7 +195,7 @@ class ServerSource:
             if self._stopped:  # set before the stream was in the set to be cancelled
                 return
             with (
-                translated(self._connection.address),
+                translate_rpc_errors(self._connection.address),
                 assembly.meter.part(f"stream from chunk {ordinals[0]}"),
             ):
                 while True:
@@ -210,7 +210,7 @@ class ServerSource:
 
     def _take(self, response: bytes, assembly: Assembly) -> None:
         try:
-            frame, data = frame_of(response)
+            frame, data = parse_frame(response)
         except DecodeError:
             frame, data = ChunkFrame(length=[0]), memoryview(b"")
         if (
@@ -269,7 +269,7 @@ class FileSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
-            reads = self._planned(ordinals, assembly)
+            reads = self._plan_reads(ordinals, assembly)
         perform = partial(self._perform, _Scratch(), assembly)
         check = partial(self._check, assembly)
         self.budget.perform(reads, perform, assembly, threads=THREADS, check=check)
@@ -303,7 +303,7 @@ class FileSource:
     def _path(self, read: Read) -> Path:
         return self._root / self._pool / read.file
 
-    def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
+    def _plan_reads(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         chunks = np.array(ordinals, np.int64)
         alone = self._manifest.places.length[chunks] >= SMALL_BYTES
         large = chunks[alone].tolist()

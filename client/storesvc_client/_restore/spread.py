@@ -47,7 +47,7 @@ from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Buffer, Bytes
 from storesvc_client._chunks.memory import allocate
-from storesvc_client._job.assignment import Holders, assigned, needers_of_chunks
+from storesvc_client._job.assignment import Holders, assign_chunks, needers_of_chunks
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES
@@ -123,7 +123,7 @@ class SpreadPlan:
         self._needers = [needers[chunk] for chunk in self._chunks]
         lengths = tree.stored_lengths[self._chunks].tolist()
         self._sizes = dict(zip(self._chunks, lengths, strict=True))
-        readers = assigned(self._needers, lengths, count=count)
+        readers = assign_chunks(self._needers, lengths, count=count)
         self._readers = dict(zip(self._chunks, readers.tolist(), strict=True))
         self.saved_bytes = sum(
             (len(of) - 1) * length
@@ -312,7 +312,7 @@ class PeerSource:
         failure: Exception | None = None
         try:
             for processes in sorted({each.processes for each in exchanges}):
-                self._gathered(allocate(HEADER_BYTES), processes, assembly)
+                self._gather_slices(allocate(HEADER_BYTES), processes, assembly)
             with self._deferring_errors():
                 self._read([o for o in ordinals if o not in later], assembly)
             self._run(stages, frozenset(ordinals), assembly)
@@ -330,7 +330,7 @@ class PeerSource:
         """Processes whose exchange has ended with an error, which all of them know."""
         with (
             Threads(1, "storesvc-spread") as ahead,
-            closing(self._elements_of(stages, assembly, ahead)) as elements,
+            closing(self._iterate_elements(stages, assembly, ahead)) as elements,
         ):
             for stage in stages:
                 own = [chunk for chunk in stage.own if chunk in wanted]
@@ -370,14 +370,14 @@ class PeerSource:
         the chunks of the others to the assembly; returns False if a process failed."""
         chunks = dict(zip(exchange.processes, exchange.chunks, strict=True))
         incoming = {process: _Incoming(deque(of)) for process, of in chunks.items()}
-        own = self._stored(chunks[self._job.index], elements)
+        own = self._iterate_stored(chunks[self._job.index], elements)
         left = _NOTHING
         for _ in range(exchange.rounds):
             memory = allocate(HEADER_BYTES + exchange.slice_bytes)
             with self._deferring_errors():
                 left = _fill(memory[HEADER_BYTES:], left, own)
             self._mark(memory[:HEADER_BYTES])
-            brought = self._gathered(memory, exchange.processes, assembly)
+            brought = self._gather_slices(memory, exchange.processes, assembly)
             for process, part in zip(exchange.processes, brought, strict=True):
                 with self._deferring_errors():
                     self._take(process, part, incoming[process], assembly)
@@ -385,7 +385,7 @@ class PeerSource:
                 return False
         return True
 
-    def _gathered(
+    def _gather_slices(
         self, memory: Bytes, processes: Sequence[int], assembly: Assembly
     ) -> Sequence[Bytes]:
         """Exchanges one slice with each process and returns theirs.
@@ -417,7 +417,7 @@ class PeerSource:
         return gathering.result()
 
     def _wait(self, gathering: "Future[Sequence[Bytes]]", assembly: Assembly) -> None:
-        """Waits for the slices of the others; raises what ``_gathered`` does."""
+        """Waits for the slices of the others; raises what ``_gather_slices`` does."""
         grace_ends = math.inf
         while not gathering.done():
             with self._deferring_errors():
@@ -467,7 +467,7 @@ class PeerSource:
             text = message.encode(errors="replace")[:HEADER_BYTES]
             header[: len(text)] = np.frombuffer(text, np.uint8)
 
-    def _stored(
+    def _iterate_stored(
         self, chunks: Sequence[int], elements: Iterator[dict[int, Bytes]]
     ) -> Iterator[Bytes]:
         """Yields the stored bytes of the chunks of an exchange one after another;
@@ -482,7 +482,7 @@ class PeerSource:
                 tail = checksum.to_bytes(CHECKSUM_BYTES, "little")
                 yield np.frombuffer(tail, np.uint8)
 
-    def _elements_of(
+    def _iterate_elements(
         self, stages: Sequence[Stage], assembly: Assembly, ahead: Threads
     ) -> Generator[dict[int, Bytes]]:
         """Yields the elements of all batches that this process sends; reads the next
@@ -530,7 +530,7 @@ class PeerSource:
             for region, array in zip(buffer.regions, buffer.arrays, strict=True):
                 flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 if len(flat) < grid.chunk_bytes:
-                    flat = _padded(flat, array.shape, grid.chunk_shape)
+                    flat = _pad_chunk(flat, array.shape, grid.chunk_shape)
                 found[wanted[buffer.row][region]] = flat
 
         own = Assembly(
@@ -590,7 +590,9 @@ def _fill(memory: Bytes, left: Bytes, more: Iterator[Bytes]) -> Bytes:
     return left
 
 
-def _padded(elements: Bytes, shape: Sequence[int], chunk_shape: Sequence[int]) -> Bytes:
+def _pad_chunk(
+    elements: Bytes, shape: Sequence[int], chunk_shape: Sequence[int]
+) -> Bytes:
     """Returns the elements of a chunk in stored form: padded with zeros to its
     shape."""
     count = int(np.prod(shape, dtype=int))

@@ -49,7 +49,7 @@ from storesvc_client.errors import (
     StoreError,
     UnavailableError,
     error_class,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
@@ -72,7 +72,7 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
             server's packages are not installed.
         StoreError: The store cannot be opened.
     """
-    with _refused(root):
+    with _translate_start_errors(root):
         from storesvc.server.embedded import EmbeddedServer
 
         return EmbeddedServer(root, timeout=timeout)
@@ -89,14 +89,14 @@ def holds_store(root: str, *, timeout: float) -> bool:
         InvalidRequestError: See ``start_embedded``.
         StoreError: The storage does not answer.
     """
-    with _refused(root):
+    with _translate_start_errors(root):
         from storesvc.server import embedded
 
         return embedded.holds_store(root, timeout=timeout)
 
 
 @contextmanager
-def _refused(root: str) -> Generator[None]:
+def _translate_start_errors(root: str) -> Generator[None]:
     """Translates errors of the embedded server to errors of this library."""
     try:
         from storesvc.server.embedded import StartError
@@ -323,14 +323,14 @@ class Connection:
 
         with self._waiting(_name(request), deadline, is_quick=True) as wait:
             try:  # the first attempt needs no tenacity, which is slow to import
-                return self._tried(wait, act, deadline)
+                return self._try_once(wait, act, deadline)
             except StoreError as e:
                 if deadline.left <= 0 or not is_transient(e):
                     raise
                 first_error = e if isinstance(e, UnavailableError) else None
             return until(
                 deadline,
-                lambda: self._tried(wait, act, deadline),
+                lambda: self._try_once(wait, act, deadline),
                 least_attempts=LEAST_ATTEMPTS - 1,
                 first_error=first_error,
             )
@@ -347,7 +347,7 @@ class Connection:
             UnavailableError: See ``retry.until``.
         """
         with self._waiting(call, deadline) as wait:
-            return until(deadline, lambda: self._tried(wait, act, deadline))
+            return until(deadline, lambda: self._try_once(wait, act, deadline))
 
     def attempts(
         self, call: str, *, deadline: Deadline = NEVER
@@ -374,7 +374,7 @@ class Connection:
         patience = max(0.0, min(PATIENCE_SECONDS, deadline.left))
         return self.waits.during(call, patience=patience, is_quick=is_quick)
 
-    def _tried(self, wait: Wait, act: Callable[[], T], deadline: Deadline) -> T:
+    def _try_once(self, wait: Wait, act: Callable[[], T], deadline: Deadline) -> T:
         """Makes one of several attempts and returns its result."""
         wait.try_for(self.seconds(deadline))
         try:
@@ -386,7 +386,7 @@ class Connection:
     def _call(
         self, method: Callable[..., T], request: Message, deadline: Deadline
     ) -> T:
-        with translated(self.address):
+        with translate_rpc_errors(self.address):
             return method(request, timeout=self.seconds(deadline))
 
     def _answers(self) -> bool:
@@ -448,7 +448,7 @@ def open_connection(
         return Connection(
             lambda number: MetadataChannel(
                 grpc.insecure_channel(
-                    server.address, _numbered(_EMBEDDED_OPTIONS, number)
+                    server.address, _number_options(_EMBEDDED_OPTIONS, number)
                 ),
                 call_metadata(None, target),
             ),
@@ -523,7 +523,7 @@ def _source(servers: Target, tls: Tls | None, token: "Token") -> TokenSource:
 
 
 def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
-    options = _numbered(_REMOTE_OPTIONS, number)
+    options = _number_options(_REMOTE_OPTIONS, number)
     if servers.is_loopback:
         options = (*options, _NO_PROXY)
     if tls is None:
@@ -539,7 +539,7 @@ def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
     )
 
 
-def _numbered(
+def _number_options(
     options: Sequence[tuple[str, Any]], number: int
 ) -> Sequence[tuple[str, Any]]:
     """Returns the options of a channel; gRPC shares sockets between equal options."""

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._values.arguments import NEVER, Deadline, received
+from storesvc_client._values.arguments import NEVER, Deadline, parse_received
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -122,7 +122,7 @@ class RunStub:
         request = api.GetCheckpointRequest(name=name.resource)
         ask = self.connection.ask
         found = ask(self.service.GetCheckpoint, request, deadline).checkpoint
-        return received(CheckpointName.from_resource, found.name)
+        return parse_received(CheckpointName.from_resource, found.name)
 
     def ask(self, method: Callable[..., M], request: Message) -> M:
         """Returns the response to an idempotent request; retries transient errors."""

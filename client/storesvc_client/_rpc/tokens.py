@@ -52,7 +52,7 @@ def token_source(token: Token) -> TokenSource:
         InvalidRequestError: It is neither a text, a path nor a function.
     """
     if isinstance(token, str):
-        return _Fixed(_checked(token, "token"))
+        return _Fixed(_check_token(token, "token"))
     if isinstance(token, PathLike):
         return _File(Path(fspath(token)))
     if callable(token):
@@ -68,7 +68,7 @@ class _Fixed:
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._expires = expiry_of(token)
+        self._expires = parse_expiry(token)
 
     def __call__(self) -> str:
         _check_unexpired(self._expires, "token")
@@ -88,14 +88,14 @@ class _File:
 
     def __call__(self) -> str:
         with self._lock:
-            text = self._changed()
+            text = self._read_changed()
             if text is not None:
-                self._token = _checked(text.strip(), self._place)
-                self._expires = expiry_of(self._token)
+                self._token = _check_token(text.strip(), self._place)
+                self._expires = parse_expiry(self._token)
             _check_unexpired(self._expires, self._place)
             return self._token
 
-    def _changed(self) -> str | None:
+    def _read_changed(self) -> str | None:
         """Returns the text of the file; None if it is the same as before."""
         try:
             found = self._path.stat()
@@ -135,8 +135,8 @@ class _Function:
                 token = self._function()
                 if not isinstance(token, str):
                     raise _unusable("token function", f"a {type(token).__name__}")
-                self._token = _checked(token.strip(), "token function")
-                expires = expiry_of(self._token)
+                self._token = _check_token(token.strip(), "token function")
+                expires = parse_expiry(self._token)
                 _check_unexpired(expires, "token function")
                 self._until = (
                     time.time() + UNKNOWN_SECONDS
@@ -146,7 +146,7 @@ class _Function:
             return self._token
 
 
-def expiry_of(token: str) -> float | None:
+def parse_expiry(token: str) -> float | None:
     """Returns the time at which a JSON Web Token expires, in seconds since 1970; None
     if the token does not say. Verifies nothing: only the server can."""
     parts = token.split(".")
@@ -163,7 +163,7 @@ def expiry_of(token: str) -> float | None:
     return float(expires)
 
 
-def _checked(token: str, place: str) -> str:
+def _check_token(token: str, place: str) -> str:
     """Returns a token that can be sent."""
     if not token:
         raise _unusable(place, "an empty text")

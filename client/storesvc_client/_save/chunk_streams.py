@@ -35,7 +35,7 @@ from storesvc_client._rpc.connection import MAX_FRAME_BYTES, Connection
 from storesvc_client._rpc.retry import is_transient
 from storesvc_client._save.snapshot import SlabQueue, StarvedError, WantedSlabs
 from storesvc_client._values.progress import Meter
-from storesvc_client.errors import StoreError, translated
+from storesvc_client.errors import StoreError, translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 
@@ -337,7 +337,7 @@ class ChunkStreams:
 
         sent, durable = _Requests(requests(), self._meter), 0
         try:
-            with translated(self._connection.address):
+            with translate_rpc_errors(self._connection.address):
                 # Acknowledged at once: if the stream breaks, the next one resends only
                 # what is not durable.
                 for response in method(sent):

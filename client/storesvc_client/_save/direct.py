@@ -151,7 +151,7 @@ class FilePool:
         except StoreError:  # some classes are OSErrors too
             raise
         except OSError as e:
-            raise _translated(e, self._root / self._pool) from e
+            raise _translate_error(e, self._root / self._pool) from e
 
     def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
         """See ``Pool.append``."""
@@ -159,7 +159,7 @@ class FilePool:
         file.append(parts)
 
 
-def _translated(e: OSError, pool: Path) -> StoreError:
+def _translate_error(e: OSError, pool: Path) -> StoreError:
     if e.errno == errno.ENOSPC:
         return LimitError(
             f"{pool}: the storage is full; {rooted_files.HOW_TO_FREE_SPACE}, then save "

@@ -51,7 +51,7 @@ class _Declared:
     """Digest of a value that is equal in all processes; "" of others."""
 
     @classmethod
-    def of(cls, item: OwnItem) -> Self:
+    def from_item(cls, item: OwnItem) -> Self:
         """Returns what the other processes must know of an item."""
         data, digest = item.encoded.data, ""
         if item.sharing == "same":
@@ -99,7 +99,7 @@ def checked_items(place: str, items: object) -> dict[str, OwnItem]:
 
 def items_alone(own: Mapping[str, OwnItem]) -> list[PlannedItem]:
     """Returns the rows of the items of a process that saves alone."""
-    return _ordered(
+    return _order_rows(
         PlannedItem(
             name=ItemName(name, 0 if item.sharing == "own" else None),
             kind=item.encoded.kind,
@@ -126,7 +126,7 @@ class ItemExchange:
         self._joint = joint
         self._place = place
         self._own = own
-        self._declared = {name: _Declared.of(item) for name, item in own.items()}
+        self._declared = {name: _Declared.from_item(item) for name, item in own.items()}
         self._waits = any(item.sharing == "own" for item in own.values())
         # Also if there are none: another process may have some, and would wait. But a
         # board that is gone must fail no save without items.
@@ -136,7 +136,7 @@ class ItemExchange:
             elif not self._waits:
                 self._publish_all([self._declared])
 
-    def agreed(self, *, seconds: float) -> list[PlannedItem]:
+    def agree_items(self, *, seconds: float) -> list[PlannedItem]:
         """Waits for the sizes of the other processes' items; returns the rows of all.
 
         Args:
@@ -151,21 +151,21 @@ class ItemExchange:
         if not self._own:
             return []
         if self._joint.job.index == 0:
-            tables = self._gathered(seconds)
+            tables = self._gather_items(seconds)
         else:
-            text = self._awaited(None, seconds)
-            tables = [_of_text(each) for each in json.loads(text)]
+            text = self._await_items(None, seconds)
+            tables = [_parse_declared(each) for each in json.loads(text)]
             self._check(0, tables[0], self._joint.job.index, self._declared)
         return self._rows(tables)
 
-    def _gathered(self, seconds: float) -> list[dict[str, _Declared]]:
+    def _gather_items(self, seconds: float) -> list[dict[str, _Declared]]:
         """Returns the items of all processes, or of process 0 alone if no value is per
         process."""
         tables = [self._declared]
         if not self._waits:
             return tables
         for index in range(1, self._joint.job.count):
-            table = _of_text(self._awaited(index, seconds))
+            table = _parse_declared(self._await_items(index, seconds))
             self._check(0, self._declared, index, table)
             tables.append(table)
         self._publish_all(tables)
@@ -174,7 +174,7 @@ class ItemExchange:
     def _publish_all(self, tables: Sequence[Mapping[str, _Declared]]) -> None:
         self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))
 
-    def _awaited(self, index: int | None, seconds: float) -> str:
+    def _await_items(self, index: int | None, seconds: float) -> str:
         """Returns the published items of a process, or with None of all processes."""
         end = time.monotonic() + seconds
         while True:
@@ -192,7 +192,7 @@ class ItemExchange:
                 other = self._joint.other_step(index or 0)
                 last = f" (its last save is of step {other})" if other else ""
                 raise UnavailableError(
-                    f"{self._place}: items=: {self._named(index or 0)}{last} has not "
+                    f"{self._place}: items=: {self._label(index or 0)}{last} has not "
                     f"begun it in {seconds:g} s; every process of the job must save "
                     "each step, and run still"
                 )
@@ -208,8 +208,8 @@ class ItemExchange:
         if expected.keys() != got.keys():
             names = [", ".join(table) or "none" for table in (expected, got)]
             raise InvalidRequestError(
-                f"{self._place}: items=: {self._named(index)} passes {names[0]}, "
-                f"{self._named(other)} {names[1]}; pass the same names in all "
+                f"{self._place}: items=: {self._label(index)} passes {names[0]}, "
+                f"{self._label(other)} {names[1]}; pass the same names in all "
                 "processes of the job"
             )
         for name, item in expected.items():
@@ -217,22 +217,22 @@ class ItemExchange:
             if item.sharing != there.sharing:
                 raise InvalidRequestError(
                     f"{self._place}: items=: item {name!r} is "
-                    f"{_SHARINGS[item.sharing]} in {self._named(index)}, but "
-                    f"{_SHARINGS[there.sharing]} in {self._named(other)}; pass it in "
+                    f"{_SHARINGS[item.sharing]} in {self._label(index)}, but "
+                    f"{_SHARINGS[there.sharing]} in {self._label(other)}; pass it in "
                     "the same way in all processes of the job"
                 )
             if item.digest != there.digest:
                 raise InvalidRequestError(
                     f"{self._place}: items=: item {name!r}: expected an equal value in "
                     f"all processes of the job, got another one in "
-                    f"{self._named(other)} than in {self._named(index)}; a data "
+                    f"{self._label(other)} than in {self._label(index)}; a data "
                     "iterator must have gone through as many batches in each"
                 )
             if item.sharing == "own" and item.kind != there.kind:
                 kinds = [kind_text(item.kind), kind_text(there.kind)]
                 raise InvalidRequestError(
-                    f"{self._place}: items=: item {name!r}: {self._named(index)} "
-                    f"passes {kinds[0]}, {self._named(other)} {kinds[1]}; pass values "
+                    f"{self._place}: items=: item {name!r}: {self._label(index)} "
+                    f"passes {kinds[0]}, {self._label(other)} {kinds[1]}; pass values "
                     "of one kind in all processes of the job"
                 )
 
@@ -251,13 +251,13 @@ class ItemExchange:
                         data=self._own[name].encoded.data if process == me else None,
                     )
                 )
-        return _ordered(rows)
+        return _order_rows(rows)
 
-    def _named(self, index: int) -> str:
+    def _label(self, index: int) -> str:
         return process_name(self._joint.job, index)
 
 
-def _ordered(rows: "Any") -> list[PlannedItem]:
+def _order_rows(rows: "Any") -> list[PlannedItem]:
     return sorted(rows, key=lambda row: row.name.key)
 
 
@@ -269,5 +269,5 @@ def _to_text(table: Mapping[str, _Declared]) -> str:
     return json.dumps(rows)
 
 
-def _of_text(text: str) -> dict[str, _Declared]:
+def _parse_declared(text: str) -> dict[str, _Declared]:
     return {name: _Declared(*fields) for name, *fields in json.loads(text)}

@@ -348,7 +348,7 @@ class RunSaver:
                     check(plan)
                 rows = items_alone(own_items)
                 if exchange is not None:
-                    rows = _agreed(exchange, description, meter)
+                    rows = _agree_items(exchange, description, meter)
                 whole, values = with_items(plan, values, rows)
                 save, slab_queue = self._start(
                     _new_writer(self._connection, description, whole, meter, joint),
@@ -543,7 +543,7 @@ class RunSaver:
 
         name, step = str(writer.described), writer.described.step
         telemetry = self._session.telemetry
-        measured = partial(_unfinished, writer, upload, meter)
+        measured = partial(_measure_unfinished, writer, upload, meter)
         telemetry.save_began()
         try:
             if writer.writer_count == 1:
@@ -626,7 +626,7 @@ class _OthersError(Exception):
         """Error that the handle of the save raises."""
 
 
-def _unfinished(writer: "Writer", upload: "Upload", meter: Meter) -> Unfinished:
+def _measure_unfinished(writer: "Writer", upload: "Upload", meter: Meter) -> Unfinished:
     """Returns the measurements of a save so far."""
     return Unfinished(
         run=str(writer.described.run),
@@ -639,7 +639,7 @@ def _unfinished(writer: "Writer", upload: "Upload", meter: Meter) -> Unfinished:
     )
 
 
-def _agreed(
+def _agree_items(
     exchange: "ItemExchange", description: "Description", meter: Meter
 ) -> "list[PlannedItem]":
     """Returns the items of all processes.
@@ -650,7 +650,7 @@ def _agreed(
     """
     try:
         with meter.phase("await others"):
-            return exchange.agreed(seconds=description.lease.total_seconds())
+            return exchange.agree_items(seconds=description.lease.total_seconds())
     except (PeerFailedError, UnavailableError) as e:
         raise _OthersError(e) from e
 
@@ -658,9 +658,9 @@ def _agreed(
 def _joint_save(run: str, step: int, loop: "Departures | None") -> "JointSave | None":
     """Returns the joint save of a job's processes; None outside a job."""
     from storesvc_client._job.job import JointSave
-    from storesvc_client._pytree.jax_job import job_of_process
+    from storesvc_client._pytree.jax_job import find_job
 
-    job = job_of_process()
+    job = find_job()
     return None if job is None else JointSave(job, run, step, loop)
 
 

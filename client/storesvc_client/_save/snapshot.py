@@ -207,7 +207,7 @@ class SlabQueue:
         """
         if self.is_cancelled:
             self.check()
-        slabs = chain(_popped(self._ahead), _popped(self._slabs))
+        slabs = chain(_pop_slabs(self._ahead), _pop_slabs(self._slabs))
         return list(islice(slabs, at_most))
 
     def take_ahead(self, is_stopped: Callable[[], bool]) -> FilledSlab | None:
@@ -244,7 +244,7 @@ class SlabQueue:
         self.give_back(filled)
 
 
-def _popped(slabs: deque[FilledSlab]) -> Iterator[FilledSlab]:
+def _pop_slabs(slabs: deque[FilledSlab]) -> Iterator[FilledSlab]:
     while slabs:
         yield slabs.popleft()
 
@@ -473,7 +473,7 @@ class Snapshot:
                 held = set(self._known.reusable(asked).tolist())
                 left = {o for o in self._unchanged if o not in held}
                 if left:
-                    self._in_threads(self._slabs, lambda slab: _of(slab, left))
+                    self._in_threads(self._slabs, lambda slab: _slab_chunks(slab, left))
         except BaseException as e:
             self._slab_queue.fail(e)
             raise
@@ -566,6 +566,6 @@ class Snapshot:
         return sorted(set(ordinals) - set(same))
 
 
-def _of(slab: Slab, chunks: set[int]) -> Sequence[int]:
+def _slab_chunks(slab: Slab, chunks: set[int]) -> Sequence[int]:
     ordinals = range(slab.first, slab.first + len(slab.sizes))
     return [ordinal for ordinal in ordinals if ordinal in chunks]

@@ -109,10 +109,10 @@ class SharedBuffer:
                 for _, at, size in slab.rows()
             ]
             wanted = range(slab.first, slab.first + len(slab.sizes))
-            filled = FilledSlab(slab, wanted, None, pieces, self._returned)
+            filled = FilledSlab(slab, wanted, None, pieces, self._on_returned)
             self._slab_queue.put(filled)
 
-    def _returned(self) -> None:
+    def _on_returned(self) -> None:
         with self._lock:
             self._lent -= 1
             is_last = not self._lent
@@ -242,7 +242,7 @@ def _check_sums(name: str, tree: Tree, known: Sums, stored: Sums) -> None:
         )
 
 
-def committed(stub: RunStub) -> dict[int, Checkpoint]:
+def list_committed(stub: RunStub) -> dict[int, Checkpoint]:
     """Returns the checkpoints of a run by step; none if there is no such run.
 
     Raises:

@@ -47,7 +47,7 @@ from storesvc_client.errors import (
     PreconditionError,
     StoreError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
@@ -323,7 +323,9 @@ class Upload:
             wanted.drop()
         # 3. Finish.
         try:
-            self._writer.finish(ref, self._sums.result(self._own), self._measured())
+            self._writer.finish(
+                ref, self._sums.result(self._own), self._measure_writer()
+            )
         except PreconditionError as e:
             self._explain(e)
             raise
@@ -383,7 +385,7 @@ class Upload:
         self, ref: api.WriterRef, sums: Sums, timeout: float | None = None
     ) -> set[int]:
         found: set[int] = set()
-        with self._meter.phase("find"), translated(self._connection.address):
+        with self._meter.phase("find"), translate_rpc_errors(self._connection.address):
             parts = (api.FindChunksRequest(chunks=part) for part in pack_sums(sums))
             requests = chain([api.FindChunksRequest(open=ref)], parts)
             for response in self._stub.FindChunks(requests, timeout=timeout):
@@ -422,7 +424,7 @@ class Upload:
         except StoreError:  # the upload expires with its lease
             return
 
-    def _measured(self) -> WriterReport:
+    def _measure_writer(self) -> WriterReport:
         """Returns the measurements of this process so far."""
         lengths = self._tree.stored_lengths
         total = int(lengths[self._own].sum())
@@ -435,7 +437,7 @@ class Upload:
         )
 
     def _report(self) -> SaveReport:
-        own, described = self._measured(), self._writer.described
+        own, described = self._measure_writer(), self._writer.described
         return SaveReport(
             run=str(described.run),
             step=described.step,

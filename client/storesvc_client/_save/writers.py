@@ -40,7 +40,7 @@ from storesvc_client.errors import (
     PeerFailedError,
     StoreError,
     UnavailableError,
-    translated,
+    translate_rpc_errors,
 )
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -125,7 +125,7 @@ class Writer:
         timeout = self._connection.timeout
         for attempt in self._connection.attempts("CommitUpload"):
             with attempt, self._meter.phase("commit"):
-                with translated(self._connection.address):
+                with translate_rpc_errors(self._connection.address):
                     committed = self._stub.CommitUpload(request, timeout=timeout)
                 return Checkpoint.from_message(committed.checkpoint)
         raise AssertionError
@@ -173,7 +173,7 @@ class Writer:
                 yield type(first)(leaves=part, leaf_digests=digests[at:end])
                 at = end
 
-        with translated(self._connection.address):
+        with translate_rpc_errors(self._connection.address):
             response = method(requests(), timeout=self._connection.timeout)
         upload: api.Upload = response.upload
         return upload
@@ -190,7 +190,7 @@ class Writer:
             for part in pack_sums(sums):
                 yield api.FinishWriterRequest(chunks=part)
 
-        with translated(self._connection.address):
+        with translate_rpc_errors(self._connection.address):
             return self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
 
 
@@ -262,7 +262,7 @@ class JointWriter(Writer):
         if self.index == 0:
             lease_seconds = self.described.lease.total_seconds()
             if lease_seconds >= HEARTBEAT_SECONDS:
-                _warn_of_heartbeat(lease_seconds)
+                _warn_heartbeat(lease_seconds)
             upload = super().begin()
             # Only then: the others join what they read here.
             self._joint.begin(upload.name)
@@ -328,7 +328,7 @@ class JointWriter(Writer):
 
     def check_others(self) -> None:
         """See ``Writer.check_others``."""
-        outcome = self._ended()
+        outcome = self._read_outcome()
         if outcome is not None:
             self._check(outcome)
 
@@ -338,7 +338,7 @@ class JointWriter(Writer):
         outcome = self._joint.begun(seconds=seconds)
         if outcome is None:
             raise UnavailableError(
-                f"save of {self.described}: {self._named(0)} of {self.writer_count} "
+                f"save of {self.described}: {self._label(0)} of {self.writer_count} "
                 f"has not begun it in {seconds:g} s; every process of the job must "
                 "save each step, and run still"
             )
@@ -360,7 +360,7 @@ class JointWriter(Writer):
         begun, log_seconds = since, LOG_SECONDS
         seconds = 0.0
         while True:
-            outcome = self._ended(seconds=seconds)
+            outcome = self._read_outcome(seconds=seconds)
             if outcome is not None:
                 self._check(outcome)
                 return
@@ -394,7 +394,7 @@ class JointWriter(Writer):
             left = since + lease - self._meter.clock()
             seconds = max(MIN_POLL_SECONDS, min(POLL_SECONDS, lease / 4, left))
 
-    def _ended(self, *, seconds: float = 0.0) -> Outcome | None:
+    def _read_outcome(self, *, seconds: float = 0.0) -> Outcome | None:
         """Returns the published outcome of the save; None if there is none in time.
 
         If the process that runs the coordination service has died, nothing can be
@@ -416,7 +416,7 @@ class JointWriter(Writer):
                 f"{outcome.failure}"
             )
 
-    def _named(self, index: int) -> str:
+    def _label(self, index: int) -> str:
         """Returns the name of a process that has not finished, for messages."""
         name, other = self._name(index), self._joint.other_step(index)
         return f"{name} (its last save is of step {other})" if other else name
@@ -428,14 +428,14 @@ class JointWriter(Writer):
         """Returns the processes that have not finished, for messages."""
         if upload is None:
             return "all processes"
-        named = [self._named(writer) for writer in upload.unfinished_writers[:_SHOWN]]
+        named = [self._label(writer) for writer in upload.unfinished_writers[:_SHOWN]]
         more = self.writer_count - upload.finished_writer_count - len(named)
         rest = f" and {more} more" if more else ""
         return f"{', '.join(named)}{rest} of {self.writer_count} processes"
 
 
 @cache
-def _warn_of_heartbeat(lease_seconds: float) -> None:
+def _warn_heartbeat(lease_seconds: float) -> None:
     """Warns, once for each lease length, that jax may abort the job before a lease
     expires."""
     _log.warning(

@@ -25,7 +25,7 @@ from typing import (
 
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
-from storesvc.storage.bucket import translated
+from storesvc.storage.bucket import translate_errors
 from storesvc.storage.hedging import (
     READS,
     WRITES,
@@ -35,7 +35,7 @@ from storesvc.storage.hedging import (
     Step,
 )
 from storesvc.storage.location import GRPC_DRIVER, Storage
-from storesvc.storage.remote import bucket_of, endpoint_in_environment
+from storesvc.storage.remote import endpoint_in_environment, make_bucket
 from storesvc_client._storage.objects import OwnStore
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
@@ -87,8 +87,8 @@ class BucketRoot:
             ) from e
         if storage.spec["driver"] == GRPC_DRIVER:
             # checked first: TensorStore aborts the process if it finds no credentials
-            bucket_of(storage)
-        with _translated(storage, ""):
+            make_bucket(storage)
+        with _translate_errors(storage, ""):
             with endpoint_in_environment(storage):
                 opening = ts.KvStore.open(
                     dict(storage.spec), context=ts.Context(dict(storage.context))
@@ -198,7 +198,7 @@ class BucketRoot:
             hedge,
             partial(self._log_late, what),
             answers,
-            partial(_translated, self.storage, path),
+            partial(_translate_errors, self.storage, path),
         )
 
     def _log_late(self, what: str, seconds: float, now: float) -> None:
@@ -299,9 +299,9 @@ class HedgedCall(Generic[T]):
         self._drop()
         self._answers = None
         if self._settled is not None:
-            self._hedge.answered(now=time.monotonic())
+            self._hedge.record_answer(now=time.monotonic())
         else:
-            self._hedge.abandoned()
+            self._hedge.record_abandonment()
 
     def _begin(self) -> None:
         one, answer = self._send(), self._answer  # the bound method must be the same
@@ -329,11 +329,11 @@ Responses: TypeAlias = "queue.SimpleQueue[tuple[HedgedCall[Any], Any]]"
 
 
 @contextmanager
-def _translated(storage: Storage, path: str) -> Generator[None]:
+def _translate_errors(storage: Storage, path: str) -> Generator[None]:
     """Translates errors of a storage to errors of this library."""
     own: StoreError | None = None
     try:
-        with translated(storage, path):
+        with translate_errors(storage, path):
             try:
                 yield
             except StoreError as e:

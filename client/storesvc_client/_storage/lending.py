@@ -17,7 +17,7 @@ from storesvc.storage.location import (
     shows_plaintext,
     storage_at,
 )
-from storesvc.storage.remote import endpoint_of
+from storesvc.storage.remote import find_endpoint
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.objects import (
@@ -27,7 +27,11 @@ from storesvc_client._storage.objects import (
     LentStore,
     S3Secret,
 )
-from storesvc_client.errors import InvalidRequestError, UnavailableError, translated
+from storesvc_client.errors import (
+    InvalidRequestError,
+    UnavailableError,
+    translate_rpc_errors,
+)
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
@@ -110,7 +114,7 @@ class LentBucket:
             StoreError: As the contract states for the call.
         """
         for attempt in self._connection.attempts("LendCredentials"):
-            with attempt, translated(self._connection.address):
+            with attempt, translate_rpc_errors(self._connection.address):
                 answer = self._stub.LendCredentials(request, timeout=LEND_SECONDS)
         prefix = f"{self.storage.name}/{expected}"
         if answer.prefix != prefix:
@@ -152,7 +156,7 @@ def _check(storage: Storage, direct: str) -> None:
             f"direct: expected no driver= with lend_credentials=, got {GRPC_DRIVER}; "
             "lent credentials are used over HTTP, leave driver= out"
         )
-    endpoint = endpoint_of(storage)
+    endpoint = find_endpoint(storage)
     if endpoint and shows_plaintext(endpoint):
         raise InvalidRequestError(
             f"direct: expected endpoint=https://..., or http:// on this machine, got "

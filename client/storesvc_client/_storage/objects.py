@@ -43,9 +43,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, asser
 
 from storesvc.errors import InvalidFieldError, StorageDeniedError
 from storesvc.format.checksums import Buffer
-from storesvc.storage.bucket import denied, failed, unauthenticated
+from storesvc.storage.bucket import denied_error, failure_error, unauthenticated_error
 from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
-from storesvc.storage.remote import endpoint_of, own_credentials
+from storesvc.storage.remote import find_endpoint, own_credentials
 from storesvc.storage.requests import run_in_daemon_thread
 from storesvc_client.errors import StoreError
 
@@ -136,12 +136,12 @@ class LentCredential:
         """
         now = self._clock()
         if self._lent is None or now >= self._end:
-            return await self._renewed()
+            return await self._renew_lent()
         if now >= self._due:
             self._start()
         return self._lent
 
-    async def instead_of(self, rejected: Lent) -> Lent:
+    async def replace_rejected(self, rejected: Lent) -> Lent:
         """Returns another credential than one that the storage has rejected.
 
         Raises:
@@ -149,9 +149,9 @@ class LentCredential:
         """
         if self._lent is not None and self._lent is not rejected:
             return self._lent
-        return await self._renewed()
+        return await self._renew_lent()
 
-    async def _renewed(self) -> Lent:
+    async def _renew_lent(self) -> Lent:
         # a request that is dropped must not end the renewal of the others
         return await asyncio.shield(self._start())
 
@@ -159,7 +159,7 @@ class LentCredential:
         """Returns the renewal in progress; begins one if there is none."""
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew())
-            self._renewing.add_done_callback(self._ended)
+            self._renewing.add_done_callback(self._on_ended)
         return self._renewing
 
     async def _renew(self) -> Lent:
@@ -169,7 +169,7 @@ class LentCredential:
         self._lent, self._due, self._end = lent, now + RENEWED_AT * life, now + life
         return lent
 
-    def _ended(self, renewing: "asyncio.Task[Lent]") -> None:
+    def _on_ended(self, renewing: "asyncio.Task[Lent]") -> None:
         self._renewing = None
         if renewing.cancelled():
             return
@@ -221,7 +221,7 @@ class ObjectCall:
     def add_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
         """Calls a function with this request once it has ended."""
         self._callbacks.append(callback)
-        ended = weakref.WeakMethod(self._ended)
+        ended = weakref.WeakMethod(self._on_ended)
 
         def call(_: object) -> None:
             if (method := ended()) is not None:
@@ -237,7 +237,7 @@ class ObjectCall:
         self._callbacks.clear()
         self._future.cancel()
 
-    def _ended(self) -> None:
+    def _on_ended(self) -> None:
         # another thread may remove them at this moment
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -252,7 +252,7 @@ class ObjectCall:
         return self._future.result()
 
 
-def started(request: Coroutine[Any, Any, Any]) -> ObjectCall:
+def start_request(request: Coroutine[Any, Any, Any]) -> ObjectCall:
     """Starts a request."""
     return ObjectCall(asyncio.run_coroutine_threadsafe(request, _loop()))
 
@@ -316,7 +316,7 @@ def is_rejected(cause: Exception) -> bool:
     return is_denied or any(code in str(cause) for code in _EXPIRED)
 
 
-def reason_of(cause: Exception) -> str:
+def error_reason(cause: Exception) -> str:
     """Returns the message of an error of obstore, without its details."""
     return str(cause).partition("\n")[0].strip()[:_MAX_REASON]
 
@@ -325,7 +325,7 @@ def gcs_objects(storage: Storage, provider: "GCSCredentialProvider") -> "GCSStor
     """Returns a client of a bucket with exactly one source of credentials."""
     from obstore.store import GCSStore
 
-    endpoint = endpoint_of(storage)
+    endpoint = find_endpoint(storage)
     options: Any = {} if endpoint is None else {"base_url": endpoint}
     return GCSStore(
         storage.spec["bucket"],
@@ -340,7 +340,7 @@ def s3_objects(storage: Storage, provider: "S3CredentialProvider") -> "S3Store":
     """Returns a client of a bucket with exactly one source of credentials."""
     from obstore.store import S3Store
 
-    endpoint = endpoint_of(storage)
+    endpoint = find_endpoint(storage)
     options: Any = {} if endpoint is None else {"endpoint": endpoint}
     return S3Store(
         storage.spec["bucket"],
@@ -404,11 +404,11 @@ class LentStore:
     # ``Any`` stands for a future of TensorStore.
     def read(self, path: str, *, byte_range: slice | None = None) -> Any:
         """Starts a read of an object, or of bytes of it."""
-        return started(self._read(path, byte_range))
+        return start_request(self._read(path, byte_range))
 
     def write(self, path: str, data: Sequence[Buffer]) -> Any:
         """Starts the creation of an object."""
-        return started(self._sent(path, partial(_create, self._key(path), data)))
+        return start_request(self._sent(path, partial(_create, self._key(path), data)))
 
     async def _read(self, path: str, span: slice | None) -> ReadResult:
         from obstore.exceptions import NotFoundError
@@ -437,7 +437,7 @@ class LentStore:
             except BaseError as e:
                 if not is_rejected(e):
                     raise
-            lent = await self._credential.instead_of(lent)
+            lent = await self._credential.replace_rejected(lent)
             return await send(self._objects(lent))
         except NotFoundError:
             raise
@@ -451,11 +451,11 @@ class LentStore:
         """Returns the client of a credential."""
         opened = self._opened
         if opened is None or opened[0] is not lent:
-            self._opened = opened = lent, _opened(self._storage, lent)
+            self._opened = opened = lent, _open_client(self._storage, lent)
         return opened[1]
 
     def _error(self, path: str, cause: Exception) -> Exception:
-        reason = reason_of(cause)
+        reason = error_reason(cause)
         if not is_rejected(cause):
             return RuntimeError(reason)
         return StorageDeniedError(
@@ -490,7 +490,7 @@ async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
     await create(objects, key, data, is_stored)
 
 
-def _opened(storage: Storage, lent: Lent) -> "Objects":
+def _open_client(storage: Storage, lent: Lent) -> "Objects":
     """Returns a client with exactly one credential, and no search for others."""
     match lent.secret:
         case GcsSecret(token=token):
@@ -542,7 +542,7 @@ class OwnStore:
         objects = self._opened()
         if objects is None:
             return self._kvstore.write(path, b"".join(data))
-        return started(self._create(objects, path, data))
+        return start_request(self._create(objects, path, data))
 
     @property
     def copies_writes(self) -> bool:
@@ -552,7 +552,7 @@ class OwnStore:
     def _opened(self) -> "Objects | None":
         with self._opening:
             if not self._is_opened:
-                self._objects = _objects_of(self._storage)
+                self._objects = _make_objects(self._storage)
                 self._is_opened = True
             return self._objects
 
@@ -580,12 +580,12 @@ class OwnStore:
     def _error(self, path: str, cause: Exception) -> Exception:
         from obstore.exceptions import PermissionDeniedError
 
-        reason = reason_of(cause)
+        reason = error_reason(cause)
         if isinstance(cause, PermissionDeniedError):
-            return denied(self._storage, path, reason)
+            return denied_error(self._storage, path, reason)
         if is_rejected(cause):
-            return unauthenticated(self._storage, path, reason)
-        return failed(self._storage, path, reason)
+            return unauthenticated_error(self._storage, path, reason)
+        return failure_error(self._storage, path, reason)
 
 
 def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
@@ -599,7 +599,7 @@ def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
     return start == len(content)
 
 
-def _objects_of(storage: Storage) -> "Objects | None":
+def _make_objects(storage: Storage) -> "Objects | None":
     """Returns obstore's client of a bucket; None: TensorStore must write."""
     spec = storage.spec
     parts = spec["path"].rstrip("/").split("/") if spec["path"] else []
@@ -623,7 +623,7 @@ def _gcs_objects(storage: Storage) -> "GCSStore | None":
         return gcs_objects(storage, _gcs_provider(found))
     # obstore sends a token in any case; only emulators accept an empty one.
     nothing: GCSCredential = {"token": "", "expires_at": None}
-    return gcs_objects(storage, lambda: nothing) if endpoint_of(storage) else None
+    return gcs_objects(storage, lambda: nothing) if find_endpoint(storage) else None
 
 
 def _gcs_provider(credentials: "GcsCredentials") -> "GCSCredentialProvider":

@@ -35,14 +35,14 @@ def direct_root(target: str, direct: object) -> "Root | None":
             that it needs are not installed.
     """
     if direct is None:
-        return _reached(storage_at(target)) if is_root(target) else None
+        return _reach_root(storage_at(target)) if is_root(target) else None
     if not isinstance(direct, str):
         raise InvalidRequestError(
             f"direct: expected the root of the store, such as file:///PATH, got "
             f"{direct!r}"
         )
     try:
-        root = _reached(storage_at(direct))
+        root = _reach_root(storage_at(direct))
     except InvalidFieldError as e:
         raise InvalidRequestError(f"direct: {e}") from e
     if root is None:
@@ -139,7 +139,7 @@ def _record(root: Root, store_uid: str, timeout: float) -> bytes:
     return found
 
 
-def _reached(storage: Storage) -> "Root | None":
+def _reach_root(storage: Storage) -> "Root | None":
     """Returns the root of a storage; None if other processes cannot reach it."""
     if storage.is_remote:
         from storesvc_client._storage.bucket import BucketRoot

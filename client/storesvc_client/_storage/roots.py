@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from storesvc.errors import InvalidFieldError
 from storesvc.storage.location import GRPC_DRIVER, Storage, storage_at
-from storesvc.storage.remote import TOKEN, endpoint_of
+from storesvc.storage.remote import TOKEN, find_endpoint
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
@@ -54,14 +54,14 @@ class OutsideFiles:
     endpoint: str | None
     """URL of the API that the file system calls; None for its default."""
 
-    def is_in_bucket_of(self, root: Storage) -> bool:
+    def shares_bucket(self, root: Storage) -> bool:
         """Returns whether a root of a store is in the same bucket."""
         own = self.storage
         return (
             own is not None
             and urlsplit(own.name).scheme == urlsplit(root.name).scheme
             and own.spec["bucket"] == root.spec["bucket"]
-            and self.endpoint == endpoint_of(root)
+            and self.endpoint == find_endpoint(root)
         )
 
 
@@ -145,10 +145,12 @@ def is_denied(e: BaseException) -> bool:
     """Returns whether an error of a file system is a denied access."""
     # gcsfs raises a plain OSError for the status 403
     is_forbidden = isinstance(e, OSError) and str(e).startswith("Forbidden: ")
-    return is_forbidden or isinstance(e, PermissionError) or status_of(e) in (401, 403)
+    return (
+        is_forbidden or isinstance(e, PermissionError) or http_status(e) in (401, 403)
+    )
 
 
-def status_of(e: BaseException | None) -> Any:
+def http_status(e: BaseException | None) -> Any:
     """Returns the HTTP status of an error of a file system; None if it has none."""
     response = getattr(e, "response", None)  # of huggingface_hub
     found = getattr(response, "status_code", None)
@@ -167,13 +169,14 @@ def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreErr
     """
     if is_denied(e):
         return PreconditionError(
-            f"{place}: access denied ({text_of(e)}); use credentials that may {verb} it"
+            f"{place}: access denied ({error_line(e)}); use credentials that may "
+            f"{verb} it"
         )
     done = {"write": "written"}.get(verb, verb)
-    return UnavailableError(f"{place}: cannot be {done} ({text_of(e)}); {remedy}")
+    return UnavailableError(f"{place}: cannot be {done} ({error_line(e)}); {remedy}")
 
 
-def text_of(e: BaseException | None) -> str:
+def error_line(e: BaseException | None) -> str:
     """Returns the first line of the text of an error, or its type; without the queries
     of URLs, which may be signatures that grant access."""
     line = (str(e).strip() or type(e).__name__).splitlines()[0]
@@ -235,7 +238,7 @@ def _options(storage: Storage | None) -> dict[str, Any]:
     reads from the environment: both must reach the same storage."""
     if storage is None:
         return {}
-    endpoint = endpoint_of(storage)
+    endpoint = find_endpoint(storage)
     found: dict[str, Any] = {}
     if endpoint is not None:
         found["endpoint_url"] = endpoint

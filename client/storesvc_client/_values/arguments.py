@@ -209,7 +209,7 @@ def run_name(name: object) -> RunName:
         raise InvalidRequestError(str(e)) from None
 
 
-def received(parse: Callable[[str], N], text: str) -> N:
+def parse_received(parse: Callable[[str], N], text: str) -> N:
     """Parses a resource name that a server sent.
 
     Raises:

@@ -61,7 +61,7 @@ class UnfitStateError(ValueError):
     """A state does not fit the object that is to take it."""
 
 
-def is_of_shards(value: Any) -> bool:
+def holds_shards(value: Any) -> bool:
     """Returns whether a stored value holds shard states."""
     if type(value) is not dict or value.keys() != {SHARDS}:
         return False
@@ -89,11 +89,11 @@ def read_shards(
     if values.are_striped():
         numbers = range(index, saved * values.stripes, count)
         values.fetch(sorted({number % saved for number in numbers}))
-        values.fetch(values.unproved())
+        values.fetch(values.list_unproved())
         if values.are_striped() and (mine := values.states(numbers)):
             return mine
     values.fetch(range(saved))
-    every = _joined(values.found[process] for process in range(saved))
+    every = _join_parts(values.found[process] for process in range(saved))
     mine = {number: every[number] for number in range(index, len(every), count)}
     if not mine:
         raise UnfitStateError(
@@ -140,7 +140,7 @@ class _Values:
         values = self._read(new) if new else ()
         self.found |= dict(zip(new, map(_by_number, values), strict=True))
 
-    def unproved(self) -> list[int]:
+    def list_unproved(self) -> list[int]:
         """Returns the processes after those that have one shard less than process 0:
         they must have one less, too, or a shard is missing."""
         return [
@@ -156,12 +156,12 @@ class _Values:
 
 
 def _by_number(value: Any) -> dict[int, Any]:
-    if not is_of_shards(value):
+    if not holds_shards(value):
         raise UnfitStateError("expected shard states of all processes, got others")
     return {int(text): state for text, state in value[SHARDS].items()}
 
 
-def _joined(parts: Iterable[Mapping[int, Any]]) -> list[Any]:
+def _join_parts(parts: Iterable[Mapping[int, Any]]) -> list[Any]:
     """Returns the states of all shards, by their numbers."""
     found: dict[int, Any] = {}
     for number, state in chain.from_iterable(part.items() for part in parts):
@@ -208,14 +208,14 @@ def to_json(state: Any, where: str = "", depth: int = 0) -> Any:
     if kind is bytes:
         return {"%bytes": b64encode(state).decode()}
     if kind not in (list, tuple, dict):
-        return {"%array": _of_array(state, where)}
+        return {"%array": _encode_array(state, where)}
     if depth == MAX_STATE_DEPTH:
         raise ValueError(
             f"expected at most {MAX_STATE_DEPTH} lists and dicts within each other, "
             f"got more at {where[:40]}..."
         )
     if kind is dict:
-        return _of_dict(state, where, depth + 1)
+        return _encode_dict(state, where, depth + 1)
     values = [to_json(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(state)]
     return values if kind is list else {"%tuple": values}
 
@@ -261,7 +261,7 @@ def type_name(kind: type) -> str:
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
-def _of_dict(state: dict[Any, Any], where: str, depth: int) -> dict[str, Any]:
+def _encode_dict(state: dict[Any, Any], where: str, depth: int) -> dict[str, Any]:
     is_plain = True
     for key in state:
         if type(key) is str:
@@ -276,7 +276,7 @@ def _of_dict(state: dict[Any, Any], where: str, depth: int) -> dict[str, Any]:
     return dict(pairs) if is_plain else {"%dict": pairs}
 
 
-def _of_array(state: Any, where: str) -> list[Any]:
+def _encode_array(state: Any, where: str) -> list[Any]:
     kind = type(state)
     is_number = any(base.__qualname__ == "generic" for base in kind.__mro__)
     if kind.__module__ == "numpy" and (kind.__qualname__ == "ndarray" or is_number):
@@ -362,7 +362,7 @@ def give_state(owner: Any, value: Any) -> None:
     methods = _methods(owner)
     if methods is None:
         raise UnfitStateError(f"expected shard states, as {name} has, got others")
-    state = value if type(value) in (str, bytes) else _decoded(value)
+    state = value if type(value) in (str, bytes) else _decode_value(value)
     own = dict if methods.is_dict else type(methods.get())
     if own is not type(state) and type(None) not in (own, type(state)):
         raise UnfitStateError(
@@ -398,7 +398,7 @@ def give_shards(owner: Any, shards: Mapping[int, Any]) -> None:
     Raises:
         UnfitStateError: The object rejects them.
     """
-    states = {number: _decoded(state) for number, state in shards.items()}
+    states = {number: _decode_value(state) for number, state in shards.items()}
     _set(owner, owner.set_shard_states, states)
 
 
@@ -460,7 +460,7 @@ def _is_elastic(owner: Any, state: Any) -> bool:
     return is_of_grain and type(state) is dict and state.keys() == _ELASTIC_KEYS
 
 
-def _decoded(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     try:
         return from_json(value)
     except ValueError as e:

@@ -72,7 +72,7 @@ def unpack_document(document: bytes) -> dict[str, Any]:
         StructureError: It is no document, or too large.
     """
     try:
-        text = _decompressed(document)
+        text = _decompress(document)
         _check_size(text)
         fields = json.loads(text)
     except StructureError:
@@ -93,7 +93,7 @@ def unpack_document(document: bytes) -> dict[str, Any]:
     return fields
 
 
-def _decompressed(document: bytes) -> bytes:
+def _decompress(document: bytes) -> bytes:
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(document, MAX_BYTES + 1)
     if not unpacker.eof and len(text) <= MAX_BYTES:
@@ -161,7 +161,7 @@ class Container:
         return _MADE[self.what]() if self.what in _MADE else None
 
 
-def pack_document_of(containers: Iterable[Container]) -> bytes:
+def pack_container_document(containers: Iterable[Container]) -> bytes:
     """Returns the document of containers; b"" if there are none.
 
     Raises:
@@ -328,13 +328,13 @@ def encode_python(value: Any) -> Encoded | None:
     """
     kind = type(value)
     if kind is str:
-        return _checked(Encoded(pb.LEAF_KIND_TEXT, _utf8(value)))
+        return _check_encoded(Encoded(pb.LEAF_KIND_TEXT, _utf8(value)))
     if kind is bytes:
-        return _checked(Encoded(pb.LEAF_KIND_BYTES, value))
+        return _check_encoded(Encoded(pb.LEAF_KIND_BYTES, value))
     if kind is int and value not in _INT64:
         size = (value.bit_length() if value >= 0 else (~value).bit_length()) // 8 + 1
         data = value.to_bytes(size, "little", signed=True)
-        return _checked(Encoded(pb.LEAF_KIND_INTEGER, data))
+        return _check_encoded(Encoded(pb.LEAF_KIND_INTEGER, data))
     return None
 
 
@@ -364,7 +364,7 @@ def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
             raise AssertionError(kind)
 
 
-def decoded(key: str, kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
+def decode_value(key: str, kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
     """Returns the value of a leaf or an item whose bytes are as they were saved.
 
     Raises:
@@ -394,7 +394,7 @@ def _encode_json(value: Any) -> Encoded:
         )
     except ValueError as e:  # an integer of more digits than Python converts
         raise ValueError(f"JSON: {e}; store it as text") from e
-    return _checked(Encoded(pb.LEAF_KIND_JSON, _utf8(text)))
+    return _check_encoded(Encoded(pb.LEAF_KIND_JSON, _utf8(text)))
 
 
 def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
@@ -408,7 +408,7 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         return
     if kind not in (list, dict):
         expected = "a value of JSON" if where else "a text, bytes, or a value of JSON"
-        yield f"{at(where)}expected {expected}, got {_named(kind)}"
+        yield f"{at(where)}expected {expected}, got {_type_text(kind)}"
         return
     if depth == MAX_JSON_DEPTH:
         yield (
@@ -427,7 +427,7 @@ def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
         yield from _problems(each, f"{where}[{key!r}]", depth + 1)
 
 
-def _named(kind: type) -> str:
+def _type_text(kind: type) -> str:
     """Returns the name of a type, with what to use instead."""
     name = kind.__qualname__
     named = name if kind is PerProcess else type_name(kind)
@@ -455,7 +455,7 @@ def _utf8(text: str) -> bytes:
         ) from e
 
 
-def _checked(encoded: Encoded) -> Encoded:
+def _check_encoded(encoded: Encoded) -> Encoded:
     if len(encoded.data) > MAX_ENCODED_BYTES:
         raise ValueError(
             f"expected at most {MAX_ENCODED_BYTES} bytes, got {len(encoded.data)}; "

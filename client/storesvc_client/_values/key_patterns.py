@@ -89,7 +89,7 @@ def _past_stars(reached: set[int], *, pattern: tuple[str, ...]) -> frozenset[int
     return frozenset(reached)
 
 
-def patterns_of(keys: Collection[str], wanted: Container[str]) -> list[str]:
+def find_patterns(keys: Collection[str], wanted: Container[str]) -> list[str]:
     """Returns the fewest globs that match the wanted keys and no other.
 
     >>> patterns_of(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.format.keys import INTEGER_KINDS, item_of, split_key
+from storesvc.format.keys import INTEGER_KINDS, parse_item_key, split_key
 from storesvc.format.names import (
     CheckpointName,
     HoldName,
@@ -22,7 +22,7 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
-from storesvc_client._values.arguments import MAX_TEXT_BYTES, received
+from storesvc_client._values.arguments import MAX_TEXT_BYTES, parse_received
 from storesvc_client._values.call_kinds import AuditStage, Authentication
 from storesvc_client._values.texts import count_text, size_text, unicode_text
 from storesvc_client.errors import DataLossError, InvalidRequestError
@@ -266,7 +266,7 @@ class RunInfo:
     def from_message(cls, message: api.Run) -> "RunInfo":
         """Returns the value of a protobuf message."""
         return cls(
-            name=str(received(RunName.from_resource, message.name)),
+            name=str(parse_received(RunName.from_resource, message.name)),
             uid=message.uid,
             create_time=message.create_time.ToDatetime(UTC),
             latest_step=(
@@ -376,7 +376,7 @@ class Checkpoint:
     def from_message(cls, message: api.Checkpoint) -> "Checkpoint":
         """Returns the value of a protobuf message."""
         return cls(
-            run=str(received(CheckpointName.from_resource, message.name).run),
+            run=str(parse_received(CheckpointName.from_resource, message.name).run),
             step=message.step,
             uid=message.uid,
             create_time=message.create_time.ToDatetime(UTC),
@@ -428,8 +428,8 @@ class Tag:
     def from_message(cls, message: api.Tag) -> "Tag":
         """Returns the value of a protobuf message."""
         return cls(
-            name=received(TagName.from_resource, message.name).tag,
-            step=_step_of(message.checkpoint),
+            name=parse_received(TagName.from_resource, message.name).tag,
+            step=_parse_step(message.checkpoint),
             uid=message.uid,
             protected=message.protected,
             create_time=message.create_time.ToDatetime(UTC),
@@ -468,8 +468,8 @@ class HoldInfo:
     def from_message(cls, message: api.Hold) -> "HoldInfo":
         """Returns the value of a protobuf message."""
         return cls(
-            id=received(HoldName.from_resource, message.name).hold,
-            step=_step_of(message.checkpoint),
+            id=parse_received(HoldName.from_resource, message.name).hold,
+            step=_parse_step(message.checkpoint),
             uid=message.uid,
             owner=message.owner,
             ttl=message.ttl.ToTimedelta(),
@@ -530,7 +530,7 @@ class UploadInfo:
     @classmethod
     def from_message(cls, message: upload_api.Upload) -> "UploadInfo":
         """Returns the value of a protobuf message."""
-        name = received(UploadName.from_resource, message.name)
+        name = parse_received(UploadName.from_resource, message.name)
         return cls(
             run=str(name.run),
             id=name.upload,
@@ -541,7 +541,7 @@ class UploadInfo:
             unfinished_writers=tuple(message.unfinished_writers),
             labels=dict(message.labels),
             metrics=dict(message.metrics),
-            base_step=_step_of(message.base) if message.base else None,
+            base_step=_parse_step(message.base) if message.base else None,
             resumes=message.resumes,
             owner=message.owner,
             principal=message.principal,
@@ -597,7 +597,7 @@ class Event:
         is_there = found.HasField("commit_time")
         return cls(
             kind=_EVENT_KINDS.get(message.kind, UNKNOWN),
-            run=str(received(CheckpointName.from_resource, found.name).run),
+            run=str(parse_received(CheckpointName.from_resource, found.name).run),
             step=found.step,
             uid=found.uid,
             checkpoint=Checkpoint.from_message(found) if is_there else None,
@@ -643,7 +643,7 @@ class LeafInfo:
         """Returns the value of a row of a leaf table."""
         return cls(
             key=leaf.key,
-            path=path_of(leaf),
+            path=leaf_path(leaf),
             path_kinds=leaf.path_kinds,
             kind=KINDS.get(leaf.kind, UNKNOWN),
             dtype=leaf.dtype,
@@ -670,7 +670,7 @@ class ItemInfo:
     """Number of processes that saved a value each; None: it is one value for all."""
 
 
-def path_of(leaf: "Leaf") -> tuple[PathPart, ...]:
+def leaf_path(leaf: "Leaf") -> tuple[PathPart, ...]:
     """Returns the path of a leaf, with its indices as integers."""
     parts = zip(split_key(leaf.key), leaf.path_kinds, strict=True)
     return tuple(int(text) if kind in INTEGER_KINDS else text for text, kind in parts)
@@ -686,8 +686,8 @@ def _moment(
     return stamp.ToDatetime(UTC)
 
 
-def _step_of(resource: str) -> int:
-    which = received(CheckpointName.from_resource, resource).which
+def _parse_step(resource: str) -> int:
+    which = parse_received(CheckpointName.from_resource, resource).which
     assert isinstance(which, int)  # the server resolved it
     return which
 
@@ -848,7 +848,7 @@ class ItemDifference:
     @classmethod
     def from_message(cls, message: api.LeafDifference) -> "ItemDifference":
         """Returns the value of a protobuf message."""
-        name = received(item_of, message.key)
+        name = parse_received(parse_item_key, message.key)
         kind = DIFFERENCE_KINDS.get(message.kind, "unknown")
         added, removed = not message.base_dtype, not message.dtype
         return cls(

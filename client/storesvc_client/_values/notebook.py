@@ -192,7 +192,7 @@ class Listing(Iterator[T], Generic[T]):
         return list_html(self._read_ahead, noun=self._noun, ending=ending)
 
 
-def listed(
+def list_results(
     noun: str,
 ) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Listing[T]]]:
     """Returns a decorator for functions that return an iterator: they then return a
@@ -202,14 +202,14 @@ def listed(
         noun: What a row is, such as "checkpoint".
     """
 
-    def decorated(function: Callable[P, Iterator[T]]) -> Callable[P, Listing[T]]:
+    def call_listed(function: Callable[P, Iterator[T]]) -> Callable[P, Listing[T]]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Listing[T]:
             return Listing(noun, function(*args, **kwargs))
 
         return call
 
-    return decorated
+    return call_listed
 
 
 class Rows(list[T]):
@@ -328,7 +328,7 @@ def tree_html(
     size = size_text(sum(leaf.size_bytes for leaf in leaves.values()))
     lines = list(draw(grow(leaves.values())))
     drawing = table(
-        _DRAWING, lines[:MAX_ROWS], omitted=_omitted(len(lines), "line", MAX_ROWS)
+        _DRAWING, lines[:MAX_ROWS], omitted=_omitted_text(len(lines), "line", MAX_ROWS)
     )
     top = heading(f"{title}  {count_text(len(leaves), 'leaf')}, {size}")
     return top + drawing + (list_html(items) if items else "")
@@ -460,11 +460,11 @@ def _table(layout: _Layout, values: Sequence[object], *, caption: str = "") -> s
         layout.columns,
         map(layout.row, islice(values, MAX_ROWS)),
         caption=caption,
-        omitted=_omitted(len(values), layout.noun, MAX_ROWS),
+        omitted=_omitted_text(len(values), layout.noun, MAX_ROWS),
     )
 
 
-def _omitted(count: int, noun: str, shown: int) -> str:
+def _omitted_text(count: int, noun: str, shown: int) -> str:
     """Returns the text of a table's last line; "" if all rows are shown."""
     rest = count - shown
     return (

@@ -106,7 +106,7 @@ def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
     return file
 
 
-def plot_of(run: str, metric: str, checkpoints: Iterable[Checkpoint]) -> Plot:
+def make_plot(run: str, metric: str, checkpoints: Iterable[Checkpoint]) -> Plot:
     """Returns the plot of a metric.
 
     Args:

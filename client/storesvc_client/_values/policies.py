@@ -238,7 +238,7 @@ Rule: TypeAlias = (
 """Union of all kinds of policies."""
 
 
-def rule_of(policy: RetentionPolicy, *, place: str = "retention policy") -> Rule:
+def check_rule(policy: RetentionPolicy, *, place: str = "retention policy") -> Rule:
     """Returns a policy as a member of the union of all kinds.
 
     Args:
@@ -259,7 +259,7 @@ def _members(
     kind: type[KeepAny | KeepAll], policy: RetentionPolicy
 ) -> tuple[RetentionPolicy, ...]:
     """Returns the members of a policy of this kind, or the policy alone."""
-    rule = rule_of(policy)
+    rule = check_rule(policy)
     return rule.policies if isinstance(rule, kind) else (rule,)
 
 
@@ -292,7 +292,7 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
     Raises:
         InvalidRequestError: It is of an unknown kind.
     """
-    match rule_of(policy):
+    match check_rule(policy):
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))
         case KeepEvery(interval):
@@ -332,7 +332,7 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
             assert_never(rule)
 
 
-def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
+def parse_message(message: pb.RetentionPolicy) -> RetentionPolicy:
     """Returns the policy of a message, without redundant nesting.
 
     Raises:
@@ -356,11 +356,11 @@ def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
         case "pinned":
             return KeepPinned()
         case "any" if message.any.policies:
-            return reduce(operator.or_, map(policy_of, message.any.policies))
+            return reduce(operator.or_, map(parse_message, message.any.policies))
         case "all" if message.all.policies:
-            return reduce(operator.and_, map(policy_of, message.all.policies))
+            return reduce(operator.and_, map(parse_message, message.all.policies))
         case "not":
-            return ~policy_of(getattr(message, "not"))
+            return ~parse_message(getattr(message, "not"))
         case "best" | "any" | "all" | None:
             pass  # a mode of a newer release, or an empty combination
         case rule:
@@ -412,7 +412,7 @@ def format_policy(policy: RetentionPolicy) -> str:
     Raises:
         InvalidRequestError: It is no retention policy.
     """
-    match rule_of(policy):
+    match check_rule(policy):
         case KeepLatest(count):
             return f"latest({count})"
         case KeepEvery(interval=timedelta() as length):
@@ -472,14 +472,14 @@ class _Reader:
         return self._tokens[self._at][0]
 
     def any(self) -> RetentionPolicy:
-        part = partial(self._combined, KeepAll, "&", self._part)
-        return self._combined(KeepAny, "|", part)
+        part = partial(self._combine_policies, KeepAll, "&", self._part)
+        return self._combine_policies(KeepAny, "|", part)
 
     def end(self) -> None:
         if self._next:
-            raise self._unexpected("|, & or the end")
+            raise self._unexpected_error("|, & or the end")
 
-    def _combined(
+    def _combine_policies(
         self,
         kind: type[KeepAny | KeepAll],
         operator: str,
@@ -500,7 +500,7 @@ class _Reader:
             return self._rule()
         self._nesting += 1
         if self._nesting > MAX_NESTING:
-            raise self._unexpected(f"at most {MAX_NESTING} within each other")
+            raise self._unexpected_error(f"at most {MAX_NESTING} within each other")
         if self._took("~"):
             policy = ~self._part()
         else:
@@ -523,7 +523,7 @@ class _Reader:
             "steps": self._steps,
         }
         if self._next not in rules:
-            raise self._unexpected(f"one of {_RULES}")
+            raise self._unexpected_error(f"one of {_RULES}")
         rule = rules[self._next]
         self._at += 1
         self._take("(")
@@ -567,7 +567,7 @@ class _Reader:
 
     def _number(self) -> int:
         if not _NUMBER.fullmatch(self._next) or abs(int(self._next)) > MAX_STEP:
-            raise self._unexpected("a whole number")
+            raise self._unexpected_error("a whole number")
         self._at += 1
         return int(self._tokens[self._at - 1][0])
 
@@ -580,16 +580,18 @@ class _Reader:
             return parse_duration(" ".join(words))
         except InvalidRequestError as e:
             self._at = start
-            raise self._unexpected("a time, such as 3d, 12 hours, 90 minutes") from e
+            raise self._unexpected_error(
+                "a time, such as 3d, 12 hours, 90 minutes"
+            ) from e
 
     def _metric(self) -> str:
         token = self._next
         if not token.startswith('"') and not _WORD.fullmatch(token):
-            raise self._unexpected("the name of a metric")
+            raise self._unexpected_error("the name of a metric")
         try:
             metric = json.loads(token) if token.startswith('"') else token
         except ValueError as e:
-            raise self._unexpected("a metric as a JSON string") from e
+            raise self._unexpected_error("a metric as a JSON string") from e
         self._at += 1
         return str(metric)
 
@@ -601,9 +603,9 @@ class _Reader:
 
     def _take(self, token: str, *, expected: str = "") -> None:
         if not self._took(token):
-            raise self._unexpected(expected or token)
+            raise self._unexpected_error(expected or token)
 
-    def _unexpected(self, expected: str) -> InvalidRequestError:
+    def _unexpected_error(self, expected: str) -> InvalidRequestError:
         token, place = self._tokens[self._at]
         text = self._text
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

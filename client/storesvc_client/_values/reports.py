@@ -355,7 +355,7 @@ def parse_report(
         InvalidRequestError: It is no report, or it is damaged.
     """
     try:
-        fields = _object(_loaded(text))
+        fields = _object(_load_json(text))
         match kind := fields.get("report"):
             case "restore":
                 return _restore(fields)
@@ -380,7 +380,7 @@ def _refuse(name: str, expected: str, got: object) -> NoReturn:
     raise _DamagedError(f"{name}: expected {expected}, got {shown}")
 
 
-def _loaded(text: str | bytes) -> object:
+def _load_json(text: str | bytes) -> object:
     if len(text) > MAX_REPORT_BYTES:
         raise _DamagedError(
             f"expected a report of at most {MAX_REPORT_BYTES:,} bytes, got more"
@@ -426,7 +426,7 @@ def _restore(fields: Mapping[str, Any]) -> RestoreReport:
         received_bytes=_count(fields, "received_bytes"),
         returned_bytes=_count(fields, "returned_bytes"),
         slowest_process=None if other is None else _reading(other),
-        damaged=_damaged(fields),
+        damaged=_damaged_rows(fields),
         is_verified=_flag(fields, "is_verified"),
     )
 
@@ -470,7 +470,7 @@ def _timeline(fields: Mapping[str, Any]) -> tuple[PhaseSpan, ...]:
     )
 
 
-def _damaged(fields: Mapping[str, Any]) -> dict[int, str]:
+def _damaged_rows(fields: Mapping[str, Any]) -> dict[int, str]:
     damaged = _object(fields.get("damaged"), "damaged")
     for step in damaged:
         if not (step.isascii() and step.isdecimal() and len(step) < 20):

@@ -42,7 +42,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, Final, Literal, Protocol, TypeAlias, assert_never
 
-from storesvc.format.names import TraceIds, trace_of_upload, traceparent
+from storesvc.format.names import TraceIds, traceparent, upload_trace
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.reports import PhaseSpan, RestoreReport, SaveReport
 from storesvc_client.errors import InvalidRequestError, StoreError
@@ -341,7 +341,7 @@ def emit(span: Span, *, upload: str = "") -> None:
     if trace is None:
         return
     tracer = trace.get_tracer("storesvc_client")
-    _emit(trace, tracer, span, _context_of(trace, upload))
+    _emit(trace, tracer, span, _trace_context(trace, upload))
 
 
 def current_traceparent() -> str:
@@ -413,9 +413,9 @@ def _instrument(kind: str, name: str) -> Any:
     return meter.create_counter(own, unit=unit).add
 
 
-def _context_of(trace: Any, upload: str) -> Any:
+def _trace_context(trace: Any, upload: str) -> Any:
     """Returns the context of the trace of an upload; None: the current one."""
-    ids = trace_of_upload(upload)
+    ids = upload_trace(upload)
     if ids is None:
         return None
     parent = trace.SpanContext(

@@ -80,7 +80,7 @@ class AnyTrigger(Trigger):
         return " | ".join(map(repr, self.triggers))
 
 
-def schedule_of(every: object) -> Schedule:
+def make_schedule(every: object) -> Schedule:
     """Returns the schedule of triggers.
 
     Raises:

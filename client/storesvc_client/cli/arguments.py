@@ -261,7 +261,7 @@ def foreign_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "of a directory have none.",
     )
     @wraps(command)
-    def wrapped(
+    def call_with_options(
         *arguments: Any, keep_names: bool, trust_uncommitted: bool, **others: Any
     ) -> Any:
         options = ForeignOptions(
@@ -269,7 +269,7 @@ def foreign_options(command: Callable[..., Any]) -> Callable[..., Any]:
         )
         return command(*arguments, options=options, **others)
 
-    return wrapped
+    return call_with_options
 
 
 def json_option(command: _Command) -> _Command:

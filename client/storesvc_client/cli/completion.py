@@ -89,7 +89,7 @@ def complete_path(
         rule = PathRule(
             least=least, most=most, which=which, items=items, contexts=contexts
         )
-        return completed(partial(paths, rule), context, text)
+        return complete_text(partial(paths, rule), context, text)
 
     return complete
 
@@ -99,7 +99,7 @@ def complete_tag(
 ) -> "list[CompletionItem]":
     """Returns tags of the run in the argument ``path``."""
 
-    return completed(tags, context, text)
+    return complete_text(tags, context, text)
 
 
 def complete_context(
@@ -107,7 +107,7 @@ def complete_context(
 ) -> "list[CompletionItem]":
     """Returns names of contexts."""
 
-    return completed(context_names, context, text)
+    return complete_text(context_names, context, text)
 
 
 def complete_condition(
@@ -115,7 +115,7 @@ def complete_condition(
 ) -> "list[CompletionItem]":
     """Returns fields of the records at the argument ``path``, as --where has them."""
 
-    return completed(conditions, context, text)
+    return complete_text(conditions, context, text)
 
 
 def complete_order(
@@ -123,7 +123,7 @@ def complete_order(
 ) -> "list[CompletionItem]":
     """Returns fields of the records at the argument ``path``, as --sort has them."""
 
-    return completed(orders, context, text)
+    return complete_text(orders, context, text)
 
 
 TIMEOUT: Final = 1.0
@@ -218,12 +218,12 @@ def orders(context: click.Context, text: str) -> Iterator[Candidate]:
 
 
 def _fields(context: click.Context) -> Iterator[str]:
-    from storesvc_client.cli.records.fields import schema_of
+    from storesvc_client.cli.records.fields import find_schema
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value
         path = parse_path(context.args[0])
-    schema = schema_of(path, deleted=bool(context.params.get("deleted")))
+    schema = find_schema(path, deleted=bool(context.params.get("deleted")))
     seen = set(schema.fields)
     yield from schema.fields
     if not isinstance(path, RunPath) or is_foreign(path.run):
@@ -237,7 +237,7 @@ def _fields(context: click.Context) -> Iterator[str]:
                     yield name
 
 
-def completed(
+def complete_text(
     candidates: Callable[[click.Context, str], Iterator[Candidate]],
     context: click.Context,
     text: str,
@@ -315,11 +315,11 @@ class _Reader:
     def _checkpoints(self, name: str) -> Iterator[Candidate]:
         ending = ":" if self._rule.least > Part.CHECKPOINT else ""
         is_part = self._rule.most > Part.CHECKPOINT
-        for text, note in self._names_of_checkpoints(self._client.run(name)):
+        for text, note in self._checkpoint_names(self._client.run(name)):
             value = f"{name}@{text}{ending}"
             yield Candidate(value=value, is_part=is_part, note=note)
 
-    def _names_of_checkpoints(self, run: "Run") -> Iterator[tuple[str, str | None]]:
+    def _checkpoint_names(self, run: "Run") -> Iterator[tuple[str, str | None]]:
         from storesvc_client._values.texts import pairs_text, printable
 
         if self._rule.which is Which.ANY:
@@ -427,7 +427,7 @@ def parse_line(line: str, breaks: str) -> TypedLine:
     return TypedLine(words=tuple(words), text=text, quote=quote, replaced_from=cut)
 
 
-def quoted(value: str, quote: str) -> str | None:
+def quote_value(value: str, quote: str) -> str | None:
     """Returns a value as it is typed after an open quote, or without one; None if it
     cannot be."""
     match quote:
@@ -477,7 +477,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
         if typed.text.startswith("-") and not item.value.startswith("-"):
             # click completes the value alone of --option=value
             cut -= typed.text.find("=") + 1
-        value = quoted(item.value[max(cut, 0) :], typed.quote)
+        value = quote_value(item.value[max(cut, 0) :], typed.quote)
         kind = "part" if item.is_part and item.type == "plain" else item.type
         return "" if value is None else f"{kind},{value}"
 

@@ -154,7 +154,7 @@ class Connection:
                     return found
                 return replace(found, ca=None, cert=None, key=None, insecure=False)
 
-    def resolved(self) -> "Connection":
+    def resolve(self) -> "Connection":
         """Returns the connection with the values of its context, if one applies.
 
         A context applies as a whole or not at all: its certificates are for its store.
@@ -208,7 +208,7 @@ class Connection:
         """
         import storesvc_client
 
-        if (resolved := self.resolved()) is not self:
+        if (resolved := self.resolve()) is not self:
             return resolved.open(create=create)
         shown = bool(click.get_current_context().meta.get(VERBOSE))
         # Imports allocate many objects, and all of them stay.
@@ -285,13 +285,13 @@ class Connection:
     def _token(self) -> "Token | None":
         """Returns the token to connect with; None for a root, which takes none."""
         from storesvc_client._rpc.tls import is_root
-        from storesvc_client.cli.logins import token_of_login
+        from storesvc_client.cli.logins import login_token
 
         if is_root(self.target) and (
             self.token_file is None or "token_file" in self.from_environment
         ):
             return None
-        return self.token_file or token_of_login(self.target)
+        return self.token_file or login_token(self.target)
 
     def _certificates(self) -> list[Path | None]:
         """Returns the TLS files; those from the environment apply to servers only."""

@@ -202,19 +202,19 @@ def format_config(config: Config) -> str:
     """Returns the text of a configuration, which ``parse_config`` accepts."""
     parts = [_HEADER]
     if config.current is not None:
-        parts.append(f"{_CURRENT} = {_quoted(config.current)}\n")
+        parts.append(f"{_CURRENT} = {_quote_text(config.current)}\n")
     for name, context in sorted(config.contexts.items()):
-        parts.append(f"\n[{_CONTEXTS}.{name}]\nstore = {_quoted(context.store)}\n")
+        parts.append(f"\n[{_CONTEXTS}.{name}]\nstore = {_quote_text(context.store)}\n")
         for key in FILES:
             file = getattr(context, key)
             if file is not None:
-                parts.append(f"{key} = {_quoted(str(file))}\n")
+                parts.append(f"{key} = {_quote_text(str(file))}\n")
         if context.insecure:
             parts.append("insecure = true\n")
     return "".join(parts)
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     """Returns a basic string of TOML; JSON escapes the same, but not DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -36,7 +36,7 @@ def echo_data(what: str, kind: str, data: bytes) -> None:
         click.echo(printable_lines(data.decode(errors="replace")))
 
 
-def data_of(leaf: "LeafInfo", array: "Array") -> bytes:
+def encode_leaf(leaf: "LeafInfo", array: "Array") -> bytes:
     """Returns the bytes that are written for an encoded leaf: the stored ones, but of a
     large integer its decimal digits.
 

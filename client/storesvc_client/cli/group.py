@@ -178,7 +178,7 @@ COMMANDS: Final = {
 
 
 @contextmanager
-def _reported(*, as_json: bool) -> Generator[None]:
+def _report_errors(*, as_json: bool) -> Generator[None]:
     """Reports an error as JSON if requested; click prints the others.
 
     Ctrl-C is reported as an error, where click would report an abort.
@@ -214,7 +214,7 @@ class _Group(click.Group):
     ) -> click.Context:
         """Parses the options of the group."""
         as_json = "--json" in args[: args.index("--") if "--" in args else None]
-        with _reported(as_json=as_json):
+        with _report_errors(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)
             context.meta[_JSON] = as_json
             if context.resilient_parsing:  # a shell completes; no command is called
@@ -223,7 +223,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; reports an error of the store in one line, or as JSON."""
-        with _reported(as_json=ctx.meta[_JSON]):
+        with _report_errors(as_json=ctx.meta[_JSON]):
             try:
                 return super().invoke(ctx)
             except Refusal as e:

@@ -57,7 +57,7 @@ def select_leaves(client: "Readable", path: CheckpointPath | LeafPath) -> Select
     leaves = opened.leaves
     if isinstance(path, CheckpointPath):
         items = tuple(map(opened.items.info, opened.items))
-        return Selection(checkpoint, tuple(leaves.values()), items, unread_of(opened))
+        return Selection(checkpoint, tuple(leaves.values()), items, find_unread(opened))
     found = matching_keys(path.glob, leaves)
     if not found:
         raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
@@ -83,7 +83,7 @@ def select_leaf(client: "Readable", path: LeafPath) -> Selection:
     return Selection(checkpoint, (leaves[path.glob],))
 
 
-def unread_of(opened: "OpenCheckpoint | ForeignCheckpoint") -> Mapping[str, str]:
+def find_unread(opened: "OpenCheckpoint | ForeignCheckpoint") -> Mapping[str, str]:
     """Returns the reason for each item that cannot be read; only checkpoints of other
     projects have such."""
     found: Mapping[str, str] = getattr(opened.info, "unread", {})
@@ -110,7 +110,7 @@ def _absence(
 ) -> str:
     leaves = opened.leaves
     name = glob.partition("/")[0]
-    if name in (unread := unread_of(opened)):
+    if name in (unread := find_unread(opened)):
         return f"the item {name} of {checkpoint} cannot be read: {unread[name]}"
     if glob in opened.items:
         return (

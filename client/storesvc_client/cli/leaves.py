@@ -38,7 +38,7 @@ from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from storesvc_client._export.safetensors import DTYPE_NAMES, MAX_HEADER_BYTES
 from storesvc_client._values.texts import ENCODED, count_text, printable
-from storesvc_client.cli.encoded_text import data_of
+from storesvc_client.cli.encoded_text import encode_leaf
 from storesvc_client.cli.errors import Refusal
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
             part.unlink()
 
 
-def is_of_numpy(leaf: "LeafInfo") -> bool:
+def has_numpy_dtype(leaf: "LeafInfo") -> bool:
     """Returns whether the file format of NumPy has a name for the dtype of a leaf."""
     from storesvc.format.dtypes import DTYPES
 
@@ -112,7 +112,7 @@ def _check_arrays(leaves: "Sequence[LeafInfo]") -> None:
 def _check_numpy(leaves: "Sequence[LeafInfo]") -> None:
     _check_arrays(leaves)
     for leaf in leaves:
-        if not is_of_numpy(leaf):
+        if not has_numpy_dtype(leaf):
             hint = "; a .safetensors file holds it" if leaf.dtype in DTYPE_NAMES else ""
             raise Refusal(
                 f"leaf {printable(leaf.key)}: NumPy's file format has no name for "
@@ -292,7 +292,7 @@ def write_leaves(directory: Path, names: Mapping[str, str], arrays: Arrays) -> N
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as opened:
             if leaf.kind in ENCODED:
-                opened.write(data_of(leaf, array))
+                opened.write(encode_leaf(leaf, array))
             else:
                 FORMATS[file.suffix].write(opened, [leaf], [(leaf, array)])
             opened.flush()
@@ -302,6 +302,6 @@ def write_leaves(directory: Path, names: Mapping[str, str], arrays: Arrays) -> N
 def _suffix(leaf: "LeafInfo") -> str:
     if leaf.kind in ENCODED:
         return _SUFFIXES[leaf.kind]
-    suffix = ".npy" if is_of_numpy(leaf) else ".safetensors"
+    suffix = ".npy" if has_numpy_dtype(leaf) else ".safetensors"
     FORMATS[suffix].check([leaf])
     return suffix

@@ -83,8 +83,8 @@ def log_in(
         Refusal: The issuer does not answer or offers no such login, or the person
             declined or was too late.
     """
-    endpoints = _discovered(issuer)
-    begun = _posted(
+    endpoints = _discover_issuer(issuer)
+    begun = _post_form(
         _endpoint(endpoints, "device_authorization_endpoint", issuer),
         {
             "client_id": client_id,
@@ -93,14 +93,14 @@ def log_in(
         },
     )
     if "error" in begun:
-        raise _rejected(issuer, begun)
+        raise _rejected_error(issuer, begun)
     url = str(begun.get("verification_uri_complete") or begun.get("verification_uri"))
     show(Prompt(url=url, code=str(begun.get("user_code"))))
     end = time.monotonic() + float(begun.get("expires_in", 600))
     interval = float(begun.get("interval", _INTERVAL_SECONDS))
     while time.monotonic() < end:
         pause(interval)
-        given = _posted(
+        given = _post_form(
             _endpoint(endpoints, "token_endpoint", issuer),
             {
                 "client_id": client_id,
@@ -116,18 +116,18 @@ def log_in(
             case "slow_down":
                 interval += _SLOWER_SECONDS
             case _:
-                raise _rejected(issuer, given)
+                raise _rejected_error(issuer, given)
     raise Refusal(f"login at {issuer}: it was not confirmed in time; log in again")
 
 
-def renewed(login: Login) -> Login:
+def renew_login(login: Login) -> Login:
     """Returns a login with another token.
 
     Raises:
         Refusal: The issuer does not answer, or the login has ended.
     """
-    given = _posted(
-        _endpoint(_discovered(login.issuer), "token_endpoint", login.issuer),
+    given = _post_form(
+        _endpoint(_discover_issuer(login.issuer), "token_endpoint", login.issuer),
         {
             "client_id": login.client_id,
             "grant_type": "refresh_token",
@@ -136,7 +136,7 @@ def renewed(login: Login) -> Login:
         },
     )
     if "error" in given:
-        raise _rejected(login.issuer, given)
+        raise _rejected_error(login.issuer, given)
     return _login(
         login.issuer,
         login.client_id,
@@ -183,7 +183,7 @@ def _for(audience: str) -> dict[str, str]:
     return {"audience": audience}
 
 
-def _discovered(issuer: str) -> dict[str, Any]:
+def _discover_issuer(issuer: str) -> dict[str, Any]:
     return _answer(issuer.rstrip("/") + "/.well-known/openid-configuration", None)
 
 
@@ -197,7 +197,7 @@ def _endpoint(document: Mapping[str, Any], key: str, issuer: str) -> str:
     return found
 
 
-def _posted(url: str, form: Mapping[str, str]) -> dict[str, Any]:
+def _post_form(url: str, form: Mapping[str, str]) -> dict[str, Any]:
     return _answer(url, urlencode({k: v for k, v in form.items() if v}).encode())
 
 
@@ -225,7 +225,7 @@ def _answer(url: str, form: bytes | None) -> dict[str, Any]:
     return found
 
 
-def _rejected(issuer: str, given: Mapping[str, Any]) -> Refusal:
+def _rejected_error(issuer: str, given: Mapping[str, Any]) -> Refusal:
     why = str(given.get("error_description") or given.get("error"))[:200]
     return Refusal(f"login at {issuer}: rejected: {why}; log in again")
 
@@ -280,7 +280,7 @@ def keep_login(store: str, login: "Login | None") -> None:
         raise Refusal(f"{path}: cannot be written: {e.strerror}") from e
 
 
-def token_of_login(store: str) -> Callable[[], str] | None:
+def login_token(store: str) -> Callable[[], str] | None:
     """Returns a function that returns the token for a store, and renews it before it
     expires; None if there is no login."""
     if stored_login(store) is None:
@@ -292,7 +292,7 @@ def token_of_login(store: str) -> Callable[[], str] | None:
         if login is None:
             raise Refusal(f"{store}: the login has ended; run storectl login")
         if login.refresh_token and time.time() >= login.expire_time - RENEWAL_SECONDS:
-            login = renewed(login)
+            login = renew_login(login)
             keep_login(store, login)
         return login.token
 

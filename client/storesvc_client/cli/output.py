@@ -53,7 +53,7 @@ __all__ = [
     "Column",
     "Listing",
     "Shrink",
-    "aligned",
+    "align_rows",
     "char_width",
     "json_value",
     "print_fields",
@@ -141,14 +141,14 @@ def print_table(
         if not expand and columns[0].shrink is Shrink.PREFIX:
             cells = [*_collapsed(columns, cells)]
         room = get_terminal_size().columns
-        if max(map(text_width, aligned(columns, cells)), default=0) > room:
-            table = narrowed(columns, cells, room=room)
+        if max(map(text_width, align_rows(columns, cells)), default=0) > room:
+            table = narrow_table(columns, cells, room=room)
             columns, cells, hidden = table.columns, [*table.rows], table.hidden
             prefixes = table.prefixes
     for prefix in prefixes:
         click.echo(prefix)
     has_titles = any(column.title for column in columns)
-    for number, line in enumerate(aligned(columns, cells)):
+    for number, line in enumerate(align_rows(columns, cells)):
         click.echo(_bold(line) if has_titles and number == 0 else line)
     if hidden:
         titles = ", ".join(filter(None, hidden)) or "all columns"
@@ -174,7 +174,9 @@ def _bold(text: str) -> str:
     return text if is_plain else click.style(text, bold=True)
 
 
-def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def align_rows(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]]
+) -> Iterator[str]:
     """Yields the lines of a table: the titles, if there are any, and the rows."""
     titles = tuple(column.title for column in columns)
     lines = [titles, *rows] if any(titles) else rows
@@ -386,7 +388,7 @@ class _Part:
         return replace(self, cells=tuple(cut(cell, width, how) for cell in self.cells))
 
 
-def narrowed(
+def narrow_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], *, room: int
 ) -> Narrowed:
     """Returns a table that fits, or has a single column.
@@ -509,10 +511,10 @@ def _line(transfer: "Transfer") -> str:
     if not transfer.is_new:
         return f"{name}: was there already"
     size, sent = size_text(checkpoint.size_bytes), size_text(transfer.sent_bytes)
-    return printable(f"{name}: {size}, {sent} stored{_unverified(transfer)}")
+    return printable(f"{name}: {size}, {sent} stored{_unverified_text(transfer)}")
 
 
-def _unverified(transfer: "Transfer") -> str:
+def _unverified_text(transfer: "Transfer") -> str:
     """Returns what was not compared with checksums of the source; "" for nothing."""
     if transfer.is_verified:
         return ""

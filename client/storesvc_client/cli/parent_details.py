@@ -207,7 +207,7 @@ class View:
     """
 
 
-def view_of(path: StorePath | None, *, deleted: bool) -> View:
+def read_view(path: StorePath | None, *, deleted: bool) -> View:
     """Returns the view of what is at a path; ``deleted`` of a run's deleted
     checkpoints."""
     match path:
@@ -320,7 +320,7 @@ class Summary:
     metrics: dict[str, MetricRange]
 
     @classmethod
-    def of(cls, checkpoints: "Iterable[Checkpoint]") -> "Summary":
+    def from_checkpoints(cls, checkpoints: "Iterable[Checkpoint]") -> "Summary":
         """Returns the summary of checkpoints, the newest first."""
         found = cls(metrics={})
         for checkpoint in checkpoints:
@@ -373,7 +373,9 @@ def _details(run: "Run", on_damage: "Callable[[DataLossError], object]") -> RunD
         usage=usage,
         info=run.info(),
         policy=run.retention.get(),
-        summary=Summary.of(run.checkpoints(on_damage=on_damage) if has_some else ()),
+        summary=Summary.from_checkpoints(
+            run.checkpoints(on_damage=on_damage) if has_some else ()
+        ),
         tags=tuple(run.tags.list(on_damage=on_damage)) if has_some else (),
         holds=tuple(hold for hold in holds if hold.expire_time > now),
     )
@@ -385,10 +387,10 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     Raises:
         Refusal: It has no runs.
     """
-    from storesvc_client._documents.checkpoints import usages_of
+    from storesvc_client._documents.checkpoints import list_usages
 
     damaged: list[DataLossError] = []
-    usages = usages_of(client, namespace, damaged.append)
+    usages = list_usages(client, namespace, damaged.append)
     if not usages and not damaged:
         check_namespace(client, namespace)
     quotas = client.quotas(namespace)
@@ -419,7 +421,7 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
         "largest run": f"{largest.run}, {size_text(largest.distinct_bytes)}"
         if largest
         else ABSENT,
-        "quotas": _listed((quota.name, _quota_text(quota)) for quota in quotas),
+        "quotas": _list_pairs((quota.name, _quota_text(quota)) for quota in quotas),
     }
     print_fields(namespace, fields.items())
     report(damaged)
@@ -462,15 +464,15 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
         "pinned": f"{summary.pinned_count:,}",
         "deleted": f"{usage.deleted_checkpoint_count:,}",
         "uploads": f"{usage.upload_count:,}",
-        "tags": _listed((tag.name, f"step {tag.step}") for tag in details.tags),
-        "holds": _listed(
+        "tags": _list_pairs((tag.name, f"step {tag.step}") for tag in details.tags),
+        "holds": _list_pairs(
             (
                 f"step {hold.step}",
                 f"until {time_text(hold.expire_time)} by {hold.owner or ABSENT}",
             )
             for hold in details.holds
         ),
-        "metrics": _listed(
+        "metrics": _list_pairs(
             (name, str(known)) for name, known in sorted(summary.metrics.items())
         ),
         "labels": pairs_text(info.labels),
@@ -493,7 +495,7 @@ def _quota_text(quota: "Quota") -> str:
     return f"{used} {of} for {quota.scope or 'anonymous callers'}"
 
 
-def _listed(pairs: Iterable[tuple[str, str]]) -> list[str]:
+def _list_pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Returns the lines of a field, with the second texts aligned."""
     shown = [(printable(name), text) for name, text in pairs]
     width = max((text_width(name) for name, _ in shown[:_SHOWN]), default=0)

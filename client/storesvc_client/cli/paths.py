@@ -99,7 +99,7 @@ def is_foreign(text: str) -> bool:
     return bool(colon) and scheme in FORMATS
 
 
-def is_of(scheme: str, path: object) -> bool:
+def leads_to(scheme: str, path: object) -> bool:
     """Returns whether a path leads to checkpoints of a format."""
     return str(path or "").startswith(f"{scheme}:")
 
@@ -208,21 +208,23 @@ class ForeignOptions:
 
     def check(self, *paths: object) -> None:
         """Raises ``UsageError`` if an option goes with none of the paths."""
-        if self.keep_names and not any(is_of("safetensors", path) for path in paths):
+        if self.keep_names and not any(leads_to("safetensors", path) for path in paths):
             raise click.UsageError(
                 "--keep-names goes with safetensors, such as safetensors:/models/llama"
             )
-        if self.trust_uncommitted and not any(is_of("orbax", path) for path in paths):
+        if self.trust_uncommitted and not any(
+            leads_to("orbax", path) for path in paths
+        ):
             raise click.UsageError(
                 "--trust-uncommitted goes with checkpoints of Orbax, such as "
                 "orbax:gs://bucket/llama"
             )
 
-    def of(self, path: object) -> "ForeignOptions":
+    def select_options(self, path: object) -> "ForeignOptions":
         """Returns those that go with a path."""
         return ForeignOptions(
-            keep_names=self.keep_names and is_of("safetensors", path),
-            trust_uncommitted=self.trust_uncommitted and is_of("orbax", path),
+            keep_names=self.keep_names and leads_to("safetensors", path),
+            trust_uncommitted=self.trust_uncommitted and leads_to("orbax", path),
         )
 
 
@@ -245,7 +247,7 @@ class ForeignStore:
         from storesvc_client import open_foreign
 
         if name not in self._runs:
-            of_run = self._options.of(name)
+            of_run = self._options.select_options(name)
             self._runs[name] = open_foreign(
                 name,
                 keep_names=of_run.keep_names,

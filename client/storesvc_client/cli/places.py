@@ -59,7 +59,7 @@ def parse_place(text: str) -> Place:
         InvalidNameError: The text does not have one of the forms.
     """
     try:
-        return _parsed(text)
+        return _parse_place(text)
     except InvalidNameError as e:  # a context may have the name of a format
         if not is_foreign(text):
             raise
@@ -69,7 +69,7 @@ def parse_place(text: str) -> Place:
         ) from e
 
 
-def _parsed(text: str) -> Place:
+def _parse_place(text: str) -> Place:
     address, slashes, path = text.rpartition("//")
     if slashes:
         if not address or address.endswith((":", "/")):

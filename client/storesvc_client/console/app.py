@@ -89,7 +89,7 @@ from storesvc_client.console.visit import (
     EventFeeds,
     OpenedCheckpoints,
     Visit,
-    number_of,
+    parse_number,
 )
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -160,7 +160,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """Returns the response to a request that may not pass; None if it may."""
-        if _host_of(request.headers) not in self._access.hosts:
+        if _parse_host(request.headers) not in self._access.hosts:
             return PlainTextResponse(
                 "expected the name of this machine as the host; open the address that "
                 "storectl console printed\n",
@@ -209,7 +209,7 @@ def cookie_name(url: URL) -> str:
     return f"storesvc-console-{url.port or 80}"
 
 
-def _host_of(headers: Headers) -> str:
+def _parse_host(headers: Headers) -> str:
     """Returns the name in the Host header, without its port."""
     host = headers.get("host", "")
     name, colon, port = host.rpartition(":")
@@ -275,7 +275,7 @@ def create_app(
     app = Starlette(
         routes=[
             Route("/", shown(runs.page)),
-            Route("/r/{namespace}/{name}", shown(_of_name)),
+            Route("/r/{namespace}/{name}", shown(_named_page)),
             Route("/tree/{namespace}/{name}", shown(checkpoint.tree_rows)),
             Route("/plot/{namespace}/{name}", console.points),
             Route("/trace/{namespace}/{name}", shown(trace.page)),
@@ -301,7 +301,7 @@ def create_app(
     return Guard(app, access=console.access)
 
 
-def _of_name(visit: Visit) -> Page:
+def _named_page(visit: Visit) -> Page:
     """Returns the page of a run, a checkpoint or a leaf, as the address says."""
     if "@" not in visit.path["name"]:
         return run.page(visit)
@@ -346,11 +346,11 @@ class _Console:
     async def stream(self, request: Request) -> Response:
         """Streams events of a namespace or a run to the page of events."""
         parent = request.query_params.get("of", "")
-        feed = await asyncio.to_thread(self._feeds.of, parent)
+        feed = await asyncio.to_thread(self._feeds.find_feed, parent)
         after = request.headers.get("last-event-id") or request.query_params.get(
             "after", "0"
         )
-        last = number_of("after", after, remedy="reload the page")
+        last = parse_number("after", after, remedy="reload the page")
         return StreamingResponse(
             self._messages(feed, last), media_type="text/event-stream"
         )

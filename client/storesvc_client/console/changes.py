@@ -30,7 +30,7 @@ from storesvc_client.console.rendering import (
     crumbs_to_run,
     run_url,
 )
-from storesvc_client.console.visit import Visit, number_of
+from storesvc_client.console.visit import Visit, parse_number
 
 Fields: TypeAlias = Mapping[str, str]
 
@@ -73,7 +73,7 @@ class Change:
         return checkpoint_url(self.run, self.step)
 
 
-def change_of(action: str, fields: Fields) -> Change:
+def parse_change(action: str, fields: Fields) -> Change:
     """Returns the change that a form describes.
 
     Raises:
@@ -354,7 +354,7 @@ def _text(
 
 def _step(fields: Fields) -> int:
     text = fields.get("step", "")
-    return number_of("step", text, remedy="use a form of the console")
+    return parse_number("step", text, remedy="use a form of the console")
 
 
 _CHANGES: Final[Mapping[str, Callable[[Fields], Change]]] = {
@@ -378,7 +378,7 @@ _OWN: frozenset[str] = frozenset({"token", "json"})
 def page(visit: Visit) -> Page:
     """Returns the question before a change; changes nothing."""
     action = visit.path["action"]
-    change = change_of(action, visit.query)
+    change = parse_change(action, visit.query)
     seen = change.look(visit.client)
     fields = {**visit.query, "etag": visit.query.get("etag") or seen.etag}
     at = f"@{change.step}"
@@ -407,6 +407,6 @@ def made(visit: Visit, fields: Mapping[str, str]) -> str:
     Raises:
         StoreError: The store rejects the change.
     """
-    change = change_of(visit.path["action"], fields)
+    change = parse_change(visit.path["action"], fields)
     change.apply(visit.client)
     return change.address

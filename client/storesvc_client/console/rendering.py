@@ -48,7 +48,7 @@ from storesvc_client._pictures.svg import BLUE, document, element, line, words
 from storesvc_client._pictures.timeline import timeline as timeline_picture
 from storesvc_client._pictures.treemap import treemap as treemap_picture
 from storesvc_client._values.arguments import duration_text
-from storesvc_client._values.plots import plot_of
+from storesvc_client._values.plots import make_plot
 from storesvc_client._values.texts import (
     ABSENT,
     count_text,
@@ -269,7 +269,7 @@ def metric_plot(
     drawn = [c for c in checkpoints if math.isfinite(c.metrics.get(metric, math.nan))]
     if len(drawn) < 2:
         return None
-    return _drawn(plot_of(run, metric, checkpoints).svg)
+    return _drawn(make_plot(run, metric, checkpoints).svg)
 
 
 def sparkline(values: Sequence[float], title: str) -> Markup | None:

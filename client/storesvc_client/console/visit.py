@@ -112,7 +112,7 @@ class EventFeeds:
         self._feeds: dict[str, EventFeed] = {}
         self._numbers = count(1)
 
-    def of(self, parent: str) -> EventFeed:
+    def find_feed(self, parent: str) -> EventFeed:
         """Returns the feed of a namespace or a run, and starts it if necessary.
 
         Raises:
@@ -340,7 +340,7 @@ class Visit:
             InvalidRequestError: It is neither a step nor a tag.
         """
         _, _, text = self.path["name"].partition("@")
-        return which_of(text)
+        return parse_selector(text)
 
     def permissions(self) -> frozenset[str]:
         """Returns what the user may do on the run of the address.
@@ -361,10 +361,10 @@ class Visit:
             InvalidRequestError: It is no number of at least 0.
         """
         text = self.query.get(name, "") or "0"
-        return number_of(name, text, remedy="correct the address")
+        return parse_number(name, text, remedy="correct the address")
 
 
-def number_of(name: str, text: str, *, remedy: str) -> int:
+def parse_number(name: str, text: str, *, remedy: str) -> int:
     """Returns a number that a browser has sent.
 
     Args:
@@ -382,7 +382,7 @@ def number_of(name: str, text: str, *, remedy: str) -> int:
     return int(text)
 
 
-def which_of(text: str) -> Which:
+def parse_selector(text: str) -> Which:
     """Returns a step, "latest" or a tag.
 
     Raises:
@@ -405,4 +405,4 @@ def checkpoint_path(text: str) -> tuple[str, Which]:
         raise InvalidRequestError(
             f"expected a checkpoint, such as prod/llama-8b@500, got {text!r}; name one"
         )
-    return run, which_of(which)
+    return run, parse_selector(which)

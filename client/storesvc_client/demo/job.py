@@ -78,7 +78,7 @@ class History:
         return max(self.losses)
 
 
-def claims_of(
+def make_claims(
     reference: History, killed: History, moved: History, stayed: History
 ) -> list[Claim]:
     """Returns the claims about the four runs.
@@ -293,9 +293,9 @@ def _make_empty(directory: Path) -> None:
 def _demo(directory: Path, served: Served | None, console: Console) -> bool:
     with nullcontext(served) if served else _serving(directory, console) as store:
         _say(console, f"The run is {store.run} at {store.address}.")
-        runs = _trained(store, directory, console)
+        runs = _train_runs(store, directory, console)
         _show_curves(runs, console)
-        claims = claims_of(runs.reference, runs.killed, runs.moved, runs.stayed)
+        claims = make_claims(runs.reference, runs.killed, runs.moved, runs.stayed)
         _show_claims(claims, console)
         storectl_worked = _show_storectl(store, console)
     return storectl_worked and all(claim.held for claim in claims)
@@ -319,7 +319,7 @@ def _say(console: Console, text: str) -> None:
 # --- The four runs ------------------------------------------------------------
 
 
-def _trained(store: Served, directory: Path, console: Console) -> _Runs:
+def _train_runs(store: Served, directory: Path, console: Console) -> _Runs:
     steps = ("--steps", str(_STEPS))
     here, elsewhere = ("--mesh", _HERE, *steps), ("--mesh", _ELSEWHERE, *steps)
     stored = ("--store", store.address, "--run", store.run, *store.reaching)
@@ -336,7 +336,7 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
             return Trainer(name, list(arguments), directory)
 
         with run("uninterrupted", *here) as trainer:
-            reference = _watched(trainer, bars)
+            reference = _watch_trainer(trainer, bars)
         held = ("--hold-after", str(_KILL_AFTER))
         with run("killed", *here, *saves, *held) as trainer:
             killed = _watched_until_killed(trainer, bars)
@@ -348,12 +348,12 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
             run("resumed elsewhere", *elsewhere, *saves, "--resume", "latest") as away,
             run("resumed here", *here, *stored, "--resume", last) as control,
         ):
-            watching = [pool.submit(_watched, t, bars) for t in (away, control)]
+            watching = [pool.submit(_watch_trainer, t, bars) for t in (away, control)]
             moved, stayed = (future.result() for future in watching)
     return _Runs(reference=reference, killed=killed, moved=moved, stayed=stayed)
 
 
-def _watched(trainer: Trainer, bars: Progress) -> History:
+def _watch_trainer(trainer: Trainer, bars: Progress) -> History:
     """Returns the history of a process that ends by itself."""
     events = list(_shown(trainer, bars))
     trainer.check()

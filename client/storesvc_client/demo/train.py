@@ -55,7 +55,7 @@ from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.traversals import tree_path_to_string
 
 
-def digest_of(tree: Any) -> str:
+def digest_tree(tree: Any) -> str:
     """Returns a hexadecimal digest of the name, dtype, shape and bytes of each leaf."""
     digest = xxhash.xxh3_128()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -142,7 +142,7 @@ def make_optimizer() -> optax.GradientTransformation:
     return optax.adamw(schedule, weight_decay=0.01)
 
 
-def loss_of(model: ByteModel, batch: jax.Array) -> jax.Array:
+def compute_loss(model: ByteModel, batch: jax.Array) -> jax.Array:
     """Returns the mean cross entropy of the batch, in nats a byte."""
     losses = optax.softmax_cross_entropy_with_integer_labels(
         model(batch[:, :-1]), batch[:, 1:]
@@ -201,7 +201,7 @@ class Training:
         jax.block_until_ready(state)
         seconds = time.monotonic() - began
         checkpoint = run.checkpoint(int(state.step))
-        digest = digest_of(state)
+        digest = digest_tree(state)
         if digest != checkpoint.labels["digest"]:
             raise ValueError(
                 f"checkpoint {checkpoint.step}: expected a state of digest "
@@ -237,7 +237,7 @@ def _advance_with(
         def loss(graphstate: Any) -> tuple[jax.Array, Any]:
             model = state.merge(graphstate)
             # evaluated first: dropout advances the counts in `model`
-            value = loss_of(model, batch)
+            value = compute_loss(model, batch)
             return value, nnx.state(model, nnx.Not(nnx.Param))
 
         grad = jax.value_and_grad(loss, has_aux=True)
@@ -267,7 +267,7 @@ class _Corpus:
         return windows.astype(np.int32)
 
 
-def saved(
+def save_steps(
     steps: Iterable[tuple[EasyDeLState, Step]], run: Run, *, every: int
 ) -> Iterator[Event]:
     """Yields the steps, and the events of saves in the background at each ``every``
@@ -282,24 +282,24 @@ def saved(
         is_due = step.step % every == 0
         is_busy = pending is not None and not pending.done()
         if pending is not None and (is_due or not is_busy):
-            yield _committed(pending)
+            yield _wait_committed(pending)
             pending = None
         if is_due and not is_busy:
             pending, begun = _begin(run, state, step)
             yield begun
     if pending is not None:
-        yield _committed(pending)
+        yield _wait_committed(pending)
 
 
 def _begin(run: Run, state: EasyDeLState, step: Step) -> tuple[Save, SaveBegun]:
-    labels = {"digest": digest_of(state), "mesh": step.mesh}
+    labels = {"digest": digest_tree(state), "mesh": step.mesh}
     began = time.monotonic()
     save = save_state(run, state, metrics={"loss": step.loss}, labels=labels)
     blocked = time.monotonic() - began
     return save, SaveBegun(step=step.step, blocked_seconds=blocked)
 
 
-def _committed(save: Save) -> Committed:
+def _wait_committed(save: Save) -> Committed:
     checkpoint = save.result()
     return Committed(step=checkpoint.step, size_bytes=checkpoint.size_bytes)
 
@@ -405,7 +405,7 @@ def _stored_events(
         if arguments.save_every is None:
             yield from (step for _, step in steps)
             return
-        events = saved(steps, run, every=arguments.save_every)
+        events = save_steps(steps, run, every=arguments.save_every)
         if arguments.hold_after is None:
             yield from events
         else:

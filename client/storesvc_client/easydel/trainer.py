@@ -73,7 +73,7 @@ class SaveSchedule:
     """Longest time between two saves; None: time decides nothing."""
 
     @classmethod
-    def of(cls, arguments: Any) -> Self:
+    def from_arguments(cls, arguments: Any) -> Self:
         """Returns the schedule of EasyDeL's ``TrainingArguments``."""
         return cls(
             policies=arguments.get_checkpoint_policies(),
@@ -201,7 +201,7 @@ class StoreCheckpoints(_Trainer):
                 "calls _apply_step_start_point of StoreCheckpoints, as EasyDeL 0.3 "
                 f"does, got {type(self).__name__}, whose does not; it would not resume"
             )
-        self._store_schedule = SaveSchedule.of(self.arguments)
+        self._store_schedule = SaveSchedule.from_arguments(self.arguments)
         self._store_saved_at = time.monotonic()
 
     # EasyDeL calls this in its constructor, right after its own resume.

@@ -35,12 +35,12 @@ from storesvc_client.orbax.options import (
     NEEDLESS,
     IgnoredOptions,
     context_settings,
-    retention_of_policy,
+    policy_retention,
 )
 from storesvc_client.orbax.sequence import (
     ManagedRun,
     StepSequence,
-    numbers_of,
+    rank_numbers,
     root_metadata,
     timestamps,
 )
@@ -213,7 +213,7 @@ class Response:
         self._ended.add_done_callback(call)
 
 
-def _deprecated(name: str) -> Callable[..., Any]:
+def _deprecate(name: str) -> Callable[..., Any]:
     """Returns a method that warns, and calls the one that has another name now."""
 
     def call(self: "Checkpointer", *values: Any, **options: Any) -> Any:
@@ -279,7 +279,7 @@ class Checkpointer(ManagedRun):
         context_settings(context, self._ignored)
         keep = None
         if preservation_policy is not None:
-            keep = retention_of_policy(preservation_policy)
+            keep = policy_retention(preservation_policy)
         self._steps = StepSequence.opened(
             directory,
             run,
@@ -410,7 +410,7 @@ class Checkpointer(ManagedRun):
             step,
             contents.tree,
             items=contents.items,
-            metrics=numbers_of(place, metrics, None),
+            metrics=rank_numbers(place, metrics, None),
             after_commit=settings.after_commit,
         )
         return Response(ended, self._steps.settle)
@@ -566,11 +566,11 @@ class Checkpointer(ManagedRun):
         raise NotImplementedError("expected load or load_checkpointables")
 
     load_checkpointables_async = load_async
-    save_pytree = _deprecated("save")
-    save_pytree_async = _deprecated("save_async")
-    load_pytree = _deprecated("load")
-    load_pytree_async = _deprecated("load_async")
-    pytree_metadata = _deprecated("metadata")
+    save_pytree = _deprecate("save")
+    save_pytree_async = _deprecate("save_async")
+    load_pytree = _deprecate("load")
+    load_pytree_async = _deprecate("load_async")
+    pytree_metadata = _deprecate("metadata")
 
     def _metadata(
         self, opened: "OpenCheckpoint", record: "StepRecord", structs: Any

@@ -46,17 +46,17 @@ from storesvc_client.orbax.items import (
 from storesvc_client.orbax.options import (
     IgnoredOptions,
     check_handler,
-    metric_of,
+    handler_options,
+    make_save_policy,
+    metric_name,
     needless_options,
-    options_of_handler,
-    options_of_save,
-    retention_of_options,
-    save_policy_of_options,
+    options_retention,
+    save_options,
 )
 from storesvc_client.orbax.sequence import (
     ManagedRun,
     StepSequence,
-    numbers_of,
+    rank_numbers,
     root_metadata,
     timestamps,
 )
@@ -80,7 +80,9 @@ _TREES_OF_SAVES: Final = (ocp.args.StandardSave, ocp.args.PyTreeSave)
 """A class below them belongs to a handler of the caller."""
 
 
-def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> Content:
+def find_content(
+    place: str, args: Any, handler: Any, ignored: IgnoredOptions
+) -> Content:
     """Returns the content that an argument of a save describes.
 
     Args:
@@ -95,7 +97,7 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
     match args:
         case _ if type(args) in _TREES_OF_SAVES:
             check_handler(place, args, handler)
-            names = options_of_save(place, args)
+            names = save_options(place, args)
             ignored.log(names, of=type(args).__name__, why="it has a format of its own")
             if jax.tree_util.treedef_is_leaf(jax.tree.structure(args.item)):
                 raise InvalidRequestError(
@@ -110,7 +112,7 @@ def content_of(place: str, args: Any, handler: Any, ignored: IgnoredOptions) -> 
             check_handler(place, args, handler)
             return JsonContent(args.item)
         case _:
-            used = _handler_of(place, args, handler)
+            used = _find_handler(place, args, handler)
             return FilesContent(_writer(used, args))
 
 
@@ -139,7 +141,7 @@ def restore_part(
                 "got none; pass args=Composite(...) with it, or item_handlers="
             )
         given = _default_arguments(handler) if args is None else args
-        used = _handler_of(place, given, handler)
+        used = _find_handler(place, given, handler)
         return restore_files(
             *(opened, name, part),
             lambda folder: used.restore(epath.Path(folder), args=given),
@@ -216,7 +218,7 @@ def _cast(place: str, tree: Any, save_args: Any) -> Any:
         ) from e
 
 
-def _handler_of(place: str, args: Any, handler: Any) -> Any:
+def _find_handler(place: str, args: Any, handler: Any) -> Any:
     """Returns the handler that was given, or a new one of the registered class."""
     if type(args) in _REFUSED:
         raise InvalidRequestError(
@@ -264,7 +266,7 @@ def _other_kind(place: str, part: Part, args: Any) -> InvalidRequestError:
     )
 
 
-def arguments_of_items(
+def items_arguments(
     items: Any, keywords: Any, handlers: Mapping[str, Any], *, for_restore: bool
 ) -> Any:
     """Returns the argument that deprecated arguments stand for.
@@ -360,11 +362,11 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         self._options = options or ocp.CheckpointManagerOptions()
         for line in needless_options(self._options):
             _log.info("options: %s", line)
-        keep = retention_of_options(self._options)
-        policy = save_policy_of_options(self._options)
+        keep = options_retention(self._options)
+        policy = make_save_policy(self._options)
         self._best: str | None = None
         if self._options.best_fn is not None:
-            self._best = metric_of("best_fn", self._options.best_fn)
+            self._best = metric_name("best_fn", self._options.best_fn)
         self._names = None if item_names is None else frozenset(item_names)
         self._is_async = self._options.enable_async_checkpointing
         if checkpointers is not None:
@@ -374,7 +376,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         self._ignored = IgnoredOptions("CheckpointManager")
         for name, handler in self._handlers.items():
             self._ignored.log(
-                options_of_handler(f"item_handlers= of {name!r}", handler),
+                handler_options(f"item_handlers= of {name!r}", handler),
                 of=f"{type(handler).__name__} of {name!r}",
                 why="it has a format and limits of its own",
             )
@@ -436,12 +438,12 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         self.wait_until_finished()
         self._steps.check_free(step)
         place = f"save of {self._steps.run.name}@{step}"
-        numbers = numbers_of(place, metrics, self._best)
+        numbers = rank_numbers(place, metrics, self._best)
         contents = step_contents(
             place,
             step,
             {
-                name: content_of(
+                name: find_content(
                     f"{place} item {name!r}",
                     given,
                     self._handlers.get(name),
@@ -630,9 +632,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
             raise InvalidRequestError(
                 "items=: expected none with args=, got both; use args="
             )
-        return arguments_of_items(
-            items, keywords, self._handlers, for_restore=for_restore
-        )
+        return items_arguments(items, keywords, self._handlers, for_restore=for_restore)
 
     def _by_name(self, args: Any, what: str) -> dict[str, Any]:
         """Returns arguments by item, and settles whether there is only one."""

@@ -86,7 +86,7 @@ class IgnoredOptions:
             )
 
 
-def options_of_handler(place: str, handler: Any) -> list[str]:
+def handler_options(place: str, handler: Any) -> list[str]:
     """Returns the options of a handler that is never called; [] if it is called.
 
     Raises:
@@ -135,7 +135,7 @@ def check_handler(place: str, args: Any, handler: Any) -> None:
         )
 
 
-def options_of_save(place: str, args: Any) -> list[str]:
+def save_options(place: str, args: Any) -> list[str]:
     """Returns the options of ``StandardSave`` or ``PyTreeSave`` without an effect.
 
     Raises:
@@ -257,7 +257,7 @@ def check_processes(place: str, given: Any) -> None:
             )
 
 
-def save_policy_of_options(options: Any) -> Any:
+def make_save_policy(options: Any) -> Any:
     """Returns Orbax's policy that decides when to save."""
     if options.save_decision_policy is not None:
         return options.save_decision_policy
@@ -407,7 +407,7 @@ def _is_same(value: Any, default: Any) -> bool:
 _ADVICE: Final = "set a policy of the run with run.retention.set, or use LatestN"
 
 
-def retention_of_options(options: Any) -> RetentionPolicy | None:
+def options_retention(options: Any) -> RetentionPolicy | None:
     """Returns the retention policy of ``CheckpointManagerOptions``; None keeps all.
 
     Raises:
@@ -419,7 +419,7 @@ def retention_of_options(options: Any) -> RetentionPolicy | None:
                 raise InvalidRequestError(
                     f"options: expected preservation_policy= or {name}=, got both"
                 )
-        return retention_of_policy(options.preservation_policy)
+        return policy_retention(options.preservation_policy)
     if options.max_to_keep is None:
         return None  # as in Orbax: all stay, whatever else is given
     rules: list[RetentionPolicy] = [_newest(options)]
@@ -430,7 +430,7 @@ def retention_of_options(options: Any) -> RetentionPolicy | None:
     return reduce(or_, rules)
 
 
-def retention_of_policy(policy: Any) -> RetentionPolicy | None:
+def policy_retention(policy: Any) -> RetentionPolicy | None:
     """Returns the retention policy of one of Orbax's preservation policies.
 
     Returns:
@@ -456,7 +456,7 @@ def retention_of_policy(policy: Any) -> RetentionPolicy | None:
                 return None
             return _best(
                 _positive("BestN", count),
-                metric_of("BestN: get_metric_fn", policy.get_metric_fn),
+                metric_name("BestN: get_metric_fn", policy.get_metric_fn),
                 mode="min" if policy.reverse else "max",
                 keeps_without=policy.keep_checkpoints_without_metrics,
             )
@@ -464,7 +464,7 @@ def retention_of_policy(policy: Any) -> RetentionPolicy | None:
             return _by_name(policy)
 
 
-def metric_of(place: str, function: Callable[[Any], Any]) -> str:
+def metric_name(place: str, function: Callable[[Any], Any]) -> str:
     """Returns the name of the metric that a function of metrics returns.
 
     The function is called once with a mapping that records what it reads: whatever else
@@ -525,7 +525,7 @@ def _newest(options: Any) -> RetentionPolicy:
     mode: Mode = "min" if options.best_mode == "min" else "max"
     return _best(
         count,
-        metric_of("best_fn", options.best_fn),
+        metric_name("best_fn", options.best_fn),
         mode=mode,
         keeps_without=options.keep_checkpoints_without_metrics,
     )
@@ -539,7 +539,7 @@ def _best(
 
 
 def _join_policies(members: Sequence[Any]) -> RetentionPolicy | None:
-    found = [retention_of_policy(member) for member in members]
+    found = [policy_retention(member) for member in members]
     if not found:
         raise InvalidRequestError(
             f"AnyPreservationPolicy: expected policies, got none; {_ADVICE}"

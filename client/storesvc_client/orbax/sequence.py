@@ -31,12 +31,12 @@ from storesvc_client._api.client import connect
 from storesvc_client._api.groups import APPLY_SECONDS
 from storesvc_client._api.run import Run
 from storesvc_client._job.job import Job, ordinal
-from storesvc_client._pytree.jax_job import job_of_process
+from storesvc_client._pytree.jax_job import find_job
 from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._save.saver import Save
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import ALL_PROCESSES
-from storesvc_client._values.policies import RetentionPolicy, format_policy, rule_of
+from storesvc_client._values.policies import RetentionPolicy, check_rule, format_policy
 from storesvc_client._values.telemetry import StepLogger
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -73,7 +73,7 @@ def timestamps(found: "Checkpoint") -> dict[str, int]:
     }
 
 
-def numbers_of(place: str, metrics: Any, best: str | None) -> dict[str, float]:
+def rank_numbers(place: str, metrics: Any, best: str | None) -> dict[str, float]:
     """Returns the metrics that retention policies can rank by: the numbers at the top.
 
     Args:
@@ -294,7 +294,7 @@ class StepSequence:
     @property
     def is_leader(self) -> bool:
         """True in process 0 of a job, and in a process alone."""
-        job = job_of_process()
+        job = find_job()
         return job is None or job.index == 0
 
     def reload(self) -> None:
@@ -409,7 +409,7 @@ class StepSequence:
         save = self.run.save(step, tree, **options)
         metrics = options.get("metrics") or None
         info = StepInfo(step=step, time=datetime.now(tz=UTC), metrics=metrics)
-        job = job_of_process()
+        job = find_job()
         key = ""
         if job is not None and self._keep is not None:
             what = f"orbax/{self.run.name}"
@@ -518,7 +518,7 @@ class StepSequence:
             key: Where process 0 posts that it has applied the policy, so that all
                 processes list the same steps; "" in a process alone.
         """
-        job = job_of_process() if key else None
+        job = find_job() if key else None
         if job is not None and not self.is_leader:
             save.result()
             self._await_leader(job, key)
@@ -571,7 +571,7 @@ class StepSequence:
             found = self.run.retention.get()
         except NotFoundError:
             return  # the first save creates the run
-        wanted = rule_of(self._keep)
+        wanted = check_rule(self._keep)
         if found is None and self.is_leader:
             self.run.retention.set(wanted)
         elif found not in (None, wanted):

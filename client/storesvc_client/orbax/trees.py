@@ -146,7 +146,7 @@ def leaf_target(saved: LeafInfo, target: Any) -> LeafTarget:
     if isinstance(target, type):
         target = RestoreArgs(restore_type=target)
     if isinstance(target, RestoreArgs):
-        return _of_arguments(saved, target)
+        return _parse_arguments(saved, target)
     if isinstance(target, _NUMBERS) and not isinstance(target, np.generic):
         return _number(saved, type(target))
     if isinstance(target, np.ndarray | np.generic):
@@ -157,7 +157,7 @@ def leaf_target(saved: LeafInfo, target: Any) -> LeafTarget:
         shape, dtype = target.shape, target.dtype  # version 1's array on the host
         shape = _shape(saved) if shape is None else shape
         return _host(saved, shape, _dtype(saved) if dtype is None else dtype)
-    return LeafTarget(target, _unchanged)
+    return LeafTarget(target, _return_unchanged)
 
 
 def saved_struct(saved: LeafInfo) -> Any:
@@ -178,7 +178,7 @@ def saved_target(saved: LeafInfo) -> Any:
     return saved_struct(saved) if is_on_device else _saved_like(saved)
 
 
-def _of_arguments(saved: LeafInfo, target: RestoreArgs) -> LeafTarget:
+def _parse_arguments(saved: LeafInfo, target: RestoreArgs) -> LeafTarget:
     """Returns how a leaf is restored that Orbax's arguments describe."""
     kind, dtype = target.restore_type, target.dtype
     if kind in _NUMBERS:
@@ -192,14 +192,14 @@ def _of_arguments(saved: LeafInfo, target: RestoreArgs) -> LeafTarget:
         )
     shape, sharding = _shape(saved), None
     if isinstance(target, ArrayRestoreArgs):
-        sharding = _sharding_of(target)
+        sharding = _target_sharding(target)
         shape = shape if target.global_shape is None else tuple(target.global_shape)
     elif saved.kind not in ("array", "prng_key"):
-        return LeafTarget(_saved_like(saved), _unchanged)
+        return LeafTarget(_saved_like(saved), _return_unchanged)
     return _device(saved, shape, _dtype(saved) if dtype is None else dtype, sharding)
 
 
-def _sharding_of(target: ArrayRestoreArgs) -> Any:
+def _target_sharding(target: ArrayRestoreArgs) -> Any:
     if target.sharding is not None:
         to_jax = getattr(target.sharding, "to_jax_sharding", None)  # saved metadata
         return target.sharding if to_jax is None else to_jax()
@@ -214,19 +214,21 @@ def _device(saved: LeafInfo, shape: Any, dtype: Any, sharding: Any) -> LeafTarge
     shape = tuple(shape)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) or saved.kind == "prng_key":
         return LeafTarget(
-            jax.ShapeDtypeStruct(shape, dtype, sharding=placement), _unchanged
+            jax.ShapeDtypeStruct(shape, dtype, sharding=placement), _return_unchanged
         )
     if saved.kind in ("array", "host_array", "host_scalar"):
         if not would_narrow(saved.dtype):
             like = jax.ShapeDtypeStruct(shape, DTYPES[saved.dtype], sharding=placement)
             wanted = np.dtype(dtype)
             same = wanted == like.dtype
-            return LeafTarget(like, _unchanged if same else lambda x: x.astype(wanted))
+            return LeafTarget(
+                like, _return_unchanged if same else lambda x: x.astype(wanted)
+            )
         like = _host_like(shape, saved.dtype)
     elif saved.kind == "python_scalar" and shape == ():
         like = _saved_like(saved)
     else:
-        return LeafTarget(jax.ShapeDtypeStruct(shape, dtype), _unchanged)
+        return LeafTarget(jax.ShapeDtypeStruct(shape, dtype), _return_unchanged)
     return LeafTarget(
         like, lambda x: jax.device_put(np.asarray(x).astype(dtype), placement)
     )
@@ -266,7 +268,7 @@ def _number(saved: LeafInfo, kind: Any) -> LeafTarget:
     if saved.kind in ("array", "host_array", "host_scalar"):
         like = _host_like((), saved.dtype)
         return LeafTarget(like, lambda x: kind(np.asarray(x).item()))
-    return LeafTarget(kind(), _unchanged)
+    return LeafTarget(kind(), _return_unchanged)
 
 
 def _saved_like(saved: LeafInfo) -> Any:
@@ -300,7 +302,7 @@ def _dtype(saved: LeafInfo) -> Any:
     return DTYPES[saved.dtype]
 
 
-def _unchanged(value: Any) -> Any:
+def _return_unchanged(value: Any) -> Any:
     return value
 
 
@@ -347,7 +349,7 @@ def restore_tree(
     """
     select = [_below(place)] if place else None
     if target is None:
-        return _unwrapped(opened.restore(select=select), place)
+        return _unwrap_tree(opened.restore(select=select), place)
     leaves, treedef = _marked_leaves(target, place)
     saved = {key: opened.leaves[key] for key in _keys(opened, place)}
     skipped = {
@@ -375,7 +377,7 @@ def restore_tree(
         else leaf.value
         for leaf in leaves
     )
-    return _unwrapped(result, place)
+    return _unwrap_tree(result, place)
 
 
 def tree_structs(
@@ -386,7 +388,7 @@ def tree_structs(
     """Returns the tree of an item with what describes each leaf."""
     leaves = [opened.leaves[key] for key in _keys(opened, place)]
     rows = [(leaf.path, leaf.path_kinds, describe(leaf)) for leaf in leaves]
-    return _unwrapped(nest(rows), place) if rows else {}
+    return _unwrap_tree(nest(rows), place) if rows else {}
 
 
 def has_tree(opened: "OpenCheckpoint", place: str) -> bool:
@@ -456,12 +458,12 @@ def _check_structure(
             "context, restores what both have"
         )
         raise TreeMismatchError(
-            f"{opened.name} does not fit the target: {_listed([*problems, advice])}"
+            f"{opened.name} does not fit the target: {_join_texts([*problems, advice])}"
         )
     if left:
         _log.warning(
             "%s lacks leaves of the target, which are returned unchanged: %s",
-            *(opened.name, _listed(left)),
+            *(opened.name, _join_texts(left)),
         )
 
 
@@ -487,7 +489,7 @@ def _ancestors(key: str) -> list[str]:
     return [*accumulate(key.split("/"), lambda above, part: f"{above}/{part}")]
 
 
-def _listed(found: Sequence[str]) -> str:
+def _join_texts(found: Sequence[str]) -> str:
     """Returns texts as one; of many the first, and the last one."""
     left = len(found) - _MAX_NAMED
     more = [f"{left} more", found[-1]] if left > 0 else []
@@ -510,5 +512,5 @@ def _below(place: str) -> re.Pattern[str]:
     return re.compile(rf"\A{re.escape(escape_part(place))}(?:/|\Z)")
 
 
-def _unwrapped(tree: Any, place: str) -> Any:
+def _unwrap_tree(tree: Any, place: str) -> Any:
     return tree[place] if place else tree

@@ -42,9 +42,9 @@ from storesvc_client._values.options import (
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import (
     cast_floating,
+    find_leaf_mesh,
     gather,
     init_opt_state,
-    mesh_of_leaves,
     required_shardings,
     reshard,
     shardings_by_key,
@@ -216,7 +216,7 @@ class EasyDeLState(struct.PyTreeNode):
     @property
     def mesh(self) -> Mesh | None:
         """Mesh of the model, or of the arrays if the model has none."""
-        return mesh_of(self.model) or mesh_of_leaves(self)
+        return mesh_of(self.model) or find_leaf_mesh(self)
 
     def init_tx(
         self,
@@ -265,7 +265,7 @@ class EasyDeLState(struct.PyTreeNode):
             MismatchError: The rules do not fit a leaf.
         """
         only = self.replace(opt_state=None)
-        sharded = self._sharded(only, partition_rules, mesh, indivisible)
+        sharded = self._shard_state(only, partition_rules, mesh, indivisible)
         return self.replace(
             graphstate=sharded.graphstate, graphother=sharded.graphother
         )
@@ -295,7 +295,7 @@ class EasyDeLState(struct.PyTreeNode):
             raise ValueError("expected an opt_state to shard, got none; see init_tx")
         empty: GraphState = nnx.State({})
         only = self.replace(graphstate=empty, graphother=empty, opt_state=opt_state)
-        sharded = self._sharded(only, partition_rules, mesh, indivisible)
+        sharded = self._shard_state(only, partition_rules, mesh, indivisible)
         return self.replace(opt_state=sharded.opt_state)
 
     def shard_state(
@@ -321,7 +321,7 @@ class EasyDeLState(struct.PyTreeNode):
         if not isinstance(step, jax.Array):
             step = jax.numpy.asarray(step, jax.numpy.int32)
         placed = self.replace(step=step)
-        return self._sharded(placed, partition_rules, mesh, indivisible)
+        return self._shard_state(placed, partition_rules, mesh, indivisible)
 
     def shard_with_shape(self, shape: Any) -> Self:
         """Returns the state with its leaves placed like another tree's leaves.
@@ -506,7 +506,7 @@ class EasyDeLState(struct.PyTreeNode):
         own = None if rules else partition_rules_of(self.model)
         return (rules, indivisible) if own is None else (own, "replicate")
 
-    def _sharded(
+    def _shard_state(
         self,
         state: Self,
         rules: Rules | None,

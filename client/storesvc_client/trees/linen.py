@@ -151,13 +151,15 @@ def _variable(place: str, collection: str, leaf: Any) -> _Variable:
                 f"{place}: expected an NNXMeta of {kind.__name__}, by its collection, "
                 f"got one of {leaf.var_type.__name__}"
             )
-        return _filled(kind, leaf.value, leaf.metadata)
+        return _fill_variable(kind, leaf.value, leaf.metadata)
     if not isinstance(leaf, AxisMetadata):
-        return _filled(kind, leaf, {})
+        return _fill_variable(kind, leaf, {})
     metadata = _box_metadata(leaf)
     if "value" not in metadata or metadata.keys() & nnx.Variable.required_metadata:
         raise _stuck(place, leaf)
-    variable = _filled(kind, metadata.pop("value"), metadata | {_BOX_TYPE: type(leaf)})
+    variable = _fill_variable(
+        kind, metadata.pop("value"), metadata | {_BOX_TYPE: type(leaf)}
+    )
     # The tree structure of a box has its type and all fields except the value.
     before: Any = jax.tree.structure(leaf)
     if before != jax.tree.structure(_linen_leaf(variable)):
@@ -186,7 +188,7 @@ def _variable_type(collection: str) -> type[_Variable]:
         raise ValueError(f"collection {collection!r} cannot name a type: {e}") from e
 
 
-def _filled(
+def _fill_variable(
     kind: type[_Variable], value: Any, metadata: Mapping[str, Any]
 ) -> _Variable:
     # By `copy`: the constructor would move the value to the mesh in the context or in

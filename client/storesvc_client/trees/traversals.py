@@ -52,11 +52,11 @@ from storesvc_client._pytree.paths import (
     flatten_dict,
     flatten_tree,
     int_key_to_string,
-    integer_of_text,
     is_flatten,
     mapping_leaves,
     named_tree_map,
     nest_leaves,
+    parse_integer,
     path_text,
     specs_to_name_sharding,
     string_key_to_int,
@@ -395,7 +395,7 @@ def merge_state_and_tree(
     for path, leaf in graph_leaves(state).items():
         paths[id(leaf)].append(path)
     shared = [same for same in paths.values() if len(same) > 1]
-    return _merged(tree, state, shared, silence=silence)
+    return _merge_tree(tree, state, shared, silence=silence)
 
 
 def merge_model_and_tree(
@@ -420,11 +420,11 @@ def merge_model_and_tree(
             keys of one mapping.
     """
     graphdef, state = nnx.split(model)
-    merged = _merged(tree, state, nnx.find_duplicates(model), silence=silence)
+    merged = _merge_tree(tree, state, nnx.find_duplicates(model), silence=silence)
     return merge_by_path(graphdef, merged)
 
 
-def _merged(
+def _merge_tree(
     tree: Mapping[Any, Any],
     state: GraphState,
     shared: Sequence[Sequence[GraphPath]],
@@ -445,7 +445,7 @@ def _merged(
         path: v
         for path, v in leaves.items()
         if isinstance(v, nnx.Param)
-        and not (silence and tuple(map(integer_of_text, path)) not in given)
+        and not (silence and tuple(map(parse_integer, path)) not in given)
     }
     lacking = {path: v for path, v in leaves.items() if is_abstract_rng(v)}
     rest = {p: v for p, v in leaves.items() if p not in params and p not in lacking}
@@ -482,7 +482,7 @@ def _with_values(
     result: dict[GraphPath, Any] = {}
     misfits: list[str] = []
     for path, param in params.items():
-        found, value = given.get(tuple(map(integer_of_text, path)), ((), None))
+        found, value = given.get(tuple(map(parse_integer, path)), ((), None))
         if not all(map(_addresses, found, path)):
             value = None
         wanted = stored_value(param)
@@ -504,7 +504,7 @@ def _second_values(
     if not shared:
         return []
     first = _first_paths(shared)
-    named = {first(tuple(map(integer_of_text, path))) for path in params}
+    named = {first(tuple(map(parse_integer, path))) for path in params}
     values: dict[GraphPath, tuple[GraphPath, Any]] = {}
     misfits: list[str] = []
     for path, (own_path, value) in given.items():
@@ -524,7 +524,7 @@ def _first_paths(
     """Returns a function that maps all paths of a Variable to its first path."""
     firsts: dict[GraphPath, GraphPath] = {}
     for paths in shared:
-        one, *others = (tuple(map(integer_of_text, path)) for path in paths)
+        one, *others = (tuple(map(parse_integer, path)) for path in paths)
         firsts.update(dict.fromkeys(others, one))
 
     def first(path: GraphPath) -> GraphPath:

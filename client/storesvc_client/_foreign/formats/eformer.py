@@ -31,13 +31,13 @@ from storesvc_client._foreign.steps import (
     FolderRoot,
     Row,
     join,
+    make_tree,
     place,
     read_metadata,
     relative_path,
-    stamp_of_folders,
+    stamp_folders,
     stated_steps,
     text_row,
-    tree_of,
 )
 from storesvc_client._foreign.zarr_arrays import TensorStoreArray, open_folders
 from storesvc_client.errors import DataLossError, PreconditionError
@@ -168,7 +168,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     else:
         tensors, left_out = tensor_rows(location, folder, digest)
         rows += tensors
-    tree, ordered = tree_of(
+    tree, ordered = make_tree(
         rows, place=place(location, folder), advice="save it again with other names"
     )
     return ForeignStep(
@@ -193,7 +193,7 @@ def _indexed_rows(
     entries = _parse_index(index, what=place(location, path))
     paths = [entry.path for entry in entries]
     arrays = open_folders(location, folder, paths)
-    digest.update(stamp_of_folders(location, folder, paths))
+    digest.update(stamp_folders(location, folder, paths))
     return [_row(entry, array) for entry, array in zip(entries, arrays, strict=True)]
 
 

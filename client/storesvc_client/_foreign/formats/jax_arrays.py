@@ -30,9 +30,9 @@ from storesvc_client._foreign.steps import (
     FolderRoot,
     Row,
     join,
+    make_tree,
     named_steps,
     place,
-    tree_of,
 )
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
@@ -43,7 +43,7 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.items import Container, pack_document_of
+from storesvc_client._values.items import Container, pack_container_document
 from storesvc_client.errors import DataLossError, PreconditionError
 
 MAX_DEPTH: Final = 1000
@@ -132,7 +132,7 @@ class _Tables:
         self._data = data
 
     def root(self) -> int:
-        return self._unsigned(0)
+        return self._read_unsigned(0)
 
     def kind(self, table: int) -> int:
         at = self._field(table, _KIND)
@@ -143,15 +143,15 @@ class _Tables:
         at = self._field(table, field)
         if not at:
             return []
-        start = at + self._unsigned(at)
-        count = self._unsigned(start)
+        start = at + self._read_unsigned(at)
+        count = self._read_unsigned(start)
         if count * 4 > len(self._data):
             raise ValueError(f"a vector of {count} entries")
         places = range(start + 4, start + 4 + 4 * count, 4)
-        return [place + self._unsigned(place) for place in places]
+        return [place + self._read_unsigned(place) for place in places]
 
     def text(self, at: int) -> str:
-        end = at + 4 + self._unsigned(at)
+        end = at + 4 + self._read_unsigned(at)
         if end > len(self._data):
             raise ValueError("a name that ends after the file")
         return self._data[at + 4 : end].decode()
@@ -169,7 +169,7 @@ class _Tables:
         (offset,) = struct.unpack_from("<H", self._data, vtable + place)
         return table + int(offset) if offset else 0
 
-    def _unsigned(self, at: int) -> int:
+    def _read_unsigned(self, at: int) -> int:
         return int(struct.unpack_from("<I", self._data, at)[0])
 
 
@@ -224,11 +224,11 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     digest = xxhash.xxh3_128(data)
     manifest = join(folder, f"{_STORE}/{MANIFEST}")
     digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
-    tree, ordered = tree_of(
+    tree, ordered = make_tree(
         rows,
         place=place(location, folder),
         advice="save it again with other names",
-        structure=pack_document_of(containers),
+        structure=pack_container_document(containers),
     )
     return ForeignStep(
         step=step,

@@ -18,12 +18,12 @@ from storesvc_client._foreign.steps import (
     METADATA,
     FolderRoot,
     join,
+    make_tree,
     place,
     read_metadata,
-    stamp_of_folders,
+    stamp_folders,
     stated_steps,
     text_row,
-    tree_of,
 )
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
@@ -67,7 +67,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     else:
         paths = find_arrays(location, folder)
         arrays = open_folders(location, folder, paths)
-        digest.update(stamp_of_folders(location, folder, paths))
+        digest.update(stamp_folders(location, folder, paths))
     if not paths:
         raise DataLossError(
             f"{place(location, folder)}: expected arrays, found none; use another "
@@ -78,7 +78,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         for path, array in zip(paths, arrays, strict=True)
     ]
     rows.append(text_row("metadata", metadata.data, name=METADATA))
-    tree, ordered = tree_of(
+    tree, ordered = make_tree(
         rows, place=place(location, folder), advice="save it again with other names"
     )
     return ForeignStep(

@@ -132,7 +132,7 @@ def parse_key_impls(place: str, value: Any) -> dict[str, str]:
             if impl is not None:
                 found[str(array["param_name"])] = _unicode(impl)
     except (TypeError, KeyError, ValueError, AttributeError) as e:
-        raise _malformed(place, e) from e
+        raise _malformed_error(place, e) from e
     return found
 
 
@@ -148,7 +148,7 @@ def parse_shardings(place: str, value: Any) -> dict[str, SavedSharding]:
         try:
             name = base64.b64decode(encoded, validate=True).decode()
         except (binascii.Error, ValueError) as e:
-            raise _malformed(place, e) from e
+            raise _malformed_error(place, e) from e
         if not isinstance(text, str):
             raise DataLossError(f"{place}: expected texts, got {type(text).__name__}")
         if text not in parsed:
@@ -166,7 +166,7 @@ def _entry(place: str, row: Any) -> tuple[tuple[str, ...], str, str]:
         keys = [(each["key"], each["key_type"]) for each in row["key_metadata"]]
         value_type = row["value_metadata"]["value_type"]
     except (TypeError, KeyError) as e:
-        raise _malformed(place, e) from e
+        raise _malformed_error(place, e) from e
     if not isinstance(value_type, str) or any(
         not isinstance(key, str) or kind not in (SEQUENCE, 2) for key, kind in keys
     ):
@@ -201,7 +201,7 @@ def _sharding(place: str, row: Mapping[str, Any]) -> SavedSharding | None:
         sizes = tuple(int(size) for size in row["shape"])
         spec = tuple(_axes(part) for part in row["partition_spec"])
     except (TypeError, KeyError, ValueError, OverflowError) as e:
-        raise _malformed(place, e) from e
+        raise _malformed_error(place, e) from e
     used = [axis for part in spec for axis in part]
     is_valid = (
         len(names) == len(sizes) == len(set(names)) <= _MAX_AXES
@@ -246,7 +246,7 @@ def _flag(place: str, fields: Mapping[str, Any], name: str) -> bool | None:
     return value
 
 
-def _malformed(place: str, e: Exception) -> DataLossError:
+def _malformed_error(place: str, e: Exception) -> DataLossError:
     what = ascii(str(e))[1:-1][:120]
     return DataLossError(
         f"{place}: expected the fields of Orbax, got others ({type(e).__name__}: "

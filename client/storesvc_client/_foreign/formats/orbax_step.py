@@ -47,10 +47,10 @@ from storesvc_client._foreign.steps import (
     item_name,
     item_row,
     join,
+    make_tree,
     names_text,
     place,
-    stamp_of_folders,
-    tree_of,
+    stamp_folders,
 )
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
@@ -61,7 +61,7 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.items import Container, pack_document_of
+from storesvc_client._values.items import Container, pack_container_document
 from storesvc_client._values.texts import unicode_text
 from storesvc_client.errors import (
     DataLossError,
@@ -201,7 +201,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SEARCHED: Final = 16
 
 
-def folders_of(names: Iterable[str]) -> list[str]:
+def list_folders(names: Iterable[str]) -> list[str]:
     """Returns the folders among the names in a step, without unfinished ones."""
     return [
         name.rstrip("/")
@@ -216,7 +216,7 @@ def is_checkpoint(location: Location, folder: str, names: Iterable[str]) -> bool
     names = list(names)
     return not {STEP_METADATA, INDICATOR}.isdisjoint(names) or any(
         TREE_METADATA in location.names(join(folder, each))
-        for each in folders_of(names)[:_SEARCHED]
+        for each in list_folders(names)[:_SEARCHED]
     )
 
 
@@ -232,7 +232,7 @@ def check_is_step(location: Location, folder: str) -> None:
         return
     found = [
         each
-        for each in folders_of(names)[:_SEARCHED]
+        for each in list_folders(names)[:_SEARCHED]
         if is_checkpoint(location, at := join(folder, each), location.names(at))
     ]
     if found:
@@ -282,11 +282,11 @@ class StepReader:
             raise self._absence(())
         else:
             self._tree_item("", "", names)
-        tree, arrays = tree_of(
+        tree, arrays = make_tree(
             self.rows,
             place=self.url,
             advice="import a part of it, or write it again with other names",
-            structure=pack_document_of(self.containers),
+            structure=pack_container_document(self.containers),
         )
         return ForeignStep(
             step=self.step,
@@ -329,7 +329,7 @@ class StepReader:
 
     def _items(self, names: Sequence[str]) -> None:
         """Reads the items of the step, each of which may be damaged alone."""
-        found = folders_of(names)
+        found = list_folders(names)
         if not self.without.issubset(found):
             raise self._absence(found)
         listed: dict[str, Sequence[str]] = {}
@@ -406,7 +406,7 @@ class StepReader:
             self.rows.append(row)
             if name != original:
                 self.labels[f"orbax.item.{name}"] = unicode_text(original)
-        self._describes(path, stamp_of_folders(self.location, path, [""]))
+        self._describes(path, stamp_folders(self.location, path, [""]))
 
     def _name(self, name: str, original: str, path: str) -> None:
         """Takes the name of an item; rejects what no checkpoint can hold."""
@@ -473,7 +473,7 @@ class StepReader:
             data = self.location.read(manifest, limit=MAX_MANIFEST_BYTES)
             self._describes(manifest, data)
         elif arrays:
-            stamp = stamp_of_folders(self.location, folder, arrays)
+            stamp = stamp_folders(self.location, folder, arrays)
             self._describes(folder, stamp)
 
     def _places(
@@ -622,7 +622,7 @@ class OrbaxRoot:
             NotFoundError: There is none.
         """
         names = self._location.names()
-        if not any(_step_of(name) is not None for name in names):
+        if not any(_parse_step(name) is not None for name in names):
             self._folders(names)
 
     def steps(self) -> Sequence[int]:
@@ -679,7 +679,7 @@ class OrbaxRoot:
             return alone
         found: dict[int, list[str]] = {}
         for name in names:
-            step = _step_of(name)
+            step = _parse_step(name)
             if step is not None:
                 found.setdefault(step, []).append(name.rstrip("/"))
         if not found and self._has_tree(names):
@@ -698,13 +698,13 @@ class OrbaxRoot:
         older managers."""
         below = self._location.names("metadata") if "metadata/" in names else ()
         return "_ROOT_METADATA" in below or (
-            "metadata" in below and folders_of(names) == ["metadata"]
+            "metadata" in below and list_folders(names) == ["metadata"]
         )
 
     def _has_tree(self, names: Sequence[str]) -> bool:
         """Returns whether a folder without metadata is a step: one of its folders is a
         tree, and none is a checkpoint itself, as in a folder of checkpoints."""
-        folders = folders_of(names)[:_SEARCHED]
+        folders = list_folders(names)[:_SEARCHED]
         listed = [self._location.names(folder) for folder in folders]
         return any(TREE_METADATA in each for each in listed) and not any(
             is_checkpoint(self._location, folder, each)
@@ -735,7 +735,7 @@ def _is_leftover(location: Location, folder: str) -> bool:
     return not left
 
 
-def _step_of(name: str) -> int | None:
+def _parse_step(name: str) -> int | None:
     """Returns the step of a folder's name; None if it is not that of a step."""
     if not name.endswith("/") or UNFINISHED in name or not name.isascii():
         return None

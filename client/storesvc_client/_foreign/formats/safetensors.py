@@ -40,11 +40,11 @@ from storesvc_client._foreign.steps import (
     file_name,
     item_row,
     join,
+    make_tree,
     named_steps,
     names_text,
     place,
     text_row,
-    tree_of,
     url_parts,
 )
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
@@ -426,7 +426,7 @@ def read_step(
         location, folder, digest, file=file, keep_names=keep_names
     )
     rows += _configuration(location, folder, digest)
-    tree, arrays = tree_of(
+    tree, arrays = make_tree(
         rows,
         place=place(location, folder),
         advice="keep the names whole (keep_names), or rename a tensor",

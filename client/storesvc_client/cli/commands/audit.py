@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc.format.audit_chain import FIRST, lines_of
+from storesvc.format.audit_chain import FIRST, split_lines
 from storesvc.format.audit_chain import verify as verify_lines
 from storesvc_client._values.call_kinds import (
     AUTHENTICATIONS,
@@ -189,7 +189,7 @@ def verify(*, files: tuple[Path, ...], after: str, expected: tuple[str, ...]) ->
     Exit code 1: a line does not continue the line before it, or a line is missing.
     """
     found = verify_lines(
-        (line for file in files for line in lines_of(file.read_bytes(), str(file))),
+        (line for file in files for line in split_lines(file.read_bytes(), str(file))),
         after=after,
         expected=expected,
     )

@@ -44,7 +44,7 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
     """
     from storesvc_client.cli.logins import keep_login, log_in
 
-    resolved = connection.resolved()
+    resolved = connection.resolve()
     if out:
         keep_login(resolved.target, None)
         click.echo(printable(f"logged out of {resolved.target}"))
@@ -99,7 +99,7 @@ def ping(connection: Connection, *, as_json: bool) -> None:
 
     Exit code 1: it does not accept calls.
     """
-    connection = connection.resolved()
+    connection = connection.resolve()
     with connection.open() as client:
         info = client.info()
     if as_json:
@@ -125,7 +125,7 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
     Examples:
       storectl quota prod
     """
-    with connection.resolved().open() as client:
+    with connection.resolve().open() as client:
         found = client.quotas(namespace)
     if as_json:
         print_json(found)
@@ -167,7 +167,7 @@ def whoami(connection: Connection, *, as_json: bool) -> None:
     Examples:
       storectl whoami --store ckpt.example:7070
     """
-    with connection.resolved().open() as client:
+    with connection.resolve().open() as client:
         identity = client.identity()
     if as_json:
         print_json(identity)
@@ -235,7 +235,7 @@ def can_i(
     Exit code 1: you have not.
     """
     asked = VERBS.get(permission, permission)
-    with connection.resolved().open() as client:
+    with connection.resolve().open() as client:
         is_permitted = client.test_permissions(parent, [asked]) == [asked]
     if as_json:
         print_json({"permission": asked, "parent": parent, "permitted": is_permitted})
@@ -259,7 +259,7 @@ def list_permissions(
     connection: Connection, *, parent: str | None, as_json: bool
 ) -> None:
     """List your permissions on a run, a namespace or all runs."""
-    with connection.resolved().open() as client:
+    with connection.resolve().open() as client:
         found = client.test_permissions(parent)
     if as_json:
         print_json(found)

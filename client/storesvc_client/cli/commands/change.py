@@ -278,8 +278,8 @@ def update(
     def change(run: "Run", known: "Checkpoint") -> "Checkpoint":
         return run.update(
             known.step,
-            labels=_changed(known.labels, new_labels, no_labels),
-            metrics=_changed(known.metrics, new_metrics, no_metrics),
+            labels=_change_entries(known.labels, new_labels, no_labels),
+            metrics=_change_entries(known.metrics, new_metrics, no_metrics),
             pinned=pinned,
             etag=known.etag,
         )
@@ -314,7 +314,7 @@ def _update_with_retries(
     raise AssertionError
 
 
-def _changed(
+def _change_entries(
     known: Mapping[str, T], given: Mapping[str, T], removed: Sequence[str]
 ) -> dict[str, T] | None:
     """Returns all entries after the change; None if none changes."""

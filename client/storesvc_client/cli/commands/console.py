@@ -43,7 +43,7 @@ def console(connection: Connection, *, port: int) -> None:
             f"the console needs {', '.join(missing)}, which is not installed: pip "
             "install 'storesvc[console]'"
         )
-    resolved = connection.resolved()
+    resolved = connection.resolve()
     with resolved.open() as client:
         from storesvc_client.console.app import create_app
         from storesvc_client.console.server import HOST, bound_socket, serve

@@ -66,7 +66,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     forwarded = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in forwarded}
     try:
-        process = _started(command, environment)
+        process = _start_command(command, environment)
         for number in early:
             process.send_signal(number)
         # With a timeout it polls: a wait in the kernel would not run the handler if
@@ -78,7 +78,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _started(
+def _start_command(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     try:

@@ -166,7 +166,7 @@ def diff(
     options.check(*paths)
     reached = [connection.to_part(store) for store, _ in (before, after)]
     if reached[0] != reached[1] or any(is_foreign(path.run) for path in paths):
-        found: Diff | Comparison = _compared(reached, paths, options)
+        found: Diff | Comparison = _compare_elements(reached, paths, options)
     else:
         base, path = paths
         with reached[0].open() as client:
@@ -191,7 +191,7 @@ def diff(
     click.echo(_sums(found))
 
 
-def _compared(
+def _compare_elements(
     reached: Sequence[Connection],
     paths: Sequence[CheckpointPath],
     options: ForeignOptions,
@@ -201,8 +201,8 @@ def _compared(
 
     (to, other), (before, after) = reached, paths
     with (
-        to.open_for(before, options.of(before)) as old,
-        other.open_for(after, options.of(after)) as new,
+        to.open_for(before, options.select_options(before)) as old,
+        other.open_for(after, options.select_options(after)) as new,
     ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))

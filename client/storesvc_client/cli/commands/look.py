@@ -40,7 +40,7 @@ from storesvc_client.cli.output import (
     print_note,
     print_table,
 )
-from storesvc_client.cli.parent_details import View, view_of
+from storesvc_client.cli.parent_details import View, read_view
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,
@@ -247,13 +247,13 @@ def ls(
     is_foreign_run = isinstance(path, RunPath) and is_foreign(path.run)
     if deleted and is_foreign_run:
         raise click.UsageError("--deleted goes with a run of a store")
-    view = view_of(path, deleted=deleted)
+    view = read_view(path, deleted=deleted)
     selection = _selection(path, where=where, sort=sort, deleted=deleted)
     damaged: list[DataLossError] = []
     with connection.open_for(path, options) as source:
         records = view.records(source, path, damaged.append)
         view.listing.show(
-            selection.of(records, limit=limit) if selection else records,
+            selection.select_records(records, limit=limit) if selection else records,
             limit=limit,
             as_json=as_json,
             damaged=damaged,
@@ -271,9 +271,9 @@ def _selection(
     """Returns the selection of the options; None without one."""
     if not where and sort is None:
         return None
-    from storesvc_client.cli.records.fields import RecordSelection, schema_of
+    from storesvc_client.cli.records.fields import RecordSelection, find_schema
 
-    return RecordSelection(schema_of(path, deleted=deleted), where=where, sort=sort)
+    return RecordSelection(find_schema(path, deleted=deleted), where=where, sort=sort)
 
 
 def _absence(

@@ -25,7 +25,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.encoded_text import data_of, echo_data
+from storesvc_client.cli.encoded_text import echo_data, encode_leaf
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
 from storesvc_client.cli.output import (
@@ -151,7 +151,7 @@ def get(
             raise click.UsageError("--force goes with --output")
         _print(connection, path, options=options, as_json=as_json)
         return
-    file_format = _format_of(output, force=force)
+    file_format = _find_format(output, force=force)
     with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
         if file_format is None:
@@ -175,7 +175,7 @@ def _print(
         if not as_json and selection.names_encoded(path.glob):
             with _reading(client, selection) as arrays:
                 ((leaf, array),) = arrays
-            echo_data(str(path), leaf.kind, data_of(leaf, array))
+            echo_data(str(path), leaf.kind, encode_leaf(leaf, array))
             return
         with _reading(client, selection) as arrays:
             summaries = [(leaf, summarize(leaf, array)) for leaf, array in arrays]
@@ -199,7 +199,7 @@ def _print(
         print_table(_COLUMNS, rows)
 
 
-def _format_of(output: str, *, force: bool) -> "ArrayFormat | None":
+def _find_format(output: str, *, force: bool) -> "ArrayFormat | None":
     """Returns the format of a file by its name; None: it names a directory."""
     from storesvc_client.cli.leaves import FORMATS
 

@@ -65,13 +65,13 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
 
     from storesvc_client.demo.job import run_demo
 
-    served = _served(connection.to_store(store)) if store else None
+    served = _find_server(connection.to_store(store)) if store else None
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
         code = run_demo(Path(place), served)
     click.get_current_context().exit(code)
 
 
-def _served(connection: Connection) -> "Served":
+def _find_server(connection: Connection) -> "Served":
     """Returns the server for the demo, after a successful connection."""
     from storesvc_client.demo.job import Served
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from storesvc_client._documents.checkpoints import (
-    base_step_of,
     checkpoint_document,
     chunk_grid,
     contents,
     deleted_checkpoint,
+    find_base_step,
     leaf_document,
 )
 from storesvc_client._values.texts import (
@@ -115,7 +115,7 @@ def stat(
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
     checkpoint, opened = _found(run, which)
     tagged = [tag for tag in run.tags.list() if tag.uid == checkpoint.uid]
-    base_step = base_step_of(run, checkpoint)
+    base_step = find_base_step(run, checkpoint)
     document = checkpoint_document(checkpoint, opened, tags=tagged, base_step=base_step)
     if as_json:
         print_json(document)

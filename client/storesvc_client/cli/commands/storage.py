@@ -193,10 +193,10 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    from storesvc_client._documents.checkpoints import usages_of
+    from storesvc_client._documents.checkpoints import list_usages
 
     damaged: list[DataLossError] = []
-    usages = usages_of(client, namespace, damaged.append)
+    usages = list_usages(client, namespace, damaged.append)
     if namespace and not usages and not damaged:
         check_namespace(client, namespace)
     if as_json:

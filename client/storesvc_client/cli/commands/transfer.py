@@ -99,7 +99,7 @@ def cp(
         if reached[0] != reached[1]:
             writing = clients.enter_context(reached[1].open(create=create))
         into = writing.run(target.path.run)
-        transfers = _copied(
+        transfers = _copy_checkpoints(
             reading.run(source.path.run),
             into,
             source,
@@ -111,7 +111,7 @@ def cp(
         show_transfers(transfers, into=into, as_json=as_json)
 
 
-def _copied(
+def _copy_checkpoints(
     run: "Run",
     other: "Run",
     source: Place,

@@ -135,14 +135,14 @@ class Schema:
             return known
         prefix, dot, rest = name.partition(".")
         if dot and prefix in self.maps:
-            of_map = _of_maps([self.maps[prefix]], rest)
+            of_map = _map_field([self.maps[prefix]], rest)
             return Field(name=name, kind=Kind.ANY, value=of_map)
         if self.maps:
-            of_maps = _of_maps([*self.maps.values()], name)
+            of_maps = _map_field([*self.maps.values()], name)
             return Field(name=name, kind=Kind.ANY, value=of_maps)
         return None
 
-    def names_of(self, record: Any) -> set[str]:
+    def record_names(self, record: Any) -> set[str]:
         """Returns the names of the metrics and labels of a record."""
         return {name for map_of in self.maps.values() for name in map_of(record)}
 
@@ -161,7 +161,7 @@ def as_number(text: str) -> float | None:
     return None
 
 
-def _of_maps(maps: Sequence[_Map], name: str) -> Callable[[Any], Value]:
+def _map_field(maps: Sequence[_Map], name: str) -> Callable[[Any], Value]:
     def value(record: Any) -> Value:
         found = (map_of(record) for map_of in maps)
         return next((values[name] for values in found if name in values), None)
@@ -189,7 +189,7 @@ def _sizes(at: str = "") -> dict[str, Field]:
     )
 
 
-def _of_checkpoints(at: str = "") -> dict[str, Field]:
+def _checkpoint_fields(at: str = "") -> dict[str, Field]:
     return _sizes(at) | _fields(
         step=(Kind.NUMBER, f"{at}step"),
         committed=(Kind.TIME, f"{at}commit_time"),
@@ -222,7 +222,7 @@ _CHECKPOINT_NAMES: Final = _SIZE_NAMES | {
 
 CHECKPOINTS: Final = Schema(
     noun="checkpoint",
-    fields=_of_checkpoints("checkpoint.") | _fields(tags=(Kind.TEXTS, "tags")),
+    fields=_checkpoint_fields("checkpoint.") | _fields(tags=(Kind.TEXTS, "tags")),
     json_names=_CHECKPOINT_NAMES,
     maps=_maps("metrics", "labels", at="checkpoint."),
 )
@@ -230,7 +230,7 @@ CHECKPOINTS: Final = Schema(
 
 DELETED: Final = Schema(
     noun="deleted checkpoint",
-    fields=_of_checkpoints()
+    fields=_checkpoint_fields()
     | _fields(deleted=(Kind.TIME, "delete_time"), purge=(Kind.TIME, "purge_time")),
     json_names=_CHECKPOINT_NAMES | {"delete_time": "deleted", "purge_time": "purge"},
     maps=_maps("metrics", "labels"),
@@ -279,7 +279,7 @@ LEAVES: Final = Schema(
 """Fields of ``LeafInfo``."""
 
 
-def schema_of(path: StorePath | None, *, deleted: bool) -> Schema:
+def find_schema(path: StorePath | None, *, deleted: bool) -> Schema:
     """Returns the fields of the records at a path.
 
     Args:
@@ -547,13 +547,13 @@ class Order:
         With ``descending`` it is a key for a reversed order.
         """
 
-        def key_of(record: Any) -> tuple[object, ...]:
+        def order_key(record: Any) -> tuple[object, ...]:
             value = self.field.sort_value(record)
             is_missing = value is None
             is_first = not is_missing if self.descending else is_missing
             return is_first, () if value is None else value
 
-        return key_of
+        return order_key
 
 
 def parse_condition(text: str, schema: Schema, *, now: datetime) -> Condition:
@@ -762,7 +762,9 @@ class RecordSelection:
         self._count = 0
         self._is_complete = False
 
-    def of(self, records: Iterable[Any], *, limit: int | None) -> Iterator[Any]:
+    def select_records(
+        self, records: Iterable[Any], *, limit: int | None
+    ) -> Iterator[Any]:
         """Yields the records that match, in order.
 
         Args:
@@ -827,4 +829,4 @@ class RecordSelection:
             for name in found:
                 del self._absent[name]
             if len(self._known) < _MOST_NAMES:
-                self._known |= self._schema.names_of(record)
+                self._known |= self._schema.record_names(record)

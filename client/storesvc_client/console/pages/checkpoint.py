@@ -18,10 +18,7 @@ from storesvc_client import (
     LeafInfo,
     Run,
 )
-from storesvc_client._documents.checkpoints import (
-    base_step_of,
-    checkpoint_document,
-)
+from storesvc_client._documents.checkpoints import checkpoint_document, find_base_step
 from storesvc_client._values.key_patterns import matching_keys
 from storesvc_client._values.texts import (
     Group,
@@ -107,10 +104,10 @@ def opened_rows(
 
     It is what a browser without JavaScript shows.
     """
-    return [*_opened(nodes, "", _parts(at), depth=0, apart=apart, start=start)]
+    return [*_open_rows(nodes, "", _parts(at), depth=0, apart=apart, start=start)]
 
 
-def _opened(
+def _open_rows(
     nodes: Sequence[Node],
     prefix: str,
     way: tuple[str, ...],
@@ -129,11 +126,11 @@ def _opened(
         apart=(apart and is_last) or (step is not None and _is_hidden(nodes, step)),
         start=start if is_last else 0,
     ):
-        if step is None or row.prefix != _joined(prefix, step):
+        if step is None or row.prefix != _join_key(prefix, step):
             yield row
             continue
         yield replace(row, opened=True)
-        yield from _opened(
+        yield from _open_rows(
             step.children, row.prefix, rest, depth=depth + 1, apart=apart, start=start
         )
 
@@ -164,7 +161,7 @@ def _row(group: Group, parent: str, depth: int) -> Row:
     node, leaf = group.node, group.node.leaf
     times = f"{group.count:,} x " if group.count > 1 else ""
     return Row(
-        prefix=_joined(parent, node),
+        prefix=_join_key(parent, node),
         parent=parent,
         name=group.name,
         depth=depth,
@@ -199,7 +196,7 @@ def _leads(node: Node, way: tuple[str, ...]) -> bool:
     return way[: len(node.parts)] == node.parts
 
 
-def _joined(prefix: str, node: Node) -> str:
+def _join_key(prefix: str, node: Node) -> str:
     name = "/".join(node.parts)
     return f"{prefix}/{name}" if prefix else name
 
@@ -247,7 +244,7 @@ def page(visit: Visit) -> Page:
     ]
     opened = found.content.opened if found.content else None
     document = checkpoint_document(
-        checkpoint, opened, tags=tags, base_step=base_step_of(run, checkpoint)
+        checkpoint, opened, tags=tags, base_step=find_base_step(run, checkpoint)
     )
     return Page(
         template="checkpoint.html",

@@ -12,7 +12,7 @@ def page(visit: Visit) -> Page:
     runs = visit.client.runs(on_damage=damaged.append)
     namespaces = sorted({run.name.partition("/")[0] for run in runs})
     parent = visit.query.get("of") or next(iter(namespaces), "")
-    feed = visit.feeds.of(parent) if parent else None
+    feed = visit.feeds.find_feed(parent) if parent else None
     events = feed.after(0) if feed else []
     return Page(
         template="events.html",

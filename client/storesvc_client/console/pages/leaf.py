@@ -44,7 +44,7 @@ def page(visit: Visit) -> Page:
     is_group = not key or keys_below(key, opened.leaves.keys())
     if key not in opened.leaves and is_group:
         return checkpoint.page(replace(visit, query={"at": key}))
-    leaf = _leaf_of(opened, key)
+    leaf = _find_leaf(opened, key)
     values = None
     if "values" in visit.query and is_readable(leaf):
         values = found.content.values(leaf)
@@ -84,7 +84,7 @@ def page(visit: Visit) -> Page:
     )
 
 
-def _leaf_of(opened: OpenCheckpoint, key: str) -> LeafInfo:
+def _find_leaf(opened: OpenCheckpoint, key: str) -> LeafInfo:
     try:
         return opened.leaves[key]
     except KeyError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc_client import Collected, DataLossError, Usage
-from storesvc_client._documents.checkpoints import usages_of
+from storesvc_client._documents.checkpoints import list_usages
 from storesvc_client.console.rendering import Page, command
 from storesvc_client.console.visit import Visit
 
@@ -35,7 +35,7 @@ def page(visit: Visit) -> Page:
     """Returns how many bytes runs take; with ``garbage=1`` what is garbage."""
     namespace = visit.query.get("in") or None
     damaged: list[DataLossError] = []
-    usages = usages_of(visit.client, namespace, damaged.append)
+    usages = list_usages(visit.client, namespace, damaged.append)
     by_namespace: dict[str, list[Usage]] = {}
     for usage in usages:
         by_namespace.setdefault(usage.run.partition("/")[0], []).append(usage)

@@ -58,7 +58,7 @@ from storesvc_client.trees.nnx.graphs import (
 from storesvc_client.trees.nnx.recipes import (
     Recipe,
     built_config,
-    factory_of,
+    factory_text,
     needed_arguments,
     takes_config,
 )
@@ -171,7 +171,7 @@ def follow_parameters(
     """
     if mesh is not None:
         check_mesh(mesh)
-    over = mesh or mesh_of_leaves(parameters)
+    over = mesh or find_leaf_mesh(parameters)
     whole = None if over is None else NamedSharding(over, PartitionSpec())
     leaves = jax.tree.leaves(parameters)
     if whole is None and not any(map(_sharding, leaves)):
@@ -241,7 +241,7 @@ def gather(tree: Any) -> Any:
     return jax.tree.map(_gather_leaf, tree)
 
 
-def mesh_of_leaves(tree: Any) -> Mesh | None:
+def find_leaf_mesh(tree: Any) -> Mesh | None:
     """Returns the mesh of a tree's arrays, or None if they have none or several."""
     shardings = {_sharding(leaf) for leaf in jax.tree.leaves(tree)}
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
@@ -361,7 +361,7 @@ def placed_like_parameters(
 
 def replicated_sharding(graphstate: GraphState) -> Sharding | None:
     """Returns the sharding of a replicated scalar on the parameters' mesh, or None."""
-    mesh = mesh_of_leaves(graphstate)
+    mesh = find_leaf_mesh(graphstate)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
@@ -402,7 +402,7 @@ class Blueprint:
         """Returns the recipe that a checkpoint of it, with an optimizer's state and
         added fields, would have."""
         parts = self.graphdef, self.graphstate, self.graphother
-        return Recipe.of(*parts, opt_state, added)
+        return Recipe.from_graph(*parts, opt_state, added)
 
     def cast(self, dtype: Any) -> "Blueprint":
         """Returns the blueprint with its floating-point parameters cast to a dtype."""
@@ -435,7 +435,7 @@ def draw_blueprint(
     if make is None:
         graphdef, graphstate, graphother = _parts(model)
     else:
-        with _explained(model):
+        with _explain_errors(model):
             graphdef, graphstate, graphother = _abstract_parts(make, mesh)
     return Blueprint(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=make
@@ -451,7 +451,7 @@ _NEEDS_VALUES: Final = (
 
 
 @contextmanager
-def _explained(model: Any) -> Generator[None]:
+def _explain_errors(model: Any) -> Generator[None]:
     """Translates exceptions of a class or factory to errors that name the cause."""
     name = getattr(model, "__name__", type(model).__name__)
     try:
@@ -476,7 +476,7 @@ def _explained(model: Any) -> Generator[None]:
         raise MismatchError(
             f"model={name}: expected a class that accepts the saved config and dtypes, "
             f"got {type(e).__name__}: {_first_line(e)}; give a factory, "
-            f"model={factory_of(model)}"
+            f"model={factory_text(model)}"
         ) from e
 
 
@@ -619,7 +619,7 @@ def _maker(
             raise InvalidRequestError(
                 "expected a class that needs no arguments but rngs, got "
                 f"{model.__name__}, which needs {', '.join(needed)}; give a factory, "
-                f"model={factory_of(model)}"
+                f"model={factory_text(model)}"
             )
         return lambda: model(**rngs())
     config = built_config(model, recipe)

@@ -46,7 +46,7 @@ from storesvc_client._pytree.paths import (
     path_text,
 )
 from storesvc_client.trees.structure.descriptions import is_cached
-from storesvc_client.trees.structure.encoder import NODES, skeleton_of
+from storesvc_client.trees.structure.encoder import NODES, make_skeleton
 
 GraphState: TypeAlias = nnx.State[Any, Any]
 """An NNX state: a nested mapping whose leaves are Variables."""
@@ -88,7 +88,7 @@ def refine_graphs(*graphs: Mapping[Any, Any]) -> GraphState:
     """
     if not graphs:
         raise TypeError("refine_graphs expected at least one graph, got none")
-    leaves = _leaves_of_all(graphs)
+    leaves = _all_leaves(graphs)
     return nnx.State(nest_leaves({p: fresh_leaf(leaf) for p, leaf in leaves.items()}))
 
 
@@ -106,7 +106,7 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
         ValueError: The leaves do not have the paths of the structure, or two have one
             path.
     """
-    leaves = _leaves_of_all(graphs)
+    leaves = _all_leaves(graphs)
     return fill_graph(graphdef, {p: fresh_leaf(leaf) for p, leaf in leaves.items()})
 
 
@@ -126,7 +126,7 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
         got = frozenset(values)
         raise ValueError(
             f"expected the {len(paths)} leaves of the module, got {len(got)}: missing "
-            f"{_listed(paths - got)}, unexpected {_listed(got - paths)}"
+            f"{_join_paths(paths - got)}, unexpected {_join_paths(got - paths)}"
         )
     filled: M
     # A list is used unchanged; nnx.merge would sort a State.
@@ -134,7 +134,7 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
     return filled
 
 
-def class_of(graphdef: "nnx.GraphDef[Any]") -> type[Any] | None:
+def module_class(graphdef: "nnx.GraphDef[Any]") -> type[Any] | None:
     """Returns the class of a structure's module, or None.
 
     None for a dict or list, and for flax's own modules, which cannot be rebuilt by
@@ -187,7 +187,7 @@ def _kind(leaf: Any) -> str:
     return f"an array {np.shape(leaf)}"
 
 
-def _leaves_of_all(graphs: Iterable[Mapping[Any, Any]]) -> dict[GraphPath, Any]:
+def _all_leaves(graphs: Iterable[Mapping[Any, Any]]) -> dict[GraphPath, Any]:
     leaves: dict[GraphPath, Any] = {}
     for graph in graphs:
         add_leaves(leaves, graph_leaves(graph).items())
@@ -267,7 +267,7 @@ def _found_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
     return sorted(leaves, key=lambda path: leaves[path].get_value())
 
 
-def _listed(paths: frozenset[GraphPath]) -> str:
+def _join_paths(paths: frozenset[GraphPath]) -> str:
     texts = sorted(map(path_text, paths))
     more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
     return ", ".join(texts[:MAX_LISTED] + more) or "none"
@@ -356,7 +356,7 @@ def _without_caches(key: Identity) -> tuple["nnx.GraphDef[Any]", frozenset[Graph
     classes = {getattr(node, "type", object) for node in graphdef.nodes}
     if all(names.isdisjoint(_cached_names(cls)) for cls in classes):
         return graphdef, frozenset()
-    module, _ = skeleton_of(graphdef)
+    module, _ = make_skeleton(graphdef)
     nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
     for node in nodes:
         own = vars(node)
@@ -432,11 +432,11 @@ def partition_rules_of(model: Any) -> Rules | None:
     # The config's public method returns None for modules that provide their own specs,
     # and its patterns end before the "/value" of a Variable. This method is in
     # EasyDeL's protocol and has neither problem.
-    method = _method_of(model, "_get_partition_rules")
+    method = _bound_method(model, "_get_partition_rules")
     if method is not None:
         rules = method(None)
     else:
-        method = _method_of(_config_of(model), "get_partition_rules")
+        method = _bound_method(_model_config(model), "get_partition_rules")
         rules = None if method is None else method()
     if rules is None:
         return None
@@ -454,7 +454,7 @@ def partition_rules_of(model: Any) -> Rules | None:
     return tuple(pairs)
 
 
-def setting_of(model: Any, name: str) -> Any:
+def read_setting(model: Any, name: str) -> Any:
     """Returns an attribute of a model or of its class; None if neither has it.
 
     ``nnx.Rngs`` return a random stream for any other attribute access.
@@ -470,7 +470,7 @@ def has_setting(model: Any, name: str) -> bool:
 _ABSENT: Final = object()
 
 
-def _method_of(owner: Any, name: str) -> Any:
+def _bound_method(owner: Any, name: str) -> Any:
     """Returns a bound method defined by the class of an object, or None.
 
     An attribute of the object itself is never returned: its value may come from
@@ -481,10 +481,10 @@ def _method_of(owner: Any, name: str) -> Any:
     return getattr(owner, name) if known and not is_own else None
 
 
-def _config_of(model: Any) -> Any:
+def _model_config(model: Any) -> Any:
     """Returns the config of a model, or None if it has none or raises."""
     try:
-        return setting_of(model, "config")
+        return read_setting(model, "config")
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
 
@@ -494,7 +494,7 @@ def mesh_of(model: Any) -> Mesh | None:
 
     EasyDeL creates it, from all devices, at the first access.
     """
-    for owner in (_config_of(model), model):
+    for owner in (_model_config(model), model):
         # The model's own property raises if its config has no mesh.
         mesh = getattr(owner, "mesh", None)
         if mesh is not None or hasattr(owner, "mesh"):

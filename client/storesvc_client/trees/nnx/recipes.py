@@ -61,7 +61,7 @@ from storesvc_client.trees.nnx.graphs import (
     graph_leaves,
     graph_paths,
     has_setting,
-    setting_of,
+    read_setting,
 )
 from storesvc_client.trees.structure import (
     ABSENT,
@@ -78,9 +78,9 @@ from storesvc_client.trees.structure import (
 from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.settings import (
     class_name,
+    class_path,
     derived_classes,
     enumerations,
-    name_of_class,
     named_classes,
     rebuild_settings,
     setting_classes,
@@ -131,7 +131,7 @@ class Recipe:
 
     @classmethod
     @collector_paused()
-    def of(
+    def from_graph(
         cls,
         graphdef: "nnx.GraphDef[Any]",
         graphstate: GraphState,
@@ -148,7 +148,7 @@ class Recipe:
             opt_state: State of the optimizer, if there is one.
             added: Fields that the class of the state adds, by name.
         """
-        facts = _facts_of(graphdef, graphstate, graphother)
+        facts = _find_facts(graphdef, graphstate, graphother)
         parts = ("graphstate", graphstate), ("graphother", graphother)
         return cls(
             versions={name: version(name) for name in ("flax", "jax", "optax")},
@@ -177,7 +177,7 @@ class Recipe:
         )
 
     @classmethod
-    def of_config(cls, config: Any) -> "Recipe":
+    def from_config(cls, config: Any) -> "Recipe":
         """Returns the recipe of a model of which only the config is known."""
         return cls(
             versions={},
@@ -379,7 +379,7 @@ def _stream_name(node: Mapping[str, Json]) -> str:
     return ""
 
 
-def _facts_of(
+def _find_facts(
     graphdef: "nnx.GraphDef[Any]", graphstate: GraphState, graphother: GraphState
 ) -> _Facts:
     found = _known.get(Identity(graphdef))
@@ -392,10 +392,10 @@ def _facts_of(
         found = _known[Identity(graphdef)] = _Facts(
             graphdef=_structure(graphdef),
             model=type(model).__qualname__,
-            config=_encoded(partial(_config, model), encode_settings),
+            config=_encode_setting(partial(_config, model), encode_settings),
             arguments={
                 # None is a setting, too, if the class has another default.
-                name: _encoded(partial(setting_of, model, name))
+                name: _encode_setting(partial(read_setting, model, name))
                 for name in _ARGUMENTS
                 if has_setting(model, name)
             },
@@ -413,7 +413,7 @@ def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
         return None
 
 
-def _encoded(
+def _encode_setting(
     read: Callable[[], Any], encode: Callable[[Any], Json] = encode_data
 ) -> Json:
     """Returns an encoded setting of a model, or None if it cannot be read.
@@ -431,7 +431,7 @@ def _encoded(
 
 
 def _config(model: Any) -> Any:
-    config = setting_of(model, "config")
+    config = read_setting(model, "config")
     return dict(config) if isinstance(config, Mapping) else config
 
 
@@ -549,7 +549,7 @@ def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
     return has_one or config.default is config.empty
 
 
-def factory_of(model: type[Any]) -> str:
+def factory_text(model: type[Any]) -> str:
     """Returns the source text of a factory of a class, with its required arguments."""
     parameters = inspect.signature(model.__init__).parameters
     dtypes = [name for name in parameters if name in ("dtype", "param_dtype")]
@@ -587,7 +587,7 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
     if recipe is None or document is None:
         raise InvalidRequestError(
             f"expected a checkpoint with the config of a {model.__name__}, got none; "
-            f"give a factory, model={factory_of(model)}"
+            f"give a factory, model={factory_text(model)}"
         )
     classes = _config_classes(model)
     saved = class_name(document)
@@ -597,13 +597,13 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
     known_classes = list(classes)
     for cls in known_classes:  # the list grows during the iteration
         known_classes += [c for c in derived_classes(cls) if c not in known_classes]
-    found = [cls for cls in known_classes if name_of_class(cls) == saved]
+    found = [cls for cls in known_classes if class_path(cls) == saved]
     if not found:
-        named = " or ".join(map(name_of_class, classes))
+        named = " or ".join(map(class_path, classes))
         raise MismatchError(
             f"expected a config of {model.__name__}, of class {named}, got one of "
             f"class {saved} as saved; give the class that was saved, or a factory, "
-            f"model={factory_of(model)}"
+            f"model={factory_text(model)}"
         )
     known = {**enumerations(document, found[0]), **setting_classes(found[0])}
     for cls in classes:
@@ -623,7 +623,7 @@ def _from_dict(model: type[Any], classes: list[type[Any]], fields: Any) -> Any:
     if not able or not isinstance(fields, dict):
         raise InvalidRequestError(
             f"expected a config of a class that {model.__name__} names, got plain data "
-            f"as saved; give a factory, model={factory_of(model)}"
+            f"as saved; give a factory, model={factory_text(model)}"
         )
     plain = {
         name: value
@@ -636,7 +636,7 @@ def _from_dict(model: type[Any], classes: list[type[Any]], fields: Any) -> Any:
         raise MismatchError(
             f"expected a config that {able[0].__name__} accepts, got one that it "
             f"rejects ({type(e).__name__}: {e}); give a factory, "
-            f"model={factory_of(model)}"
+            f"model={factory_text(model)}"
         ) from e
 
 
@@ -675,7 +675,7 @@ def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
         named = getattr(model, name, None)
         if isinstance(named, type):
             yield named
-    yield from _registered(model)
+    yield from _registered_classes(model)
     for base in model.__mro__:
         init = base.__dict__.get("__init__")
         annotation = getattr(init, "__annotations__", {}).get("config")
@@ -687,7 +687,7 @@ def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
             return
 
 
-def _registered(model: type[Any]) -> Iterator[type[Any]]:
+def _registered_classes(model: type[Any]) -> Iterator[type[Any]]:
     """Yields the class that EasyDeL's registry has for a model."""
     factory = sys.modules.get("easydel.infra.factory")
     registry = getattr(factory, "registry", None)

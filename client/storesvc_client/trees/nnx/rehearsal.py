@@ -34,10 +34,10 @@ from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Rehearse
 from storesvc_client._values.reports import Rehearsal
 from storesvc_client.errors import MismatchError
-from storesvc_client.trees.nnx.graphs import HasGraph, added_fields, class_of
+from storesvc_client.trees.nnx.graphs import HasGraph, added_fields, module_class
 from storesvc_client.trees.nnx.recipes import (
     Recipe,
-    factory_of,
+    factory_text,
     needed_arguments,
     takes_config,
 )
@@ -176,7 +176,7 @@ class Rehearser:
         stored, saved = _PlannedCheckpoint(self._run, plan.tree), self._saved
         call = "restore_state" if saved.state_class else "restore_model"
         unfit = f"the checkpoint cannot be restored by {call}(run, model=...)"
-        cls = class_of(saved.graphdef)
+        cls = module_class(saved.graphdef)
         takes_factory = cls is None or _needs_arguments(cls, stored)
         by_class = None
         if cls is not None and not takes_factory:
@@ -190,7 +190,7 @@ class Rehearser:
             message = (
                 f"the checkpoint cannot be restored by its class, {call}(run, "
                 f"model={cls.__name__}): {by_class}; restore it with {call}(run, "
-                f"model={factory_of(cls)}), with the arguments and the later changes "
+                f"model={factory_text(cls)}), with the arguments and the later changes "
                 "(adapters, quantization) that it was made with"
             )
             return Rehearsal(ok=False, message=message)

@@ -39,9 +39,9 @@ from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.arguments import checked_patterns
 from storesvc_client._values.key_patterns import (
     Patterns,
+    find_patterns,
     matching_keys,
     nearest_keys,
-    patterns_of,
 )
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import (
@@ -153,7 +153,7 @@ _SHOWN: Final = 5
 _log = logging.getLogger("storesvc_client")
 
 
-def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
+def read_recipe(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
     """Returns the recipe of a checkpoint, or None if it has none.
 
     Raises:
@@ -379,7 +379,7 @@ def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
         return _restored_containers(opened, request)
-    with advised(opened, request):
+    with add_advice(opened, request):
         plan = plan_state(opened, request)
         # 4. Restore the leaves.
         restored = plan.restored(opened)
@@ -393,11 +393,13 @@ def create_state(plan: Plan, restored: Any) -> Any:
     tx = request.tx
     graphstate, graphother = plan.merge(restored)
     opt_state = restored["opt_state"]
-    lacks = not _keys_of(plan.opt_state).isdisjoint(plan.lacking)
+    lacks = not _optimizer_keys(plan.opt_state).isdisjoint(plan.lacking)
     if tx is not None and (lacks or plan.initialises_optimizer):
         keeps = options.missing == "keep" and options.opt_state == "restore"
         initial = getattr(request.model, "opt_state", None) if keeps else None
-        if initial is None or _keys_of(initial) != _keys_of(plan.opt_state):
+        if initial is None or _optimizer_keys(initial) != _optimizer_keys(
+            plan.opt_state
+        ):
             rules = options.rules if not isinstance(options.rules, str) else None
             initial = init_opt_state(
                 tx, graphstate, options.mesh, rules, options.indivisible
@@ -431,7 +433,7 @@ def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
         restored = opened.restore(**target, **request.options.reading)
         nnx.update(module, restored[0] if isinstance(restored, list) else restored)
         return module
-    with advised(opened, request):
+    with add_advice(opened, request):
         plan = plan_module(opened, request)
         # 4. Restore the leaves.
         restored = plan.restored(opened)
@@ -455,7 +457,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
         )
     stored = select_leaves(stored, request.options.select)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
-    recipe = recipe_of(stored, request.options.on_mismatch)
+    recipe = read_recipe(stored, request.options.on_mismatch)
     blueprint = _drawn(stored, request.model, recipe, request.options)
     with collector_paused():
         return _planned_state(stored, request, recipe, blueprint)
@@ -487,7 +489,7 @@ def _planned_state(
         known = getattr(request.model, "opt_state", None)
         like = _placed_like_parameters(like, blueprint.graphstate, known)
     like |= added
-    lacking = _keys_of(opt_state) if initialises_optimizer else frozenset()
+    lacking = _optimizer_keys(opt_state) if initialises_optimizer else frozenset()
     if options.initialises:
         rest = {name: like[name] for name in ("opt_state", *added)}
         keys = {"step", *(leaf.key for leaf in named_leaves(rest)[0])}
@@ -501,7 +503,7 @@ def _planned_state(
         sources=sources,
         options=options,
         like=_with_saved_dtypes(stored, like, options),
-        select=_selected(stored, like, options),
+        select=_select_keys(stored, like, options),
         initialises_optimizer=initialises_optimizer,
         added=[*added],
         opt_state=opt_state,
@@ -586,7 +588,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
     options = request.options
     stored = select_leaves(stored, options.select)
     # 1. Draw the blueprint.
-    recipe = recipe_of(stored, options.on_mismatch)
+    recipe = read_recipe(stored, options.on_mismatch)
     if request.model is None:
         # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
@@ -618,7 +620,7 @@ def _planned_module(
             sources=sources,
             options=options,
             like=_with_saved_dtypes(stored, like, options),
-            select=_selected(stored, like, options),
+            select=_select_keys(stored, like, options),
         )
 
 
@@ -702,7 +704,7 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
             "model=, because without it a state is restored as dicts and lists"
         )
     view = select_leaves(opened, options.select)
-    select = _selected(view, {"step": None}, options)
+    select = _select_keys(view, {"step": None}, options)
     return opened.restore(
         mesh=options.mesh,
         rules=options.rules,
@@ -723,7 +725,7 @@ def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
         MismatchError: The checkpoint has the state of another optimizer, of other
             parameters, or none.
     """
-    recipe = recipe_of(opened, "raise")
+    recipe = read_recipe(opened, "raise")
     if not _holds_optimizer(opened, recipe):
         raise MismatchError(
             f"{opened.name}: expected the state of an optimizer, got a checkpoint "
@@ -742,7 +744,7 @@ def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
     return opened.restore(
         like=_with_saved_dtypes(opened, like, options),
-        select=_selected(opened, like, options),
+        select=_select_keys(opened, like, options),
         **options.target,
     )["opt_state"]
 
@@ -770,7 +772,7 @@ def _drawn(
 
 
 @contextmanager
-def advised(stored: Stored, request: Request) -> Generator[None]:
+def add_advice(stored: Stored, request: Request) -> Generator[None]:
     """Adds to a ``MismatchError`` the options with which the checkpoint fits."""
     try:
         with without_advice():
@@ -801,7 +803,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
     # Anywhere: what a mesh does not divide has advice of its own.
     given = replace(request.options, mesh=None, rules=None, indivisible="error")
     found = dict[str, Any]()
-    recipe = recipe_of(stored, given.on_mismatch)
+    recipe = read_recipe(stored, given.on_mismatch)
 
     def attempt(*, is_compared: bool = False, **more: Any) -> None:
         options = replace(given, **found, **more)
@@ -844,7 +846,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
             keys = select_leaves(stored, given.select).leaves.keys() - unfit
             if not any(_head(key) == "graphstate" for key in keys):
                 return None  # it is another model
-            found["select"] = patterns_of(stored.leaves, keys)
+            found["select"] = find_patterns(stored.leaves, keys)
             attempt(missing=missing)
         # 4. Leaves that the checkpoint lacks.
         try:
@@ -951,13 +953,17 @@ def _abstract_opt_state(
     """
     initial = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
-    if _keys_of(initial) == saved:
+    if _optimizer_keys(initial) == saved:
         return initial
     updated = updated_opt_state(tx, initial, graphstate)
-    return updated if updated is not None and _keys_of(updated) == saved else initial
+    return (
+        updated
+        if updated is not None and _optimizer_keys(updated) == saved
+        else initial
+    )
 
 
-def _keys_of(opt_state: optax.OptState) -> frozenset[str]:
+def _optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
     return frozenset(leaf.key for leaf in named_leaves({"opt_state": opt_state})[0])
 
 
@@ -1016,7 +1022,7 @@ def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
     return found
 
 
-def _selected(stored: Stored, like: Any, options: Options) -> list[str]:
+def _select_keys(stored: Stored, like: Any, options: Options) -> list[str]:
     skipped: set[str] = set()
     if options.opt_state != "restore":
         skipped.update(_opt_state_keys(stored))

@@ -61,7 +61,7 @@ from storesvc_client.trees.nnx.rehearsal import Rehearser
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
-    advised,
+    add_advice,
     create_state,
     is_pytree,
     plan_module,
@@ -135,9 +135,9 @@ def save_state(
     if other is not state.graphother:
         state = replace_fields(state, graphdef=model[0], graphother=other)
     added = {name: getattr(state, name) for name in added_fields(state)}
-    recipe = Recipe.of(*model, state.opt_state, added)
+    recipe = Recipe.from_graph(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
-    step = _step_of(run, state.step)
+    step = _find_step(run, state.step)
     return _begin_save(run, step, state, recipe, rehearser, options)
 
 
@@ -178,7 +178,7 @@ def save_model(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother
     )
     rehearser = _rehearser(run, parts, rehearse, is_state=False)
-    recipe = Recipe.of(graphdef, graphstate, graphother)
+    recipe = Recipe.from_graph(graphdef, graphstate, graphother)
     tree = {"graphstate": graphstate, "graphother": graphother}
     return _begin_save(run, step, tree, recipe, rehearser, options)
 
@@ -307,7 +307,7 @@ def as_state(opened: Any) -> tuple[Any, int | None]:
         config = json.loads(config) if isinstance(config, str) else None
     except ValueError:
         config = None  # an item of the caller's own
-    document = b"" if config is None else Recipe.of_config(config).pack()
+    document = b"" if config is None else Recipe.from_config(config).pack()
     return rename_leaves(opened, _in_state, document), opened.info.step
 
 
@@ -397,7 +397,7 @@ def check_run(run: Any, kinds: Any = Run, what: str = "") -> None:
         )
 
 
-def _step_of(run: Run, step: Any) -> int:
+def _find_step(run: Run, step: Any) -> int:
     if isinstance(step, jax.core.Tracer):
         got = f"{tracer_text(step)}: call save_state outside jit"
     elif isinstance(step, bool) or not hasattr(step, "__index__"):
@@ -461,12 +461,12 @@ def _pair(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 def tree_to_save(run: Run, model: Any, optimizer: Any) -> tuple[Any, bytes]:
     """Returns the tree of a module and its optimizer, and the document about it."""
-    parts = _parts_of(run, model, optimizer)
+    parts = _split_parts(run, model, optimizer)
     graphother = fill_rng_values(parts.graphother)
     tree = {"graphstate": parts.graphstate, "graphother": graphother}
     if optimizer is not None:
         tree |= {"step": parts.step, "opt_state": parts.opt_state}
-    recipe = Recipe.of(
+    recipe = Recipe.from_graph(
         parts.graphdef, parts.graphstate, parts.graphother, parts.opt_state
     )
     return tree, recipe.pack()
@@ -540,20 +540,20 @@ def restore_into(
         on_mismatch=on_mismatch,
         opt_state="skip" if optimizer is None else opt_state,
     )
-    request = _request_of(run, model, optimizer, options)
+    request = _make_request(run, model, optimizer, options)
     opened = run.open(which, distributed=distributed, deadline=deadline)
     source, step = as_state(opened)
     if step is not None:
         request = replace(request, options=replace(options, step=step))
-    with advised(source, request):
+    with add_advice(source, request):
         target, put = planner(run, model, optimizer, request)(source)
         restored = source.restore(**target, deadline=deadline, progress=progress)
     put(restored)
     return opened.info
 
 
-def _request_of(run: Run, model: Any, optimizer: Any, options: Options) -> Request:
-    parts = _parts_of(run, model, optimizer)
+def _make_request(run: Run, model: Any, optimizer: Any, options: Options) -> Request:
+    parts = _split_parts(run, model, optimizer)
     if optimizer is None:
         return Request(model=parts, options=options)
     return Request(model=parts, tx=optimizer.tx, state_class=_Parts, options=options)
@@ -565,7 +565,7 @@ def planner(
     """Returns a function that plans the restore of a checkpoint into a module and its
     optimizer: the arguments of the restore, and a function that gets its result."""
     options = Options(opt_state="skip" if optimizer is None else "restore")
-    request = request or _request_of(run, model, optimizer, options)
+    request = request or _make_request(run, model, optimizer, options)
 
     def plan(
         opened: "OpenCheckpoint",
@@ -602,7 +602,7 @@ def planner(
     return plan
 
 
-def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
+def _split_parts(run: Run, model: Any, optimizer: Any) -> _Parts:
     """Returns a module and its optimizer in the parts of a state.
 
     Raises:
@@ -632,11 +632,11 @@ def _parts_of(run: Run, model: Any, optimizer: Any) -> _Parts:
         graphdef=graphdef,
         graphstate=graphstate,
         graphother=graphother,
-        opt_state=_opt_state_of(run, optimizer, graphstate),
+        opt_state=_read_opt_state(run, optimizer, graphstate),
     )
 
 
-def _opt_state_of(run: Run, optimizer: Any, graphstate: GraphState) -> Any:
+def _read_opt_state(run: Run, optimizer: Any, graphstate: GraphState) -> Any:
     """Returns the state of an optimizer as ``tx.init`` returns it, without the
     Variables around its leaves."""
     expected = abstract_opt_state(optimizer.tx, graphstate)

@@ -103,15 +103,15 @@ def recreate_meta_values(
         raise TypeError(f"expected a dict or an nnx.State, got {type(values).__name__}")
     recreator = MetaValueRecreator() if seed is None else MetaValueRecreator(seed)
 
-    def recreated(node: Mapping[Any, Any], path: GraphPath) -> dict[Any, Any]:
+    def recreate_node(node: Mapping[Any, Any], path: GraphPath) -> dict[Any, Any]:
         return {
-            key: recreated(at, (*path, key))
+            key: recreate_node(at, (*path, key))
             if isinstance(at, Mapping)
             else recreated_leaf(at, recreator, (*path, key))
             for key, at in node.items()
         }
 
-    return recreated(values, ())
+    return recreate_node(values, ())
 
 
 def fill_rng_values(state: GraphState) -> GraphState:

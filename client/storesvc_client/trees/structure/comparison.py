@@ -35,11 +35,11 @@ from storesvc_client.trees.structure.names import (
     JSON,
     Place,
     check_json,
-    escaped,
+    escape_text,
     shown,
     structure_error,
 )
-from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
+from storesvc_client.trees.structure.plain import find_tag, parse_items, parse_pairs
 
 ABSENT: Final = "nothing"
 """Text for a value that is missing on one side."""
@@ -160,7 +160,7 @@ class Texts:
         # Without the cache, a deeply nested value would be rendered once per level.
         self._known: dict[int, str | None] = {}
 
-    def text_of(self, value: JSON, place: Place) -> str | None:
+    def format_value(self, value: JSON, place: Place) -> str | None:
         """Returns a value as one text, or None if it needs parts.
 
         Raises:
@@ -175,23 +175,23 @@ class Texts:
         return self._known[id(value)]
 
     def _text(self, value: dict[str, JSON], place: Place) -> str | None:
-        tag = tag_of(value, _TEXTS)
+        tag = find_tag(value, _TEXTS)
         if tag is not None:
             return _TEXTS[tag](value, place)
-        if tag_of(value, PARTS) is None:
+        if find_tag(value, PARTS) is None:
             raise structure_error(place, "a value", shown(value))
         return self._line(value, place)
 
     def _line(self, value: dict[str, JSON], place: Place) -> str | None:
         """Returns the parts on one line; None if it is too long or a part has no
         text."""
-        if tag_of(value, _MANY_LINES):
+        if find_tag(value, _MANY_LINES):
             return None
-        parts = parts_of(value, place)
+        parts = list_parts(value, place)
         texts: list[str] = []
         length = len(parts.name)
         for key, item in parts.pairs:
-            text = self.text_of(item, place)
+            text = self.format_value(item, place)
             if text is None:
                 return None
             texts.append(text if isinstance(key, int) else f"{shown(key)}={text}")
@@ -201,16 +201,16 @@ class Texts:
         return f"{parts.name}({', '.join(texts)})"
 
 
-def parts_of(value: JSON, place: Place) -> Parts:
-    """Returns the parts of a value that has no text of its own; see ``text_of``."""
-    tag = tag_of(value, PARTS)
+def list_parts(value: JSON, place: Place) -> Parts:
+    """Returns the parts of a value without a text of its own; see ``format_value``."""
+    tag = find_tag(value, PARTS)
     assert tag is not None  # every other value has a text
     return PARTS[tag](value, place)
 
 
 def short(text: str) -> str:
     """Returns a text shortened for messages, with a digest that keeps it distinct."""
-    plain = escaped(text[: MAX_TEXT + 1])
+    plain = escape_text(text[: MAX_TEXT + 1])
     if len(plain) <= MAX_TEXT:
         return plain
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -239,53 +239,53 @@ def _scalar_text(value: JSON, place: Place) -> str:
     return short(f"{_name(value['scalar'], place)} of bytes {data}")
 
 
-def _numbered(items: JSON, place: Place) -> list[tuple[Any, Any]]:
-    return list(enumerate(items_of(items, place)))
+def _number_items(items: JSON, place: Place) -> list[tuple[Any, Any]]:
+    return list(enumerate(parse_items(items, place)))
 
 
 def _sequence(tag: str, title: str, name: str) -> Callable[[JSON, Place], Parts]:
     def parts(value: JSON, place: Place) -> Parts:
-        pairs = _numbered(value[tag], place)
+        pairs = _number_items(value[tag], place)
         return Parts(title=f"{title} of {len(pairs)}", pairs=pairs, name=name)
 
     return parts
 
 
 def _mapping(tag: str) -> Callable[[JSON, Place], Parts]:
-    return lambda value, place: _titled("a dict", pairs_of(value[tag], place))
+    return lambda value, place: _title_pairs("a dict", parse_pairs(value[tag], place))
 
 
-def _ordered(tag: str) -> Callable[[JSON, Place], Parts]:
+def _order_parts(tag: str) -> Callable[[JSON, Place], Parts]:
     def parts(value: JSON, place: Place) -> Parts:
-        pairs = pairs_of(value[tag], place)
+        pairs = parse_pairs(value[tag], place)
         keys = [
             key if isinstance(key, str) else json.dumps(key, sort_keys=True)
             for key, item in pairs
             if item is not None
         ]
-        return _titled(short(f"a dict in the order {', '.join(keys)}"), pairs)
+        return _title_pairs(short(f"a dict in the order {', '.join(keys)}"), pairs)
 
     return parts
 
 
-def _titled(title: str, pairs: list[tuple[Any, Any]]) -> Parts:
+def _title_pairs(title: str, pairs: list[tuple[Any, Any]]) -> Parts:
     return Parts(title=title, pairs=pairs, name=title)
 
 
 def _named_pairs(tag: str, key: str) -> Callable[[JSON, Place], Parts]:
-    return lambda value, place: _titled(
-        short(_name(value[tag], place)), pairs_of(value.get(key), place)
+    return lambda value, place: _title_pairs(
+        short(_name(value[tag], place)), parse_pairs(value.get(key), place)
     )
 
 
 def _named_tuple(value: JSON, place: Place) -> Parts:
     name = short(_name(value["named_tuple"], place))
-    return _titled(name, _numbered(value.get("items"), place))
+    return _title_pairs(name, _number_items(value.get("items"), place))
 
 
 def _partial(value: JSON, place: Place) -> Parts:
-    args = [value["partial"], *items_of(value.get("args"), place)]
-    pairs = [*enumerate(args), *pairs_of(value.get("keywords"), place)]
+    args = [value["partial"], *parse_items(value.get("args"), place)]
+    pairs = [*enumerate(args), *parse_pairs(value.get("keywords"), place)]
     title = f"partial of {len(args)} arguments"
     return Parts(title=title, pairs=pairs, name="partial")
 
@@ -297,15 +297,15 @@ def _opaque(value: JSON, place: Place) -> Parts:
     end = " (cut short)" if described.get("cut") else ""
     if "digest" in described:
         end += f"{DIGEST}{_name(described['digest'], place)[:16]}"
-    parts = pairs_of(described.get("fields", []), place)
+    parts = parse_pairs(described.get("fields", []), place)
     if "array" in described:
-        shape = ", ".join(map(shown, items_of(described.get("shape"), place)))
+        shape = ", ".join(map(shown, parse_items(described.get("shape"), place)))
         title = f"{ARRAY}{shown(described['array'])} ({shape}){end}"
-        return _titled(short(title), parts)
+        return _title_pairs(short(title), parts)
     name = _name(described.get("function") or described.get("class"), place)
     # A wrapper often has the name of the function that it wraps.
     title = short(f"described {name}{end}")
-    return _titled(title, parts)
+    return _title_pairs(title, parts)
 
 
 _TEXTS: Final[dict[str, Callable[[JSON, Place], str]]] = {
@@ -332,7 +332,7 @@ PARTS: Final[dict[str, Callable[[JSON, Place], Parts]]] = {
     "spec": _sequence("spec", "PartitionSpec", "PartitionSpec"),
     "tuple": _sequence("tuple", "a sequence", ""),
     **{tag: _mapping(tag) for tag in MAPPINGS},
-    **{tag: _ordered(tag) for tag in ("ordered_dict", "state_axes")},
+    **{tag: _order_parts(tag) for tag in ("ordered_dict", "state_axes")},
 }
 """Parts of a value, by tag."""
 
@@ -501,7 +501,7 @@ class _Rows:
 
     def add_child(self, path: str, child: JSON) -> None:
         """Adds the rows of a module, a container or their contents."""
-        tag = tag_of(child, _CHILDREN) if isinstance(child, dict) else None
+        tag = find_tag(child, _CHILDREN) if isinstance(child, dict) else None
         if tag is None:
             raise structure_error(
                 path or _PLACE, "a module or a part of one", shown(child)
@@ -516,7 +516,7 @@ class _Rows:
             self._add_parts(path, tag, child)
 
     def _add_parts(self, path: str, tag: str, child: JSON) -> None:
-        for key, item in pairs_of(child.get(_CHILDREN[tag], []), path):
+        for key, item in parse_pairs(child.get(_CHILDREN[tag], []), path):
             is_value = tag == "variable" or (
                 isinstance(item, dict) and "static" in item
             )
@@ -524,24 +524,24 @@ class _Rows:
             if is_value and self._is_ignored(key):
                 continue
             if tag == "variable":
-                self._add_value(_bounded(f"{path}@{_key_text(key)}"), item)
+                self._add_value(_bound_path(f"{path}@{_key_text(key)}"), item)
             else:
-                self.add_child(_joined(path, _child_key(key)), item)
+                self.add_child(_join_path(path, _child_key(key)), item)
 
     def _add_value(self, path: str, value: JSON) -> None:
         """Adds the row of a value, or the rows of its parts."""
         value = named_dtype(value)
-        text = self._texts.text_of(value, path)
+        text = self._texts.format_value(value, path)
         if text is not None:
             self._add(path, text)
             return
-        parts = parts_of(value, path)
-        if tag_of(value, {"opaque"}) and "reference" in value["opaque"]:
+        parts = list_parts(value, path)
+        if find_tag(value, {"opaque"}) and "reference" in value["opaque"]:
             self.references.add(path)
         self._add(path, parts.title)
         for key, item in parts.pairs:
             if not self._is_ignored(key):
-                self._add_value(_joined(path, self._value_key(key, path)), item)
+                self._add_value(_join_path(path, self._value_key(key, path)), item)
 
     def _add(self, path: str, text: str) -> None:
         own = path
@@ -554,7 +554,7 @@ class _Rows:
             raise structure_error(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
 
     def _value_key(self, key: JSON, path: str) -> str:
-        text = key if isinstance(key, str) else self._texts.text_of(key, path)
+        text = key if isinstance(key, str) else self._texts.format_value(key, path)
         return _key_text(text or "...")
 
     def _is_ignored(self, key: JSON) -> bool:
@@ -595,15 +595,15 @@ def _title(path: str, tag: str, child: dict[str, JSON]) -> str:
         raise structure_error(path or _PLACE, "a name", shown(name))
     if tag == "container" and name in {"list", "tuple"}:
         # A list that went through JSON may have been a tuple.
-        return f"list of {len(pairs_of(child.get('items', []), path))}"
+        return f"list of {len(parse_pairs(child.get('items', []), path))}"
     return short(name.replace(":", "."))
 
 
-def _joined(path: str, key: str) -> str:
-    return _bounded(f"{path}/{key}") if path else key
+def _join_path(path: str, key: str) -> str:
+    return _bound_path(f"{path}/{key}") if path else key
 
 
-def _bounded(path: str) -> str:
+def _bound_path(path: str) -> str:
     if len(path) <= _MAX_PATH:
         return path
     digest = hashlib.sha256(path.encode()).hexdigest()[:16]

@@ -33,9 +33,9 @@ from storesvc_client.trees.structure.encoder import (
     ValueDecoder,
     encode_graphdef,
     key_order,
+    make_skeleton,
     placeholder,
     setup_state,
-    skeleton_of,
     stored_key,
     with_placeholders,
 )
@@ -50,7 +50,7 @@ from storesvc_client.trees.structure.names import (
     shown,
     structure_error,
 )
-from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
+from storesvc_client.trees.structure.plain import find_tag, parse_items, parse_pairs
 
 _KEYS: Final[dict[str, set[str]]] = {
     "container": {"container", "items"},
@@ -92,7 +92,7 @@ class Builder:
         Raises:
             StructureError: It is malformed, or names something not allowed.
         """
-        tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
+        tag = find_tag(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
             raise structure_error(self._here, "a module or a part of one", shown(value))
         return self._builders[tag](value)
@@ -150,14 +150,14 @@ class Builder:
         self._attributes.add((cls, key))
 
     def _flags(self, value: JSON) -> list[bool]:
-        flags = items_of(value, self._here)
+        flags = parse_items(value, self._here)
         if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
             raise structure_error(self._here, "two flags", shown(value))
         return flags
 
     def _data(self, cls: type[Any], value: JSON) -> Any:
         flags: dict[Any, bool] = {}
-        for key, is_data in pairs_of(value, self._here):
+        for key, is_data in parse_pairs(value, self._here):
             self._check_key(key)
             if not isinstance(is_data, bool) or (
                 str(key).startswith(RESERVED) and key not in _FLAX_FLAGS
@@ -170,7 +170,7 @@ class Builder:
         place = self._here
         cls = self._table.variable_class(value["variable"], place)
         stored = {}
-        for key, item in pairs_of(value.get("metadata"), place):
+        for key, item in parse_pairs(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):
                 raise structure_error(place, "names of metadata", shown(key))
             # from_metadata below keeps a hook, and flax calls it at each access.
@@ -251,7 +251,7 @@ class Builder:
         return tuple.__new__(cls, [children[field] for field in fields])
 
     def _children(self, value: JSON) -> list[tuple[Any, Any]]:
-        children = pairs_of(value, self._here)
+        children = parse_pairs(value, self._here)
         for key, _ in children:
             self._check_key(key)
         orders = [key_order(key) for key, _ in children]
@@ -314,7 +314,7 @@ def decode_graphdef(
         InvalidRequestError: ``allow`` or ``template`` has an unsupported type.
     """
     check_json(document, _PLACE)  # first: what follows recurses without a limit
-    root = root_of(document)
+    root = document_root(document)
     if template is not None:
         return _check_template(document, template)
     builder = Builder(Table(allow))
@@ -339,7 +339,7 @@ def decode_graphdef(
     return graphdef
 
 
-def root_of(document: JSON) -> JSON:
+def document_root(document: JSON) -> JSON:
     """Returns the root of a document.
 
     Raises:
@@ -351,7 +351,7 @@ def root_of(document: JSON) -> JSON:
         advice = "a newer release of this library may read it"
         raise structure_error(_PLACE, FORMAT, shown(document.get("format")), advice)
     root = document["root"]
-    if not isinstance(root, dict) or tag_of(root, ("node", "container")) is None:
+    if not isinstance(root, dict) or find_tag(root, ("node", "container")) is None:
         raise structure_error(_PLACE, "a module or container at its root", shown(root))
     return root
 
@@ -370,4 +370,4 @@ def _check_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
             f"template: expected the saved structure, got differences: "
             f"{list_problems([*map(str, found)])}; give a model like the saved one"
         )
-    return nnx.split(with_placeholders(skeleton_of(graphdef)[0]))[0]
+    return nnx.split(with_placeholders(make_skeleton(graphdef)[0]))[0]

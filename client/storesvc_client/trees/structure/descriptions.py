@@ -55,7 +55,7 @@ _MAX_PLAIN: Final = 100_000
 """Maximum values that go into a digest."""
 
 
-def _items_of(value: dict[Any, Any]) -> Any:
+def _dict_items(value: dict[Any, Any]) -> Any:
     """Returns a dict subclass as a dict, and a plain dict, too large for a document, as
     pairs."""
     pairs = dict.items(value)
@@ -79,19 +79,19 @@ _BY_BASE: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
         lambda value: (dict(dict.items(value)), value.default_factory),
     ),
     (types.MappingProxyType, dict),
-    (dict, _items_of),
+    (dict, _dict_items),
     (list, lambda value: list(list.__iter__(value))),
     (tuple, lambda value: list(tuple.__iter__(value))),
     ((set, frozenset), lambda value: sorted(value, key=repr)),
     (str, str.__str__),
     (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-    (int, lambda value: bounded(hex(int.__index__(value)))),
+    (int, lambda value: bound_text(hex(int.__index__(value)))),
     (float, float.__float__),
 )
 """Functions that return the content of objects, by base class."""
 
 
-def fields_of(value: Any) -> Mapping[str, Any]:
+def list_fields(value: Any) -> Mapping[str, Any]:
     """Returns the content of an object by name; empty if it exposes none."""
     found = _settings(value)
     if found is not None:
@@ -109,7 +109,7 @@ def is_cached(cls: type[Any], name: str) -> bool:
     )
 
 
-def slots_of(cls: type[Any], value: Any = None) -> list[str]:
+def list_slots(cls: type[Any], value: Any = None) -> list[str]:
     """Returns the names of a class's slots; with an object, only the slots that are
     set."""
     return [
@@ -122,7 +122,7 @@ def slots_of(cls: type[Any], value: Any = None) -> list[str]:
     ]
 
 
-def bounded(text: str) -> str:
+def bound_text(text: str) -> str:
     """Returns a text, or its length and digest if it is long."""
     if len(text) <= _MAX_TEXT:
         return text
@@ -130,7 +130,7 @@ def bounded(text: str) -> str:
     return f"{len(text)} characters of digest {digest}"
 
 
-def digest_of(value: Any) -> str | None:
+def digest_value(value: Any) -> str | None:
     """Returns a digest of plain data, or None for other or very large values."""
     left = _MAX_PLAIN
 
@@ -161,7 +161,7 @@ def _attributes(value: Any) -> dict[str, Any]:
         return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     found: dict[str, Any] = {}
     cls = type(value)
-    found |= {name: getattr(value, name) for name in slots_of(cls, value)}
+    found |= {name: getattr(value, name) for name in list_slots(cls, value)}
     own = getattr(value, "__dict__", None)
     if isinstance(own, Mapping):
         # A cached property is set only after its first use, so it is no setting.
@@ -177,7 +177,7 @@ def _words(value: Any) -> dict[str, Any]:
         text = repr(value)
     except _FAILURES:
         return {}
-    return {} if "0x" in text else {_VALUE: bounded(text)}
+    return {} if "0x" in text else {_VALUE: bound_text(text)}
 
 
 def _settings(value: Any) -> Mapping[str, Any] | None:
@@ -322,7 +322,7 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
             "function": reported_name(value),
             "fields": [["of", inner(value.__wrapped__)]],
         }
-    return {"class": name, "fields": _pairs(fields_of(value), inner)}
+    return {"class": name, "fields": _pairs(list_fields(value), inner)}
 
 
 def named_dtype(document: JSON) -> JSON:
@@ -345,7 +345,7 @@ def named_dtype(document: JSON) -> JSON:
 def truncated_description(value: Any) -> dict[str, JSON]:
     """Returns the description of a value beyond the depth or size limit."""
     cut = {"class": reported_name(type(value)), "cut": True}
-    digest = digest_of(value)
+    digest = digest_value(value)
     return cut if digest is None else {**cut, "digest": digest}
 
 

@@ -79,7 +79,7 @@ from storesvc_client.trees.structure.names import (
     Place,
     Table,
     Within,
-    name_of,
+    qualified_name,
     shown,
     structure_error,
 )
@@ -89,9 +89,9 @@ from storesvc_client.trees.structure.plain import (
     decode_pairs,
     decode_plain,
     encode_plain,
+    find_tag,
     in_order,
-    items_of,
-    tag_of,
+    parse_items,
 )
 
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -159,7 +159,7 @@ def placeholder() -> Leaf:
     return np.zeros((), np.float32)
 
 
-def skeleton_of(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
+def make_skeleton(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
     """Returns a module of a structure, and the placeholders in it."""
     leaves = [placeholder() for _ in range(graphdef.num_leaves)]
     return nnx.merge(graphdef, nnx.State(dict(enumerate(leaves)))), leaves
@@ -266,7 +266,7 @@ _WITH_METADATA_CODE: Final = _with_metadata.__code__
 _INITIALIZER: Final = "initializer"
 
 
-def call_of(function: Any) -> tuple[str, dict[str, Any]] | None:
+def initializer_call(function: Any) -> tuple[str, dict[str, Any]] | None:
     """Returns the factory and arguments of an initializer, or None if it has no
     factory."""
     if not isinstance(function, FunctionType):
@@ -360,16 +360,16 @@ class ValueEncoder:
         # its id stays unique.
         known = self._known.get(id(value))
         if known is None:
-            known = self._known[id(value)] = (value, self._guarded(value))
+            known = self._known[id(value)] = (value, self._encode_guarded(value))
         return known[1]
 
     def _encode_part(self, value: Any) -> JSON:
         self._parts += 1
         if self._parts > MAX_PARTS:
             return {"opaque": truncated_description(value)}
-        return self._guarded(value)
+        return self._encode_guarded(value)
 
-    def _guarded(self, value: Any) -> JSON:
+    def _encode_guarded(self, value: Any) -> JSON:
         """Encodes a value once; a value that contains itself is described by its
         class."""
         if id(value) in self._busy:
@@ -400,11 +400,11 @@ class ValueEncoder:
             return {tag: pairs if ordered else in_order(pairs)}
         if isinstance(value, tuple) and isinstance(getattr(value, "_fields", 0), tuple):
             items = [self.encode(item) for item in value]
-            return {"named_tuple": name_of(type(value)), "items": items}
+            return {"named_tuple": qualified_name(type(value)), "items": items}
         if isinstance(value, nn.Module):
             return self._linen(value)
         if isinstance(value, type):
-            return {"class": name_of(value)}
+            return {"class": qualified_name(value)}
         if type(value) is functools.partial:
             return {
                 "partial": self.encode(value.func),
@@ -414,7 +414,7 @@ class ValueEncoder:
         return self._function(value) if callable(value) else None
 
     def _enum(self, value: enum.Enum) -> JSON:
-        encoded = {"enum": name_of(type(value)), "member": value.name}
+        encoded = {"enum": qualified_name(type(value)), "member": value.name}
         # A configuration that went through JSON has only the string.
         return {**encoded, "value": value.value} if isinstance(value, str) else encoded
 
@@ -424,12 +424,12 @@ class ValueEncoder:
             for f in dataclasses.fields(value)
             if f.init and f.name != "parent"
         }
-        return {"linen": name_of(type(value)), "fields": self._pairs(fields)}
+        return {"linen": qualified_name(type(value)), "fields": self._pairs(fields)}
 
     def _function(self, value: Any) -> JSON | None:
-        if name := name_of(value):
+        if name := qualified_name(value):
             return {"function": name}
-        call = call_of(value)
+        call = initializer_call(value)
         if call is None:
             return None
         return {"call": call[0], "arguments": self._pairs(call[1])}
@@ -474,7 +474,7 @@ class ValueDecoder:
         decoded = decode_plain(value, place, self.decode)
         if decoded is not NOT_PLAIN:
             return decoded
-        tag = tag_of(value, _KEYS)
+        tag = find_tag(value, _KEYS)
         if tag is None or value.keys() - _KEYS[tag]:
             raise structure_error(place, "a value", shown(value))
         if tag in MAPPINGS:
@@ -491,7 +491,7 @@ class ValueDecoder:
 
     def _named_tuple(self, value: JSON, place: Place) -> Any:
         cls = self._table.named_tuple(value["named_tuple"], place)
-        items = items_of(value.get("items"), place)
+        items = parse_items(value.get("items"), place)
         if len(items) != len(cls._fields):
             raise structure_error(place, f"{len(cls._fields)} items", f"{len(items)}")
         # Not cls(*items): the constructor of a subclass may run any code.
@@ -513,7 +513,7 @@ class ValueDecoder:
         function = self.decode(value["partial"], place)
         if not callable(function) or isinstance(function, type):
             raise structure_error(place, "a function", f"a {type(function).__name__}")
-        args = items_of(value.get("args"), place)
+        args = parse_items(value.get("args"), place)
         decoded = [self.decode(item, Within(place, i)) for i, item in enumerate(args)]
         keywords = self._keywords(value.get("keywords"), place)
         return functools.partial(function, *decoded, **keywords)
@@ -599,7 +599,7 @@ def encode_graphdef(graphdef: "nnx.GraphDef[Any]") -> dict[str, JSON]:
     Raises:
         UnsupportedLeafError: It has hijax Variables, or is nested too deeply.
     """
-    root, leaves = skeleton_of(graphdef)
+    root, leaves = make_skeleton(graphdef)
     encoder = _Encoder({id(leaf) for leaf in leaves})
     document = encoder.child(root)
     if encoder.found != len(leaves):
@@ -635,7 +635,7 @@ class _Encoder:
         """Returns a child of a module or container as JSON."""
         kind = self._kinds.get(type(value))
         if kind is None:
-            kind = self._kinds[type(value)] = _kind_of(value)
+            kind = self._kinds[type(value)] = _find_kind(value)
         if kind is _Kind.VALUE and id(value) not in self._leaves:
             return {"static": self._values.encode(value)}
         if id(value) in self._seen:
@@ -667,14 +667,14 @@ class _Encoder:
         self.found += 1
         encode = self._values.encode
         document = self._seen[id(variable)] = {
-            "variable": name_of(type(variable)),
+            "variable": qualified_name(type(variable)),
             "metadata": [[key, encode(metadata[key])] for key in sorted(metadata)],
         }
         return document
 
     def _node(self, node: Any) -> dict[str, JSON]:
         cls = type(node)
-        document: dict[str, JSON] = {"node": name_of(cls)}
+        document: dict[str, JSON] = {"node": qualified_name(cls)}
         self._seen[id(node)] = document
         attributes = {
             portable_key(cls, key): value
@@ -718,7 +718,7 @@ class _Encoder:
         if type(value) in _CONTAINER_NAMES:
             kind = _CONTAINER_NAMES[type(value)]
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            kind = {"named_tuple": name_of(type(value))}
+            kind = {"named_tuple": qualified_name(type(value))}
         else:
             kind = {"opaque": {"class": reported_name(type(value))}}
         return {"container": kind, "items": self._children(_items(value))}
@@ -766,7 +766,7 @@ class _Kind(enum.Enum):
     VARIABLE = enum.auto()
 
 
-def _kind_of(value: Any) -> _Kind:
+def _find_kind(value: Any) -> _Kind:
     if isinstance(value, nnx.Variable):
         return _Kind.VARIABLE
     if isinstance(value, nnx.Pytree):

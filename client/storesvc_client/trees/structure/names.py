@@ -81,10 +81,10 @@ def printable(text: str) -> str:
     half = MAX_WORDS // 2
     if len(text) > MAX_WORDS:
         text = f"{text[:half]}...{text[-half:]}"
-    return escaped(text)
+    return escape_text(text)
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Returns a text with control and non-ASCII characters escaped."""
     if text.isascii() and text.isprintable():
         return text
@@ -234,7 +234,7 @@ _ENUMS: Final = """
 """
 
 
-def _listed(prefix: str, module: types.ModuleType, listed: str) -> dict[str, Any]:
+def _list_names(prefix: str, module: types.ModuleType, listed: str) -> dict[str, Any]:
     """Returns the listed names that a module has, with their objects."""
     return {
         f"{prefix}:{name}": getattr(module, name)
@@ -266,15 +266,15 @@ def _named_tuples() -> dict[str, type[Any]]:
 
 def _built_in() -> dict[str, Any]:
     table: dict[str, Any] = {
-        **_listed("jax.nn", jax.nn, _ACTIVATIONS),
-        **_listed("jax.nn.initializers", jax.nn.initializers, _INITIALIZERS),
-        **_listed("jax.numpy", jnp, _NUMPY),
-        **_listed("jax.lax", jax.lax, _LAX),
-        **_listed("jax.lax", jax.lax, _ENUMS),
-        **_listed("flax.nnx", nnx, _NNX),
-        **_listed("flax.linen", nn, _LINEN),
-        **_listed("flax.nnx", nnx, _NNX_CLASSES),
-        **_listed("builtins", builtins, _PLAIN_CLASSES),
+        **_list_names("jax.nn", jax.nn, _ACTIVATIONS),
+        **_list_names("jax.nn.initializers", jax.nn.initializers, _INITIALIZERS),
+        **_list_names("jax.numpy", jnp, _NUMPY),
+        **_list_names("jax.lax", jax.lax, _LAX),
+        **_list_names("jax.lax", jax.lax, _ENUMS),
+        **_list_names("flax.nnx", nnx, _NNX),
+        **_list_names("flax.linen", nn, _LINEN),
+        **_list_names("flax.nnx", nnx, _NNX_CLASSES),
+        **_list_names("builtins", builtins, _PLAIN_CLASSES),
         **_subclasses("flax.nnx", nnx, nnx.Pytree, nnx.Variable),
         **_subclasses("flax.nnx.metrics", nnx.metrics, nnx.Pytree, nnx.Variable),
         **_subclasses("flax.nnx.bridge", bridge, nnx.Pytree, nnx.Variable),
@@ -297,7 +297,7 @@ _NAMES: Final[Mapping[int, str]] = types.MappingProxyType(
 """First name of each object, by id; the table keeps the objects alive."""
 
 
-def name_of(value: Any) -> str | None:
+def qualified_name(value: Any) -> str | None:
     """Returns the name of a class or function, or None if it has none.
 
     A function's ``__qualname__`` is not sufficient, because a wrapper often copies the
@@ -321,7 +321,7 @@ class Table:
     """The names that one call may use."""
 
     def __init__(self, allow: Allowed) -> None:
-        self._objects = {**BUILT_IN, **_named(allow)}
+        self._objects = {**BUILT_IN, **_name_allowed(allow)}
 
     def node_class(self, name: Any, place: Place) -> type[Any]:
         """Returns a module class.
@@ -378,7 +378,7 @@ class Table:
         return self._objects[name]
 
 
-def _named(allow: Allowed) -> dict[str, Any]:
+def _name_allowed(allow: Allowed) -> dict[str, Any]:
     if isinstance(allow, Mapping):  # its keys are the names in documents
         given = dict(allow)
     else:
@@ -392,7 +392,7 @@ def _named(allow: Allowed) -> dict[str, Any]:
         given = _by_own_name(allow)
     for name, value in given.items():
         if not callable(value) or not isinstance(name, str):
-            raise _unnamed(value)
+            raise _unnamed_error(value)
     return given
 
 
@@ -401,7 +401,7 @@ def _by_own_name(allow: Iterable[Any]) -> dict[str, Any]:
     for value in allow:
         name = _own_name(value)
         if name is None:
-            raise _unnamed(value)
+            raise _unnamed_error(value)
         if given.setdefault(name, value) is not value:
             raise InvalidRequestError(
                 f"allow: expected one object named {name}, got two; pass "
@@ -422,7 +422,7 @@ def _own_name(value: Any) -> str | None:
     return f"{module}:{qualname}" if named else None
 
 
-def _unnamed(value: Any) -> InvalidRequestError:
+def _unnamed_error(value: Any) -> InvalidRequestError:
     return InvalidRequestError(
         f"allow: expected classes and functions that have a name, got {value!r}; "
         "pass it as {'module:name': it}"

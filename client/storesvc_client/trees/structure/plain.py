@@ -111,7 +111,7 @@ def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
         if isinstance(value, list):
             raise structure_error(place, "a value", shown(value))
         return value
-    tag = tag_of(value, _DECODERS)
+    tag = find_tag(value, _DECODERS)
     if tag is None:
         return NOT_PLAIN
     decoder = _DECODERS[tag]
@@ -123,7 +123,7 @@ def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
 _MORE_KEYS: Final[dict[str, set[str]]] = {"dtype": {"as"}, "scalar": {"data"}}
 
 
-def tag_of(value: dict[str, Any], tags: Container[str]) -> str | None:
+def find_tag(value: dict[str, Any], tags: Container[str]) -> str | None:
     """Returns the first key of an object that is in ``tags``, or None.
 
     The order of keys has no meaning; storage may sort them.
@@ -131,7 +131,7 @@ def tag_of(value: dict[str, Any], tags: Container[str]) -> str | None:
     return next((key for key in value if key in tags), None)
 
 
-def items_of(value: JSON, place: Place) -> list[Any]:
+def parse_items(value: JSON, place: Place) -> list[Any]:
     """Returns a list of a document.
 
     Raises:
@@ -142,10 +142,10 @@ def items_of(value: JSON, place: Place) -> list[Any]:
     return value
 
 
-def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
-    """Returns the pairs of a document; raises like ``items_of``."""
+def parse_pairs(value: JSON, place: Place) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a document; raises like ``parse_items``."""
     pairs = []
-    for item in items_of(value, place):
+    for item in parse_items(value, place):
         if not isinstance(item, list) or len(item) != 2:
             raise structure_error(place, "pairs of a key and a value", shown(item))
         pairs.append((item[0], item[1]))
@@ -159,7 +159,7 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
         StructureError: They are not.
     """
     found: dict[Any, Any] = {}
-    pairs = pairs_of(value, place)
+    pairs = parse_pairs(value, place)
     _check_keys((key for key, _ in pairs), place)
     for key, item in pairs:
         decoded, inner = decode(key, place), decode(item, Within(place, key))
@@ -204,12 +204,12 @@ def _unhashable(value: Any, place: Place) -> StructureError:
 
 
 def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
-    items = items_of(value, place)
+    items = parse_items(value, place)
     return [decode(item, Within(place, i)) for i, item in enumerate(items)]
 
 
 def _decode_set(value: JSON, place: Place, decode: Decode) -> set[Any]:
-    _check_keys(items_of(value, place), place)
+    _check_keys(parse_items(value, place), place)
     found: set[Any] = set()
     for item in _decode_items(value, place, decode):
         try:

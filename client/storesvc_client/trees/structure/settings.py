@@ -53,8 +53,8 @@ from storesvc.format.dtypes import DTYPES
 from storesvc_client.trees.structure.descriptions import (
     PLACES,
     is_cached,
+    list_slots,
     named_dtype,
-    slots_of,
 )
 from storesvc_client.trees.structure.encoder import MAPPINGS, ValueDecoder, ValueEncoder
 from storesvc_client.trees.structure.names import (
@@ -71,9 +71,9 @@ from storesvc_client.trees.structure.plain import (
     PLAIN_TAGS,
     decode_plain,
     encode_plain,
-    items_of,
-    pairs_of,
-    tag_of,
+    find_tag,
+    parse_items,
+    parse_pairs,
 )
 
 _MAX_CLASSES: Final = 5000
@@ -93,7 +93,7 @@ def setting_classes(config_class: type[Any]) -> Mapping[str, type[Any]]:
     left = [config_class]
     while left and len(found) < _MAX_CLASSES:
         cls = left.pop()
-        name = name_of_class(cls)
+        name = class_path(cls)
         if name in found or not _may_hold_settings(cls):
             continue
         found[name] = cls
@@ -103,7 +103,7 @@ def setting_classes(config_class: type[Any]) -> Mapping[str, type[Any]]:
     return types.MappingProxyType(found)
 
 
-def name_of_class(cls: type[Any]) -> str:
+def class_path(cls: type[Any]) -> str:
     """Returns ``module:qualname`` of a class."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
@@ -165,9 +165,9 @@ def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[An
             return
         part = left.pop()
         if isinstance(part, str):
-            left += _evaluated(part, scope)
+            left += _evaluate_annotation(part, scope)
         elif isinstance(part, typing.ForwardRef):
-            left += _evaluated(part.__forward_arg__, scope)
+            left += _evaluate_annotation(part.__forward_arg__, scope)
         elif isinstance(part, typing.TypeVar):
             left += [part.__bound__, *part.__constraints__]
         elif typing.get_origin(part) is typing.Literal:
@@ -178,7 +178,7 @@ def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[An
             yield part
 
 
-def _evaluated(text: str, scope: Mapping[str, Any]) -> list[Any]:
+def _evaluate_annotation(text: str, scope: Mapping[str, Any]) -> list[Any]:
     """Returns the objects that the names in an annotation string refer to.
 
     The string is the caller's own code. It is not evaluated, because it may name
@@ -208,14 +208,14 @@ def _named_by(cls: type[Any]) -> Iterator[type[Any]]:
             for default in [*(init.__defaults__ or ()), *keyword_defaults]:
                 yield type(default)
         for value in base.__dict__.values():
-            yield from _classes_of(value)
+            yield from _iterate_classes(value)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             for default in (field.default, field.default_factory):
-                yield from _classes_of(default)
+                yield from _iterate_classes(default)
 
 
-def _classes_of(value: Any) -> Iterator[type[Any]]:
+def _iterate_classes(value: Any) -> Iterator[type[Any]]:
     if isinstance(value, dict):
         yield from (part for part in value.values() if isinstance(part, type))
     elif isinstance(value, type):
@@ -298,7 +298,7 @@ def _plain(document: JSON) -> JSON:
     if not isinstance(document, dict) or "opaque" in document:
         return document
     if "object" in document:
-        pairs = pairs_of(document.get("fields", []), _PLACE)
+        pairs = parse_pairs(document.get("fields", []), _PLACE)
         fields = [[key, _plain(item)] for key, item in pairs]
         base = _plain(document.get("base"))
         if base is None or not fields:
@@ -331,23 +331,23 @@ class _SettingsEncoder(ValueEncoder):
         known = super().encode_object(value) if base is not None else None
         if known is not None:  # for example, an OrderedDict or a NamedTuple
             return known
-        document = {"object": name_of_class(type(value))}
+        document = {"object": class_path(type(value))}
         if base is not None:
             document["base"] = encode_plain(base(value), self.encode)
             if document["base"] is NOT_PLAIN:
                 return None
-        fields = attributes_of(value)
+        fields = list_attributes(value)
         return {**document, "fields": [[k, self.encode(fields[k])] for k in fields]}
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def list_attributes(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object in the order in which they were set.
 
     Excludes where it runs (meshes, devices) and cached properties.
     """
     cls = type(value)
     found: dict[Any, Any] = {
-        name: getattr(value, name) for name in slots_of(cls, value)
+        name: getattr(value, name) for name in list_slots(cls, value)
     }
     found |= getattr(value, "__dict__", {})
     return {
@@ -366,7 +366,7 @@ def _is_settings(value: Any) -> bool:
         return False
     if isinstance(value, _BASES):
         return True
-    has_attributes = hasattr(value, "__dict__") or bool(slots_of(cls))
+    has_attributes = hasattr(value, "__dict__") or bool(list_slots(cls))
     is_made_by_init = vars(object)["__new__"] is cls.__new__
     return is_made_by_init and not callable(value) and has_attributes
 
@@ -419,8 +419,8 @@ class _SettingsDecoder(ValueDecoder):
             )
         made = self._empty(cls, value, place)
         attributes = getattr(made, "__dict__", None)
-        slots = slots_of(cls)
-        for key, item in pairs_of(value.get("fields", []), place):
+        slots = list_slots(cls)
+        for key, item in parse_pairs(value.get("fields", []), place):
             if not isinstance(key, str) or not key.isidentifier():
                 raise structure_error(place, "names of attributes", shown(key))
             if _is_described(item):
@@ -457,7 +457,7 @@ class _SettingsDecoder(ValueDecoder):
         return self._call(partial(new, cls, content), place)
 
     def _ndarray(self, value: dict[str, JSON], place: Place) -> Any:
-        name, shape = value["ndarray"], items_of(value.get("shape"), place)
+        name, shape = value["ndarray"], parse_items(value.get("shape"), place)
         if not isinstance(name, str) or name not in DTYPES:
             raise structure_error(place, "the name of a dtype", shown(name))
         if not all(type(n) is int and n >= 0 for n in shape):
@@ -524,7 +524,7 @@ def _decode_plain_data(value: JSON, place: Place) -> Any:
     decoded = decode_plain(value, place, _decode_plain_data)
     if decoded is not NOT_PLAIN:
         return decoded
-    if tag_of(value, {"opaque"}) and isinstance(value["opaque"], dict):
+    if find_tag(value, {"opaque"}) and isinstance(value["opaque"], dict):
         return Opaque(value["opaque"])
     raise structure_error(place, "plain data", shown(value))
 

@@ -22,6 +22,7 @@ from storesvc_client.cli.output import (
 
 if TYPE_CHECKING:
     from storesvc_client import Quota
+    from storesvc_client.cli.logins import Prompt
     from storesvc_proto.v1.access_service_pb2 import LoginOption
 
 
@@ -55,14 +56,16 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
         client_id=chosen.client_id,
         audience=chosen.audience,
         scopes=tuple(chosen.scopes),
-        show=lambda prompt: click.echo(
-            printable(f"open {prompt.url} and confirm the code {prompt.code}")
-        ),
+        show=_show,
     )
     keep_login(resolved.target, found)
     with resolved.open() as client:
         identity = client.identity()
     click.echo(printable(f"logged in to {resolved.target} as {identity.principal}"))
+
+
+def _show(prompt: "Prompt") -> None:
+    click.echo(printable(f"open {prompt.url} and confirm the code {prompt.code}"))
 
 
 def _chosen(

@@ -25,15 +25,9 @@ from typing import (
 
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
+from storesvc.storage import hedging
 from storesvc.storage.bucket import translate_errors
-from storesvc.storage.hedging import (
-    READS,
-    WRITES,
-    CallSchedule,
-    Hedging,
-    LogThrottle,
-    Step,
-)
+from storesvc.storage.hedging import CallSchedule, Hedging, LogThrottle, Step
 from storesvc.storage.location import GRPC_DRIVER, Storage
 from storesvc.storage.remote import endpoint_in_environment, make_bucket
 from storesvc_client._storage.objects import OwnStore
@@ -65,8 +59,8 @@ class BucketRoot:
         """
         self.storage = storage
         self._store = store
-        self._reads = Hedging(READS)
-        self._writes = Hedging(WRITES)
+        self._reads = Hedging(hedging.READS)
+        self._writes = Hedging(hedging.WRITES)
         self._log_throttle = LogThrottle()
 
     @classmethod
@@ -93,7 +87,7 @@ class BucketRoot:
                 opening = ts.KvStore.open(
                     dict(storage.spec), context=ts.Context(dict(storage.context))
                 )
-            opened = opening.result(READS.answer_seconds)
+            opened = opening.result(hedging.READS.answer_seconds)
         return cls(storage, OwnStore(storage, opened))
 
     def __str__(self) -> str:

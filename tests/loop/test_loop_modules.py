@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state
 from storesvc_client.nnx import restore_into, save
+from tests.support.examples import sampled
 
 TX = optax.adamw(optax.linear_schedule(0.1, 0.01, 100))
 
@@ -100,8 +102,10 @@ def test_a_model_that_was_saved_without_its_optimizer_is_read(
         restore_state(run, model=lambda: make()[0])
 
 
-@each_layout
-@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize(
+    ("write", "is_function"),
+    sampled(product([in_loop, as_states, as_modules], [False, True]), every=5),
+)
 def test_a_loop_resumes_modules_of_each_layout(
     run: store.Run, write: Write, is_function: bool
 ) -> None:

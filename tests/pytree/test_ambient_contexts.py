@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from tests.support.examples import sampled
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -62,7 +63,7 @@ CONTEXTS: Final[MappingProxyType[str, Enter]] = MappingProxyType(
     }
     | {name: flag(name, *value) for name, *value in FLAGS}
 )
-each_context = pytest.mark.parametrize("name", CONTEXTS)
+each_context = pytest.mark.parametrize("name", sampled(CONTEXTS, every=4))
 
 
 def tree() -> dict[str, Any]:

@@ -202,7 +202,7 @@ def test_the_roles_of_a_document_have_the_permissions_of_the_code() -> None:
     assert [row for row, _ in rows] == [*Permission]
 
 
-@each_block("python", slow=[DOCS / "easydel.md", DOCS / "training.md"])
+@each_block("python", slow=[*DOCS.glob("*.md")])
 def test_an_example_prints_what_it_shows(block: Block, root: Path) -> None:
     assert shown_prints(block) == executed(block, root)
 

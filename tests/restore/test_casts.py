@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state
 from storesvc_client.nnx import restore_into, save
+from tests.support.examples import sampled
 from tests.support.stable_ids import stable_id
 
 
@@ -75,15 +76,17 @@ ROUTES: Final = MappingProxyType(
 )
 
 
-@pytest.mark.parametrize("route", ROUTES)
+SPELLINGS: Final = [
+    ("bf16", "bfloat16"),
+    (jnp.bfloat16, "bfloat16"),
+    (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
+    ("f16", "float16"),
+]
+
+
 @pytest.mark.parametrize(
-    ("cast", "name"),
-    [
-        ("bf16", "bfloat16"),
-        (jnp.bfloat16, "bfloat16"),
-        (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
-        ("f16", "float16"),
-    ],
+    ("route", "cast", "name"),
+    sampled(((route, *case) for route in ROUTES for case in SPELLINGS), every=5),
     ids=stable_id,
 )
 def test_each_spelling_of_a_dtype_casts_on_each_route(

@@ -42,9 +42,7 @@ def test_a_restore_within_its_deadline_succeeds(run: Any) -> None:
     assert np.array_equal(np.arange(1 << 22), found["w"])
 
 
-@pytest.mark.parametrize(
-    "deadline", [0, -1.5, timedelta(0), timedelta(seconds=-1), "1s"]
-)
-def test_an_invalid_deadline_is_rejected(run: Any, deadline: Any) -> None:
-    with pytest.raises(store.InvalidRequestError, match="deadline="):
-        run.restore(1, deadline=deadline)
+def test_an_invalid_deadline_is_rejected(run: Any) -> None:
+    for deadline in (0, -1.5, timedelta(0), timedelta(seconds=-1), "1s"):
+        with pytest.raises(store.InvalidRequestError, match="deadline="):
+            run.restore(1, deadline=deadline)

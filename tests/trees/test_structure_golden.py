@@ -95,7 +95,7 @@ def test_a_document_of_another_release_makes_the_same_module(file: Path) -> None
     assert expected == called(case, decoded, state)
 
 
-@pytest.mark.parametrize("file", marked(FILES), ids=id_of)
+@pytest.mark.parametrize("file", sampled(FILES, every=3), ids=[*map(id_of, FILES)])
 def test_a_module_has_the_same_document_in_any_release(file: Path) -> None:
     document = json.loads(file.read_text())
 

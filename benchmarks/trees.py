@@ -32,6 +32,7 @@ from storesvc.format.trees import pack_leaves, unpack_leaves
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._pytree.save_plan import Planner
+from storesvc_client._values.options import RestoreRequest
 from storesvc_client.easydel import save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.blueprints import draw_blueprint
@@ -82,11 +83,8 @@ def measure(leaves: int) -> dict[str, float]:
         return Target.choose(
             tree,
             "bench",
+            RestoreRequest(like=state, mesh=mesh, rules=RULES),
             rows=range(len(tree.leaves)),
-            like=state,
-            mesh=mesh,
-            rules=RULES,
-            cast=None,
         )
 
     def compare() -> Any:

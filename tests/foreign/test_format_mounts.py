@@ -75,7 +75,7 @@ def test_a_sharded_restore_reads_each_byte_of_safetensors_once(
     run = store.open_foreign(f"safetensors:{tmp_path}").open()
     mesh = Mesh(np.array(jax.devices()), ("x",))
     like = {"m": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
-    state = run.restore(like=like, mesh=mesh, rules=[(".*", spec)])
+    state: Any = run.restore(like=like, mesh=mesh, rules=[(".*", spec)])
     assert weights.tolist() == state["m"]["w"].tolist()
     assert spec == state["m"]["w"].sharding.spec
     assert run.report is not None

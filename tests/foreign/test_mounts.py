@@ -150,7 +150,7 @@ def test_a_sharded_restore_reads_the_chunks_that_it_needs_and_no_more(
     other = NamedSharding(mesh(), PartitionSpec("y", "x"))
     like = {"w1": jax.ShapeDtypeStruct((1024, 512), jnp.int32, sharding=other)}
     read = bytes_read(tmp_path)
-    restored = opened.restore(like=like, select="w1")
+    restored: Any = opened.restore(like=like, select="w1")
     assert np.array_equal(numbers, restored["w1"])
     assert restored["w1"].sharding == other
     forced = numbers.nbytes  # 8 chunks of the writer, which zstd cannot shrink

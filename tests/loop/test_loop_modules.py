@@ -114,7 +114,7 @@ def test_a_loop_resumes_modules_of_each_layout(
     other = make()
 
     with run.loop(every=store.Steps(1)) as loop:
-        init = (lambda: other) if is_function else other
+        init: Any = (lambda: other) if is_function else other
         trained, start = loop.restore_or(init)
 
         assert 2 == start

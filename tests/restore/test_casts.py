@@ -127,7 +127,7 @@ def test_a_cast_wins_over_the_dtypes_of_the_target(run: store.Run) -> None:
     run.save(1, saved).result()
     like = saved | {"w": jax.device_put(saved["w"], place)}
 
-    back = run.restore(1, like=like, cast="bfloat16")
+    back: Any = run.restore(1, like=like, cast="bfloat16")
 
     kinds = {name: str(getattr(leaf, "dtype", "float")) for name, leaf in back.items()}
     assert {
@@ -166,7 +166,7 @@ def test_the_target_decides_with_a_cast_like_it(run: store.Run) -> None:
         "n": jnp.zeros(2, jnp.int32),
     }
 
-    back = run.restore(1, like=like, cast="like")
+    back: Any = run.restore(1, like=like, cast="like")
 
     assert ["float16", "float32", "int32"] == [str(x.dtype) for x in back.values()]
     with pytest.raises(store.MismatchError, match=r"cast='like'"):

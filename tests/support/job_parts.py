@@ -402,7 +402,7 @@ def differ(target: str) -> dict[str, Any]:
     def initial() -> list[bool]:
         like = {"new": jax.numpy.arange(6.0), "key": jax.random.key(1)}
         options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
-        back = run.restore(
+        back: Any = run.restore(
             3, like={"w": np.zeros(3), **like}, missing="keep", **options
         )
         host = {key: back[key].addressable_data(0) for key in like}

@@ -163,7 +163,7 @@ def test_a_rule_longer_than_a_leaf_makes_a_spec_that_jax_takes(run: store.Run) -
 
     for spec in (P("ep", "tp", None), P("ep", None, None, None)):
         indivisible: Any = "replicate" if "tp" in spec else "error"
-        back = run.restore(
+        back: Any = run.restore(
             1, like=tree, mesh=mesh, rules=[("", spec)], indivisible=indivisible
         )
 

@@ -35,6 +35,8 @@ from typing import (
     Self,
     SupportsFloat,
     SupportsIndex,
+    TypeVar,
+    overload,
 )
 
 from storesvc_client._api.due_steps import (
@@ -46,6 +48,7 @@ from storesvc_client._api.due_steps import (
     is_argument_error,
     termination,
 )
+from storesvc_client._api.opening import Opening
 from storesvc_client._job.job import Decisions
 from storesvc_client._save.saver import PendingSave, Save
 from storesvc_client._values.arguments import (
@@ -61,6 +64,8 @@ from storesvc_client._values.options import (
     Distributed,
     IfBusy,
     OnDamaged,
+    RestoreRequest,
+    SaveRequest,
     checked_distributed,
 )
 from storesvc_client._values.policies import (
@@ -89,6 +94,8 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+T = TypeVar("T")
 
 _log = logging.getLogger("storesvc_client")
 
@@ -205,7 +212,7 @@ class Loop:
         distributed: Distributed,
         if_busy: IfBusy,
         save: Callable[..., PendingSave],
-        restored: "Callable[..., tuple[OpenCheckpoint, Any]]",
+        opening: Callable[..., Opening],
         trouble: Callable[[], str],
         deleted_steps: Callable[[int], tuple[int, ...]],
     ) -> None:
@@ -213,7 +220,7 @@ class Loop:
         self._run = run
         self._queues = if_busy == "queue"
         self._begin_save = save
-        self._restore = restored
+        self._opening = opening
         schedule = make_schedule(every)
         rule = None if keep is None else check_rule(keep, place=f"{place}: keep=")
         if purge_delay is not None:
@@ -308,6 +315,16 @@ class Loop:
         self._due.begin(self._decisions)
         return self
 
+    @overload
+    def restore_or(
+        self, init: Callable[[], T], *, data: object = ..., on_damage: OnDamaged = ...
+    ) -> tuple[T, int]: ...
+
+    @overload
+    def restore_or(
+        self, init: T, *, data: object = ..., on_damage: OnDamaged = ...
+    ) -> tuple[T, int]: ...
+
     def restore_or(
         self, init: Any, *, data: object = None, on_damage: OnDamaged = "raise"
     ) -> tuple[Any, int]:
@@ -383,19 +400,22 @@ class Loop:
         if like is None:  # which would restore any tree
             raise self._no_state("a function that returns None")
         modules = _find_modules(like)
-        how: dict[str, Any] = {"like": like}
+        request, prepare = RestoreRequest(like=like), None
         if modules is not None:
             from storesvc_client.trees.nnx.saved_models import planner
 
-            how = {"prepare": planner(self._run, *modules)}
+            prepare = planner(self._run, *modules)
+        opening = self._opening(
+            "latest",
+            distributed=self._distributed,
+            deadline=DEFAULT_DEADLINE,
+            on_damage=on_damage,
+        )
         with without_advice():
-            self.restored, state = self._restore(
-                "latest",
-                distributed=self._distributed,
-                deadline=DEFAULT_DEADLINE,
-                on_damage=on_damage,
+            self.restored, state = opening.restore(
+                request,
+                prepare=prepare,
                 data=None if data is None else (_DATA, data),
-                **how,
             )
         if modules is not None:
             state = like
@@ -608,16 +628,17 @@ class Loop:
 
             state, document = tree_to_save(self._run, *modules)
         try:
-            pending = self._begin_save(
-                step,
-                state,
+            request = SaveRequest(
+                step=step,
+                tree=state,
                 document=document,
                 metrics=metrics,
                 items=items,
                 if_busy="queue" if self._queues else "wait",
                 distributed=self._distributed,
-                loop=self._decisions and self._decisions.departures,
             )
+            loop = self._decisions and self._decisions.departures
+            pending = self._begin_save(request, loop=loop)
         except StoreError as e:
             if is_argument_error(e):
                 raise

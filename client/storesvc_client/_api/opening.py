@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from storesvc.format.names import LATEST, CheckpointName, Which
 from storesvc_client._api.groups import update_checkpoint
@@ -32,7 +32,7 @@ from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
     Distributed,
     OnDamaged,
-    RestoreKeywords,
+    RestoreRequest,
     checked_distributed,
 )
 from storesvc_client.errors import DataLossError, InvalidRequestError, StoreError
@@ -152,8 +152,10 @@ class NewestWhole:
 T = TypeVar("T")
 
 Prepare: TypeAlias = (
-    "Callable[[OpenCheckpoint], tuple[dict[str, Any], Callable[[Any], None]]]"
+    "Callable[[OpenCheckpoint], tuple[RestoreRequest, Callable[[Any], None]]]"
 )
+"""Returns the request for an open checkpoint, and a function that gets what is
+restored."""
 
 
 def check_same(
@@ -163,62 +165,6 @@ def check_same(
     if joint is not None:
         joint.check(opened.info.uid, "")
     return opened
-
-
-def restore_opened(
-    session: Session,
-    stub: RunStub,
-    which: Which,
-    *,
-    distributed: Distributed,
-    deadline: DurationLike,
-    on_damage: OnDamaged,
-    data: "tuple[str, Any] | None" = None,
-    prepare: "Prepare | None" = None,
-    **options: Unpack[RestoreKeywords],
-) -> "tuple[OpenCheckpoint, Any]":
-    """Restores as ``Run.restore``; returns the checkpoint, which has the report, and
-    the state.
-
-    Args:
-        session: Connection to the store.
-        stub: The run.
-        which: A step, "latest", or a tag.
-        distributed: As for ``Run.restore``.
-        deadline: As for ``Run.restore``.
-        on_damage: As for ``Run.restore``; damage of the item counts, too.
-        data: Name of an item, and the object that gets it; see ``Items.restore_into``.
-        prepare: Returns the options for an open checkpoint, and a function that gets
-            what is restored.
-        **options: As for ``Run.restore``, without ``prepare``.
-    """
-
-    def restore(
-        opened: "OpenCheckpoint", joint: "JointRestore | None", ends: Deadline
-    ) -> "tuple[OpenCheckpoint, Any]":
-        # The item is read first, so that its damage, or another number of processes, is
-        # known before the tree is read, and in a job by all processes.
-        give = opened.items.prepare_restore(*data) if data else lambda: None
-        wanted, put = (options, None) if prepare is None else prepare(opened)
-        state = opened._restore_reported(  # noqa: SLF001 - within the rendezvous of `open`
-            joint, ends, **wanted
-        )
-        if put is not None:
-            put(state)
-        give()
-        return opened, state
-
-    opening = Opening(
-        session,
-        stub,
-        which,
-        distributed=distributed,
-        deadline=deadline,
-        on_damage=on_damage,
-    )
-    # The manifest is read in the same trace, which has all attempts.
-    with session.telemetry.tracing("storesvc.run.restore", run=str(stub.name)):
-        return opening.use(restore)
 
 
 class Opening:
@@ -277,6 +223,44 @@ class Opening:
         if self._newest is not None and (job is None or job.index == 0):
             self._newest.mark()
         return result
+
+    def restore(
+        self,
+        request: RestoreRequest | None = None,
+        *,
+        prepare: "Prepare | None" = None,
+        data: "tuple[str, Any] | None" = None,
+    ) -> "tuple[OpenCheckpoint, Any]":
+        """Restores as ``Run.restore``; returns the checkpoint, which has the report,
+        and the state.
+
+        Args:
+            request: What to restore.
+            prepare: Returns what to restore, instead of ``request``.
+            data: Name of an item, and the object that gets it; see
+                ``Items.restore_into``. Its damage counts, too.
+        """
+
+        def act(
+            opened: "OpenCheckpoint", joint: "JointRestore | None", ends: Deadline
+        ) -> "tuple[OpenCheckpoint, Any]":
+            # The item is read first, so that its damage, or another number of
+            # processes, is known before the tree is read, and in a job by all
+            # processes.
+            give = opened.items.prepare_restore(*data) if data else lambda: None
+            wanted, put = (request, None) if prepare is None else prepare(opened)
+            state = opened._restore_reported(  # noqa: SLF001 - within the rendezvous of `open`
+                joint, ends, wanted or RestoreRequest()
+            )
+            if put is not None:
+                put(state)
+            give()
+            return opened, state
+
+        # The manifest is read in the same trace, which has all attempts.
+        run = str(self._stub.name)
+        with self._session.telemetry.tracing("storesvc.run.restore", run=run):
+            return self.use(act)
 
     def _open_checkpoint(
         self, job: "Job | None", joint: "JointRestore | None"

@@ -19,7 +19,6 @@ from typing import (
     Self,
     SupportsFloat,
     SupportsIndex,
-    Unpack,
 )
 
 from storesvc.format.keys import is_item
@@ -39,7 +38,7 @@ from storesvc_client._api.groups import (
     watch,
 )
 from storesvc_client._api.loop import Loop
-from storesvc_client._api.opening import Opening, check_same, restore_opened
+from storesvc_client._api.opening import Opening, check_same
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
@@ -71,11 +70,12 @@ from storesvc_client._values.options import (
     THIS_PROCESS,
     Distributed,
     IfBusy,
+    Indivisible,
+    Like,
     OnDamaged,
-    OneSaveKeywords,
-    RestoreKeywords,
-    SaveKeywords,
+    RestoreRequest,
     SaveOptions,
+    SaveRequest,
     SnapshotMode,
 )
 from storesvc_client._values.plots import Plot, make_plot
@@ -97,7 +97,11 @@ from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStu
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from storesvc_client._export.exporting import ExportKeywords
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike
+
+    from storesvc_client._export.elements import RenameTable
+    from storesvc_client._export.exporting import Layout
     from storesvc_client._export.report import ExportReport
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
@@ -105,6 +109,7 @@ if TYPE_CHECKING:
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
+    from storesvc_client._values.options import Rules
 
 
 class Run:
@@ -232,21 +237,20 @@ class Run:
             StoreError: The save before failed, and its error was not raised yet; an
                 error of another process of the job is only logged.
         """
-        pending = self._begin(
-            step,
-            tree,
-            None,
-            document=document,
+        request = SaveRequest(
+            step=step,
+            tree=tree,
             metrics=metrics,
             labels=labels,
             items=items,
+            document=document,
             base=base,
             snapshot=snapshot,
             if_busy=if_busy,
             distributed=distributed,
             progress=progress,
         )
-        return Save(pending)
+        return Save(self._begin(request))
 
     def wait(self) -> None:
         """Waits for the saves in the background.
@@ -258,27 +262,12 @@ class Run:
 
     def _begin(
         self,
-        step: SupportsIndex,
-        tree: Any,
-        check: "Callable[[Plan], None] | None",
-        *,
-        document: bytes,
-        snapshot: SnapshotMode | None = None,
-        if_busy: IfBusy | None = None,
+        request: SaveRequest,
+        check: "Callable[[Plan], None] | None" = None,
         loop: "Departures | None" = None,
-        **options: Unpack[OneSaveKeywords],
     ) -> PendingSave:
         """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
-        return self._saver.begin(
-            step,
-            tree,
-            check=check,
-            document=document,
-            snapshot=self._defaults.snapshot if snapshot is None else snapshot,
-            if_busy=self._defaults.if_busy if if_busy is None else if_busy,
-            loop=loop,
-            **options,
-        )
+        return self._saver.begin(request.filled_in(self._defaults), check, loop)
 
     def restore(
         self,
@@ -287,8 +276,15 @@ class Run:
         distributed: Distributed = ALL_PROCESSES,
         deadline: DurationLike = DEFAULT_DEADLINE,
         on_damage: OnDamaged = "raise",
-        **options: Unpack[RestoreKeywords],
-    ) -> Any:
+        like: Like | None = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Like:
         """Returns the state of a checkpoint, with every bit as it was saved.
 
         It is ``run.open(which).restore(...)`` in one call. Shards stream into one
@@ -310,7 +306,6 @@ class Run:
                 ones are logged, reported (``RestoreReport.damaged``) and get a label
                 "damage", which lists show. In a job all processes restore the same
                 checkpoint.
-            **options: The options below.
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` leaves become device arrays on their sharding,
                 NumPy arrays become host arrays. A ``ShapeDtypeStruct`` without a
@@ -353,15 +348,26 @@ class Run:
             PeerFailedError: Other processes of the job failed, or exceeded the
                 deadline; names them and the cause.
         """
-        _, state = restore_opened(
+        request = RestoreRequest(
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+            progress=progress,
+        )
+        opening = Opening(
             self._session,
             self._stub,
             which,
             distributed=distributed,
             deadline=deadline,
             on_damage=on_damage,
-            **options,
         )
+        state: Like
+        _, state = opening.restore(request)
         return state
 
     def open(
@@ -413,8 +419,14 @@ class Run:
         url: "str | Path",
         *,
         select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        rename: "RenameTable | None" = None,
+        layout: "Layout | None" = None,
+        item: str | None = None,
+        max_shard_bytes: int | None = None,
+        drop_items: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         progress: ProgressCallback | None = None,
-        **options: "Unpack[ExportKeywords]",
     ) -> "ExportReport":
         """Writes a checkpoint in the format of another project.
 
@@ -425,14 +437,31 @@ class Run:
             which: A step, "latest" or a tag.
             url: Format and place: ``orbax:URL``, ``safetensors:URL`` or ``npz:FILE``.
             select: As for ``OpenCheckpoint.export``, as are the following.
+            cast: ...
+            rename: ...
+            layout: ...
+            item: ...
+            max_shard_bytes: ...
+            drop_items: ...
+            storage_options: ...
             progress: ...
-            **options: ...
 
         Raises:
             StoreError: As for ``OpenCheckpoint.export``.
         """
         opened = self.open(which, distributed=THIS_PROCESS)
-        return opened.export(url, select=select, progress=progress, **options)
+        return opened.export(
+            url,
+            select=select,
+            cast=cast,
+            rename=rename,
+            layout=layout,
+            item=item,
+            max_shard_bytes=max_shard_bytes,
+            drop_items=drop_items,
+            storage_options=storage_options,
+            progress=progress,
+        )
 
     def loop(
         self,
@@ -472,8 +501,8 @@ class Run:
             create=create,
             distributed=distributed,
             if_busy=self._defaults.if_busy,
-            save=partial(self._begin, check=None),
-            restored=partial(restore_opened, self._session, self._stub),
+            save=self._begin,
+            opening=partial(Opening, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),
         )
@@ -1030,22 +1059,13 @@ class Run:
 
 
 def save_checked(
-    run: Run,
-    step: SupportsIndex,
-    tree: Any,
-    *,
-    document: bytes,
-    check: "Callable[[Plan], None]",
-    **options: Unpack[SaveKeywords],
+    run: Run, request: SaveRequest, check: "Callable[[Plan], None] | None" = None
 ) -> Save:
     """Saves as ``Run.save``, once ``check`` accepts the plan of the save.
 
     What ``check`` raises is raised here, and nothing is saved.
     """
-    pending = run._begin(  # noqa: SLF001 - not public, as plans are not
-        step, tree, check, document=document, **options
-    )
-    return Save(pending)
+    return Save(run._begin(request, check))  # noqa: SLF001 - not public, as plans are not
 
 
 def run_import(

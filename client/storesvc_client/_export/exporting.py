@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import ExportCall, RenameTable, Source, read_table
@@ -31,18 +31,6 @@ Layout: TypeAlias = Literal["v0", "v1"]
 ``orbax.checkpoint.experimental.v1``."""
 
 FORMATS: Final = ("orbax", "safetensors", "npz")
-
-
-class ExportKeywords(TypedDict, total=False):
-    """Keywords of ``OpenCheckpoint.export`` that are passed on."""
-
-    cast: "DTypeLike | None"
-    rename: RenameTable | None
-    layout: Layout | None
-    item: str | None
-    max_shard_bytes: int | None
-    drop_items: bool
-    storage_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -40,12 +40,16 @@ from storesvc_client._values.arguments import (
     Deadline,
     DurationLike,
     checked_duration,
-    checked_patterns,
     checked_texts,
 )
 from storesvc_client._values.items import CONTAINERS
 from storesvc_client._values.notebook import list_results
-from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
+from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
+    Indivisible,
+    Like,
+    RestoreRequest,
+)
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import RestoreReport
 from storesvc_client._values.texts import size_text
@@ -63,7 +67,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._values.key_patterns import Pattern, Patterns
-    from storesvc_client._values.options import RestoreKeywords, Rules
+    from storesvc_client._values.options import Rules
 
 SEARCHED: Final = 16
 """Folders that are looked into."""
@@ -478,21 +482,49 @@ class ForeignRun:
         return self.open(which).items
 
     def restore(
-        self, which: Which = "latest", **options: "Unpack[RestoreKeywords]"
-    ) -> Any:
+        self,
+        which: Which = "latest",
+        *,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        like: Like | None = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: "Patterns | None" = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Like:
         """Returns the state of a checkpoint; see ``Run.restore``.
 
         Each process reads what its own devices need.
 
         Args:
             which: A step, or "latest".
-            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``,
-                ``indivisible`` and ``progress``, as for ``Run.restore``.
+            deadline: As for ``Run.restore``, as are the following.
+            like: ...
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            indivisible: ...
+            progress: ...
 
         Raises:
             StoreError: As for ``open``, and as for ``Run.restore``.
         """
-        return self.open(which).restore(**options)
+        return self.open(which).restore(
+            deadline=deadline,
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+            progress=progress,
+        )
 
 
 class ForeignCheckpoint(OpenTree):
@@ -529,7 +561,7 @@ class ForeignCheckpoint(OpenTree):
         self,
         *,
         deadline: DurationLike = DEFAULT_DEADLINE,
-        like: Any = None,
+        like: Like | None = None,
         mesh: "Mesh | None" = None,
         rules: "Rules | None" = None,
         select: "Patterns | None" = None,
@@ -537,7 +569,7 @@ class ForeignCheckpoint(OpenTree):
         missing: Literal["error", "keep"] = "error",
         indivisible: Indivisible = "error",
         progress: ProgressCallback | None = None,
-    ) -> Any:
+    ) -> Like:
         """Returns the state of this checkpoint; ``report`` then has the timings.
 
         Args:
@@ -558,9 +590,16 @@ class ForeignCheckpoint(OpenTree):
 
         what = f"restore of {self.name}: deadline="
         ends = Deadline.after(checked_duration(what, deadline).total_seconds())
-        chosen = None
-        if select is not None:
-            chosen = checked_patterns(f"restore of {self.name}: select=", select)
+        request = RestoreRequest(
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+        )
+        chosen = request.patterns(self.name)
         if self._lost and select is None and (like is None or missing == "keep"):
             raise DataLossError(
                 f"restore of {self.name}: expected a step that can be read whole, got "
@@ -574,14 +613,9 @@ class ForeignCheckpoint(OpenTree):
                 target = Target.choose(
                     self._tree,
                     self.name,
+                    request,
                     rows=rows,
-                    containers=self._containers(chosen) if like is None else (),
-                    like=like,
-                    mesh=mesh,
-                    rules=rules,
-                    cast=cast,
-                    missing=missing,
-                    indivisible=indivisible,
+                    containers=self._containers(chosen) if request.like is None else (),
                     has_text_keys=True,  # Orbax, and dotted names of others
                 )
             assembly = self._assembly(target.regions(), target.place, meter, ends)
@@ -589,7 +623,7 @@ class ForeignCheckpoint(OpenTree):
             source.read(assembly.missing, assembly)  # 2. only what was planned
             assembly.check_complete()
             with meter.phase("rebuild"):
-                result = target.result()
+                result: Like = target.result()
         self.report = self._report(source, assembly)
         return result
 

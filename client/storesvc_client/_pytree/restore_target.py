@@ -51,7 +51,7 @@ from storesvc_client._pytree.partition_rules import (
 from storesvc_client._pytree.save_plan import index_region
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.items import Container, decode_value
-from storesvc_client._values.options import Indivisible
+from storesvc_client._values.options import Indivisible, RestoreRequest
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -311,15 +311,10 @@ class Target:
         cls,
         tree: Tree,
         name: str,
+        request: RestoreRequest,
         *,
         rows: Sequence[int],
         containers: Sequence[Container] = (),
-        like: Any,
-        mesh: Mesh | None,
-        rules: "Rules | Literal['recorded'] | None",
-        cast: Any,
-        missing: Literal["error", "keep"] = "error",
-        indivisible: Indivisible = "error",
         has_text_keys: bool = False,
     ) -> "Target":
         """Returns the target of a restore.
@@ -327,17 +322,9 @@ class Target:
         Args:
             tree: The checkpoint's leaves.
             name: Name of the checkpoint in messages.
+            request: What to restore; ``rows`` are what it selects.
             rows: Rows of the selected leaves.
             containers: Containers that the leaves do not show; used without ``like``.
-            like: A pytree with the structure to return; None: nested containers.
-            mesh: The mesh for device arrays.
-            rules: Partition rules, or "recorded".
-            cast: A floating-point dtype for floating-point arrays; "like": the dtypes
-                of ``like``.
-            missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
-                "keep" keeps their values from ``like``.
-            indivisible: "error" rejects leaves that the rules do not fit; "replicate"
-                does not split their dimensions.
             has_text_keys: As for ``match_like``.
 
         Raises:
@@ -347,8 +334,9 @@ class Target:
                 differences.
         """
         # 1. Check the arguments.
-        _check_missing(missing, like)
-        placer = Placer(mesh, rules, indivisible)
+        like, cast = request.like, request.cast
+        _check_missing(request.missing, like)
+        placer = Placer(request.mesh, request.rules, request.indivisible)
         follows = like is not None and isinstance(cast, str) and cast == LIKE
         dtype = LIKE if follows else checked_cast(f"restore of {name}: cast=", cast)
         # 2. Match the leaves by key; without problems, decide their placements. All
@@ -356,7 +344,7 @@ class Target:
         if like is None:
             match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
-            keeping = missing == "keep"
+            keeping = request.missing == "keep"
             match = match_like(
                 tree,
                 like,

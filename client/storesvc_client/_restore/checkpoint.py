@@ -15,7 +15,7 @@ from contextvars import copy_context
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import (
@@ -47,7 +47,12 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.models import IMPORTED, Checkpoint
-from storesvc_client._values.options import DEFAULT_DEADLINE, Indivisible
+from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
+    Indivisible,
+    Like,
+    RestoreRequest,
+)
 from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.reports import ProcessReading, RestoreReport
 from storesvc_client._values.telemetry import Unfinished
@@ -67,11 +72,11 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._export.elements import Source
-    from storesvc_client._export.exporting import ExportKeywords
+    from storesvc_client._export.elements import RenameTable, Source
+    from storesvc_client._export.exporting import Layout
     from storesvc_client._export.report import ExportReport
     from storesvc_client._pytree.restore_target import Target
-    from storesvc_client._values.options import RestoreKeywords, Rules
+    from storesvc_client._values.options import Rules
 
 SPREAD_BYTES: Final = 64 << 20
 """Bytes read more than once across processes from which a restore is spread."""
@@ -152,8 +157,15 @@ class OpenCheckpoint(OpenTree):
         self,
         *,
         deadline: DurationLike = DEFAULT_DEADLINE,
-        **options: "Unpack[RestoreKeywords]",
-    ) -> Any:
+        like: Like | None = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Like:
         """Returns the state of this checkpoint; ``report`` then has the timings.
 
         If all processes of a job opened the checkpoint together, all of them call this,
@@ -161,33 +173,51 @@ class OpenCheckpoint(OpenTree):
 
         Args:
             deadline: Maximum duration, a ``timedelta`` or seconds.
-            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``,
-                ``indivisible`` and ``progress``, as for ``Run.restore``.
+            like: As for ``Run.restore``, as are the following.
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            indivisible: ...
+            progress: ...
 
         Raises:
             StoreError: As for ``Run.restore``.
         """
+        request = RestoreRequest(
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+            progress=progress,
+        )
+        state: Like
         with together(self._job, str(self._name.run)) as joint:
             what = f"restore of {self.name}: deadline="
             ends = Deadline.after(checked_duration(what, deadline).total_seconds())
             if joint is not None:
                 joint.begin(self.name, lambda: self._name.resource, ends)
-            return self._restore_reported(joint, ends, **options)
+            state = self._restore_reported(joint, ends, request)
+        return state
 
     def _restore_reported(
         self,
         joint: JointRestore | None,
         deadline: Deadline,
-        **options: "Unpack[RestoreKeywords]",
+        request: RestoreRequest,
     ) -> Any:
         """Restores the state, and sends its start and its end to monitoring."""
         telemetry = self._session.telemetry
         process = 0 if joint is None else joint.job.index
-        meter = Meter("restore", self.name, options.get("progress"))
+        meter = Meter("restore", self.name, request.progress)
         begun = telemetry.restore_began(meter.start_time)
         try:
             with nullcontext() if begun is None else begun.current():
-                result, report = self._read_state(joint, deadline, meter, **options)
+                result, report = self._read_state(joint, deadline, meter, request)
         except BaseException as e:
             failed = Unfinished(
                 run=str(self._name.run),
@@ -209,15 +239,7 @@ class OpenCheckpoint(OpenTree):
         joint: JointRestore | None,
         deadline: Deadline,
         meter: Meter,
-        *,
-        like: Any = None,
-        mesh: "Mesh | None" = None,
-        rules: "Rules | None" = None,
-        select: Patterns | None = None,
-        cast: "DTypeLike | None" = None,
-        missing: Literal["error", "keep"] = "error",
-        indivisible: Indivisible = "error",
-        progress: ProgressCallback | None = None,  # noqa: ARG002 - the meter has it
+        request: RestoreRequest,
     ) -> tuple[Any, RestoreReport]:
         """Restores the state, after all processes of ``joint`` have agreed on the
         checkpoint; see ``Run.restore``. Returns it with the report.
@@ -226,36 +248,22 @@ class OpenCheckpoint(OpenTree):
             joint: Joint restore of the job; None if this process restores alone.
             deadline: Deadline of the whole restore.
             meter: Measures the restore.
-            like: As for ``Run.restore``, as are the following.
-            mesh: ...
-            rules: ...
-            select: ...
-            cast: ...
-            missing: ...
-            indivisible: ...
-            progress: ...
+            request: What to restore.
         """
         from storesvc_client._pytree.restore_target import Target
 
         if joint is None and self._spread:
             self._check_alone()
-        chosen = None
-        if select is not None:
-            chosen = checked_patterns(f"restore of {self.name}: select=", select)
+        chosen = request.patterns(self.name)
         with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
                 rows = self._rows(chosen)
                 target = Target.choose(
                     self._manifest.tree,
                     self.name,
+                    request,
                     rows=rows,
-                    containers=self._containers(chosen) if like is None else (),
-                    like=like,
-                    mesh=mesh,
-                    rules=rules,
-                    cast=cast,
-                    missing=missing,
-                    indivisible=indivisible,
+                    containers=self._containers(chosen) if request.like is None else (),
                     has_text_keys=IMPORTED in self.info.labels,
                 )
             with self._held():  # 2. until every chunk is read
@@ -303,8 +311,14 @@ class OpenCheckpoint(OpenTree):
         url: "str | Path",
         *,
         select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        rename: "RenameTable | None" = None,
+        layout: "Layout | None" = None,
+        item: str | None = None,
+        max_shard_bytes: int | None = None,
+        drop_items: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         progress: ProgressCallback | None = None,
-        **options: "Unpack[ExportKeywords]",
     ) -> "ExportReport":
         """Writes leaves in the format of another project. Needs no jax.
 
@@ -322,14 +336,15 @@ class OpenCheckpoint(OpenTree):
             url: Format and place.
             select: As for ``Run.restore``: globs or compiled expressions of keys. Items
                 are exported with all leaves only.
+            cast: A floating-point dtype for floating-point arrays.
+            rename: Rules, a JSON file of rules, or the name of a table; for safetensors
+                and npz.
+            layout: "v0" or "v1", for Orbax; None: "v0".
+            item: Name of the item of the tree, for Orbax.
+            max_shard_bytes: Maximum bytes of a safetensors file; None: 5 GB.
+            drop_items: Whether to leave out items that the format cannot hold.
+            storage_options: Options of ``fsspec`` for the target.
             progress: Called with the progress.
-            **options: ``cast``, a floating-point dtype for floating-point arrays;
-                ``rename``, rules, a JSON file of rules or the name of a table, for
-                safetensors and npz;
-                ``max_shard_bytes``, maximum bytes of a safetensors file, 5 GB by
-                default; ``layout``, "v0" or "v1", and ``item``, name of the item of the
-                tree, for Orbax; ``drop_items``, leaves out items that the format cannot
-                hold.
 
         Raises:
             InvalidRequestError: An argument is of another type, or belongs to another
@@ -346,10 +361,18 @@ class OpenCheckpoint(OpenTree):
         chosen = None
         if select is not None:
             chosen = checked_patterns(f"{place}: select=", select)
-        asked = ExportOptions(**options)
+        options = ExportOptions(
+            cast=cast,
+            rename=rename,
+            layout=layout,
+            item=item,
+            max_shard_bytes=max_shard_bytes,
+            drop_items=drop_items,
+            storage_options=storage_options,
+        )
         with self._held(), Meter("export", self.name, progress) as meter:
             return export_checkpoint(
-                self._make_export_source(chosen), url, asked, meter
+                self._make_export_source(chosen), url, options, meter
             )
 
     def _make_export_source(self, select: Sequence[Pattern] | None) -> "Source":

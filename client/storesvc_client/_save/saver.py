@@ -8,7 +8,7 @@ A save has two handles: ``Save`` for callers, ``PendingSave`` inside.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import UTC, datetime
 from functools import partial
@@ -18,12 +18,10 @@ from typing import (
     Any,
     Final,
     Self,
-    SupportsFloat,
-    SupportsIndex,
     assert_never,
 )
 
-from storesvc.format.names import CheckpointName, RunName, Which
+from storesvc.format.names import CheckpointName, RunName
 from storesvc.storage.threads import Threads
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.process_exit import await_at_exit, check_not_over, forget
@@ -32,23 +30,20 @@ from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     DurationLike,
-    checked_choice,
     seconds_or_none,
 )
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
-    ALL_PROCESSES,
-    Distributed,
     IfBusy,
+    SaveRequest,
     SnapshotMode,
     checked_distributed,
 )
-from storesvc_client._values.progress import Meter, ProgressCallback
+from storesvc_client._values.progress import Meter
 from storesvc_client._values.reports import Rehearsal, SaveReport
 from storesvc_client._values.telemetry import Unfinished
 from storesvc_client.errors import (
     ConflictError,
-    InvalidRequestError,
     PeerFailedError,
     StoreError,
     UnavailableError,
@@ -279,23 +274,11 @@ class RunSaver:
 
     def begin(
         self,
-        step: SupportsIndex,
-        tree: Any,
-        *,
+        request: SaveRequest,
         check: "Callable[[Plan], None] | None" = None,
-        document: bytes = b"",
-        metrics: Mapping[str, SupportsFloat] | None = None,
-        labels: Mapping[str, str] | None = None,
-        items: Mapping[str, Any] | None = None,
-        base: Which | None = "latest",
-        snapshot: SnapshotMode = "auto",
-        if_busy: IfBusy = "wait",
-        distributed: Distributed = ALL_PROCESSES,
-        progress: ProgressCallback | None = None,
         loop: "Departures | None" = None,
     ) -> PendingSave:
-        """Starts a save, with the options of ``Run.save``, and returns once the caller
-        may change the tree again.
+        """Starts a save, and returns once the caller may change the tree again.
 
         Errors of ``check``, which is called with the plan of the save before anything
         is sent, are raised here, and nothing is saved. Once another process has left
@@ -308,33 +291,31 @@ class RunSaver:
         )
         from storesvc_client._save.items import ItemExchange, checked_items, items_alone
 
-        checked_distributed(f"save to {self.name}", distributed)
-        number = checked_step(self.name, step)
-        takes_all = distributed.processes == "all"
+        place = f"save to {self.name}"
+        checked_distributed(place, request.distributed)
+        number = checked_step(self.name, request.step)
+        takes_all = request.distributed.processes == "all"
         joint = _joint_save(self.name, number, loop) if takes_all else None
         try:
             check_not_over(f"save of {self.name}@{number}")
             self._connection.check_open()
-            checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
-            checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
+            request.check(place)
+            snapshot, if_busy = request.snapshot, request.if_busy
+            assert snapshot is not None and if_busy is not None  # as checked  # noqa: PT018
+            base = request.base
             description = checked_description(
                 self._name,
                 number,
-                metrics=metrics,
-                labels=labels,
+                metrics=request.metrics,
+                labels=request.labels,
                 base=None if base is None else self._stub.checkpoint_name(base),
-                lease=distributed.lease,
+                lease=request.distributed.lease,
             )
-            if not isinstance(document, bytes):
-                raise InvalidRequestError(
-                    f"save to {self.name}: expected bytes in document=, got "
-                    f"{type(document).__name__}"
-                )
-            own_items = checked_items(f"save to {self.name}", items)
+            own_items = checked_items(place, request.items)
             exchange = None
             if joint is not None:
                 exchange = ItemExchange(joint, f"save of {description}", own_items)
-            meter = Meter("save", str(description), progress)
+            meter = Meter("save", str(description), request.progress)
             with self._lock:
                 with meter.phase("await previous"):
                     self._make_way(if_busy, must_end=snapshot == "none")
@@ -343,7 +324,7 @@ class RunSaver:
                     joint is None, Planner(joint.job if joint else None)
                 )
                 with meter.phase("plan"):
-                    plan, values = planner.plan(tree, document)
+                    plan, values = planner.plan(request.tree, request.document)
                 if check is not None:
                     check(plan)
                 rows = items_alone(own_items)

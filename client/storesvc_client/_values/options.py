@@ -1,20 +1,20 @@
-"""Options of saves and restores: public value classes, and keyword arguments by type.
-
-A ``TypedDict`` lists the keyword arguments that several functions share; type checkers
-read it through ``Unpack``, and one function in each list has the defaults.
+"""Options of saves and restores: public value classes, and the requests that pass
+from a public function to the code that carries them out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import (
     TYPE_CHECKING,
     Any,
     Final,
     Literal,
+    Self,
     SupportsFloat,
+    SupportsIndex,
     TypeAlias,
-    TypedDict,
+    TypeVar,
 )
 
 from storesvc.format.names import Which
@@ -23,16 +23,24 @@ from storesvc_client._values.arguments import (
     checked_choice,
     checked_duration,
     checked_flag,
+    checked_patterns,
 )
-from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
     from numpy.typing import DTypeLike
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
     Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
+
+    Like = TypeVarWithDefault("Like", default=Any)
+else:
+    Like = TypeVar("Like")
+    """Type of ``like`` and of what is restored; Any without ``like``. Python has
+    defaults of type variables since 3.13."""
 
 SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
@@ -129,56 +137,66 @@ class SaveOptions:
 DEFAULT_SAVE: Final = SaveOptions()
 
 
-class OneSaveKeywords(TypedDict, total=False):
-    """Keyword arguments of ``Run.save`` for which a run has no defaults."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a save writes, and how; see ``Run.save``."""
 
-    metrics: Mapping[str, SupportsFloat] | None
-    labels: Mapping[str, str] | None
-    items: Mapping[str, Any] | None
-    base: Which | None
-    distributed: Distributed
-    progress: ProgressCallback | None
+    step: SupportsIndex
+    tree: Any
+    metrics: Mapping[str, SupportsFloat] | None = None
+    labels: Mapping[str, str] | None = None
+    items: Mapping[str, Any] | None = None
+    document: bytes = b""
+    base: Which | None = "latest"
+    snapshot: SnapshotMode | None = None
+    if_busy: IfBusy | None = None
+    distributed: Distributed = ALL_PROCESSES
+    progress: ProgressCallback | None = None
 
+    def filled_in(self, defaults: SaveOptions) -> Self:
+        """Returns the request with the defaults of a run for what it leaves open."""
+        snapshot, if_busy = self.snapshot, self.if_busy
+        return replace(
+            self,
+            snapshot=defaults.snapshot if snapshot is None else snapshot,
+            if_busy=defaults.if_busy if if_busy is None else if_busy,
+        )
 
-class SaveKeywords(OneSaveKeywords, total=False):
-    """Keyword arguments of ``Run.save``, without ``document``."""
+    def check(self, place: str) -> None:
+        """Checks what needs no other value. It is not done where the request is made:
+        in a job the other processes learn of the error, and end, too.
 
-    snapshot: SnapshotMode | None
-    if_busy: IfBusy | None
-
-
-def check_keywords(function: str, given: Mapping[str, Any], allowed: Any) -> None:
-    """Rejects keyword arguments that a ``TypedDict`` does not list, before a function
-    below is named that the caller did not call.
-
-    Raises:
-        TypeError: As Python's own, of the public function.
-    """
-    for name in given.keys() - allowed.__annotations__.keys():
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-class RestoreKeywords(TypedDict, total=False):
-    """Keyword arguments of ``Run.restore`` and ``OpenCheckpoint.restore``."""
-
-    like: Any
-    mesh: "Mesh | None"
-    rules: "Rules | None"
-    select: Patterns | None
-    cast: "DTypeLike | None"
-    missing: Literal["error", "keep"]
-    indivisible: Indivisible
-    progress: ProgressCallback | None
-
-
-class ReadKeywords(TypedDict, total=False):
-    """Arguments of a restore that do not change its result."""
-
-    deadline: DurationLike
-    progress: ProgressCallback | None
+        Raises:
+            InvalidRequestError: A field has another type, or is out of range.
+        """
+        checked_choice(f"{place}: snapshot=", self.snapshot, SnapshotMode)
+        checked_choice(f"{place}: if_busy=", self.if_busy, IfBusy)
+        if not isinstance(self.document, bytes):
+            raise InvalidRequestError(
+                f"{place}: expected bytes in document=, got "
+                f"{type(self.document).__name__}"
+            )
 
 
-class ModelRestoreKeywords(ReadKeywords, total=False):
-    """Keyword arguments that restores of models share with ``Run.restore``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """What a restore returns, and how; see ``Run.restore``."""
 
-    distributed: Distributed
+    like: Any = None
+    mesh: "Mesh | None" = None
+    rules: "Rules | None" = None
+    select: Patterns | None = None
+    cast: "DTypeLike | None" = None
+    missing: Literal["error", "keep"] = "error"
+    indivisible: Indivisible = "error"
+    progress: ProgressCallback | None = None
+
+    def patterns(self, name: str) -> Sequence[Pattern] | None:
+        """Returns ``select`` parsed, for the checkpoint of a name; None: all leaves.
+
+        Raises:
+            InvalidRequestError: It is neither globs nor regular expressions.
+        """
+        if self.select is None:
+            return None
+        return checked_patterns(f"restore of {name}: select=", self.select)

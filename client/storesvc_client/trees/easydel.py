@@ -18,7 +18,7 @@ same fields, names and errors, for any NNX module. Two guarantees:
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias
 
 import jax
 import numpy as np
@@ -32,12 +32,12 @@ from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client._values.options import (
     ALL_PROCESSES,
+    DEFAULT_DEADLINE,
+    Distributed,
     Indivisible,
     Missing,
-    ModelRestoreKeywords,
     OnMismatch,
     OptState,
-    check_keywords,
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import (
@@ -76,7 +76,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client import Checkpoint, Client
+    from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
+    from storesvc_client._values.progress import ProgressCallback
 
 __all__ = ["EasyDeLState"]
 
@@ -549,7 +551,9 @@ def restore_state(
     missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
-    **options: Unpack[ModelRestoreKeywords],
+    distributed: Distributed = ALL_PROCESSES,
+    deadline: "DurationLike" = DEFAULT_DEADLINE,
+    progress: "ProgressCallback | None" = None,
 ) -> Any:
     """Returns the state of a checkpoint, on the given mesh.
 
@@ -599,8 +603,9 @@ def restore_state(
             when saved, if they were like a part of the state or of dicts and lists.
             None: the class of the state in ``model``, else ``EasyDeLState`` of this
             library.
-        **options: ``distributed``, ``deadline`` and ``progress``, as for
-            ``Run.restore``.
+        distributed: As for ``Run.restore``.
+        deadline: As for ``Run.restore``.
+        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -608,7 +613,6 @@ def restore_state(
             checkpoint has the state of an optimizer.
         MismatchError: The checkpoint was saved from another model or optimizer.
     """
-    check_keywords("restore_state", options, ModelRestoreKeywords)
     check_run(run, Run | ForeignRun)
     if model is None and state_class is not None:
         raise InvalidRequestError(
@@ -623,7 +627,7 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    opened, step, reading = open_checkpoint(run, which, model, options)
+    opened, step = open_checkpoint(run, which, model, distributed, deadline)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -634,7 +638,8 @@ def restore_state(
         on_mismatch=on_mismatch,
         opt_state=opt_state,
         step=step,
-        reading=reading,
+        deadline=deadline,
+        progress=progress,
     )
     request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
     return rebuild_state(opened, request)

@@ -36,7 +36,7 @@ from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._values.arguments import checked_patterns
+from storesvc_client._values.arguments import DurationLike, checked_patterns
 from storesvc_client._values.key_patterns import (
     Patterns,
     find_patterns,
@@ -45,12 +45,14 @@ from storesvc_client._values.key_patterns import (
 )
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
     Indivisible,
     Missing,
     OnMismatch,
     OptState,
-    ReadKeywords,
+    RestoreRequest,
 )
+from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,
@@ -271,7 +273,8 @@ class Options:
     opt_state: OptState = "restore"
     step: int | None = None
     """Step of a state whose checkpoint has none among its leaves."""
-    reading: ReadKeywords = field(default_factory=ReadKeywords)
+    deadline: DurationLike = DEFAULT_DEADLINE
+    progress: ProgressCallback | None = None
 
     @property
     def dtype(self) -> Any:
@@ -283,16 +286,17 @@ class Options:
         """True if leaves that the checkpoint lacks are initialised or kept."""
         return self.missing != "error"
 
-    @property
-    def target(self) -> dict[str, Any]:
-        """Arguments of ``OpenCheckpoint.restore`` for abstract leaves, which have the
-        dtypes of a cast."""
-        return {
-            "mesh": self.mesh,
-            "rules": self.rules,
-            "indivisible": self.indivisible,
-            "cast": None if self.cast is None else LIKE,
-        }
+    def request(self, like: Any, select: Patterns) -> RestoreRequest:
+        """Returns the request for abstract leaves, which have the dtypes of a cast."""
+        return RestoreRequest(
+            like=like,
+            mesh=self.mesh,
+            rules=self.rules,
+            select=select,
+            cast=None if self.cast is None else LIKE,
+            indivisible=self.indivisible,
+            progress=self.progress,
+        )
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -349,9 +353,9 @@ class Plan:
     """Leaves of the optimizer's state and of added fields that are not restored."""
 
     @property
-    def target(self) -> dict[str, Any]:
-        """Arguments of ``OpenCheckpoint.restore`` for this plan."""
-        return {"like": self.like, **self.options.target}
+    def restore_request(self) -> RestoreRequest:
+        """The request for the leaves of this plan."""
+        return self.options.request(self.like, self.select)
 
     def check(self, stored: Stored) -> None:
         """Matches the leaves, as the restore does.
@@ -361,11 +365,11 @@ class Plan:
         """
         tree = stored._tree  # noqa: SLF001 - not public
         rows = [tree.by_key[key] for key in self.select]
-        Target.choose(tree, stored.name, rows=rows, missing="error", **self.target)
+        Target.choose(tree, stored.name, self.restore_request, rows=rows)
 
     def restored(self, opened: OpenCheckpoint) -> Any:
         """Returns the leaves of a checkpoint."""
-        return opened.restore(**self.target, select=self.select, **self.options.reading)
+        return restore_leaves(opened, self.restore_request, self.options.deadline)
 
     def merge(self, restored: Any) -> tuple[GraphState, GraphState]:
         """Returns the complete parts of a state with restored leaves."""
@@ -429,8 +433,8 @@ def create_state(plan: Plan, restored: Any) -> Any:
 def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
     if is_pytree(opened) and request.model is not None:
-        module, target = plan_pytree(opened, request)
-        restored = opened.restore(**target, **request.options.reading)
+        module, wanted = plan_pytree(opened, request)
+        restored = restore_leaves(opened, wanted, request.options.deadline)
         nnx.update(module, restored[0] if isinstance(restored, list) else restored)
         return module
     with add_advice(opened, request):
@@ -650,7 +654,7 @@ def _head(key: str) -> str:
 
 def plan_pytree(
     stored: Stored, request: Request, *others: Any
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, RestoreRequest]:
     """Plans to restore a module that was saved as a pytree; see ``is_pytree``.
 
     Args:
@@ -659,8 +663,8 @@ def plan_pytree(
         *others: The state of its optimizer, if it is restored, too.
 
     Returns:
-        The module, and the arguments of a restore of a list: its state, and others; or
-        of its state, if that was saved alone.
+        The module, and the request for a list: its state, and others; or for its state,
+        if that was saved alone.
     """
     options = request.options
     if options.initialises or options.select or options.opt_state == "init":
@@ -685,13 +689,9 @@ def plan_pytree(
             lambda x: cast_floating(x, options.cast) if x.shape else x, like[1:]
         )
     is_alone = _is_alone(stored)
-    return module, {
-        "like": like[0] if is_alone else like,
-        **options.target,
-        "select": [
-            key for key in stored.leaves if is_alone or others or _head(key) == "0"
-        ],
-    }
+    takes_all = is_alone or bool(others)
+    select = [key for key in stored.leaves if takes_all or _head(key) == "0"]
+    return module, options.request(like[0] if is_alone else like, select)
 
 
 def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
@@ -711,7 +711,8 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
         indivisible=options.indivisible,
         select=select,
         cast=options.cast,
-        **options.reading,
+        deadline=options.deadline,
+        progress=options.progress,
     )
 
 
@@ -742,11 +743,25 @@ def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
         like = _placed_like_parameters(like, state.graphstate, state.opt_state)
     else:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
+    select = _select_keys(opened, like, options)
+    request = options.request(_with_saved_dtypes(opened, like, options), select)
+    return restore_leaves(opened, request, options.deadline)["opt_state"]
+
+
+def restore_leaves(
+    opened: OpenCheckpoint, request: RestoreRequest, deadline: DurationLike
+) -> Any:
+    """Returns the leaves of a checkpoint that a request names."""
     return opened.restore(
-        like=_with_saved_dtypes(opened, like, options),
-        select=_select_keys(opened, like, options),
-        **options.target,
-    )["opt_state"]
+        deadline=deadline,
+        like=request.like,
+        mesh=request.mesh,
+        rules=request.rules,
+        select=request.select,
+        cast=request.cast,
+        indivisible=request.indivisible,
+        progress=request.progress,
+    )
 
 
 def _drawn(

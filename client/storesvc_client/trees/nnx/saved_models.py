@@ -19,7 +19,7 @@ from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsIndex, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from flax import nnx
 
 from storesvc.format.names import Which
 from storesvc.format.trees import Leaf
+from storesvc_client._api.opening import Prepare
 from storesvc_client._api.run import Run, save_checked
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.leaves import tracer_text
@@ -37,15 +38,15 @@ from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
     Distributed,
+    IfBusy,
     Indivisible,
     Missing,
-    ModelRestoreKeywords,
     OnMismatch,
     OptState,
-    ReadKeywords,
     Rehearse,
-    SaveKeywords,
-    check_keywords,
+    RestoreRequest,
+    SaveRequest,
+    SnapshotMode,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx.blueprints import abstract_opt_state
@@ -68,11 +69,13 @@ from storesvc_client.trees.nnx.restore_model import (
     plan_pytree,
     plan_state,
     rebuild_module,
+    restore_leaves,
 )
 from storesvc_client.trees.nnx.variable_sources import fill_rng_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from typing import SupportsFloat
 
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
@@ -94,7 +97,14 @@ def save_state(
     state: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveKeywords],
+    metrics: "Mapping[str, SupportsFloat] | None" = None,
+    labels: "Mapping[str, str] | None" = None,
+    items: "Mapping[str, Any] | None" = None,
+    base: Which | None = "latest",
+    snapshot: SnapshotMode | None = None,
+    if_busy: IfBusy | None = None,
+    distributed: Distributed = ALL_PROCESSES,
+    progress: "ProgressCallback | None" = None,
 ) -> Save:
     """Starts to save a state at its own step; see ``Run.save``.
 
@@ -113,14 +123,19 @@ def save_state(
             rehearses in the background after the first save, and logs a warning with
             the call that works; "strict": rehearses before the save, and rejects it;
             "off": no rehearsal. ``Save.rehearsal`` has the result.
-        **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
-            ``distributed`` and ``progress``, as for ``Run.save``.
+        metrics: As for ``Run.save``, as are the following.
+        labels: ...
+        items: ...
+        base: ...
+        snapshot: ...
+        if_busy: ...
+        distributed: ...
+        progress: ...
 
     Raises:
         MismatchError: With ``rehearse="strict"``: the state could not be restored.
         StoreError: See for ``Run.save``.
     """
-    check_keywords("save_state", options, SaveKeywords)
     check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
     lacking = [part for part in parts if not hasattr(state, part)]
@@ -137,8 +152,20 @@ def save_state(
     added = {name: getattr(state, name) for name in added_fields(state)}
     recipe = Recipe.from_graph(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
-    step = _find_step(run, state.step)
-    return _begin_save(run, step, state, recipe, rehearser, options)
+    request = SaveRequest(
+        step=_find_step(run, state.step),
+        tree=state,
+        metrics=metrics,
+        labels=labels,
+        items=items,
+        document=recipe.pack(),
+        base=base,
+        snapshot=snapshot,
+        if_busy=if_busy,
+        distributed=distributed,
+        progress=progress,
+    )
+    return _begin_save(run, request, rehearser)
 
 
 def save_model(
@@ -147,7 +174,14 @@ def save_model(
     model: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveKeywords],
+    metrics: "Mapping[str, SupportsFloat] | None" = None,
+    labels: "Mapping[str, str] | None" = None,
+    items: "Mapping[str, Any] | None" = None,
+    base: Which | None = "latest",
+    snapshot: SnapshotMode | None = None,
+    if_busy: IfBusy | None = None,
+    distributed: Distributed = ALL_PROCESSES,
+    progress: "ProgressCallback | None" = None,
 ) -> Save:
     """Starts to save a module without optimizer and step; see ``Run.save``.
 
@@ -160,14 +194,20 @@ def save_model(
         model: An NNX module, or an object with ``graphdef``, ``graphstate`` and
             ``graphother``.
         rehearse: As for ``save_state``, with ``restore_model``.
-        **options: As for ``save_state``.
+        metrics: As for ``Run.save``, as are the following.
+        labels: ...
+        items: ...
+        base: ...
+        snapshot: ...
+        if_busy: ...
+        distributed: ...
+        progress: ...
 
     Raises:
         InvalidRequestError: ``model`` is not a module.
         MismatchError: See for ``save_state``.
         StoreError: See for ``Run.save``.
     """
-    check_keywords("save_model", options, SaveKeywords)
     check_run(run)
     try:
         graphdef, graphstate, graphother = drop_caches(split_module(model))
@@ -180,25 +220,28 @@ def save_model(
     rehearser = _rehearser(run, parts, rehearse, is_state=False)
     recipe = Recipe.from_graph(graphdef, graphstate, graphother)
     tree = {"graphstate": graphstate, "graphother": graphother}
-    return _begin_save(run, step, tree, recipe, rehearser, options)
-
-
-def _begin_save(
-    run: Run,
-    step: SupportsIndex,
-    tree: Any,
-    recipe: Recipe,
-    rehearser: Rehearser | None,
-    options: SaveKeywords,
-) -> Save:
-    """Starts the save and its rehearsal."""
-    document = recipe.pack()
-    if rehearser is None:
-        return run.save(step, tree, document=document, **options)
-    # 1. With "strict", the rehearsal precedes the save: a rejected save sends nothing.
-    save = save_checked(
-        run, step, tree, document=document, check=rehearser.check, **options
+    request = SaveRequest(
+        step=step,
+        tree=tree,
+        metrics=metrics,
+        labels=labels,
+        items=items,
+        document=recipe.pack(),
+        base=base,
+        snapshot=snapshot,
+        if_busy=if_busy,
+        distributed=distributed,
+        progress=progress,
     )
+    return _begin_save(run, request, rehearser)
+
+
+def _begin_save(run: Run, request: SaveRequest, rehearser: Rehearser | None) -> Save:
+    """Starts the save and its rehearsal."""
+    if rehearser is None:
+        return save_checked(run, request)
+    # 1. With "strict", the rehearsal precedes the save: a rejected save sends nothing.
+    save = save_checked(run, request, rehearser.check)
     # 2. With "warn", it follows the save, which it must not delay.
     save.rehearsal = rehearser.after(save)
     return save
@@ -226,7 +269,9 @@ def restore_model(
     select: "Patterns | None" = None,
     missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
-    **options: Unpack[ModelRestoreKeywords],
+    distributed: Distributed = ALL_PROCESSES,
+    deadline: "DurationLike" = DEFAULT_DEADLINE,
+    progress: "ProgressCallback | None" = None,
 ) -> Any:
     """Returns the module of a checkpoint of a module or a state.
 
@@ -247,7 +292,9 @@ def restore_model(
         select: As for ``restore_state``.
         missing: As for ``restore_state``.
         on_mismatch: As for ``restore_state``.
-        **options: As for ``restore_state``.
+        distributed: As for ``Run.restore``.
+        deadline: As for ``Run.restore``.
+        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -258,13 +305,12 @@ def restore_model(
             allowed, or contains values that are no data, such as closures; give
             ``model``.
     """
-    check_keywords("restore_model", options, ModelRestoreKeywords)
     check_run(run, Run | ForeignRun)
     if model is not None and allow:
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    opened, _, reading = open_checkpoint(run, which, model, options)
+    opened, _ = open_checkpoint(run, which, model, distributed, deadline)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -274,26 +320,27 @@ def restore_model(
         missing=missing,
         on_mismatch=on_mismatch,
         opt_state="skip",
-        reading=reading,
+        deadline=deadline,
+        progress=progress,
     )
     request = Request(model=model, allow=allow, options=wanted)
     return rebuild_module(opened, request)
 
 
 def open_checkpoint(
-    run: Run | ForeignRun, which: Which, model: Any, options: ModelRestoreKeywords
-) -> tuple[Any, int | None, ReadKeywords]:
-    """Opens a checkpoint; with a model, see ``as_state``. Returns with it and its step
-    the options of ``OpenCheckpoint.restore``."""
-    reading: Any = dict(options)
-    distributed = reading.pop("distributed", ALL_PROCESSES)
+    run: Run | ForeignRun,
+    which: Which,
+    model: Any,
+    distributed: Distributed,
+    deadline: "DurationLike",
+) -> tuple[Any, int | None]:
+    """Opens a checkpoint, and returns it; with a model, see ``as_state``."""
     opened: OpenTree
     if isinstance(run, ForeignRun):
         opened = run.open(which)
     else:
-        deadline = reading.get("deadline", DEFAULT_DEADLINE)
         opened = run.open(which, distributed=distributed, deadline=deadline)
-    return *((opened, None) if model is None else as_state(opened)), reading
+    return (opened, None) if model is None else as_state(opened)
 
 
 def as_state(opened: Any) -> tuple[Any, int | None]:
@@ -426,7 +473,14 @@ def save(
     step: SupportsIndex,
     model: "nnx.Module | tuple[nnx.Module, nnx.Optimizer[Any]]",
     optimizer: "nnx.Optimizer[Any] | None" = None,
-    **options: Unpack[SaveKeywords],
+    metrics: "Mapping[str, SupportsFloat] | None" = None,
+    labels: "Mapping[str, str] | None" = None,
+    items: "Mapping[str, Any] | None" = None,
+    base: Which | None = "latest",
+    snapshot: SnapshotMode | None = None,
+    if_busy: IfBusy | None = None,
+    distributed: Distributed = ALL_PROCESSES,
+    progress: "ProgressCallback | None" = None,
 ) -> "Save":
     """Starts to save a module and its optimizer; see ``Run.save``.
 
@@ -438,18 +492,36 @@ def save(
         step: Training step, >= 0.
         model: The module, or a pair of it and its optimizer, as a loop takes it.
         optimizer: Its optimizer; None saves the module alone.
-        **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
-            ``distributed`` and ``progress``, as for ``Run.save``.
+        metrics: As for ``Run.save``, as are the following.
+        labels: ...
+        items: ...
+        base: ...
+        snapshot: ...
+        if_busy: ...
+        distributed: ...
+        progress: ...
 
     Raises:
         InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of
             it.
         StoreError: See for ``Run.save``.
     """
-    check_keywords("save", options, SaveKeywords)
     check_run(run, what="save to: ")
     tree, document = tree_to_save(run, *_pair(model, optimizer))
-    return run.save(step, tree, document=document, **options)
+    request = SaveRequest(
+        step=step,
+        tree=tree,
+        metrics=metrics,
+        labels=labels,
+        items=items,
+        document=document,
+        base=base,
+        snapshot=snapshot,
+        if_busy=if_busy,
+        distributed=distributed,
+        progress=progress,
+    )
+    return save_checked(run, request)
 
 
 def _pair(model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -539,6 +611,8 @@ def restore_into(
         missing=missing,
         on_mismatch=on_mismatch,
         opt_state="skip" if optimizer is None else opt_state,
+        deadline=deadline,
+        progress=progress,
     )
     request = _make_request(run, model, optimizer, options)
     opened = run.open(which, distributed=distributed, deadline=deadline)
@@ -546,8 +620,8 @@ def restore_into(
     if step is not None:
         request = replace(request, options=replace(options, step=step))
     with add_advice(source, request):
-        target, put = planner(run, model, optimizer, request)(source)
-        restored = source.restore(**target, deadline=deadline, progress=progress)
+        wanted, put = planner(run, model, optimizer, request)(source)
+        restored = restore_leaves(source, wanted, deadline)
     put(restored)
     return opened.info
 
@@ -561,22 +635,22 @@ def _make_request(run: Run, model: Any, optimizer: Any, options: Options) -> Req
 
 def planner(
     run: Run, model: Any, optimizer: Any, request: Request | None = None
-) -> "Callable[[OpenCheckpoint], tuple[dict[str, Any], Callable[[Any], None]]]":
+) -> Prepare:
     """Returns a function that plans the restore of a checkpoint into a module and its
-    optimizer: the arguments of the restore, and a function that gets its result."""
+    optimizer."""
     options = Options(opt_state="skip" if optimizer is None else "restore")
     request = request or _make_request(run, model, optimizer, options)
 
     def plan(
         opened: "OpenCheckpoint",
-    ) -> "tuple[dict[str, Any], Callable[[Any], None]]":
+    ) -> "tuple[RestoreRequest, Callable[[Any], None]]":
         others = [] if optimizer is None else [optimizer]
         if is_pytree(opened):
             states = map(nnx.state, others)
-            found, target = None, plan_pytree(opened, request, *states)[1]
+            found, wanted = None, plan_pytree(opened, request, *states)[1]
         else:
             found = (plan_state if others else plan_module)(opened, request)
-            target = {**found.target, "select": found.select}
+            wanted = found.restore_request
 
         def put(restored: Any) -> None:
             if found is None:
@@ -597,7 +671,7 @@ def planner(
             nnx.update(optimizer.opt_state, nnx.state(opt_state))
             optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
 
-        return target, put
+        return wanted, put
 
     return plan
 

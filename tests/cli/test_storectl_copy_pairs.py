@@ -190,7 +190,7 @@ def test_a_source_of_which_a_byte_has_changed_is_not_copied(
         assert [] == client.run("lab/copy").steps()
 
 
-@pytest.mark.parametrize(("kind", "other"), soaked(PAIRS, every=3))
+@pytest.mark.parametrize(("kind", "other"), soaked(PAIRS, every=6))
 def test_a_copy_that_is_killed_is_repeated_to_finish_it(
     kind: str, other: str, new_store: NewStore
 ) -> None:

@@ -381,17 +381,20 @@ def test_without_javascript_everything_can_be_read_and_changed(
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/",
-        RUN,
-        "/r/tests/hostile",
-        "/r/tests/hostile@7",
-        "/r/tests/hostile@7?at=",
-        "/diff?a=tests/hostile@7&b=tests/hostile@8",
-        "/events?of=tests",
-        "/storage",
-        "/audit",
-    ],
+    soaked(
+        [
+            "/",
+            RUN,
+            "/r/tests/hostile",
+            "/r/tests/hostile@7",
+            "/r/tests/hostile@7?at=",
+            "/diff?a=tests/hostile@7&b=tests/hostile@8",
+            "/events?of=tests",
+            "/storage",
+            "/audit",
+        ],
+        every=3,
+    ),
 )
 def test_hostile_names_run_no_script(tab: Watched, path: str) -> None:
     page = tab.open(path)
@@ -457,10 +460,13 @@ def test_a_page_is_accessible(tab: Watched, path: str, scheme: str) -> None:
 @pytest.mark.parametrize("width", soaked([400, 800, 1280], every=3))
 @pytest.mark.parametrize(
     "path",
-    [
-        *("/", RUN, f"{RUN}@500?at=params/layers/0", "/r/tests/hostile@7", "/storage"),
-        "/audit",
-    ],
+    soaked(
+        [
+            f"{RUN}@500?at=params/layers/0",
+            *("/", RUN, "/r/tests/hostile@7", "/storage", "/audit"),
+        ],
+        every=2,
+    ),
 )
 def test_a_page_is_no_wider_than_its_window(
     tab: Watched, path: str, width: int

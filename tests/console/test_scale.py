@@ -91,7 +91,7 @@ def console(client: store.Client) -> Iterator[ServedConsole]:
             "/storage",
             "/events?of=many",
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_a_page_has_few_elements(console: ServedConsole, path: str) -> None:

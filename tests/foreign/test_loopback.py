@@ -67,7 +67,7 @@ def opened(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(TENSORSTORE, every=18, checked_every=3))
+@pytest.mark.parametrize("name", sampled(TENSORSTORE, every=18, checked_every=6))
 def test_each_format_is_read_as_on_a_disk(hub: Hub, tmp_path: Path, name: str) -> None:
     kind, folder = FORMATS[name].kind, tmp_path / "written"
     FORMATS[name].write(folder)

@@ -80,7 +80,7 @@ def bits_of(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    sampled(product(OPTIMIZERS, PAIRS), every=200, checked_every=4),
+    sampled(product(OPTIMIZERS, PAIRS), every=200, checked_every=8),
     ids=lambda x: "-".join(x) if isinstance(x, tuple) else x,
 )
 def test_every_optimizer_of_optax_is_restored(

@@ -22,13 +22,28 @@ if TYPE_CHECKING:
         ForeignRun,
         open_foreign,
     )
+    from storesvc_client._items.values import PerProcess, Replicated
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
     from storesvc_client._pictures.picture import Picture
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.saver import Save
+    from storesvc_client._telemetry.events import StepLogger
+    from storesvc_client._telemetry.progress import (
+        Progress,
+        ProgressCallback,
+        progress_bar,
+    )
+    from storesvc_client._telemetry.reports import (
+        PhaseSpan,
+        ProcessReading,
+        Rehearsal,
+        RestoreReport,
+        SaveReport,
+        SaveTrace,
+        WriterReport,
+    )
     from storesvc_client._values.access import Identity, Quota
-    from storesvc_client._values.items import PerProcess, Replicated
     from storesvc_client._values.models import (
         AuditEntry,
         Checkpoint,
@@ -49,7 +64,6 @@ if TYPE_CHECKING:
         Verification,
     )
     from storesvc_client._values.options import Distributed, SaveOptions
-    from storesvc_client._values.plots import Plot
     from storesvc_client._values.policies import (
         KeepBest,
         KeepEvery,
@@ -62,22 +76,8 @@ if TYPE_CHECKING:
         format_policy,
         parse_policy,
     )
-    from storesvc_client._values.progress import (
-        Progress,
-        ProgressCallback,
-        progress_bar,
-    )
-    from storesvc_client._values.reports import (
-        PhaseSpan,
-        ProcessReading,
-        Rehearsal,
-        RestoreReport,
-        SaveReport,
-        SaveTrace,
-        WriterReport,
-    )
-    from storesvc_client._values.telemetry import StepLogger
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
+    from storesvc_client._views.plots import Plot
     from storesvc_client.errors import (
         AlreadyExistsError,
         ConflictError,
@@ -198,17 +198,17 @@ _HOMES: Final = {
     "ExportReport": "_export.report",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
-    **dict.fromkeys(("PerProcess", "Replicated"), "_values.items"),
+    **dict.fromkeys(("PerProcess", "Replicated"), "_items.values"),
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
-    **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
+    **dict.fromkeys(("Progress", "ProgressCallback"), "_telemetry.progress"),
     "Identity": "_values.access",
     "Quota": "_values.access",
     "LeafStatistics": "_pictures.leaf_statistics",
     "Picture": "_pictures.picture",
-    "Plot": "_values.plots",
-    "StepLogger": "_values.telemetry",
+    "Plot": "_views.plots",
+    "StepLogger": "_telemetry.events",
     "Transfer": "_values.models",
-    "progress_bar": "_values.progress",
+    "progress_bar": "_telemetry.progress",
     "Run": "_api.run",
     "Save": "_save.saver",
     **dict.fromkeys(
@@ -240,7 +240,7 @@ _HOMES: Final = {
             "SaveTrace",
             "WriterReport",
         ),
-        "_values.reports",
+        "_telemetry.reports",
     ),
     **dict.fromkeys(
         (

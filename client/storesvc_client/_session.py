@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from storesvc_client._chunks.memory import MIN_BUDGET_BYTES, BlockPool, StagingPool
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._values.telemetry import Telemetry
+from storesvc_client._telemetry.events import Telemetry
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.texts import natural_key, numbered_keys, numbered_series
+from storesvc_client._views.texts import natural_key, numbered_keys, numbered_series
 from tests.support.command_line import document, on_a_terminal, printed, table
 
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors
 
 import storesvc_client as store
-from storesvc_client._values.items import encode_item
+from storesvc_client._items.values import encode_item
 from tests.support.command_line import document, printed, refusal, storectl, table
 
 CONFIG = {"layers": [1, 2.5], "name": "é"}

@@ -10,7 +10,7 @@ import pytest
 from grain import experimental
 
 import storesvc_client as store
-from storesvc_client._values.data_iterators import UnfitStateError, read_shards
+from storesvc_client._items.iterators import UnfitStateError, read_shards
 from tests.support.examples import sampled
 
 TREE = {"x": 1.0}

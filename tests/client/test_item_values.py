@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values import items
-from storesvc_client._values.items import (
+from storesvc_client._items import values as items
+from storesvc_client._items.values import (
     MAX_JSON_DEPTH,
     Encoded,
     decode,

@@ -18,7 +18,7 @@ import pytest
 from orbax.checkpoint._src.logging import abstract_logger, step_statistics
 
 import storesvc_client as store
-from storesvc_client._values.telemetry import Telemetry, restore_events, save_events
+from storesvc_client._telemetry.events import Telemetry, restore_events, save_events
 from tests.support.jax_job import run_job
 from tests.support.monitored import Heard, listening
 from tests.support.server_process import ServerProcess
@@ -374,8 +374,8 @@ def test_the_profiler_of_jax_shows_the_phases(target: str, tmp_path: Path) -> No
 def test_a_process_without_jax_reports_nothing_and_imports_none() -> None:
     program = (
         "import sys\n"
-        "from storesvc_client._values.telemetry import Telemetry\n"
-        "from storesvc_client._values.progress import Meter\n"
+        "from storesvc_client._telemetry.events import Telemetry\n"
+        "from storesvc_client._telemetry.progress import Meter\n"
         "with Meter('save', 'a/b@1') as meter, meter.phase('plan'):\n"
         "    pass\n"
         "Telemetry('memory://').save_began()\n"

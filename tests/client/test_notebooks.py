@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc_client._rpc import retry
-from storesvc_client._values import progress
-from storesvc_client._values.notebook import (
+from storesvc_client._telemetry import progress
+from storesvc_client._views.notebook import (
     MAX_ROWS,
     Column,
     Listing,
@@ -29,7 +29,7 @@ from storesvc_client._values.notebook import (
     table,
     verification_html,
 )
-from storesvc_client._values.texts import printable
+from storesvc_client._views.texts import printable
 from tests.support.in_process_server import InProcessServer
 
 HOSTILE = "<script>alert('1')</script>\u202e&\"\x07"

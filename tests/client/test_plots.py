@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.plots import Point
+from storesvc_client._views.plots import Point
 
 SVG = "{http://www.w3.org/2000/svg}"
 TREE = {"x": np.ones(1)}

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client._values import progress as _progress
-from storesvc_client._values.progress import Meter
-from storesvc_client._values.reports import PhaseSpan
+from storesvc_client._telemetry import progress as _progress
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.reports import PhaseSpan
 from tests.support.server_process import ServerProcess
 
 MiB = 1 << 20

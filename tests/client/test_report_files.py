@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client._values.reports import MAX_REPORT_BYTES, parse_report, report_text
+from storesvc_client._telemetry.reports import (
+    MAX_REPORT_BYTES,
+    parse_report,
+    report_text,
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._values.data_iterators import MAX_STATE_DEPTH, from_json, to_json
-from storesvc_client._values.items import decode, encode_item
+from storesvc_client._items.iterators import MAX_STATE_DEPTH, from_json, to_json
+from storesvc_client._items.values import decode, encode_item
 
 NUMBERS = [
     *(np.bool_(True), np.int64(-3), np.uint8(255), np.float64(0.1)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client._values.reports import PhaseSpan, timeline_text, trace_text
+from storesvc_client._telemetry.reports import PhaseSpan, timeline_text, trace_text
 from tests.support.command_line import storectl
 
 

@@ -1,7 +1,7 @@
 """Rows of a tree: level by level, alike siblings together, bounded."""
 
 from storesvc_client import LeafInfo
-from storesvc_client._values.texts import Node, grow
+from storesvc_client._views.texts import Node, grow
 from storesvc_client.console.pages.checkpoint import LEVEL, Row, level, opened_rows
 
 

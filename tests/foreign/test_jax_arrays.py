@@ -13,8 +13,8 @@ from jax.export import register_namedtuple_serialization
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats import jax_arrays
 from storesvc_client._foreign.locations import LocalLocation
+from storesvc_client._items.values import unpack_containers
 from storesvc_client._pytree.containers import nest
-from storesvc_client._values.items import unpack_containers
 from storesvc_client.errors import DataLossError, NotFoundError
 from tests.support.foreign_reading import as_bytes, read_region, read_tree
 

@@ -17,7 +17,7 @@ from storesvc.format.grids import whole
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.formats.orbax_step import open_root
 from storesvc_client._foreign.locations import open_location
-from storesvc_client._values.items import unpack_containers
+from storesvc_client._items.values import unpack_containers
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.foreign.orbax_checkpoints import (

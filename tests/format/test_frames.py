@@ -22,7 +22,7 @@ from storesvc_client._chunks.slabs import (
     parse_frame,
 )
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

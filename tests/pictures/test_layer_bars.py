@@ -10,7 +10,7 @@ from storesvc_client._pictures.layer_bars import (
 )
 from storesvc_client._pictures.treemap import percent
 from storesvc_client._values.models import Diff, LeafDifference
-from storesvc_client._values.texts import natural_key
+from storesvc_client._views.texts import natural_key
 from tests.pictures.leaves import leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, parsed, texts, titles
 from tests.pictures.runs import checkpoint

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._values.items import CONTAINERS, pack_document
+from storesvc_client._items.values import CONTAINERS, pack_document
 from tests.support.examples import examples, sampled
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]

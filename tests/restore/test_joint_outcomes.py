@@ -14,8 +14,8 @@ from storesvc_client._job import job as wait_log
 from storesvc_client._job.job import JointSave
 from storesvc_client._restore import joint as joint_restore
 from storesvc_client._restore.joint import JointRestore
+from storesvc_client._telemetry.reports import ProcessReading
 from storesvc_client._values.arguments import Deadline
-from storesvc_client._values.reports import ProcessReading
 from tests.support.thread_job import ThreadJob, ThreadProcess
 
 WHAT = "tests/run@1"

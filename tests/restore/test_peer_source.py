@@ -19,8 +19,8 @@ from storesvc_client._restore import spread
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._restore.spread import PeerSource, SpreadPlan
+from storesvc_client._telemetry.progress import CallbackFailedError, Meter
 from storesvc_client._values.arguments import Deadline
-from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.support.thread_job import ThreadJob, ThreadProcess
 
 COUNT = 3

@@ -24,7 +24,6 @@ from storesvc.retention.policy import (
 from storesvc_client._values.arguments import (
     MAX_DURATION,
     duration_message,
-    duration_text,
     parse_duration,
 )
 from storesvc_client._values.policies import (
@@ -33,6 +32,7 @@ from storesvc_client._values.policies import (
     parse_message,
     policy_message,
 )
+from storesvc_client._views.texts import duration_text
 from storesvc_proto.v1 import retention_pb2 as pb
 from tests.support.examples import examples
 

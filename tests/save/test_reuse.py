@@ -414,7 +414,7 @@ class TestASaveThatWasCutOff:
     ) -> None:
         from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress, frames
         from storesvc_client._pytree.save_plan import Planner, TreeSource
-        from storesvc_client._values.progress import Meter
+        from storesvc_client._telemetry.progress import Meter
 
         plan, values = Planner().plan(TREE, b"")
         source = TreeSource(plan, values)

@@ -11,7 +11,7 @@ from storesvc.format.chunks import Sums
 from storesvc_client._chunks.memory import StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.snapshot import SUM_THREADS, SlabQueue, SumsAhead
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from tests.support.contract import CHUNK, elements, sums
 
 SECONDS = 60.0

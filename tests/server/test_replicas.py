@@ -26,7 +26,7 @@ from storesvc.rpc.registry import HealthCalls, make_handler
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client import Progress
-from storesvc_client._values import progress as _progress
+from storesvc_client._telemetry import progress as _progress
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub

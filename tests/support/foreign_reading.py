@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc_client._foreign.foreign_step import ForeignStep
-from storesvc_client._values.items import decode
+from storesvc_client._items.values import decode
 
 
 def read_region(step: ForeignStep, key: str, region: Region) -> NDArray[Any]:

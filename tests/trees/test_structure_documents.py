@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from storesvc_client._values import items
-from storesvc_client._values.items import pack_document, unpack_document
+from storesvc_client._items import values as items
+from storesvc_client._items.values import pack_document, unpack_document
 from storesvc_client.errors import StructureError
 
 

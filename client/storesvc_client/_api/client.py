@@ -29,6 +29,7 @@ from storesvc_client._session import (
     new_staging,
 )
 from storesvc_client._storage.root import check_root, direct_root, lent_bucket
+from storesvc_client._telemetry.events import StepLogger, Telemetry
 from storesvc_client._values.access import Identity, Quota
 from storesvc_client._values.arguments import (
     DurationLike,
@@ -54,9 +55,8 @@ from storesvc_client._values.models import (
     authentication_number,
     stage_number,
 )
-from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
-from storesvc_client._values.telemetry import StepLogger, Telemetry
+from storesvc_client._views.notebook import list_results
 from storesvc_client.errors import DataLossError, InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

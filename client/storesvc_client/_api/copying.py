@@ -23,13 +23,13 @@ from storesvc_client._api.groups import (
 )
 from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
+from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.models import (
     Checkpoint,
     RunInfo,
     Transfer,
     with_provenance,
 )
-from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     AlreadyExistsError,
     InvalidRequestError,

@@ -49,12 +49,12 @@ from storesvc_client._values.models import (
     Tag,
     UploadInfo,
 )
-from storesvc_client._values.notebook import Rows, list_results
 from storesvc_client._values.policies import (
     RetentionPolicy,
     parse_message,
     policy_message,
 )
+from storesvc_client._views.notebook import Rows, list_results
 from storesvc_client.errors import (
     ConflictError,
     DataLossError,

@@ -49,6 +49,7 @@ from storesvc_client._api.due_steps import (
     termination,
 )
 from storesvc_client._api.opening import Opening
+from storesvc_client._items.iterators import has_state
 from storesvc_client._job.job import Decisions
 from storesvc_client._save.saver import PendingSave, Save
 from storesvc_client._values.arguments import (
@@ -58,7 +59,6 @@ from storesvc_client._values.arguments import (
     checked_flag,
     shown,
 )
-from storesvc_client._values.data_iterators import has_state
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Distributed,
@@ -74,13 +74,13 @@ from storesvc_client._values.policies import (
     check_rule,
     format_policy,
 )
-from storesvc_client._values.texts import size_text
 from storesvc_client._values.triggers import (
     OnFailure,
     checked_on_failure,
     make_schedule,
     whole_number,
 )
+from storesvc_client._views.texts import size_text
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

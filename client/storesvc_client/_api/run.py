@@ -44,6 +44,8 @@ from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.description import checked_step
 from storesvc_client._save.saver import PendingSave, RunSaver, Save
 from storesvc_client._session import Session
+from storesvc_client._telemetry.progress import ProgressCallback
+from storesvc_client._telemetry.reports import SaveTrace, WriterReport
 from storesvc_client._values.arguments import (
     DurationLike,
     checked_labels,
@@ -63,7 +65,6 @@ from storesvc_client._values.models import (
     Transfer,
     Verification,
 )
-from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
@@ -78,11 +79,10 @@ from storesvc_client._values.options import (
     SaveRequest,
     SnapshotMode,
 )
-from storesvc_client._values.plots import Plot, make_plot
 from storesvc_client._values.policies import RetentionPolicy
-from storesvc_client._values.progress import ProgressCallback
-from storesvc_client._values.reports import SaveTrace, WriterReport
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
+from storesvc_client._views.notebook import list_results
+from storesvc_client._views.plots import Plot, make_plot
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -144,7 +144,7 @@ class Run:
         return f"<Run {self.name} of {self._session.connection.address}>"
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import RUN_ROWS, run_html
+        from storesvc_client._views.notebook import RUN_ROWS, run_html
 
         newest, tags, problem = list[Checkpoint](), list[Tag](), ""
         try:

@@ -22,7 +22,7 @@ from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import READING_SHARE
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 
 
 class CheckpointFiller:

@@ -22,7 +22,7 @@ from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.memory import Bytes
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from storesvc_client._values.texts import ABSENT, dtype_text, json_value, mesh_text
+from storesvc_client._views.texts import ABSENT, dtype_text, json_value, mesh_text
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -132,7 +132,7 @@ def _model(structure: bytes) -> dict[str, Any] | None:
     """Returns the model that a checkpoint describes; None without a description."""
     if not structure:
         return None
-    from storesvc_client._values.items import unpack_document
+    from storesvc_client._items.values import unpack_document
 
     fields = unpack_document(structure)
     return {name: fields.get(name) for name in ("model", "versions", "config")}

@@ -52,10 +52,10 @@ from storesvc.storage.location import Storage
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._export.target import OpenTarget
+from storesvc_client._items.values import Container
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.items import Container
 from storesvc_client._values.models import KINDS, UNKNOWN, Checkpoint
-from storesvc_client._values.progress import Meter
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
 RenameTable: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Sequence[Any]]

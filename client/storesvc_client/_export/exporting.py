@@ -14,13 +14,13 @@ from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import ExportCall, RenameTable, Source, read_table
 from storesvc_client._export.report import ExportReport, Written
 from storesvc_client._export.target import open_target
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import (
     checked_cast,
     checked_choice,
     checked_flag,
     shown,
 )
-from storesvc_client._values.progress import Meter
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
 if TYPE_CHECKING:

@@ -82,9 +82,9 @@ from storesvc_client._export.target import (
     make_directory,
     translate_os_errors,
 )
-from storesvc_client._values.items import Container, decode_value
+from storesvc_client._items.values import Container, decode_value
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.models import Checkpoint
-from storesvc_client._values.progress import Meter
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

@@ -72,9 +72,9 @@ from storesvc_client._export.target import (
     Target,
     split_file,
 )
-from storesvc_client._values.items import unpack_document
+from storesvc_client._items.values import unpack_document
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.key_patterns import matching_keys
-from storesvc_client._values.progress import Meter
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

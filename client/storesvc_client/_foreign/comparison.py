@@ -15,7 +15,7 @@ from storesvc.format.grids import Grid
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
 from storesvc_client._values.models import ItemDifference, LeafDifference, LeafInfo
-from storesvc_client._values.texts import dtype_text
+from storesvc_client._views.texts import dtype_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

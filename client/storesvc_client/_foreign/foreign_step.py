@@ -77,7 +77,7 @@ class ForeignStep:
     """Name of the format, such as "orbax"; the scheme of its URLs."""
     tree: Tree
     """Leaves and items. ``Tree.structure`` is empty, or the containers that the leaves
-    do not show (``_values/items.py``)."""
+    do not show (``_items/values.py``)."""
     arrays: Sequence[ForeignArray]
     """The elements of each row of ``tree``."""
     create_time: datetime | None = None

@@ -23,13 +23,13 @@ from storesvc_client._save.transfer import (
     transfer,
 )
 from storesvc_client._session import Session
+from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.models import (
     Checkpoint,
     Transfer,
     label_text,
     with_provenance,
 )
-from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     AlreadyExistsError,
     DataLossError,

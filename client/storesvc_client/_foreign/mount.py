@@ -33,26 +33,26 @@ from storesvc_client._foreign.formats import FORMATS
 from storesvc_client._foreign.locations import Location, open_location
 from storesvc_client._foreign.source import ForeignSource
 from storesvc_client._foreign.steps import item_name
+from storesvc_client._items.values import CONTAINERS
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._telemetry.progress import Meter, ProgressCallback
+from storesvc_client._telemetry.reports import RestoreReport
 from storesvc_client._values.arguments import (
     Deadline,
     DurationLike,
     checked_duration,
     checked_texts,
 )
-from storesvc_client._values.items import CONTAINERS
-from storesvc_client._values.notebook import list_results
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Indivisible,
     Like,
     RestoreRequest,
 )
-from storesvc_client._values.progress import Meter, ProgressCallback
-from storesvc_client._values.reports import RestoreReport
-from storesvc_client._values.texts import size_text
+from storesvc_client._views.notebook import list_results
+from storesvc_client._views.texts import size_text
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

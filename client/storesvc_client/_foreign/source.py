@@ -50,7 +50,7 @@ from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import SharedBuffer
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client.errors import StoreError, UnavailableError
 
 

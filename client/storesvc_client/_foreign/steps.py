@@ -51,8 +51,8 @@ from storesvc_client._foreign.bounded_json import parse_object
 from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import PlainArray
+from storesvc_client._items.values import encode_item
 from storesvc_client._values.arguments import MAX_TEXT_BYTES
-from storesvc_client._values.items import encode_item
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
 

@@ -19,7 +19,7 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
-from storesvc_client._values.texts import number_text, sizes_text
+from storesvc_client._views.texts import number_text, sizes_text
 
 if TYPE_CHECKING:
     from storesvc_client._pictures.statistics import Means

@@ -18,7 +18,7 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
-from storesvc_client._values.axes import Place, Ticks, scale
+from storesvc_client._views.axes import Place, Ticks, scale
 
 if TYPE_CHECKING:
     from storesvc_client._pictures.statistics import Histogram

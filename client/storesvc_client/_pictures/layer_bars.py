@@ -39,7 +39,7 @@ from storesvc_client._pictures.svg import (
 )
 from storesvc_client._pictures.treemap import CHANGES, Shares, changed_share, percent
 from storesvc_client._values.models import Diff, LeafInfo
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     count_text,
     natural_key,
     printable,

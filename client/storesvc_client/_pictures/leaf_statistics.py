@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._values.notebook import Column, heading, note, table
-from storesvc_client._values.texts import (
+from storesvc_client._views.notebook import Column, heading, note, table
+from storesvc_client._views.texts import (
     count_text,
     dtype_text,
     number_text,

@@ -5,8 +5,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
-from storesvc_client._values.plots import write_svg
-from storesvc_client._values.texts import printable
+from storesvc_client._views.plots import write_svg
+from storesvc_client._views.texts import printable
 
 _GREY: Final = "#767676"
 """Colour of texts that can be read on a white and on a black page. Notebooks show a

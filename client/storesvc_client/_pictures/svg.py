@@ -16,7 +16,7 @@ from html import escape
 from typing import Any, Final, TypeAlias
 from unicodedata import east_asian_width
 
-from storesvc_client._values.texts import printable, printable_lines
+from storesvc_client._views.texts import printable, printable_lines
 
 Style: TypeAlias = dict[str, Any]
 """Attributes of an element: texts and numbers."""

@@ -35,9 +35,9 @@ from storesvc_client._pictures.svg import (
     text_width,
     words,
 )
-from storesvc_client._values.axes import Place, Ticks, scale
 from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
-from storesvc_client._values.texts import count_text, printable, time_text
+from storesvc_client._views.axes import Place, Ticks, scale
+from storesvc_client._views.texts import count_text, printable, time_text
 
 _GAP: Final = 6.0
 """Space between a name and what is next to it."""

@@ -40,7 +40,7 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     count_text,
     dtype_text,
     key_text,

@@ -21,13 +21,13 @@ import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
-from storesvc_client._pytree.leaves import KeyCache
-from storesvc_client._values.items import (
+from storesvc_client._items.values import (
     EMPTY,
     TUPLE,
     Container,
     pack_container_document,
 )
+from storesvc_client._pytree.leaves import KeyCache
 from storesvc_client._values.models import PathPart
 from storesvc_client.errors import (
     MismatchError,

@@ -51,8 +51,8 @@ from storesvc.format.keys import (
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client._chunks.memory import collector_paused
+from storesvc_client._items.values import Encoded, encode_python
 from storesvc_client._pytree.paths import part_text
-from storesvc_client._values.items import Encoded, encode_python
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
 

@@ -17,6 +17,7 @@ import jax
 from storesvc.format.dtypes import is_floating
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._items.values import Container
 from storesvc_client._pytree.containers import nest
 from storesvc_client._pytree.leaves import (
     NamedLeaf,
@@ -28,7 +29,6 @@ from storesvc_client._pytree.leaves import (
     tracer_text,
 )
 from storesvc_client._pytree.paths import path_text
-from storesvc_client._values.items import Container
 from storesvc_client._values.key_patterns import find_patterns
 from storesvc_client._values.models import leaf_path
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -33,6 +33,7 @@ from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import allocate, collector_paused
+from storesvc_client._items.values import Container, decode_value
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.leaves import is_encoded, list_problems
 from storesvc_client._pytree.matching import (
@@ -50,7 +51,6 @@ from storesvc_client._pytree.partition_rules import (
 )
 from storesvc_client._pytree.save_plan import index_region
 from storesvc_client._values.arguments import checked_cast
-from storesvc_client._values.items import Container, decode_value
 from storesvc_client._values.options import Indivisible, RestoreRequest
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb

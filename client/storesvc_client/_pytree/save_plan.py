@@ -27,6 +27,7 @@ from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.memory import Bytes, collector_paused
 from storesvc_client._chunks.slabs import Slab, cut_slabs
+from storesvc_client._items.values import PlannedItem
 from storesvc_client._job.assignment import (
     Held,
     Holders,
@@ -50,7 +51,6 @@ from storesvc_client._pytree.leaves import (
     storable,
     with_encoded,
 )
-from storesvc_client._values.items import PlannedItem
 from storesvc_client.errors import UnavailableError
 from storesvc_proto.v1 import tree_pb2 as pb
 

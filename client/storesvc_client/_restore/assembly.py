@@ -36,8 +36,8 @@ from storesvc_client._chunks.buffers import (
     lay_out,
 )
 from storesvc_client._chunks.memory import allocate
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import NEVER, Deadline
-from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
 PROGRESS_BYTES: Final = 64 << 10

@@ -38,6 +38,9 @@ from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lending import LentBucket
+from storesvc_client._telemetry.events import Unfinished
+from storesvc_client._telemetry.progress import Meter, ProgressCallback
+from storesvc_client._telemetry.reports import ProcessReading, RestoreReport
 from storesvc_client._values.arguments import (
     NEVER,
     Deadline,
@@ -53,9 +56,6 @@ from storesvc_client._values.options import (
     Like,
     RestoreRequest,
 )
-from storesvc_client._values.progress import Meter, ProgressCallback
-from storesvc_client._values.reports import ProcessReading, RestoreReport
-from storesvc_client._values.telemetry import Unfinished
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

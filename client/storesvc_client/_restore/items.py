@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from storesvc.format.keys import parse_item_key
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._values.arguments import shown
-from storesvc_client._values.data_iterators import (
+from storesvc_client._items.iterators import (
     UnfitStateError,
     give_shards,
     give_state,
@@ -20,9 +19,10 @@ from storesvc_client._values.data_iterators import (
     read_shards,
     shard_part,
 )
-from storesvc_client._values.items import decode_value
+from storesvc_client._items.values import decode_value
+from storesvc_client._values.arguments import shown
 from storesvc_client._values.models import KINDS, UNKNOWN, ItemInfo
-from storesvc_client._values.texts import count_text
+from storesvc_client._views.texts import count_text
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -91,7 +91,7 @@ class Items(Mapping[str, Any]):
         return f"<Items of {self._name}: {', '.join(self._items) or 'none'}>"
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import items_html
+        from storesvc_client._views.notebook import items_html
 
         return items_html(f"items of {self._name}", [*map(self.info, self)])
 

@@ -35,8 +35,8 @@ from storesvc_client._job.job import (
     WaitLogTimer,
     process_name,
 )
+from storesvc_client._telemetry.reports import ProcessReading
 from storesvc_client._values.arguments import NEVER, Deadline
-from storesvc_client._values.reports import ProcessReading
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

@@ -24,20 +24,20 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffers import Buffer, Bytes
 from storesvc_client._chunks.memory import collector_paused
-from storesvc_client._job.job import Job
-from storesvc_client._restore.assembly import Assembly, ChunkSource
-from storesvc_client._restore.items import Items
-from storesvc_client._values.arguments import NEVER, Deadline, checked_texts
-from storesvc_client._values.items import (
+from storesvc_client._items.values import (
     CONTAINERS,
     TUPLE,
     Container,
     unpack_containers,
 )
+from storesvc_client._job.job import Job
+from storesvc_client._restore.assembly import Assembly, ChunkSource
+from storesvc_client._restore.items import Items
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._values.arguments import NEVER, Deadline, checked_texts
 from storesvc_client._values.key_patterns import Pattern, matching_keys, nearest_keys
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._values.notebook import Leaves
-from storesvc_client._values.progress import Meter
+from storesvc_client._views.notebook import Leaves
 from storesvc_client.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class OpenTree:
         return None
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import tree_html
+        from storesvc_client._views.notebook import tree_html
 
         items = self.items
         return tree_html(self.name, self.leaves, [*map(items.info, items)])

@@ -42,8 +42,8 @@ from storesvc_client._rpc.tls import (
     refusal,
 )
 from storesvc_client._rpc.tokens import Token, TokenSource, token_source
+from storesvc_client._telemetry.events import current_traceparent
 from storesvc_client._values.arguments import NEVER, Deadline
-from storesvc_client._values.telemetry import current_traceparent
 from storesvc_client.errors import (
     InvalidRequestError,
     StoreError,

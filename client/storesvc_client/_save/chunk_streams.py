@@ -34,7 +34,7 @@ from storesvc_client._chunks.slabs import SLAB_BYTES, FilledSlab, SumsInProgress
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES, Connection
 from storesvc_client._rpc.retry import is_transient
 from storesvc_client._save.snapshot import SlabQueue, StarvedError, WantedSlabs
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client.errors import StoreError, translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

@@ -45,7 +45,7 @@ from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgres
 from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._save.snapshot import SlabQueue, WantedSlabs
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

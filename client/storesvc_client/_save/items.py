@@ -18,9 +18,9 @@ from typing import Any, Final, Self
 
 from storesvc.format.keys import MAX_ITEMS, ItemName, kind_text
 from storesvc.format.names import InvalidNameError, check_item
+from storesvc_client._items.values import OwnItem, PlannedItem, Sharing, own_item
 from storesvc_client._job.job import JointSave, process_name
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.items import OwnItem, PlannedItem, Sharing, own_item
 from storesvc_client.errors import (
     InvalidRequestError,
     PeerFailedError,

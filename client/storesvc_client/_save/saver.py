@@ -28,6 +28,9 @@ from storesvc_client._rpc.process_exit import await_at_exit, check_not_over, for
 from storesvc_client._rpc.retry import clear_variables, trim
 from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
+from storesvc_client._telemetry.events import Unfinished
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.reports import Rehearsal, SaveReport
 from storesvc_client._values.arguments import (
     DurationLike,
     seconds_or_none,
@@ -39,9 +42,6 @@ from storesvc_client._values.options import (
     SnapshotMode,
     checked_distributed,
 )
-from storesvc_client._values.progress import Meter
-from storesvc_client._values.reports import Rehearsal, SaveReport
-from storesvc_client._values.telemetry import Unfinished
 from storesvc_client.errors import (
     ConflictError,
     PeerFailedError,
@@ -50,6 +50,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
+    from storesvc_client._items.values import PlannedItem
     from storesvc_client._job.job import Departures, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.description import Description
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from storesvc_client._save.snapshot import BaseSums, SlabQueue
     from storesvc_client._save.upload import SaveResult, Upload
     from storesvc_client._save.writers import Writer
-    from storesvc_client._values.items import PlannedItem
 
 _log = logging.getLogger("storesvc_client")
 

@@ -36,7 +36,7 @@ from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.memory import BufferPool, Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
-from storesvc_client._values.progress import Meter
+from storesvc_client._telemetry.progress import Meter
 
 STARVED_SECONDS: Final = 0.05
 """Time that a writer waits for a slab while the snapshot waits for memory: often

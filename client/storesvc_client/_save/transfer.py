@@ -34,9 +34,9 @@ from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.upload import SaveResult, Upload
 from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
+from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import DEFAULT_LEASE
-from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client.errors import (
     DataLossError,
     NotFoundError,

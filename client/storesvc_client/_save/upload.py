@@ -38,10 +38,10 @@ from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._storage.lending import LentBucket
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.reports import SaveReport, WriterReport
 from storesvc_client._values.arguments import Deadline
 from storesvc_client._values.models import Checkpoint
-from storesvc_client._values.progress import Meter
-from storesvc_client._values.reports import SaveReport, WriterReport
 from storesvc_client.errors import (
     ConflictError,
     PreconditionError,

@@ -30,10 +30,10 @@ from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._job.job import JointSave, Outcome, process_name
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.description import Description
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.reports import WriterReport
 from storesvc_client._values.arguments import duration_message
 from storesvc_client._values.models import Checkpoint
-from storesvc_client._values.progress import Meter
-from storesvc_client._values.reports import WriterReport
 from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,

@@ -23,6 +23,7 @@ from google.protobuf.duration_pb2 import Duration
 from storesvc.format.keys import InvalidItemError
 from storesvc.format.names import InvalidNameError, RunName, check_id
 from storesvc_client._values.key_patterns import Pattern
+from storesvc_client._views.texts import MICROSECONDS
 from storesvc_client.errors import DataLossError, InvalidRequestError
 
 DurationLike: TypeAlias = timedelta | float
@@ -31,15 +32,9 @@ DurationLike: TypeAlias = timedelta | float
 MAX_DURATION: Final = timedelta(days=3_652_500)
 """Longest duration that a protobuf ``Duration`` can hold, about 10,000 years."""
 
-_MICROSECONDS: Final = {
-    "day": 86_400_000_000,
-    "hour": 3_600_000_000,
-    "minute": 60_000_000,
-    "second": 1_000_000,
-}
 _NAMES: Final = {
     name: size
-    for unit, size in _MICROSECONDS.items()
+    for unit, size in MICROSECONDS.items()
     for name in (unit, f"{unit}s", unit[0])
 }
 _DURATION: Final = re.compile(
@@ -136,17 +131,6 @@ def duration_message(length: DurationLike, what: str) -> Duration:
     message = Duration()
     message.FromTimedelta(as_timedelta(what, length))
     return message
-
-
-def duration_text(length: timedelta) -> str:
-    """Returns the text of a duration in the largest unit that divides it."""
-    count = length // timedelta(microseconds=1)
-    for unit, size in _MICROSECONDS.items():
-        if count % size == 0:
-            return f"{count // size} {unit if count == size else f'{unit}s'}"
-    whole, parts = divmod(abs(count), _MICROSECONDS["second"])
-    sign = "-" if count < 0 else ""
-    return f"{sign}{whole}.{parts:06d}".rstrip("0") + " seconds"
 
 
 def parse_past(text: str, now: datetime) -> datetime:

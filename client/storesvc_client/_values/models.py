@@ -24,7 +24,7 @@ from storesvc.format.names import (
 )
 from storesvc_client._values.arguments import MAX_TEXT_BYTES, parse_received
 from storesvc_client._values.call_kinds import AuditStage, Authentication
-from storesvc_client._values.texts import count_text, size_text, unicode_text
+from storesvc_client._views.texts import count_text, size_text, unicode_text
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import access_service_pb2, tree_pb2
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -368,7 +368,7 @@ class Checkpoint:
         return f"<Checkpoint {self.run}@{self.step}, {size}>"
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import checkpoint_html
+        from storesvc_client._views.notebook import checkpoint_html
 
         return checkpoint_html(self)
 
@@ -764,7 +764,7 @@ class Verification:
         return f"<Verification {found.run}@{found.step}, {chunks}, {damage}>"
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import verification_html
+        from storesvc_client._views.notebook import verification_html
 
         return verification_html(self)
 
@@ -888,7 +888,7 @@ class Diff:
         )
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import diff_html
+        from storesvc_client._views.notebook import diff_html
 
         return diff_html(self)
 

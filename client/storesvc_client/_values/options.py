@@ -17,7 +17,6 @@ from typing import (
     TypeVar,
 )
 
-from storesvc.format.names import Which
 from storesvc_client._values.arguments import (
     DurationLike,
     checked_choice,
@@ -25,14 +24,16 @@ from storesvc_client._values.arguments import (
     checked_flag,
     checked_patterns,
 )
-from storesvc_client._values.key_patterns import Pattern, Patterns
-from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
     from numpy.typing import DTypeLike
     from typing_extensions import TypeVar as TypeVarWithDefault
+
+    from storesvc.format.names import Which
+    from storesvc_client._telemetry.progress import ProgressCallback
+    from storesvc_client._values.key_patterns import Pattern, Patterns
 
     Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
 
@@ -139,7 +140,7 @@ DEFAULT_SAVE: Final = SaveOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a save writes, and how; see ``Run.save``."""
+    """Arguments of a save; see ``Run.save``."""
 
     step: SupportsIndex
     tree: Any
@@ -147,11 +148,11 @@ class SaveRequest:
     labels: Mapping[str, str] | None = None
     items: Mapping[str, Any] | None = None
     document: bytes = b""
-    base: Which | None = "latest"
+    base: "Which | None" = "latest"
     snapshot: SnapshotMode | None = None
     if_busy: IfBusy | None = None
     distributed: Distributed = ALL_PROCESSES
-    progress: ProgressCallback | None = None
+    progress: "ProgressCallback | None" = None
 
     def filled_in(self, defaults: SaveOptions) -> Self:
         """Returns the request with the defaults of a run for what it leaves open."""
@@ -180,18 +181,18 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What a restore returns, and how; see ``Run.restore``."""
+    """Arguments of a restore; see ``Run.restore``."""
 
     like: Any = None
     mesh: "Mesh | None" = None
     rules: "Rules | None" = None
-    select: Patterns | None = None
+    select: "Patterns | None" = None
     cast: "DTypeLike | None" = None
     missing: Literal["error", "keep"] = "error"
     indivisible: Indivisible = "error"
-    progress: ProgressCallback | None = None
+    progress: "ProgressCallback | None" = None
 
-    def patterns(self, name: str) -> Sequence[Pattern] | None:
+    def patterns(self, name: str) -> Sequence["Pattern"] | None:
         """Returns ``select`` parsed, for the checkpoint of a name; None: all leaves.
 
         Raises:

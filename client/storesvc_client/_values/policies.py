@@ -55,10 +55,10 @@ from storesvc_client._values.arguments import (
     DurationLike,
     as_timedelta,
     duration_message,
-    duration_text,
     is_text,
     parse_duration,
 )
+from storesvc_client._views.texts import duration_text
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import retention_pb2 as pb
 

@@ -320,7 +320,7 @@ class _Reader:
             yield Candidate(value=value, is_part=is_part, note=note)
 
     def _checkpoint_names(self, run: "Run") -> Iterator[tuple[str, str | None]]:
-        from storesvc_client._values.texts import pairs_text, printable
+        from storesvc_client._views.texts import pairs_text, printable
 
         if self._rule.which is Which.ANY:
             tags = [*run.tags.list()]  # an error of a run that does not exist
@@ -334,7 +334,7 @@ class _Reader:
 
     def _keys(self, name: str, which: str, text: str) -> Iterator[Candidate]:
         from storesvc.format.names import parse_which
-        from storesvc_client._values.texts import natural_key
+        from storesvc_client._views.texts import natural_key
 
         opened = self._client.run(name).open(parse_which(which))
         known = opened.items if self._rule.items else opened.leaves

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._values.texts import printable, printable_lines, size_text
+from storesvc_client._views.texts import printable, printable_lines, size_text
 from storesvc_client.cli.errors import Refusal
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import click
 
 from storesvc.format.names import LATEST
-from storesvc_client._values.texts import json_text
+from storesvc_client._views.texts import json_text
 
 if TYPE_CHECKING:
     from storesvc_client import Client, StoreError

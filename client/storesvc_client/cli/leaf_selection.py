@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
-from storesvc_client._values.texts import ENCODED, count_text, printable
+from storesvc_client._views.texts import ENCODED, count_text, printable
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import CheckpointPath, LeafPath
 

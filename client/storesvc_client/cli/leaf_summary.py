@@ -16,7 +16,7 @@ empty arrays    None, and a NaN count of 0
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from storesvc_client._values.texts import ENCODED
+from storesvc_client._views.texts import ENCODED
 
 if TYPE_CHECKING:
     import numpy as np

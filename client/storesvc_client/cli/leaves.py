@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from storesvc_client._export.safetensors import DTYPE_NAMES, MAX_HEADER_BYTES
-from storesvc_client._values.texts import ENCODED, count_text, printable
+from storesvc_client._views.texts import ENCODED, count_text, printable
 from storesvc_client.cli.encoded_text import encode_leaf
 from storesvc_client.cli.errors import Refusal
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import click
 
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     json_text,

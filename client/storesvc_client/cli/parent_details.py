@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     dtype_text,
     key_text,
@@ -445,7 +445,7 @@ def _run_document(details: RunDetails) -> dict[str, Any]:
 
 def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
     from storesvc_client import format_policy
-    from storesvc_client._values.arguments import duration_text
+    from storesvc_client._views.texts import duration_text
 
     info, usage, summary = details.info, details.usage, details.summary
     policy = format_policy(details.policy) if details.policy else "none: all stay"

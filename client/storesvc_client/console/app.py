@@ -57,7 +57,7 @@ from storesvc_client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from storesvc_client._values.texts import json_value
+from storesvc_client._views.texts import json_value
 from storesvc_client.console import changes
 from storesvc_client.console.pages import (
     audit,

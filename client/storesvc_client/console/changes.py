@@ -21,7 +21,7 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
-from storesvc_client._values.texts import count_text, size_text
+from storesvc_client._views.texts import count_text, size_text
 from storesvc_client.console.rendering import (
     Crumb,
     Page,

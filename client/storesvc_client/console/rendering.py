@@ -47,11 +47,11 @@ from storesvc_client._pictures.layer_bars import sharding_grid as sharding_grid_
 from storesvc_client._pictures.svg import BLUE, document, element, line, words
 from storesvc_client._pictures.timeline import timeline as timeline_picture
 from storesvc_client._pictures.treemap import treemap as treemap_picture
-from storesvc_client._values.arguments import duration_text
-from storesvc_client._values.plots import make_plot
-from storesvc_client._values.texts import (
+from storesvc_client._views.plots import make_plot
+from storesvc_client._views.texts import (
     ABSENT,
     count_text,
+    duration_text,
     number_text,
     order_metrics,
     printable,

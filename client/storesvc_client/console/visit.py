@@ -31,7 +31,7 @@ from storesvc_client import (
     StoreError,
 )
 from storesvc_client._documents.checkpoints import deleted_checkpoint
-from storesvc_client._values.texts import ENCODED, Node, grow, number_text
+from storesvc_client._views.texts import ENCODED, Node, grow, number_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

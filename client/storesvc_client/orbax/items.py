@@ -36,7 +36,7 @@ from etils.epath.stat_utils import StatResult
 
 from storesvc.format.keys import MAX_ENCODED_BYTES
 from storesvc_client._api.run import Run
-from storesvc_client._values.items import PerProcess
+from storesvc_client._items.values import PerProcess
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

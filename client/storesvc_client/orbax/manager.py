@@ -30,7 +30,7 @@ from orbax.checkpoint.checkpoint_manager import (
     StepMetadata,
 )
 
-from storesvc_client._values.items import encode_item
+from storesvc_client._items.values import encode_item
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.orbax.items import (
     DEFAULT_ITEM,

@@ -34,10 +34,10 @@ from storesvc_client._job.job import Job, ordinal
 from storesvc_client._pytree.jax_job import find_job
 from storesvc_client._rpc.process_exit import await_at_exit, forget
 from storesvc_client._save.saver import Save
+from storesvc_client._telemetry.events import StepLogger
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client._values.policies import RetentionPolicy, check_rule, format_policy
-from storesvc_client._values.telemetry import StepLogger
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,

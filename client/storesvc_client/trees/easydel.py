@@ -76,9 +76,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client import Checkpoint, Client
+    from storesvc_client._telemetry.progress import ProgressCallback
     from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
-    from storesvc_client._values.progress import ProgressCallback
 
 __all__ = ["EasyDeLState"]
 

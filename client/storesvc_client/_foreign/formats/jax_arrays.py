@@ -43,7 +43,7 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.items import Container, pack_container_document
+from storesvc_client._items.values import Container, pack_container_document
 from storesvc_client.errors import DataLossError, PreconditionError
 
 MAX_DEPTH: Final = 1000
@@ -53,7 +53,7 @@ _LEAF, _EMPTY_LEAF, _TUPLE, _, _DICT, _CUSTOM = range(6)
 """Kinds of nodes."""
 
 _EMPTY: Final = {2: "()", 3: "[]", 4: "{}"}
-"""Containers by kind, as ``_values/items.py`` names them without children."""
+"""Containers by kind, as ``_items/values.py`` names them without children."""
 
 _KIND, _CHILDREN, _NAMES = range(3)
 """Fields of a node."""

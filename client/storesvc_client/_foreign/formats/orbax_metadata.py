@@ -16,7 +16,7 @@ from typing import Any, Final
 from storesvc.format.keys import InvalidKeyError, join_key
 from storesvc.format.trees import SavedSharding
 from storesvc_client._foreign.bounded_json import as_object, parse_json
-from storesvc_client._values.items import Container
+from storesvc_client._items.values import Container
 from storesvc_client.errors import DataLossError, PreconditionError
 
 SEQUENCE: Final = 1

@@ -61,8 +61,8 @@ from storesvc_client._foreign.zarr_arrays import (
     ocdbt,
     open_arrays,
 )
-from storesvc_client._values.items import Container, pack_container_document
-from storesvc_client._values.texts import unicode_text
+from storesvc_client._items.values import Container, pack_container_document
+from storesvc_client._views.texts import unicode_text
 from storesvc_client.errors import (
     DataLossError,
     LimitError,

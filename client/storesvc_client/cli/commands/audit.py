@@ -14,7 +14,7 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
-from storesvc_client._values.texts import ABSENT, count_text, printable, time_text
+from storesvc_client._views.texts import ABSENT, count_text, printable, time_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
     json_option,

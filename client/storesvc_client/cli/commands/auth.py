@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import printable, size_text
+from storesvc_client._views.texts import printable, size_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
 
-from storesvc_client._values.texts import pairs_text, time_text
+from storesvc_client._views.texts import pairs_text, time_text
 from storesvc_client.cli.arguments import (
     duration,
     json_option,

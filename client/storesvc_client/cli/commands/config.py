@@ -7,7 +7,7 @@ from typing import Final
 import click
 
 from storesvc.format.names import InvalidNameError
-from storesvc_client._values.texts import ABSENT
+from storesvc_client._views.texts import ABSENT
 from storesvc_client.cli.arguments import json_option, store_target
 from storesvc_client.cli.completion import complete_context
 from storesvc_client.cli.contexts import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import ABSENT, time_text
+from storesvc_client._views.texts import ABSENT, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     Line,
     Node,
     count_text,

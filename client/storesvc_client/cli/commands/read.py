@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     dtype_text,

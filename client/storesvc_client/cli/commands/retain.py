@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._values.texts import ABSENT, plural, size_text, time_text
+from storesvc_client._views.texts import ABSENT, plural, size_text, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
@@ -148,7 +148,7 @@ def _print_policy(run: "Run", *, as_json: bool) -> None:
 
 
 def _delay(run: "Run") -> str:
-    from storesvc_client._values.arguments import duration_text
+    from storesvc_client._views.texts import duration_text
 
     delay = run.info().purge_delay
     return "the server's purge delay" if delay is None else duration_text(delay)

@@ -14,7 +14,7 @@ from storesvc_client._documents.checkpoints import (
     find_base_step,
     leaf_document,
 )
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     dtype_text,

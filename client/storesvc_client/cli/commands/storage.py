@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._values.texts import ABSENT, size_text
+from storesvc_client._views.texts import ABSENT, size_text
 from storesvc_client.cli.arguments import any_path, duration, json_option, parent_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection

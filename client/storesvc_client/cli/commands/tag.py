@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc.format.names import InvalidNameError, check_tag
-from storesvc_client._values.texts import time_text
+from storesvc_client._views.texts import time_text
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli.completion import Part, complete_path, complete_tag
 from storesvc_client.cli.connection import Connection, pass_connection

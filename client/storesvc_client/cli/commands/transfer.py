@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from storesvc.format.names import Which
-from storesvc_client._values.texts import count_text, size_text
+from storesvc_client._views.texts import count_text, size_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
     foreign_options,

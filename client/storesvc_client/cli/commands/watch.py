@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._values.texts import json_text, pairs_text, printable, size_text
+from storesvc_client._views.texts import json_text, pairs_text, printable, size_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
     json_option,
@@ -66,7 +66,7 @@ def trace(
       storectl trace prod/llama-8b@500 --json
       storectl trace --report restore.json
     """
-    from storesvc_client._values.reports import (
+    from storesvc_client._telemetry.reports import (
         MAX_REPORT_BYTES,
         parse_report,
         report_document,

@@ -20,7 +20,7 @@ from storesvc_client import (
 )
 from storesvc_client._documents.checkpoints import checkpoint_document, find_base_step
 from storesvc_client._values.key_patterns import matching_keys
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     Group,
     Node,
     count_text,

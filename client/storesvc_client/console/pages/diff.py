@@ -8,7 +8,7 @@ from typing import Final
 from markupsafe import Markup
 
 from storesvc_client import Diff, LeafDifference
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     natural_key,
     numbered_keys,

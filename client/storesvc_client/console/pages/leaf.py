@@ -7,7 +7,7 @@ from typing import Literal
 from storesvc_client import LeafInfo, NotFoundError, OpenCheckpoint
 from storesvc_client._documents.checkpoints import chunk_grid, leaf_document
 from storesvc_client._values.key_patterns import keys_below, nearest_keys
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     dtype_text,
     mesh_text,
     shape_text,

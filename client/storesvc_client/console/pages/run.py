@@ -21,8 +21,8 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
-from storesvc_client._values.axes import scale
-from storesvc_client._values.texts import json_value, order_metrics
+from storesvc_client._views.axes import scale
+from storesvc_client._views.texts import json_value, order_metrics
 from storesvc_client.console.pages.runs import main_metric
 from storesvc_client.console.rendering import (
     Page,

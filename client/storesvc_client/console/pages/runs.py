@@ -18,7 +18,7 @@ from storesvc_client import (
     RunInfo,
     Tag,
 )
-from storesvc_client._values.texts import order_metrics
+from storesvc_client._views.texts import order_metrics
 from storesvc_client.console.rendering import RUNS, Page, command, sparkline
 from storesvc_client.console.visit import Visit
 

@@ -46,7 +46,7 @@ from flax import nnx
 
 from storesvc.format.keys import escape_part, join_key
 from storesvc_client._chunks.memory import collector_paused
-from storesvc_client._values.items import pack_document, unpack_document
+from storesvc_client._items.values import pack_document, unpack_document
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

@@ -30,9 +30,9 @@ from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.saver import Save
+from storesvc_client._telemetry.reports import Rehearsal
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Rehearse
-from storesvc_client._values.reports import Rehearsal
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.nnx.graphs import HasGraph, added_fields, module_class
 from storesvc_client.trees.nnx.recipes import (

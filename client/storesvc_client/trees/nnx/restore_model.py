@@ -36,6 +36,7 @@ from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.arguments import DurationLike, checked_patterns
 from storesvc_client._values.key_patterns import (
     Patterns,
@@ -52,7 +53,6 @@ from storesvc_client._values.options import (
     OptState,
     RestoreRequest,
 )
-from storesvc_client._values.progress import ProgressCallback
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

@@ -82,11 +82,11 @@ if TYPE_CHECKING:
 
     from storesvc_client._api.client import Client
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._telemetry.progress import ProgressCallback
     from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
     from storesvc_client._values.models import Checkpoint
     from storesvc_client._values.options import Rules
-    from storesvc_client._values.progress import ProgressCallback
 
 DIRECTORY_RUN: Final = "local/state"
 """Name of the only run of a store in a directory."""

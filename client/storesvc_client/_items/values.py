@@ -35,7 +35,7 @@ from storesvc.format.keys import (
     fits_key,
     split_key,
 )
-from storesvc_client._values.data_iterators import at, take_state, type_name
+from storesvc_client._items.iterators import at, take_state, type_name
 from storesvc_client._values.models import PathPart
 from storesvc_client.errors import DataLossError, StructureError
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
-from storesvc_client._values.reports import PhaseSpan
+from storesvc_client._telemetry.reports import PhaseSpan
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm

@@ -43,8 +43,8 @@ from functools import cache
 from typing import Any, Final, Literal, Protocol, TypeAlias, assert_never
 
 from storesvc.format.names import TraceIds, traceparent, upload_trace
+from storesvc_client._telemetry.reports import PhaseSpan, RestoreReport, SaveReport
 from storesvc_client._values.models import Checkpoint
-from storesvc_client._values.reports import PhaseSpan, RestoreReport, SaveReport
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 _log = logging.getLogger("storesvc_client")

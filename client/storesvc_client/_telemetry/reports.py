@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
 
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     json_value,
     printable,
@@ -131,7 +131,7 @@ class SaveTrace:
         return trace_text(self)
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import trace_html
+        from storesvc_client._views.notebook import trace_html
 
         return trace_html(self)
 
@@ -210,7 +210,7 @@ class SaveReport:
         return found
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import save_report_html
+        from storesvc_client._views.notebook import save_report_html
 
         return save_report_html(self)
 
@@ -302,7 +302,7 @@ class RestoreReport:
         return found
 
     def _repr_html_(self) -> str:
-        from storesvc_client._values.notebook import restore_report_html
+        from storesvc_client._views.notebook import restore_report_html
 
         return restore_report_html(self)
 

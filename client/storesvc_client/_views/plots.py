@@ -17,12 +17,14 @@ from difflib import get_close_matches
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from storesvc_client._values.axes import Place, Ticks, scale
-from storesvc_client._values.models import Checkpoint
-from storesvc_client._values.texts import number_text, printable
+from storesvc_client._views.axes import Place, Ticks, scale
+from storesvc_client._views.texts import number_text, printable
 from storesvc_client.errors import InvalidRequestError, NotFoundError
+
+if TYPE_CHECKING:
+    from storesvc_client._values.models import Checkpoint
 
 Point: TypeAlias = tuple[int, float | None]
 """Step and value; None where the metric is missing."""
@@ -106,7 +108,7 @@ def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
     return file
 
 
-def make_plot(run: str, metric: str, checkpoints: Iterable[Checkpoint]) -> Plot:
+def make_plot(run: str, metric: str, checkpoints: Iterable["Checkpoint"]) -> Plot:
     """Returns the plot of a metric.
 
     Args:

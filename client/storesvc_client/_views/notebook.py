@@ -27,6 +27,7 @@ from functools import wraps
 from html import escape
 from itertools import islice
 from typing import (
+    TYPE_CHECKING,
     Any,
     Final,
     Generic,
@@ -36,28 +37,12 @@ from typing import (
     TypeVar,
 )
 
-from storesvc_client._values.arguments import duration_text
-from storesvc_client._values.models import (
-    Checkpoint,
-    Damage,
-    Diff,
-    HoldInfo,
-    ItemDifference,
-    ItemInfo,
-    LeafDifference,
-    LeafInfo,
-    RetentionDecision,
-    RunInfo,
-    Tag,
-    UploadInfo,
-    Verification,
-)
-from storesvc_client._values.reports import RestoreReport, SaveReport, SaveTrace
-from storesvc_client._values.texts import (
+from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     draw,
     dtype_text,
+    duration_text,
     grow,
     item_text,
     key_text,
@@ -74,6 +59,19 @@ from storesvc_client._values.texts import (
     value_text,
 )
 from storesvc_client.errors import StoreError
+
+if TYPE_CHECKING:
+    from storesvc_client._telemetry.reports import RestoreReport, SaveReport, SaveTrace
+    from storesvc_client._values.models import (
+        Checkpoint,
+        Diff,
+        ItemDifference,
+        ItemInfo,
+        LeafDifference,
+        LeafInfo,
+        Tag,
+        Verification,
+    )
 
 _LINE = "border-bottom:1px solid rgba(128,128,128,0.4)"
 
@@ -256,10 +254,11 @@ def list_html(values: Sequence[object], *, noun: str = "row", ending: str = "") 
     below = note(ending) if ending else ""
     if not values:
         return note(f"no {plural(noun)}") + below
-    if isinstance(values[0], Checkpoint):
+    kind = type(values[0]).__name__
+    if kind == "Checkpoint":
         layout = _lay_out_checkpoints(values, {})
     else:
-        layout = _LAYOUTS[type(values[0])]
+        layout = _LAYOUTS[kind]
     caption = count_text(len(values), layout.noun)
     return _table(layout, values, caption=caption) + below
 
@@ -267,8 +266,8 @@ def list_html(values: Sequence[object], *, noun: str = "row", ending: str = "") 
 def run_html(
     name: str,
     address: str,
-    newest: Sequence[Checkpoint],
-    tags: Iterable[Tag],
+    newest: Sequence["Checkpoint"],
+    tags: Iterable["Tag"],
     problem: str,
 ) -> str:
     """Returns the table of the newest checkpoints of a run.
@@ -300,7 +299,7 @@ RUN_ROWS: Final = 10
 """Checkpoints that a run shows."""
 
 
-def checkpoint_html(found: Checkpoint) -> str:
+def checkpoint_html(found: "Checkpoint") -> str:
     """Returns the fields of a checkpoint."""
     fields = {
         "committed": time_text(found.commit_time),
@@ -321,7 +320,7 @@ def checkpoint_html(found: Checkpoint) -> str:
 
 
 def tree_html(
-    title: str, leaves: Mapping[str, LeafInfo], items: Sequence[ItemInfo]
+    title: str, leaves: Mapping[str, "LeafInfo"], items: Sequence["ItemInfo"]
 ) -> str:
     """Returns the drawing of a tree of leaves, as ``storectl tree`` draws it, and the
     table of the items next to it."""
@@ -334,12 +333,12 @@ def tree_html(
     return top + drawing + (list_html(items) if items else "")
 
 
-def items_html(title: str, items: Sequence[ItemInfo]) -> str:
+def items_html(title: str, items: Sequence["ItemInfo"]) -> str:
     """Returns the table of the items of a checkpoint."""
     return heading(title) + list_html(items, noun="item")
 
 
-def diff_html(found: Diff) -> str:
+def diff_html(found: "Diff") -> str:
     """Returns the differences between two checkpoints."""
     before, after = found.base, found.checkpoint
     counts = _counts(found.differences)
@@ -350,20 +349,20 @@ def diff_html(found: Diff) -> str:
     ]
     if found.differences:
         ordered = sorted(found.differences, key=lambda one: natural_key(one.key))
-        parts.append(_table(_LAYOUTS[LeafDifference], ordered))
+        parts.append(_table(_LAYOUTS["LeafDifference"], ordered))
     if found.items:
         parts.append(note(f"items: {', '.join(_counts(found.items))}"))
-        parts.append(_table(_LAYOUTS[ItemDifference], found.items))
+        parts.append(_table(_LAYOUTS["ItemDifference"], found.items))
     return "".join(parts)
 
 
-def _counts(differences: Iterable[LeafDifference | ItemDifference]) -> list[str]:
+def _counts(differences: Iterable["LeafDifference | ItemDifference"]) -> list[str]:
     """Returns texts such as "2 added", in the order of the kinds."""
     kinds = Counter(one.kind for one in differences)
     return [f"{count:,} {kind}" for kind, count in sorted(kinds.items())]
 
 
-def verification_html(found: Verification) -> str:
+def verification_html(found: "Verification") -> str:
     """Returns the findings of a verification."""
     checkpoint = found.checkpoint
     read = f"{found.chunk_count:,} chunks, {size_text(found.stored_bytes)}"
@@ -372,11 +371,11 @@ def verification_html(found: Verification) -> str:
         parts.append(note(f"{read}: no damage"))
     else:
         parts.append(note(read))
-        parts.append(_table(_LAYOUTS[Damage], found.damages, caption="damage"))
+        parts.append(_table(_LAYOUTS["Damage"], found.damages, caption="damage"))
     return "".join(parts)
 
 
-def trace_html(found: SaveTrace) -> str:
+def trace_html(found: "SaveTrace") -> str:
     """Returns the processes of a save, with the phase that took each the longest."""
     columns = (
         *(Column("PROCESS", right=True), Column("HOST"), Column("SECONDS", right=True)),
@@ -404,7 +403,7 @@ def trace_html(found: SaveTrace) -> str:
     )
 
 
-def save_report_html(report: SaveReport) -> str:
+def save_report_html(report: "SaveReport") -> str:
     """Returns bytes and phases of a save."""
     fields = {
         "started": time_text(report.start_time),
@@ -424,7 +423,7 @@ def save_report_html(report: SaveReport) -> str:
     return _fields(title, fields) + _phases(report.timings)
 
 
-def restore_report_html(report: RestoreReport) -> str:
+def restore_report_html(report: "RestoreReport") -> str:
     """Returns bytes and phases of a restore."""
     fields = {
         "started": time_text(report.start_time),
@@ -488,7 +487,7 @@ def _lay_out_checkpoints(
         name for one in islice(found, MAX_ROWS) for name in one.metrics
     )
 
-    def row(one: Checkpoint) -> tuple[str, ...]:
+    def row(one: "Checkpoint") -> tuple[str, ...]:
         states = {"pinned": one.pinned, "deleted": one.delete_time is not None}
         texts = {name: number_text(value) for name, value in one.metrics.items()}
         return (
@@ -511,7 +510,7 @@ def _lay_out_checkpoints(
     return _Layout("checkpoint", columns, row)
 
 
-def _difference_row(one: LeafDifference) -> tuple[str, ...]:
+def _difference_row(one: "LeafDifference") -> tuple[str, ...]:
     chunks = f"{one.chunk_count:,}"
     if one.kind == "content":
         chunks = f"{one.changed_chunk_count:,} of {chunks}"
@@ -527,8 +526,8 @@ def _difference_row(one: LeafDifference) -> tuple[str, ...]:
 _STEP: Final = Column("STEP", right=True)
 _SIZE: Final = Column("SIZE", right=True)
 
-_LAYOUTS: Final[Mapping[type, _Layout]] = {
-    RunInfo: _Layout(
+_LAYOUTS: Final[Mapping[str, _Layout]] = {
+    "RunInfo": _Layout(
         "run",
         (
             *(Column("RUN"), Column("LATEST", right=True)),
@@ -541,7 +540,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             pairs_text(one.labels),
         ),
     ),
-    UploadInfo: _Layout(
+    "UploadInfo": _Layout(
         "upload",
         (
             *(Column("RUN"), _STEP, Column("STATE"), Column("FINISHED WRITERS")),
@@ -556,7 +555,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             time_text(one.renew_time),
         ),
     ),
-    Tag: _Layout(
+    "Tag": _Layout(
         "tag",
         (Column("TAG"), _STEP, Column("PROTECTED"), Column("UPDATED")),
         lambda one: (
@@ -566,7 +565,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             time_text(one.update_time),
         ),
     ),
-    HoldInfo: _Layout(
+    "HoldInfo": _Layout(
         "hold",
         (Column("HOLD"), _STEP, Column("OWNER"), Column("TTL"), Column("EXPIRES")),
         lambda one: (
@@ -577,7 +576,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             time_text(one.expire_time),
         ),
     ),
-    RetentionDecision: _Layout(
+    "RetentionDecision": _Layout(
         "checkpoint",
         (_STEP, Column("KEPT"), Column("REASONS"), Column("OWN BYTES", right=True)),
         lambda one: (
@@ -587,7 +586,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             size_text(one.own_bytes),
         ),
     ),
-    LeafInfo: _Layout(
+    "LeafInfo": _Layout(
         "leaf",
         (
             *(Column("KEY"), Column("DTYPE"), Column("SHAPE"), _SIZE),
@@ -601,7 +600,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             f"{one.chunk_count:,}",
         ),
     ),
-    LeafDifference: _Layout(
+    "LeafDifference": _Layout(
         "difference",
         (
             *(Column("KEY"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
@@ -609,12 +608,12 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
         ),
         _difference_row,
     ),
-    ItemInfo: _Layout(
+    "ItemInfo": _Layout(
         "item",
         (Column("ITEM"), Column("KIND"), _SIZE),
         lambda one: (one.name, item_text(one), size_text(one.size_bytes)),
     ),
-    ItemDifference: _Layout(
+    "ItemDifference": _Layout(
         "difference",
         (Column("ITEM"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
         lambda one: (
@@ -624,7 +623,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
             value_text(one.value_kind, one.size_bytes),
         ),
     ),
-    Damage: _Layout(
+    "Damage": _Layout(
         "damage",
         (Column("KEY"), Column("CHUNK"), Column("KIND"), Column("MESSAGE")),
         lambda one: (one.key or "''", sizes_text(one.index), one.kind, one.message),

@@ -37,7 +37,26 @@ if TYPE_CHECKING:
     from storesvc.format.trees import SavedSharding
     from storesvc_client._values.models import ItemInfo, LeafInfo
 
+MICROSECONDS: Final = {
+    "day": 86_400_000_000,
+    "hour": 3_600_000_000,
+    "minute": 60_000_000,
+    "second": 1_000_000,
+}
+"""Units of durations, from the largest."""
+
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def duration_text(length: timedelta) -> str:
+    """Returns the text of a duration in the largest unit that divides it."""
+    count = length // timedelta(microseconds=1)
+    for unit, size in MICROSECONDS.items():
+        if count % size == 0:
+            return f"{count // size} {unit if count == size else f'{unit}s'}"
+    whole, parts = divmod(abs(count), MICROSECONDS["second"])
+    sign = "-" if count < 0 else ""
+    return f"{sign}{whole}.{parts:06d}".rstrip("0") + " seconds"
 
 
 def json_value(value: Any) -> Any:

@@ -1,0 +1,7 @@
+"""Shows values to people: texts, tables of notebooks, plots of a metric.
+
+It may import `storesvc_client.errors`, and nothing else of the client; it knows the
+values that it shows by their annotations only.
+
+Begin with `texts.py`, which the command line, notebooks and the console share.
+"""

@@ -22,13 +22,12 @@ from typing import Any, Final
 from storesvc.errors import LendingUnsupportedError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
-from storesvc.storage.location import GRPC_DRIVER, JSON_DRIVER, S3_DRIVER, Storage
+from storesvc.storage.location import Storage
 
 MAX_POLICY_CHARACTERS: Final = 2048
 """Maximum length of a session policy of S3."""
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._~@+=,:/ -]+")
-_SCHEMES: Final = {JSON_DRIVER: "gs", GRPC_DRIVER: "gs", S3_DRIVER: "s3"}
 
 
 class Access(Enum):
@@ -42,8 +41,8 @@ class Access(Enum):
 class Boundary:
     """Limits of a lent credential."""
 
-    scheme: str
-    """``gs`` or ``s3``."""
+    is_gcs: bool
+    """True for Google Cloud Storage, False for S3."""
     bucket: str
     prefix: str
     """Beginning of the names of the objects; ends with "/"."""
@@ -52,7 +51,7 @@ class Boundary:
     @property
     def uri(self) -> str:
         """URI of the prefix."""
-        return f"{self.scheme}://{self.bucket}/{self.prefix}"
+        return f"{'gs' if self.is_gcs else 's3'}://{self.bucket}/{self.prefix}"
 
 
 def bound_upload(storage: Storage, upload: UploadName) -> Boundary:
@@ -76,8 +75,7 @@ def bound_pool(storage: Storage, run: RunName) -> Boundary:
 
 
 def _boundary(storage: Storage, below: str, access: Access) -> Boundary:
-    scheme = _SCHEMES.get(storage.spec["driver"])
-    if scheme is None:
+    if not (storage.is_gcs or storage.is_s3):
         raise LendingUnsupportedError(
             f"lending: expected a bucket, got the store {storage.name}, for which "
             "there are no credentials to lend; connect without lend_credentials="
@@ -90,7 +88,10 @@ def _boundary(storage: Storage, below: str, access: Access) -> Boundary:
             "without lend_credentials="
         )
     return Boundary(
-        scheme=scheme, bucket=storage.spec["bucket"], prefix=prefix, access=access
+        is_gcs=storage.is_gcs,
+        bucket=storage.spec["bucket"],
+        prefix=prefix,
+        access=access,
     )
 
 

@@ -387,7 +387,7 @@ class Lender:
         return await self._lend(boundary.bound_pool(self._storage, hold.run))
 
     async def _lend(self, limits: Boundary) -> LentCredential:
-        config, is_gcs = self._config(), limits.scheme == "gs"
+        config, is_gcs = self._config(), limits.is_gcs
         if config is None or not (config.gcs if is_gcs else config.s3_role_arn):
             raise LendingUnsupportedError(
                 f"lending: expected {'gcs = true' if is_gcs else 's3_role_arn'} in "
@@ -417,7 +417,7 @@ class Lender:
         """Returns the issuer; opens another one after a change of the configuration."""
         if self._opened is None or self._opened[0] != config:
             issuer: Issuer
-            if limits.scheme == "gs":
+            if limits.is_gcs:
                 issuer = GcsIssuer.open(
                     self._storage, clock=self._clock, sts_url=self._gcs_sts_url
                 )

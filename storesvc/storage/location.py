@@ -65,6 +65,31 @@ class Storage:
     """URL of the API of a bucket; None for the provider's default."""
 
     @property
+    def is_files(self) -> bool:
+        """True for a directory."""
+        return bool(self.spec["driver"] == FILE_DRIVER)
+
+    @property
+    def is_memory(self) -> bool:
+        """True for a bucket in memory, which tests use."""
+        return bool(self.spec["driver"] == MEMORY_DRIVER)
+
+    @property
+    def is_s3(self) -> bool:
+        """True for a bucket of S3, or of a storage with its API."""
+        return bool(self.spec["driver"] == S3_DRIVER)
+
+    @property
+    def is_gcs(self) -> bool:
+        """True for a bucket of Google Cloud Storage, over HTTP or gRPC."""
+        return self.spec["driver"] in GCS_DRIVERS
+
+    @property
+    def uses_grpc(self) -> bool:
+        """True for a bucket of Google Cloud Storage that is reached over gRPC."""
+        return bool(self.spec["driver"] == GRPC_DRIVER)
+
+    @property
     def concurrency(self) -> int:
         """Maximum concurrent requests; each driver has its own resource for them."""
         suffix = "_request_concurrency"
@@ -85,12 +110,12 @@ class Storage:
         Raises:
             InvalidFieldError: The path is such a name.
         """
-        if self.spec["driver"] == FILE_DRIVER and path.endswith(("/", LOCK_SUFFIX)):
+        if self.is_files and path.endswith(("/", LOCK_SUFFIX)):
             raise InvalidFieldError(
                 f"{self.name}: expected a path that does not end with '/' or "
                 f"{LOCK_SUFFIX!r}, got {path!r}"
             )
-        if self.spec["driver"] != S3_DRIVER:
+        if not self.is_s3:
             return
         if not {".", ".."}.isdisjoint(path.split("/")) or min(path, default=" ") < " ":
             raise InvalidFieldError(
@@ -184,8 +209,7 @@ def is_writable(storage: Storage) -> bool:
     it there.
     """
     path = storage.spec.get("path", "")
-    is_file = storage.spec["driver"] == FILE_DRIVER
-    return not is_file or not Path(path).exists() or os.access(path, os.W_OK)
+    return not storage.is_files or not Path(path).exists() or os.access(path, os.W_OK)
 
 
 def _local(root: str, spec: Mapping[str, Any]) -> Storage:

@@ -25,7 +25,7 @@ from storesvc.storage.bucket import (
     translate_errors,
 )
 from storesvc.storage.file_bucket import FileBackend, NewObject
-from storesvc.storage.location import CONCURRENCY, FILE_DRIVER
+from storesvc.storage.location import CONCURRENCY
 from storesvc.storage.ocdbt_reader import KeySpace
 from storesvc.storage.opened_storage import OpenedStorage, open_storage
 from storesvc.storage.remote import GcsLists, S3Deletes, find_endpoint
@@ -249,7 +249,7 @@ class TensorStoreBucket:
     @property
     def has_files(self) -> bool:
         """True if its objects are files of this machine."""
-        return bool(self._storage.spec["driver"] == FILE_DRIVER)
+        return self._storage.is_files
 
     async def read(self, path: str) -> Stored | None:
         with self._at(path, "read"):
@@ -392,7 +392,7 @@ def _backend(opened: OpenedStorage) -> Backend:
             return GcsBackend(opened, lists)
         case S3Deletes() as deletes:
             return S3Backend(opened, deletes)
-        case None if opened.storage.spec["driver"] == FILE_DRIVER:
+        case None if opened.storage.is_files:
             return FileBackend(opened)
         case None:
             return MemoryBackend(opened)

@@ -6,7 +6,7 @@ import tensorstore as ts
 
 from storesvc.storage import kvstore
 from storesvc.storage.bucket import no_bucket, translate_errors
-from storesvc.storage.location import GCS_DRIVERS, S3_DRIVER, Storage, storage_at
+from storesvc.storage.location import Storage, storage_at
 from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_in_environment
 from storesvc.storage.requests import answer, await_future
 
@@ -37,7 +37,7 @@ async def open_storage(root: str) -> OpenedStorage:
     extra: GcsLists | S3Deletes | None = None
     # 1. Google's client first: TensorStore ends the process where gcs_grpc finds no
     #    credentials (seen in 0.1.86).
-    if storage.spec["driver"] in GCS_DRIVERS:
+    if storage.is_gcs:
         extra = await GcsLists.for_storage(storage)
         await extra.check_bucket()
     # 2. TensorStore's own store.
@@ -47,7 +47,7 @@ async def open_storage(root: str) -> OpenedStorage:
             opening = ts.KvStore.open(dict(storage.spec), context=context)
         store = await answer(storage, await_future(opening))
     # 3. Credentials and bucket of S3.
-    if storage.spec["driver"] == S3_DRIVER:
+    if storage.is_s3:
         extra = await S3Deletes.for_storage(storage)
         await _check_bucket(storage, store)
     return OpenedStorage(storage, store, context, extra)

@@ -44,9 +44,7 @@ from storesvc.storage.bucket import (
     unauthenticated_error,
 )
 from storesvc.storage.location import (
-    GCS_DRIVERS,
     GRPC_DRIVER,
-    JSON_DRIVER,
     Storage,
     shows_plaintext,
 )
@@ -418,7 +416,7 @@ def _own_credentials(storage: Storage) -> tuple["Credentials", str]:
     except ModuleNotFoundError as e:
         raise _missing_package(storage, e) from e
     endpoint, token = find_endpoint(storage), os.environ.get(TOKEN)
-    if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
+    if storage.uses_grpc and endpoint is None:
         token = None  # Google's own storage accepts no such token over gRPC
     if endpoint and token is None and shows_plaintext(endpoint):
         raise InvalidFieldError(
@@ -449,14 +447,13 @@ def find_endpoint(storage: Storage) -> str | None:
 
     The option of the root takes precedence over the environment.
     """
-    if storage.spec["driver"] not in GCS_DRIVERS:
+    if not storage.is_gcs:
         return storage.endpoint
     endpoint = storage.endpoint
     if endpoint is None:
         with _environment_lock:  # which may have the endpoint of another root
             endpoint = os.environ.get(ENDPOINT)
-    is_grpc = storage.spec["driver"] == GRPC_DRIVER
-    if is_grpc and bool(endpoint) is not ("endpoint" in storage.spec):
+    if storage.uses_grpc and bool(endpoint) is not ("endpoint" in storage.spec):
         raise InvalidFieldError(
             f"root {storage.name}: with driver={GRPC_DRIVER}, expected both endpoint= "
             "(of the JSON API, for lists) and grpc_endpoint=, or neither and no "
@@ -472,7 +469,7 @@ def endpoint_in_environment(storage: Storage) -> Generator[None]:
     TensorStore's JSON driver has no option for it, and reads the environment on each
     open, within the call itself (seen in 0.1.86).
     """
-    if storage.spec["driver"] != JSON_DRIVER:
+    if not storage.is_gcs or storage.uses_grpc:
         yield
         return
     with _environment_lock:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, assert_never
 
 from storesvc.storage.hedging import CallSchedule, Hedging, Limits, LogThrottle, Step
-from storesvc.storage.location import MEMORY_DRIVER, Storage
+from storesvc.storage.location import Storage
 from storesvc.telemetry.events import Retried, Stalled, publish
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def call_seconds(storage: Storage, *, size_bytes: int = 0) -> float | None:
         storage: The storage to be called.
         size_bytes: Size of the request or of the response.
     """
-    if storage.spec["driver"] == MEMORY_DRIVER:
+    if storage.is_memory:
         return None
     return ANSWER_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
 

@@ -1,6 +1,6 @@
 """Checkpoints of other projects, read in place.
 
-``open_foreign`` returns the checkpoints below a URL, which begins with the scheme of
+``open_foreign`` returns the checkpoints below a URL, which begins with the name of
 their format. They are read with the planner of a store's restore: only what the target
 needs, straight into its buffers. Nothing is written, and nothing is copied.
 
@@ -82,23 +82,21 @@ SHOWN: Final = 5
 """Folders that an error names."""
 
 
-def open_root(
-    scheme: str, location: Location, options: Mapping[str, Any]
-) -> ForeignRoot:
+def open_root(kind: str, location: Location, options: Mapping[str, Any]) -> ForeignRoot:
     """Returns the root of a format at a location."""
-    module = import_module(f"{__package__}.formats.{FORMATS[scheme]}")
+    module = import_module(f"{__package__}.formats.{FORMATS[kind]}")
     root: ForeignRoot = module.open_root(location, **options)
     return root
 
 
 def explain(
-    scheme: str, url: str, location: Location, options: Any, error: NotFoundError
+    kind: str, url: str, location: Location, options: Any, error: NotFoundError
 ) -> NotFoundError:
     """Returns the error of a location without checkpoints of a format, with what is
     there instead.
 
     Args:
-        scheme: The format.
+        kind: The format.
         url: URL of the location, as it was given.
         location: The location.
         options: Options of fsspec's file system.
@@ -106,11 +104,11 @@ def explain(
     """
     if found := _file_advice(url, options):
         return NotFoundError(
-            f"{scheme}:{location.url}: expected a folder, got a file; {found}"
+            f"{kind}:{location.url}: expected a folder, got a file; {found}"
         )
-    if other := other_format(scheme, location):
+    if other := other_format(kind, location):
         return NotFoundError(f"{error}; there are some of another format: use {other}")
-    if inside := below(scheme, location):
+    if inside := below(kind, location):
         return NotFoundError(
             f"{error}; there are some in its folders, each of which is opened by its "
             f"own URL: use {inside}"
@@ -144,15 +142,15 @@ def _file_advice(url: str, options: Any) -> str | None:
     return None
 
 
-def other_format(scheme: str, location: Location) -> str | None:
+def other_format(kind: str, location: Location) -> str | None:
     """Returns the URLs of the checkpoints of other formats at a location; None: no
     other format has finished ones."""
-    others = [other for other in FORMATS if other != scheme]
+    others = [other for other in FORMATS if other != kind]
     found = [url for other in others if (url := _url(other, location))]
     return " or ".join(found) or None
 
 
-def below(scheme: str, location: Location) -> str | None:
+def below(kind: str, location: Location) -> str | None:
     """Returns the URLs of the checkpoints of any format in the folders at a location;
     None: there are none."""
     folders: list[str] = []
@@ -161,28 +159,28 @@ def below(scheme: str, location: Location) -> str | None:
         folders = [name.rstrip("/") for name in names if name.endswith("/")]
     searched = folders[:SEARCHED]
     with Threads(SEARCHED) as pool:
-        urls = pool.map(partial(_url_in, scheme, location), searched)
+        urls = pool.map(partial(_url_in, kind, location), searched)
         found = [url for url in urls if url]
     more = ", ..." if len(found) > SHOWN or len(folders) > SEARCHED else ""
     return " or ".join(found[:SHOWN]) + more if found else None
 
 
-def _url_in(scheme: str, location: Location, folder: str) -> str | None:
+def _url_in(kind: str, location: Location, folder: str) -> str | None:
     """Returns the URL of the checkpoints in a folder, of the given format if it has
     some."""
     with suppress(StoreError):
         inside = location.below(folder)
-        for each in dict.fromkeys((scheme, *ORDER)):
+        for each in dict.fromkeys((kind, *ORDER)):
             if url := _url(each, inside):
                 return url
     return None
 
 
-def _url(scheme: str, location: Location) -> str | None:
+def _url(kind: str, location: Location) -> str | None:
     """Returns the URL of the checkpoints of a format at a location; None: none."""
     with suppress(StoreError):
-        if open_root(scheme, location, {}).steps():
-            return f"{scheme}:{location.url.removeprefix('file://')}"
+        if open_root(kind, location, {}).steps():
+            return f"{kind}:{location.url.removeprefix('file://')}"
     return None
 
 
@@ -195,7 +193,7 @@ class ForeignInfo:
     """A checkpoint that another project wrote, as its files describe it."""
 
     run: str
-    """URL of its run, which begins with the scheme of the format."""
+    """URL of its run, which begins with the name of the format."""
     step: int
     """Training step; 0 if it has none."""
     url: str
@@ -280,14 +278,14 @@ def open_foreign(
         PreconditionError: The storage denies access.
         UnavailableError: The storage does not answer.
     """
-    scheme, place = split_url(url)
-    if trust_uncommitted and scheme != "orbax":
+    kind, place = split_url(url)
+    if trust_uncommitted and kind != "orbax":
         raise InvalidRequestError(
             f"{url}: expected trust_uncommitted= (--trust-uncommitted) with "
             "checkpoints of Orbax only; leave it out"
         )
     left_out = frozenset(checked_texts(f"{url}: without=", without))
-    if left_out and scheme != "orbax":  # others have no items
+    if left_out and kind != "orbax":  # others have no items
         raise InvalidRequestError(
             f"{url}: expected without= (--without) with checkpoints of Orbax only; "
             "leave it out"
@@ -297,7 +295,7 @@ def open_foreign(
         options["trust_uncommitted"] = True
     if left_out:
         options["without"] = left_out
-    if scheme == "safetensors":
+    if kind == "safetensors":
         place, options["file"] = split_file(place)
         options["keep_names"] = keep_names
     elif keep_names:
@@ -305,10 +303,10 @@ def open_foreign(
             f"{url}: expected keep_names= with safetensors only; leave it out"
         )
     location = open_location(place, storage_options=storage_options)
-    lookalike = partial(other_format, scheme, location)
-    explained = partial(explain, scheme, place, location, storage_options)
+    lookalike = partial(other_format, kind, location)
+    explained = partial(explain, kind, place, location, storage_options)
     try:
-        root = open_root(scheme, location, options)
+        root = open_root(kind, location, options)
     except NotFoundError as e:
         raise explained(e) from e
     return ForeignRun(_LabelledRoot(root, location), lookalike, explained)
@@ -348,15 +346,15 @@ def split_url(url: str) -> tuple[str, str]:
     Raises:
         InvalidRequestError: It names no known format, or no location.
     """
-    scheme, colon, place = url.partition(":")
+    kind, colon, place = url.partition(":")
     if place.startswith("///"):
         place = place[2:]
-    if scheme not in FORMATS or not colon or not place or place.startswith("//"):
+    if kind not in FORMATS or not colon or not place or place.startswith("//"):
         raise InvalidRequestError(
             f"{url!r}: expected FORMAT:LOCATION, such as orbax:/ckpts/run or "
             f"orbax:gs://bucket/run; formats: {', '.join(FORMATS)}"
         )
-    return scheme, place
+    return kind, place
 
 
 def split_file(place: str) -> tuple[str, str]:
@@ -400,7 +398,7 @@ class ForeignRun:
 
     @property
     def name(self) -> str:
-        """URL of the run, with the scheme of its format."""
+        """URL of the run, with the name of its format."""
         return self.root.url
 
     def steps(self) -> Sequence[int]:

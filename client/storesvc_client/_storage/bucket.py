@@ -28,7 +28,7 @@ from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.bucket import translate_errors
 from storesvc.storage.hedging import CallSchedule, Hedging, LogThrottle, Step
-from storesvc.storage.location import GRPC_DRIVER, Storage
+from storesvc.storage.location import Storage
 from storesvc.storage.remote import endpoint_in_environment, make_bucket
 from storesvc_client._storage.objects import OwnStore
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
@@ -79,7 +79,7 @@ class BucketRoot:
                 f"direct: {storage.name} needs {e.name}; pip install "
                 "'storesvc[server]', or connect without direct="
             ) from e
-        if storage.spec["driver"] == GRPC_DRIVER:
+        if storage.uses_grpc:
             # checked first: TensorStore aborts the process if it finds no credentials
             make_bucket(storage)
         with _translate_errors(storage, ""):

@@ -70,7 +70,7 @@ class LentBucket:
             raise InvalidRequestError(f"direct: {e}") from e
         _check(storage, direct)
         if find_spec("obstore") is None:
-            extra = "s3" if storage.spec["driver"] == "s3" else "gcs"
+            extra = "s3" if storage.is_s3 else "gcs"
             raise InvalidRequestError(
                 f"direct: lent credentials for {storage.name} need obstore; pip "
                 f"install 'storesvc[server,{extra}]', or omit lend_credentials="
@@ -129,7 +129,7 @@ class LentBucket:
         )
 
     def _secret(self, answer: api.LendCredentialsResponse) -> GcsSecret | S3Secret:
-        kind = "s3" if self.storage.spec["driver"] == "s3" else "gcs_token"
+        kind = "s3" if self.storage.is_s3 else "gcs_token"
         if answer.WhichOneof("credential") != kind:
             raise UnavailableError(
                 f"{self._connection.address}: expected a credential for "
@@ -151,7 +151,7 @@ def _check(storage: Storage, direct: str) -> None:
             f"direct: expected a root in a bucket with lend_credentials=, got "
             f"{direct!r}; leave lend_credentials= out"
         )
-    if storage.spec["driver"] == GRPC_DRIVER:
+    if storage.uses_grpc:
         raise InvalidRequestError(
             f"direct: expected no driver= with lend_credentials=, got {GRPC_DRIVER}; "
             "lent credentials are used over HTTP, leave driver= out"

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, asser
 from storesvc.errors import InvalidFieldError, StorageDeniedError
 from storesvc.format.checksums import Buffer
 from storesvc.storage.bucket import denied_error, failure_error, unauthenticated_error
-from storesvc.storage.location import JSON_DRIVER, S3_DRIVER, Storage
+from storesvc.storage.location import Storage
 from storesvc.storage.remote import find_endpoint, own_credentials
 from storesvc.storage.requests import run_in_daemon_thread
 from storesvc_client.errors import StoreError
@@ -605,9 +605,9 @@ def _make_objects(storage: Storage) -> "Objects | None":
     parts = spec["path"].rstrip("/").split("/") if spec["path"] else []
     if find_spec("obstore") is None or not {"", ".", ".."}.isdisjoint(parts):
         return None
-    if spec["driver"] == JSON_DRIVER:
+    if storage.is_gcs and not storage.uses_grpc:
         return _gcs_objects(storage)
-    if spec["driver"] == S3_DRIVER and "aws_region" in spec:
+    if storage.is_s3 and "aws_region" in spec:
         return _s3_objects(storage)
     return None
 

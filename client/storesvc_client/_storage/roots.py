@@ -200,7 +200,7 @@ def _bucket(url: str, noun: str) -> Storage:
         storage = storage_at(url)
     except InvalidFieldError as e:
         raise InvalidRequestError(f"{noun} {url!r}: {e}") from e
-    if storage.spec["driver"] == GRPC_DRIVER:
+    if storage.uses_grpc:
         raise InvalidRequestError(
             f"{noun} {url!r}: expected no driver=, got {GRPC_DRIVER}; other projects' "
             "checkpoints are read and written over HTTP, leave it out"
@@ -242,7 +242,7 @@ def _options(storage: Storage | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if endpoint is not None:
         found["endpoint_url"] = endpoint
-    if storage.spec["driver"] == "s3":
+    if storage.is_s3:
         region = storage.spec.get("aws_region")
         return {**found, "client_kwargs": {"region_name": region}} if region else found
     if TOKEN in os.environ:  # an emulator's

@@ -85,7 +85,7 @@ class LeafPath:
 StorePath: TypeAlias = NamespacePath | RunPath | CheckpointPath | LeafPath
 
 
-_FORMATS_TEXT: Final = ", ".join(f"{scheme}:" for scheme in FORMATS)
+_FORMATS_TEXT: Final = ", ".join(f"{kind}:" for kind in FORMATS)
 
 _STEP_OF_FOREIGN: Final = re.compile(r"@(0|[1-9][0-9]*|latest)(?::(.*))?\Z", re.DOTALL)
 """Step and glob after the URL of a run of another project, which may contain both
@@ -94,14 +94,14 @@ characters itself."""
 
 def is_foreign(text: str) -> bool:
     """Returns whether a path leads to checkpoints of another project: whether it begins
-    with the scheme of a format."""
-    scheme, colon, _ = text.partition(":")
-    return bool(colon) and scheme in FORMATS
+    with the name of a format."""
+    kind, colon, _ = text.partition(":")
+    return bool(colon) and kind in FORMATS
 
 
-def leads_to(scheme: str, path: object) -> bool:
+def leads_to(kind: str, path: object) -> bool:
     """Returns whether a path leads to checkpoints of a format."""
-    return str(path or "").startswith(f"{scheme}:")
+    return str(path or "").startswith(f"{kind}:")
 
 
 def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":
@@ -243,7 +243,7 @@ class ForeignStore:
         pass
 
     def run(self, name: str) -> "ForeignRun":
-        """Returns the run at a URL, which begins with the scheme of its format."""
+        """Returns the run at a URL, which begins with the name of its format."""
         from storesvc_client import open_foreign
 
         if name not in self._runs:

@@ -17,10 +17,20 @@ Example:
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, NoReturn
+from types import MappingProxyType, NoneType
+from typing import (
+    Any,
+    Final,
+    NoReturn,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from storesvc_client._views.texts import (
     ABSENT,
@@ -31,6 +41,8 @@ from storesvc_client._views.texts import (
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import report_pb2 as pb
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,14 +367,11 @@ def parse_report(
         InvalidRequestError: It is no report, or it is damaged.
     """
     try:
-        fields = _object(_load_json(text))
-        match kind := fields.get("report"):
-            case "restore":
-                return _restore(fields)
-            case "save":
-                return _save(fields)
-            case _:
-                _refuse("report", "'save' or 'restore'", kind)
+        found = _mapping(_load_json(text), "report")
+        for cls, kind in _KINDS.items():
+            if kind == found.get("report"):
+                return _parse_object(cls, found)
+        _refuse("report", "'save' or 'restore'", found.get("report"))
     except _DamagedError as e:
         raise InvalidRequestError(
             f"{place}: {e}; pass a file that a job has written with report.to_json()"
@@ -377,7 +386,7 @@ def _refuse(name: str, expected: str, got: object) -> NoReturn:
     shown = printable(repr(got))
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}..."
-    raise _DamagedError(f"{name}: expected {expected}, got {shown}")
+    raise _DamagedError(f"{printable(name)[:_SHOWN]}: expected {expected}, got {shown}")
 
 
 def _load_json(text: str | bytes) -> object:
@@ -392,7 +401,30 @@ def _load_json(text: str | bytes) -> object:
         raise _DamagedError("expected a report as JSON, got something else") from None
 
 
-def _object(value: object, name: str = "report") -> Mapping[str, Any]:
+def _parse_object(cls: type[T], value: object, name: str = "report") -> T:
+    """Returns the value of a dataclass, from a JSON object with its fields."""
+    found, kinds = _mapping(value, name), get_type_hints(cls)
+    return cls(**{each: _parse(kinds[each], found.get(each), each) for each in kinds})
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """Returns the value of a field with an annotation."""
+    parse, parts = _PARSERS.get(get_origin(kind) or kind), get_args(kind)
+    if parse is not None:
+        return parse(value, name)
+    if NoneType in parts:
+        return None if value is None else _parse(parts[0], value, name)
+    if is_dataclass(kind):
+        return _parse_object(cast("type[Any]", kind), value, name)
+    if get_origin(kind) is tuple:
+        return tuple(_parse(parts[0], each, name) for each in _list(value, name))
+    items = _mapping(value, name).items()
+    if parts[0] is int:
+        return {_step(key, name): _parse(parts[1], each, key) for key, each in items}
+    return {key: _parse(parts[1], each, key) for key, each in items}
+
+
+def _mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         _refuse(name, "an object", value)
     if len(value) > _MAX_ROWS:
@@ -400,132 +432,59 @@ def _object(value: object, name: str = "report") -> Mapping[str, Any]:
     return value
 
 
-def _common(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that both reports have."""
-    return {
-        "run": _text(fields, "run"),
-        "step": _count(fields, "step"),
-        "start_time": _time(fields, "start_time"),
-        "seconds": _seconds(fields, "seconds"),
-        "timings": {
-            name: _seconds(timings, name)
-            for timings in [_object(fields.get("timings"), "timings")]
-            for name in timings
-        },
-        "timeline": _timeline(fields),
-        "slowest": _text(fields, "slowest"),
-        "slowest_seconds": _seconds(fields, "slowest_seconds"),
-    }
-
-
-def _restore(fields: Mapping[str, Any]) -> RestoreReport:
-    other = fields.get("slowest_process")
-    return RestoreReport(
-        **_common(fields),
-        read_bytes=_count(fields, "read_bytes"),
-        received_bytes=_count(fields, "received_bytes"),
-        returned_bytes=_count(fields, "returned_bytes"),
-        slowest_process=None if other is None else _reading(other),
-        damaged=_damaged_rows(fields),
-        is_verified=_flag(fields, "is_verified"),
-    )
-
-
-def _save(fields: Mapping[str, Any]) -> SaveReport:
-    return SaveReport(
-        **_common(fields),
-        total_bytes=_count(fields, "total_bytes"),
-        sent_bytes=_count(fields, "sent_bytes"),
-        reused_bytes=_count(fields, "reused_bytes"),
-        blocking_seconds=_seconds(fields, "blocking_seconds"),
-        last_process=_text(fields, "last_process"),
-        needs_like=tuple(
-            _text({"needs_like": one}, "needs_like")
-            for one in _list(fields, "needs_like")
-        ),
-        upload=_text(fields, "upload"),
-    )
-
-
-def _reading(value: object) -> ProcessReading:
-    fields = _object(value, "slowest_process")
-    return ProcessReading(
-        process=_text(fields, "process"),
-        read_bytes=_count(fields, "read_bytes"),
-        seconds=_seconds(fields, "seconds"),
-        slowest=_text(fields, "slowest"),
-        slowest_seconds=_seconds(fields, "slowest_seconds"),
-    )
-
-
-def _timeline(fields: Mapping[str, Any]) -> tuple[PhaseSpan, ...]:
-    return tuple(
-        PhaseSpan(
-            name=_text(one, "name"),
-            start_seconds=_seconds(one, "start_seconds"),
-            end_seconds=_seconds(one, "end_seconds"),
-            busy_seconds=_seconds(one, "busy_seconds"),
-        )
-        for one in (_object(each, "timeline") for each in _list(fields, "timeline"))
-    )
-
-
-def _damaged_rows(fields: Mapping[str, Any]) -> dict[int, str]:
-    damaged = _object(fields.get("damaged"), "damaged")
-    for step in damaged:
-        if not (step.isascii() and step.isdecimal() and len(step) < 20):
-            _refuse("damaged", "steps", step)
-    return {int(step): _text(damaged, step) for step in damaged}
-
-
-def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    value = fields.get(name)
+def _list(value: object, name: str) -> list[Any]:
     if not isinstance(value, list) or len(value) > _MAX_ROWS:
         _refuse(name, f"a list of at most {_MAX_ROWS} entries", value)
     return value
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = fields.get(name)
+def _step(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        _refuse(name, "steps", text)
+    return int(text)
+
+
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        _refuse(printable(name), f"a text of at most {_MAX_TEXT} characters", value)
+        _refuse(name, f"a text of at most {_MAX_TEXT} characters", value)
     return value
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
+def _flag(value: object, name: str) -> bool:
     if not isinstance(value, bool):
         _refuse(name, "true or false", value)
     return value
 
 
-def _count(fields: Mapping[str, Any], name: str) -> int:
-    value = fields.get(name)
+def _count(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
         _refuse(name, "a whole number, at least 0", value)
     return value
 
 
-def _seconds(fields: Mapping[str, Any], name: str) -> float:
-    value = fields.get(name)
+def _seconds(value: object, name: str) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not 0 <= value <= _MAX_SECONDS  # no NaN is
     ):
-        _refuse(printable(name)[:_SHOWN], f"seconds, 0 to {_MAX_SECONDS:g}", value)
+        _refuse(name, f"seconds, 0 to {_MAX_SECONDS:g}", value)
     return float(value)
 
 
-def _time(fields: Mapping[str, Any], name: str) -> datetime:
-    value = fields.get(name)
+def _time(value: Any, name: str) -> datetime:
     try:
-        found = datetime.fromisoformat(value)  # type: ignore[arg-type]  # caught below
+        found = datetime.fromisoformat(value)
         if found.tzinfo is not None:
             return found.astimezone(UTC)
     except (TypeError, ValueError, OverflowError):
         pass
     _refuse(name, "a time with its time zone", value)
+
+
+_PARSERS: Final[Mapping[Any, Callable[[Any, str], Any]]] = MappingProxyType(
+    {str: _text, bool: _flag, int: _count, float: _seconds, datetime: _time}
+)
 
 
 _LEAST_BAR: Final = 10

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         SaveTrace,
         WriterReport,
     )
-    from storesvc_client._values.access import Identity, Quota
     from storesvc_client._values.models import (
         AuditEntry,
         Checkpoint,
@@ -51,10 +50,12 @@ if TYPE_CHECKING:
         Diff,
         Event,
         HoldInfo,
+        Identity,
         ItemDifference,
         ItemInfo,
         LeafDifference,
         LeafInfo,
+        Quota,
         RetentionDecision,
         RunInfo,
         ServerInfo,
@@ -201,8 +202,8 @@ _HOMES: Final = {
     **dict.fromkeys(("PerProcess", "Replicated"), "_items.values"),
     **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
     **dict.fromkeys(("Progress", "ProgressCallback"), "_telemetry.progress"),
-    "Identity": "_values.access",
-    "Quota": "_values.access",
+    "Identity": "_values.models",
+    "Quota": "_values.models",
     "LeafStatistics": "_pictures.leaf_statistics",
     "Picture": "_pictures.picture",
     "Plot": "_views.plots",

@@ -30,7 +30,6 @@ from storesvc_client._session import (
 )
 from storesvc_client._storage.root import check_root, direct_root, lent_bucket
 from storesvc_client._telemetry.events import StepLogger, Telemetry
-from storesvc_client._values.access import Identity, Quota
 from storesvc_client._values.arguments import (
     DurationLike,
     checked_duration,
@@ -49,6 +48,8 @@ from storesvc_client._values.call_kinds import (
 from storesvc_client._values.models import (
     AuditEntry,
     Event,
+    Identity,
+    Quota,
     RunInfo,
     ServerInfo,
     UploadInfo,

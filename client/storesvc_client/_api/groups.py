@@ -40,6 +40,7 @@ from storesvc_client._values.arguments import (
     is_text,
     parse_received,
 )
+from storesvc_client._values.messages import read_message
 from storesvc_client._values.models import (
     Checkpoint,
     Event,
@@ -98,15 +99,8 @@ class Collected:
         cls, message: maintenance_service_pb2.CollectGarbageResponse
     ) -> "Collected":
         """Returns the value of a protobuf message."""
-        return cls(
-            run=str(parse_received(RunName.from_resource, message.run)),
-            aborted_upload_count=message.aborted_upload_count,
-            deleted_checkpoint_count=message.deleted_checkpoint_count,
-            purged_checkpoint_count=message.purged_checkpoint_count,
-            garbage_object_count=message.garbage_object_count,
-            deleted_object_count=message.deleted_object_count,
-            postponed=message.postponed,
-        )
+        name = parse_received(RunName.from_resource, message.run)
+        return read_message(cls, message, run=str(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +131,7 @@ class Usage:
         cls, run: str, message: maintenance_service_pb2.GetUsageResponse
     ) -> "Usage":
         """Returns the value of a protobuf message."""
-        return cls(
-            run=run,
-            checkpoint_count=message.checkpoint_count,
-            deleted_checkpoint_count=message.deleted_checkpoint_count,
-            upload_count=message.upload_count,
-            logical_bytes=message.logical_bytes,
-            stored_bytes=message.stored_bytes,
-            distinct_bytes=message.distinct_bytes,
-            file_count=message.file_count,
-        )
+        return read_message(cls, message, run=run)
 
 
 def read_usage(stub: RunStub) -> Usage:

@@ -55,7 +55,8 @@ from storesvc_client._export.target import OpenTarget
 from storesvc_client._items.values import Container
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.models import KINDS, UNKNOWN, Checkpoint
+from storesvc_client._values.messages import UNKNOWN
+from storesvc_client._values.models import KINDS, Checkpoint
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
 RenameTable: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Sequence[Any]]

@@ -21,7 +21,8 @@ from storesvc_client._items.iterators import (
 )
 from storesvc_client._items.values import decode_value
 from storesvc_client._values.arguments import shown
-from storesvc_client._values.models import KINDS, UNKNOWN, ItemInfo
+from storesvc_client._values.messages import UNKNOWN
+from storesvc_client._values.models import KINDS, ItemInfo
 from storesvc_client._views.texts import count_text
 from storesvc_client.errors import (
     DataLossError,

@@ -18,7 +18,7 @@ Example:
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType, NoneType
 from typing import (
@@ -32,6 +32,7 @@ from typing import (
     get_type_hints,
 )
 
+from storesvc_client._values.messages import read_message
 from storesvc_client._views.texts import (
     ABSENT,
     json_value,
@@ -86,15 +87,7 @@ class WriterReport:
             seconds=self.seconds,
             total_bytes=self.total_bytes,
             sent_bytes=self.sent_bytes,
-            phases=(
-                pb.PhaseSpan(
-                    name=span.name,
-                    start_seconds=span.start_seconds,
-                    end_seconds=span.end_seconds,
-                    busy_seconds=span.busy_seconds,
-                )
-                for span in self.timeline
-            ),
+            phases=(pb.PhaseSpan(**asdict(span)) for span in self.timeline),
         )
         message.start_time.FromDatetime(self.start_time)
         return message
@@ -102,23 +95,8 @@ class WriterReport:
     @classmethod
     def from_message(cls, message: pb.WriterReport) -> "WriterReport":
         """Returns the value of a protobuf message."""
-        return cls(
-            writer=message.writer,
-            owner=message.owner,
-            start_time=message.start_time.ToDatetime(UTC),
-            seconds=message.seconds,
-            total_bytes=message.total_bytes,
-            sent_bytes=message.sent_bytes,
-            timeline=tuple(
-                PhaseSpan(
-                    name=span.name,
-                    start_seconds=span.start_seconds,
-                    end_seconds=span.end_seconds,
-                    busy_seconds=span.busy_seconds,
-                )
-                for span in message.phases
-            ),
-        )
+        spans = tuple(read_message(PhaseSpan, span) for span in message.phases)
+        return read_message(cls, message, timeline=spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

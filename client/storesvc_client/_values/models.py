@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
@@ -24,6 +23,7 @@ from storesvc.format.names import (
 )
 from storesvc_client._values.arguments import MAX_TEXT_BYTES, parse_received
 from storesvc_client._values.call_kinds import AuditStage, Authentication
+from storesvc_client._values.messages import UNKNOWN, enum_texts, read_message
 from storesvc_client._views.texts import count_text, size_text, unicode_text
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import access_service_pb2, tree_pb2
@@ -35,13 +35,56 @@ if TYPE_CHECKING:
     from storesvc.format.grids import Grid
     from storesvc.format.trees import Leaf, SavedSharding
 
-_STAGE: Final = "AUDIT_STAGE_"
-_AUTHENTICATION: Final = "AUTHENTICATION_"
+_STAGES: Final = enum_texts(access_service_pb2.AuditStage.DESCRIPTOR)
+_AUTHENTICATIONS: Final = enum_texts(access_service_pb2.Authentication.DESCRIPTOR)
 
 _OBJECT: Final = re.compile(
     r"namespaces/(?P<namespace>[^/]+)"
     r"(?:/runs/(?P<run>[^/]+)(?:/(?P<kind>[a-z]+)/(?P<id>[^/]+))?)?"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """A limit and its usage, as one server counts it; from ``Client.quotas``."""
+
+    name: str
+    """``stored_bytes``, ``streams``, ``watches``, ``uploads``, ``bytes_in_flight`` or
+    ``requests_per_second``."""
+    scope: str
+    """``namespaces/NAMESPACE``, or the principal of the caller."""
+    limit: int
+    """Maximum; 0: unlimited."""
+    soft_limit: int
+    """Amount above which the server warns; 0: none."""
+    used: int
+    """Amount in use."""
+
+    @classmethod
+    def from_message(cls, message: access_service_pb2.Quota) -> Self:
+        """Returns the value of a message."""
+        return read_message(cls, message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A caller, as a server sees it; returned by ``Client.identity``."""
+
+    principal: str
+    """Name, such as ``user:alice@corp.example``; empty: anonymous."""
+    groups: tuple[str, ...]
+    """Groups, sorted."""
+    authentication: Authentication
+    """By what it was authenticated."""
+    expire_time: datetime | None
+    """When its credential expires; None: never, or unknown."""
+    is_restricted: bool
+    """True if the server has a policy; if not, everything is permitted."""
+
+    @classmethod
+    def from_message(cls, message: access_service_pb2.GetIdentityResponse) -> Self:
+        """Returns the value of a message."""
+        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,33 +150,18 @@ class AuditEntry:
         """Returns the value of a message."""
         if message.problem:
             return cls(server=message.server, problem=message.problem)
-        return cls(
-            server=message.server,
-            seq=message.seq,
+        missing = message.missing
+        return read_message(
+            cls,
+            message,
             time=_time(message.time),
-            stage=_choice(access_service_pb2.AuditStage, message.stage, _STAGE),
-            principal=message.principal,
-            authentication=_choice(
-                access_service_pb2.Authentication,
-                message.authentication,
-                _AUTHENTICATION,
-            ),
-            method=message.method,
-            permissions=tuple(
-                (each.permission, each.resource) for each in message.permissions
-            ),
-            missing=(
-                (message.missing.permission, message.missing.resource)
-                if message.HasField("missing")
-                else None
-            ),
-            detail=dict(message.detail),
-            reason=message.reason,
+            stage=_STAGES.get(message.stage),
+            authentication=_AUTHENTICATIONS.get(message.authentication),
+            permissions=tuple((p.permission, p.resource) for p in message.permissions),
+            missing=(missing.permission, missing.resource)
+            if message.HasField("missing")
+            else None,
             latency=_latency(message.latency) if message.HasField("latency") else None,
-            request_id=message.request_id,
-            peer=message.peer,
-            left_out=message.left_out,
-            follows_torn_line=message.follows_torn_line,
         )
 
 
@@ -156,22 +184,18 @@ def object_text(name: str) -> str:
             return f"{run} {kind.removesuffix('s')} {match['id']}"
 
 
-def authentication_number(
-    authentication: Authentication | None,
-) -> access_service_pb2.Authentication.ValueType:
+def authentication_number(authentication: Authentication | None) -> Any:
     """Returns the number of a way of authentication in the contract; 0 for None."""
-    if authentication is None:
-        return access_service_pb2.AUTHENTICATION_UNSPECIFIED
-    return access_service_pb2.Authentication.Value(
-        _AUTHENTICATION + authentication.upper()
-    )
+    return _number(_AUTHENTICATIONS, authentication)
 
 
-def stage_number(stage: AuditStage | None) -> access_service_pb2.AuditStage.ValueType:
+def stage_number(stage: AuditStage | None) -> Any:
     """Returns the number of a stage in the contract; 0 for None."""
-    if stage is None:
-        return access_service_pb2.AUDIT_STAGE_UNSPECIFIED
-    return access_service_pb2.AuditStage.Value(_STAGE + stage.upper())
+    return _number(_STAGES, stage)
+
+
+def _number(texts: Mapping[int, str], text: str | None) -> int:
+    return next((number for number, known in texts.items() if known == text), 0)
 
 
 def _time(stamp: Timestamp) -> datetime:
@@ -204,30 +228,10 @@ def _no_value(field: str, seconds: int) -> DataLossError:
     )
 
 
-def _choice(kinds: Any, number: int, prefix: str) -> Any:
-    """Returns the text of a value of an enum; None if it has none, or a newer one."""
-    if number not in kinds.values() or not number:
-        return None
-    return kinds.Name(number).removeprefix(prefix).lower()
-
-
 PathPart: TypeAlias = str | int
 
-KINDS: Final[Mapping[int, str]] = {
-    tree_pb2.LEAF_KIND_ARRAY: "array",
-    tree_pb2.LEAF_KIND_HOST_ARRAY: "host_array",
-    tree_pb2.LEAF_KIND_HOST_SCALAR: "host_scalar",
-    tree_pb2.LEAF_KIND_PYTHON_SCALAR: "python_scalar",
-    tree_pb2.LEAF_KIND_PRNG_KEY: "prng_key",
-    tree_pb2.LEAF_KIND_TEXT: "text",
-    tree_pb2.LEAF_KIND_JSON: "json",
-    tree_pb2.LEAF_KIND_BYTES: "bytes",
-    tree_pb2.LEAF_KIND_INTEGER: "integer",
-}
+KINDS: Final = enum_texts(tree_pb2.LeafKind.DESCRIPTOR)
 """Texts of ``LeafInfo.kind``."""
-
-UNKNOWN: Final = "unknown"
-"""Text of a state or a kind that a newer server sent and this release lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,21 +269,8 @@ class RunInfo:
     @classmethod
     def from_message(cls, message: api.Run) -> "RunInfo":
         """Returns the value of a protobuf message."""
-        return cls(
-            name=str(parse_received(RunName.from_resource, message.name)),
-            uid=message.uid,
-            create_time=message.create_time.ToDatetime(UTC),
-            latest_step=(
-                message.latest_step if message.HasField("latest_step") else None
-            ),
-            labels=dict(message.labels),
-            purge_delay=(
-                message.purge_delay.ToTimedelta()
-                if message.HasField("purge_delay")
-                else None
-            ),
-            etag=message.etag,
-        )
+        name = str(parse_received(RunName.from_resource, message.name))
+        return read_message(cls, message, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,13 +296,7 @@ class RetentionDecision:
     @classmethod
     def from_message(cls, message: api.RetentionDecision) -> "RetentionDecision":
         """Returns the value of a protobuf message."""
-        return cls(
-            step=message.step,
-            uid=message.uid,
-            kept=message.kept,
-            reasons=tuple(message.reasons),
-            own_bytes=message.own_bytes,
-        )
+        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,28 +360,8 @@ class Checkpoint:
     @classmethod
     def from_message(cls, message: api.Checkpoint) -> "Checkpoint":
         """Returns the value of a protobuf message."""
-        return cls(
-            run=str(parse_received(CheckpointName.from_resource, message.name).run),
-            step=message.step,
-            uid=message.uid,
-            create_time=message.create_time.ToDatetime(UTC),
-            commit_time=message.commit_time.ToDatetime(UTC),
-            labels=dict(message.labels),
-            metrics=dict(message.metrics),
-            size_bytes=message.size_bytes,
-            stored_bytes=message.stored_bytes,
-            own_bytes=message.own_bytes,
-            leaf_count=message.leaf_count,
-            item_count=message.item_count,
-            chunk_count=message.chunk_count,
-            pinned=message.pinned,
-            delete_time=_moment(message, "delete_time"),
-            purge_time=_moment(message, "purge_time"),
-            etag=message.etag,
-            key_space=message.key_space,
-            principal=message.principal,
-            change_principal=message.change_principal,
-        )
+        name = parse_received(CheckpointName.from_resource, message.name)
+        return read_message(cls, message, run=str(name.run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,16 +392,9 @@ class Tag:
     @classmethod
     def from_message(cls, message: api.Tag) -> "Tag":
         """Returns the value of a protobuf message."""
-        return cls(
-            name=parse_received(TagName.from_resource, message.name).tag,
-            step=_parse_step(message.checkpoint),
-            uid=message.uid,
-            protected=message.protected,
-            create_time=message.create_time.ToDatetime(UTC),
-            update_time=message.update_time.ToDatetime(UTC),
-            etag=message.etag,
-            principal=message.principal,
-        )
+        name = parse_received(TagName.from_resource, message.name)
+        step = _parse_step(message.checkpoint)
+        return read_message(cls, message, name=name.tag, step=step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,25 +425,12 @@ class HoldInfo:
     @classmethod
     def from_message(cls, message: api.Hold) -> "HoldInfo":
         """Returns the value of a protobuf message."""
-        return cls(
-            id=parse_received(HoldName.from_resource, message.name).hold,
-            step=_parse_step(message.checkpoint),
-            uid=message.uid,
-            owner=message.owner,
-            ttl=message.ttl.ToTimedelta(),
-            create_time=message.create_time.ToDatetime(UTC),
-            expire_time=message.expire_time.ToDatetime(UTC),
-            principal=message.principal,
-        )
+        name = parse_received(HoldName.from_resource, message.name)
+        step = _parse_step(message.checkpoint)
+        return read_message(cls, message, id=name.hold, step=step)
 
 
 UploadState: TypeAlias = Literal["live", "committed", "ended", "unknown"]
-
-_UPLOAD_STATES: Final[Mapping[int, UploadState]] = {
-    upload_api.Upload.STATE_LIVE: "live",
-    upload_api.Upload.STATE_COMMITTED: "committed",
-    upload_api.Upload.STATE_ENDED: "ended",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,22 +476,12 @@ class UploadInfo:
     def from_message(cls, message: upload_api.Upload) -> "UploadInfo":
         """Returns the value of a protobuf message."""
         name = parse_received(UploadName.from_resource, message.name)
-        return cls(
+        return read_message(
+            cls,
+            message,
             run=str(name.run),
             id=name.upload,
-            step=message.step,
-            state=_UPLOAD_STATES.get(message.state, UNKNOWN),
-            writer_count=message.writer_count,
-            finished_writer_count=message.finished_writer_count,
-            unfinished_writers=tuple(message.unfinished_writers),
-            labels=dict(message.labels),
-            metrics=dict(message.metrics),
             base_step=_parse_step(message.base) if message.base else None,
-            resumes=message.resumes,
-            owner=message.owner,
-            principal=message.principal,
-            create_time=message.create_time.ToDatetime(UTC),
-            renew_time=message.renew_time.ToDatetime(UTC),
             lease=message.lease_duration.ToTimedelta(),
         )
 
@@ -554,15 +489,6 @@ class UploadInfo:
 EventKind: TypeAlias = Literal[
     "committed", "deleted", "undeleted", "tagged", "untagged", "updated", "unknown"
 ]
-
-_EVENT_KINDS: Final[Mapping[int, EventKind]] = {
-    api.CheckpointEvent.KIND_COMMITTED: "committed",
-    api.CheckpointEvent.KIND_DELETED: "deleted",
-    api.CheckpointEvent.KIND_UNDELETED: "undeleted",
-    api.CheckpointEvent.KIND_TAGGED: "tagged",
-    api.CheckpointEvent.KIND_UNTAGGED: "untagged",
-    api.CheckpointEvent.KIND_UPDATED: "updated",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,8 +521,9 @@ class Event:
         """Returns the value of a protobuf message."""
         found = message.checkpoint
         is_there = found.HasField("commit_time")
-        return cls(
-            kind=_EVENT_KINDS.get(message.kind, UNKNOWN),
+        return read_message(
+            cls,
+            message,
             run=str(parse_received(CheckpointName.from_resource, found.name).run),
             step=found.step,
             uid=found.uid,
@@ -676,43 +603,13 @@ def leaf_path(leaf: "Leaf") -> tuple[PathPart, ...]:
     return tuple(int(text) if kind in INTEGER_KINDS else text for text, kind in parts)
 
 
-def _moment(
-    message: api.Checkpoint, field: Literal["delete_time", "purge_time"]
-) -> datetime | None:
-    """Returns an optional time of a checkpoint."""
-    if not message.HasField(field):
-        return None
-    stamp: Timestamp = getattr(message, field)
-    return stamp.ToDatetime(UTC)
-
-
 def _parse_step(resource: str) -> int:
     which = parse_received(CheckpointName.from_resource, resource).which
     assert isinstance(which, int)  # the server resolved it
     return which
 
 
-DAMAGE_KINDS: Final = MappingProxyType(
-    {
-        maintenance_api.Damage.KIND_MISSING: "missing",
-        maintenance_api.Damage.KIND_CHECKSUM: "checksum",
-        maintenance_api.Damage.KIND_DIGEST: "digest",
-        maintenance_api.Damage.KIND_KEY_SPACE: "key_space",
-        maintenance_api.Damage.KIND_FILE_TABLE: "file_table",
-    }
-)
-"""Texts of ``Damage.kind``."""
-
-DIFFERENCE_KINDS: Final = MappingProxyType(
-    {
-        api.LeafDifference.KIND_ADDED: "added",
-        api.LeafDifference.KIND_REMOVED: "removed",
-        api.LeafDifference.KIND_SHAPE: "shape",
-        api.LeafDifference.KIND_DTYPE: "dtype",
-        api.LeafDifference.KIND_CONTENT: "content",
-        api.LeafDifference.KIND_UNKNOWN: "unknown",
-    }
-)
+DIFFERENCE_KINDS: Final = enum_texts(api.LeafDifference.Kind.DESCRIPTOR)
 """Texts of ``LeafDifference.kind``."""
 
 
@@ -736,12 +633,7 @@ class Damage:
     @classmethod
     def from_message(cls, message: maintenance_api.Damage) -> "Damage":
         """Returns the value of a protobuf message."""
-        return cls(
-            key=message.key,
-            index=tuple(message.index),
-            kind=DAMAGE_KINDS.get(message.kind, "unknown"),
-            message=message.message,
-        )
+        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -804,15 +696,13 @@ class LeafDifference:
     def from_message(cls, message: api.LeafDifference) -> "LeafDifference":
         """Returns the value of a protobuf message."""
         added, removed = not message.base_dtype, not message.dtype
-        return cls(
-            key=message.key,
-            kind=DIFFERENCE_KINDS.get(message.kind, "unknown"),
+        return read_message(
+            cls,
+            message,
             base_dtype=None if added else message.base_dtype,
             base_shape=None if added else tuple(message.base_shape),
             dtype=None if removed else message.dtype,
             shape=None if removed else tuple(message.shape),
-            changed_chunk_count=message.changed_chunk_count,
-            chunk_count=message.chunk_count,
         )
 
 
@@ -849,7 +739,7 @@ class ItemDifference:
     def from_message(cls, message: api.LeafDifference) -> "ItemDifference":
         """Returns the value of a protobuf message."""
         name = parse_received(parse_item_key, message.key)
-        kind = DIFFERENCE_KINDS.get(message.kind, "unknown")
+        kind = DIFFERENCE_KINDS.get(message.kind, UNKNOWN)
         added, removed = not message.base_dtype, not message.dtype
         return cls(
             name=name.item,

@@ -36,6 +36,7 @@ from cachetools import TTLCache
 
 from storesvc.access.call import Call
 from storesvc.access.policy import Permission, Resource
+from storesvc.access.rpcs import Effect, rpcs_with
 from storesvc.errors import (
     AuditUnavailableError,
     IdentityRequiredError,
@@ -278,29 +279,12 @@ def _last_number(tail: bytes, *, is_torn: bool) -> int:
     return 0
 
 
-INTENDED: Final = frozenset(
-    {
-        *("DeleteCheckpoint", "UndeleteCheckpoint", "PurgeCheckpoint", "DeleteTag"),
-        *("ApplyRetention", "CollectGarbage", "UpdateRun"),
-        *("BeginUpload", "CommitUpload", "AbortUpload", "LendCredentials"),
-        # a pin that is lost, a metric that changes and a tag that moves permit a
-        # deletion
-        *("UpdateCheckpoint", "SetTag"),
-    }
-)
+INTENDED: Final = rpcs_with(lambda rpc: rpc.effect is Effect.GRAVE_CHANGE)
 """Calls whose intent is recorded first. So is the intent of any other call on an upload
 or a hold of another principal, such as its release."""
 
-ENDED: Final = INTENDED | {"CreateHold", "DeleteHold"}
+ENDED: Final = INTENDED | rpcs_with(lambda rpc: rpc.effect is Effect.CHANGE)
 """Calls whose end is recorded."""
-
-PARTS: Final = frozenset(
-    {
-        *("JoinUpload", "FindChunks", "WriteChunks", "FinishWriter"),
-        *("KeepUploadAlive", "RenewHold"),
-    }
-)
-"""Calls that change something, but only as parts of what is recorded."""
 
 DENIAL_BURST: Final = 100
 """Maximum denials of one allowance that are recorded at once."""

@@ -29,6 +29,7 @@ from typing import Final, Literal, TypeAlias
 
 from storesvc.access.call import Call, principal_name
 from storesvc.access.policy import Namespace, SomeRun
+from storesvc.access.rpcs import rpcs_with
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import StoredBytes
@@ -127,16 +128,8 @@ MAX_WAITING: Final = 256
 _BUSY_SECONDS: Final = 5
 """Time after which a call may be repeated that found too many others."""
 
-_STREAMS: Final = frozenset(
-    {
-        *("BeginUpload", "JoinUpload", "FindChunks", "WriteChunks", "FinishWriter"),
-        *("ReadChunks", "ReadManifest", "VerifyCheckpoint", "DiffCheckpoints"),
-        *("CollectGarbage", "ApplyRetention"),
-    }
-)
-_OF_UPLOAD: Final = frozenset(
-    {"JoinUpload", "FindChunks", "WriteChunks", "FinishWriter", "KeepUploadAlive"}
-)
+_STREAMS: Final = rpcs_with(lambda rpc: rpc.is_stream)
+_OF_UPLOAD: Final = rpcs_with(lambda rpc: rpc.is_of_upload)
 
 Scope: TypeAlias = tuple[Literal["namespace", "principal"], str]
 """The kind and the name of a group of calls that are counted together."""

@@ -1,9 +1,10 @@
-"""Lists what each rpc of the contract needs: its permissions, and whether it writes.
+"""Lists the permissions that each rpc of the contract needs.
 
 ``RULES`` has each rpc; a test fails if one is missing, and a call without a rule is
 denied. The rules read the request alone. What depends on a record is checked where the
 record is read: that an upload, a hold or a protected tag is the caller's own
-(`storesvc.access.call`), and that an upload takes over another one.
+(`storesvc.access.call`), and that an upload takes over another one. All other facts
+about an rpc are in `storesvc.access.rpcs`.
 
 `ReadOnly` rejects each call that is not known to change nothing.
 """
@@ -20,6 +21,7 @@ import grpc.aio
 
 from storesvc.access import call as access
 from storesvc.access.policy import AllRuns, Namespace, Permission, Resource, SomeRun
+from storesvc.access.rpcs import RPCS, Effect
 from storesvc.errors import InvalidFieldError, PermissionDeniedError, StorageDeniedError
 from storesvc.format.names import (
     CheckpointName,
@@ -37,18 +39,6 @@ from storesvc.rpc.status import (
     replace_method,
 )
 from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
-
-READING: Final = frozenset(
-    {
-        *("ListRuns", "GetRun", "ListCheckpoints", "GetCheckpoint", "ReadManifest"),
-        *("DiffCheckpoints", "WatchCheckpoints", "ListTags", "ListHolds"),
-        *("ReadChunks", "GetUpload", "ListUploads"),
-        *("GetServerInfo", "VerifyCheckpoint", "GetUsage"),
-        *("GetLoginOptions", "GetIdentity", "TestPermissions", "GetQuota"),
-        "ListAuditEntries",
-    }
-)
-"""The rpcs of the contract that change nothing in the bucket."""
 
 
 class ReadOnly(grpc.aio.ServerInterceptor):
@@ -69,7 +59,7 @@ class ReadOnly(grpc.aio.ServerInterceptor):
         is_other = handler is None or not is_contract_method(
             handler_call_details.method
         )
-        if is_other or rpc in READING:
+        if is_other or (rpc in RPCS and RPCS[rpc].effect is Effect.NONE):
             return handler
 
         async def reject(_request: object, _context: Context) -> None:

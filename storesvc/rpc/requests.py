@@ -23,6 +23,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
+from storesvc.access.rpcs import rpcs_with
 from storesvc.errors import InvalidFieldError, LimitExceededError
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import MAX_RANK
@@ -236,13 +237,7 @@ _MAX_RULES: Final = MAX_SMALL_BYTES // 2
 with errors of their own."""
 
 LARGE: Final = frozenset(
-    {
-        "storesvc.v1.BeginUploadRequest",
-        "storesvc.v1.JoinUploadRequest",
-        "storesvc.v1.FindChunksRequest",
-        "storesvc.v1.WriteChunksRequest",
-        "storesvc.v1.FinishWriterRequest",
-    }
+    f"storesvc.v1.{name}Request" for name in rpcs_with(lambda rpc: rpc.is_large)
 )
 """Requests that may have the maximum size of a message."""
 

@@ -159,7 +159,7 @@ def test_a_server_without_a_log_is_an_error(server_address: str) -> None:
 def test_a_narrow_terminal_has_times_stages_and_methods_in_full(log: Audited) -> None:
     _header, *found = table(printed(log.server.address, "audit", "ls"))
 
-    shown = narrow_table(LISTING.columns, found, room=70)
+    shown = narrow_table(LISTING.table.columns, found, room=70)
 
     assert ("TIME", "PRINCIPAL", "STAGE", "METHOD") == tuple(
         column.title for column in shown.columns[:4]

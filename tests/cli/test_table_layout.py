@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client.cli.output import (
-    Column,
-    Shrink,
-    align_rows,
-    cut,
-    narrow_table,
-    text_width,
-)
+from storesvc_client._views.tables import Column, Shrink
+from storesvc_client.cli.output import align_rows, cut, narrow_table, text_width
 from storesvc_client.cli.parent_details import age_text
 
 COLUMNS = (

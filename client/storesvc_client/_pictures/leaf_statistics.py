@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._views.notebook import Column, heading, note, table
+from storesvc_client._views.notebook import heading, note, table
+from storesvc_client._views.tables import Column
 from storesvc_client._views.texts import (
     count_text,
     dtype_text,

@@ -22,7 +22,6 @@ Example:
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from html import escape
 from itertools import islice
@@ -31,32 +30,40 @@ from typing import (
     Any,
     Final,
     Generic,
-    NamedTuple,
     ParamSpec,
     Self,
     TypeVar,
 )
 
+from storesvc_client._views.tables import (
+    DECISIONS,
+    DIFFERENCES,
+    HOLDS,
+    ITEM_DIFFERENCES,
+    LEAVES,
+    SIZE,
+    STEP,
+    TAGS,
+    UPLOADS_BY_RUN,
+    Column,
+    Shrink,
+    Table,
+)
 from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     draw,
-    dtype_text,
-    duration_text,
     grow,
     item_text,
-    key_text,
     natural_key,
     number_text,
     order_metrics,
     pairs_text,
     plural,
     printable,
-    shape_text,
     size_text,
     sizes_text,
     time_text,
-    value_text,
 )
 from storesvc_client.errors import StoreError
 
@@ -74,17 +81,6 @@ if TYPE_CHECKING:
     )
 
 _LINE = "border-bottom:1px solid rgba(128,128,128,0.4)"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    right: bool = False
-    """True for quantities, which are aligned right."""
-    drawn: bool = False
-    """True for drawings, which need their spaces and letters of equal width."""
 
 
 def table(
@@ -140,7 +136,7 @@ def text(words: str) -> str:
 def _cell(tag: str, column: Column, words: str) -> str:
     align = "right" if column.right else "left"
     style = f"text-align:{align};padding:2px 10px 2px 0;color:inherit;{_LINE}"
-    if column.drawn:
+    if column.shrink is Shrink.DRAWING:
         style += ";white-space:pre;font-family:monospace;line-height:1.2"
     return f'<{tag} style="{style}">{text(words)}</{tag}>'
 
@@ -232,15 +228,11 @@ MAX_ROWS: Final = 50
 """Rows of a table that are shown."""
 
 _PAIR: Final = (Column(""), Column(""))
-_DRAWING: Final = (Column("", drawn=True), Column(""), Column("", right=True))
-
-
-class _Layout(NamedTuple):
-    """Table of values of one kind."""
-
-    noun: str
-    columns: tuple[Column, ...]
-    row: Callable[[Any], tuple[str, ...]]
+_DRAWING: Final = (
+    Column("", shrink=Shrink.DRAWING),
+    Column(""),
+    Column("", right=True),
+)
 
 
 def list_html(values: Sequence[object], *, noun: str = "row", ending: str = "") -> str:
@@ -454,7 +446,7 @@ def _phases(timings: Mapping[str, float]) -> str:
     return table(columns, ((name, _seconds(took)) for name, took in longest_first))
 
 
-def _table(layout: _Layout, values: Sequence[object], *, caption: str = "") -> str:
+def _table(layout: Table[Any], values: Sequence[object], *, caption: str = "") -> str:
     return table(
         layout.columns,
         map(layout.row, islice(values, MAX_ROWS)),
@@ -475,13 +467,9 @@ def _seconds(length: float) -> str:
     return f"{length:.3g}"
 
 
-def _array(dtype: str | None, shape: Iterable[int] | None) -> str:
-    return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
-
-
 def _lay_out_checkpoints(
     found: Sequence[Any], tags: Mapping[str, Sequence[str]]
-) -> _Layout:
+) -> Table[Any]:
     """Returns the table of checkpoints; each metric is a column, losses first."""
     metrics = order_metrics(
         name for one in islice(found, MAX_ROWS) for name in one.metrics
@@ -502,32 +490,16 @@ def _lay_out_checkpoints(
         )
 
     columns = (
-        *(_STEP, Column("COMMITTED"), _SIZE, Column("LEAVES", right=True)),
+        *(STEP, Column("COMMITTED"), SIZE, Column("LEAVES", right=True)),
         *([Column("TAGS")] if tags else []),
         *(Column(name, right=True) for name in metrics),
         *(Column("LABELS"), Column("STATE")),
     )
-    return _Layout("checkpoint", columns, row)
+    return Table("checkpoint", columns, row)
 
 
-def _difference_row(one: "LeafDifference") -> tuple[str, ...]:
-    chunks = f"{one.chunk_count:,}"
-    if one.kind == "content":
-        chunks = f"{one.changed_chunk_count:,} of {chunks}"
-    return (
-        one.key or "''",
-        one.kind,
-        _array(one.base_dtype, one.base_shape),
-        _array(one.dtype, one.shape),
-        chunks,
-    )
-
-
-_STEP: Final = Column("STEP", right=True)
-_SIZE: Final = Column("SIZE", right=True)
-
-_LAYOUTS: Final[Mapping[str, _Layout]] = {
-    "RunInfo": _Layout(
+_LAYOUTS: Final[Mapping[str, Table[Any]]] = {
+    "RunInfo": Table(
         "run",
         (
             *(Column("RUN"), Column("LATEST", right=True)),
@@ -540,90 +512,19 @@ _LAYOUTS: Final[Mapping[str, _Layout]] = {
             pairs_text(one.labels),
         ),
     ),
-    "UploadInfo": _Layout(
-        "upload",
-        (
-            *(Column("RUN"), _STEP, Column("STATE"), Column("FINISHED WRITERS")),
-            *(Column("OWNER"), Column("RENEWED")),
-        ),
-        lambda one: (
-            one.run,
-            str(one.step),
-            one.state,
-            f"{one.finished_writer_count} of {one.writer_count}",
-            one.owner,
-            time_text(one.renew_time),
-        ),
-    ),
-    "Tag": _Layout(
-        "tag",
-        (Column("TAG"), _STEP, Column("PROTECTED"), Column("UPDATED")),
-        lambda one: (
-            one.name,
-            str(one.step),
-            "yes" if one.protected else "no",
-            time_text(one.update_time),
-        ),
-    ),
-    "HoldInfo": _Layout(
-        "hold",
-        (Column("HOLD"), _STEP, Column("OWNER"), Column("TTL"), Column("EXPIRES")),
-        lambda one: (
-            one.id,
-            str(one.step),
-            one.owner,
-            duration_text(one.ttl),
-            time_text(one.expire_time),
-        ),
-    ),
-    "RetentionDecision": _Layout(
-        "checkpoint",
-        (_STEP, Column("KEPT"), Column("REASONS"), Column("OWN BYTES", right=True)),
-        lambda one: (
-            str(one.step),
-            "kept" if one.kept else "deleted",
-            ", ".join(one.reasons),
-            size_text(one.own_bytes),
-        ),
-    ),
-    "LeafInfo": _Layout(
-        "leaf",
-        (
-            *(Column("KEY"), Column("DTYPE"), Column("SHAPE"), _SIZE),
-            Column("CHUNKS", right=True),
-        ),
-        lambda one: (
-            key_text(one),
-            dtype_text(one),
-            shape_text(one),
-            size_text(one.size_bytes),
-            f"{one.chunk_count:,}",
-        ),
-    ),
-    "LeafDifference": _Layout(
-        "difference",
-        (
-            *(Column("KEY"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
-            Column("CHUNKS", right=True),
-        ),
-        _difference_row,
-    ),
-    "ItemInfo": _Layout(
+    "UploadInfo": UPLOADS_BY_RUN,
+    "Tag": TAGS,
+    "HoldInfo": HOLDS,
+    "RetentionDecision": DECISIONS,
+    "LeafInfo": LEAVES,
+    "LeafDifference": DIFFERENCES,
+    "ItemInfo": Table(
         "item",
-        (Column("ITEM"), Column("KIND"), _SIZE),
+        (Column("ITEM"), Column("KIND"), SIZE),
         lambda one: (one.name, item_text(one), size_text(one.size_bytes)),
     ),
-    "ItemDifference": _Layout(
-        "difference",
-        (Column("ITEM"), Column("CHANGE"), Column("BEFORE"), Column("AFTER")),
-        lambda one: (
-            one.place,
-            one.kind,
-            value_text(one.base_value_kind, one.base_size_bytes),
-            value_text(one.value_kind, one.size_bytes),
-        ),
-    ),
-    "Damage": _Layout(
+    "ItemDifference": ITEM_DIFFERENCES,
+    "Damage": Table(
         "damage",
         (Column("KEY"), Column("CHUNK"), Column("KIND"), Column("MESSAGE")),
         lambda one: (one.key or "''", sizes_text(one.index), one.kind, one.message),

@@ -21,7 +21,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import accumulate
 from os.path import commonprefix
 from shutil import get_terminal_size
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import click
 
+from storesvc_client._views.tables import SAME, Column, Shrink, Table
 from storesvc_client._views.texts import (
     ABSENT,
     count_text,
@@ -99,34 +99,8 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object
 
 _Item = TypeVar("_Item")
 
-SAME: Final = "same"
-"""Cell of a value that is that of the cell before."""
-
 GAP: Final = "  "
 """Space between columns."""
-
-
-class Shrink(Enum):
-    """A way to shorten cells in a terminal that is too narrow."""
-
-    NO = "not at all"
-    END = "at the end, as of texts"
-    PREFIX = "by the beginning that all have, as of keys"
-    DRAWING = "at the end, as of lines of a tree"
-    TIME = "seconds and zone, of times"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    right: bool = False
-    """True for quantities, which are aligned right."""
-    shrink: Shrink = Shrink.NO
-    """The way its cells are shortened."""
-    is_minor: bool = False
-    """True if it is hidden before all others."""
 
 
 def print_table(
@@ -225,13 +199,11 @@ def report(errors: "Sequence[DataLossError]") -> None:
         raise errors[-1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Listing(Generic[_Item]):
     """The layout of a list of items of one kind."""
 
-    noun: str
-    columns: tuple[Column, ...]
-    row: Callable[[_Item], tuple[str, ...]]
+    table: Table[_Item]
     document: Callable[[_Item], object] = field(default=lambda item: item)
     """Returns the value of an item that JSON shows."""
     metrics: Callable[[_Item], Mapping[str, float]] | None = None
@@ -279,7 +251,7 @@ class Listing(Generic[_Item]):
         rest = rest or len(reported) < len(damaged)
         note = ""
         if not shown and not damaged:  # may raise, before anything is printed
-            note = absence() if absence else f"no {plural(self.noun)}"
+            note = absence() if absence else f"no {plural(self.table.noun)}"
         if as_json:
             print_json([*map(self.document, shown)])
         elif shown:
@@ -288,23 +260,25 @@ class Listing(Generic[_Item]):
             print_note(note)
         if rest:
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
-            noun = self.noun if limit == 1 and not known else plural(self.noun)
+            noun = (
+                self.table.noun if limit == 1 and not known else plural(self.table.noun)
+            )
             print_note(f"{limit:,} {known}{noun} shown, there are more")
         report(reported)
 
     def _table(
         self, items: Sequence[_Item]
     ) -> tuple[Sequence[Column], Iterable[Sequence[str]]]:
-        rows = map(self.row, items)
+        rows = map(self.table.row, items)
         if self.metrics is None:
-            return self.columns, rows
+            return self.table.columns, rows
         values = [*map(self.metrics, items)]
         names = order_metrics(name for each in values for name in each)
         texts = (
             [number_text(each[name]) if name in each else ABSENT for name in names]
             for each in values
         )
-        *columns, last = self.columns
+        *columns, last = self.table.columns
         return (
             [*columns, *(Column(name, right=True) for name in names), last],
             (

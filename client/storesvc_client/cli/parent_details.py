@@ -9,23 +9,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from storesvc_client._views.tables import LEAVES, Column, Shrink, Table
 from storesvc_client._views.texts import (
     ABSENT,
-    dtype_text,
-    key_text,
     number_text,
     pairs_text,
     printable,
-    shape_text,
     size_text,
     time_text,
 )
 from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.leaf_selection import select_leaves, unread_notes
 from storesvc_client.cli.output import (
-    Column,
     Listing,
-    Shrink,
     json_value,
     print_fields,
     print_json,
@@ -115,86 +111,78 @@ def age_text(time: datetime | None, now: datetime) -> str:
 
 
 _RUNS: Final = Listing(
-    noun="run",
-    row=_run_row,
-    columns=(
-        Column("RUN"),
-        Column("LATEST", right=True),
-        Column("CREATED", shrink=Shrink.TIME),
-        Column("AGE", right=True),
-    ),
+    Table(
+        "run",
+        (
+            Column("RUN"),
+            Column("LATEST", right=True),
+            Column("CREATED", shrink=Shrink.TIME),
+            Column("AGE", right=True),
+        ),
+        _run_row,
+    )
 )
 _CHECKPOINTS: Final = Listing(
-    noun="checkpoint",
-    row=_checkpoint_row,
-    columns=(
-        Column("STEP", right=True),
-        Column("COMMITTED", shrink=Shrink.TIME, is_minor=True),
-        Column("AGE", right=True),
-        Column("SIZE", right=True),
-        Column("LEAVES", right=True, is_minor=True),
-        Column("TAGS", shrink=Shrink.END),
-        Column("PINNED", shrink=Shrink.END),
-        Column("LABELS", shrink=Shrink.END),
+    Table(
+        "checkpoint",
+        (
+            Column("STEP", right=True),
+            Column("COMMITTED", shrink=Shrink.TIME, is_minor=True),
+            Column("AGE", right=True),
+            Column("SIZE", right=True),
+            Column("LEAVES", right=True, is_minor=True),
+            Column("TAGS", shrink=Shrink.END),
+            Column("PINNED", shrink=Shrink.END),
+            Column("LABELS", shrink=Shrink.END),
+        ),
+        _checkpoint_row,
     ),
     document=lambda tagged: json_value(tagged.checkpoint) | {"tags": tagged.tags},
     metrics=lambda tagged: tagged.checkpoint.metrics,
 )
 _FOREIGN: Final["Listing[ForeignInfo]"] = Listing(
-    noun="checkpoint",
-    row=lambda checkpoint: (
-        str(checkpoint.step),
-        _moment_text(checkpoint.create_time),
-        age_text(checkpoint.create_time, datetime.now(UTC)),
-        size_text(checkpoint.size_bytes),
-        str(checkpoint.leaf_count),
-        _labels_text(checkpoint.labels),
+    Table(
+        "checkpoint",
+        (
+            Column("STEP", right=True),
+            Column("WRITTEN", shrink=Shrink.TIME, is_minor=True),
+            Column("AGE", right=True),
+            Column("SIZE", right=True),
+            Column("LEAVES", right=True, is_minor=True),
+            Column("LABELS", shrink=Shrink.END),
+        ),
+        lambda checkpoint: (
+            str(checkpoint.step),
+            _moment_text(checkpoint.create_time),
+            age_text(checkpoint.create_time, datetime.now(UTC)),
+            size_text(checkpoint.size_bytes),
+            str(checkpoint.leaf_count),
+            _labels_text(checkpoint.labels),
+        ),
     ),
     metrics=lambda checkpoint: checkpoint.metrics,
-    columns=(
-        Column("STEP", right=True),
-        Column("WRITTEN", shrink=Shrink.TIME, is_minor=True),
-        Column("AGE", right=True),
-        Column("SIZE", right=True),
-        Column("LEAVES", right=True, is_minor=True),
-        Column("LABELS", shrink=Shrink.END),
-    ),
 )
 _DELETED: Final["Listing[Checkpoint]"] = Listing(
-    noun="deleted checkpoint",
-    row=lambda checkpoint: (
-        str(checkpoint.step),
-        _moment_text(checkpoint.delete_time),
-        _moment_text(checkpoint.purge_time),
-        size_text(checkpoint.size_bytes),
-        _labels_text(checkpoint.labels),
+    Table(
+        "deleted checkpoint",
+        (
+            Column("STEP", right=True),
+            Column("DELETED", shrink=Shrink.TIME),
+            Column("PURGE", shrink=Shrink.TIME),
+            Column("SIZE", right=True),
+            Column("LABELS", shrink=Shrink.END),
+        ),
+        lambda checkpoint: (
+            str(checkpoint.step),
+            _moment_text(checkpoint.delete_time),
+            _moment_text(checkpoint.purge_time),
+            size_text(checkpoint.size_bytes),
+            _labels_text(checkpoint.labels),
+        ),
     ),
     metrics=lambda checkpoint: checkpoint.metrics,
-    columns=(
-        Column("STEP", right=True),
-        Column("DELETED", shrink=Shrink.TIME),
-        Column("PURGE", shrink=Shrink.TIME),
-        Column("SIZE", right=True),
-        Column("LABELS", shrink=Shrink.END),
-    ),
 )
-_LEAVES: Final["Listing[LeafInfo]"] = Listing(
-    noun="leaf",
-    row=lambda leaf: (
-        key_text(leaf),
-        dtype_text(leaf),
-        shape_text(leaf),
-        size_text(leaf.size_bytes),
-        str(leaf.chunk_count),
-    ),
-    columns=(
-        Column("KEY", shrink=Shrink.PREFIX),
-        Column("DTYPE"),
-        Column("SHAPE"),
-        Column("SIZE", right=True),
-        Column("CHUNKS", right=True),
-    ),
-)
+_LEAVES: Final = Listing(LEAVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

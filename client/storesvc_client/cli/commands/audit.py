@@ -14,6 +14,7 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
+from storesvc_client._views.tables import Column, Shrink, Table
 from storesvc_client._views.texts import ABSENT, count_text, printable, time_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
@@ -24,7 +25,7 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, Shrink, print_note
+from storesvc_client.cli.output import Listing, print_note
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
@@ -62,16 +63,18 @@ def _row(entry: "AuditEntry") -> tuple[str, ...]:
 
 
 LISTING: Final["Listing[AuditEntry]"] = Listing(
-    noun="entry",
-    row=_row,
-    columns=(
-        Column("TIME", shrink=Shrink.TIME),
-        Column("PRINCIPAL"),
-        Column("STAGE"),
-        Column("METHOD"),
-        Column("OBJECT", shrink=Shrink.PREFIX),
-        Column("REASON", shrink=Shrink.END),
-    ),
+    Table(
+        "entry",
+        (
+            Column("TIME", shrink=Shrink.TIME),
+            Column("PRINCIPAL"),
+            Column("STAGE"),
+            Column("METHOD"),
+            Column("OBJECT", shrink=Shrink.PREFIX),
+            Column("REASON", shrink=Shrink.END),
+        ),
+        _row,
+    )
 )
 
 

@@ -6,19 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._views.tables import Column, Shrink
 from storesvc_client._views.texts import printable, size_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import (
-    Column,
-    Shrink,
-    print_fields,
-    print_json,
-    print_note,
-    print_table,
-)
+from storesvc_client.cli.output import print_fields, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from storesvc_client import Quota

@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from storesvc.format.names import InvalidNameError
+from storesvc_client._views.tables import Column, Shrink, Table
 from storesvc_client._views.texts import ABSENT
 from storesvc_client.cli.arguments import json_option, store_target
 from storesvc_client.cli.completion import complete_context
@@ -20,7 +21,7 @@ from storesvc_client.cli.contexts import (
     write_config,
 )
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, Shrink, print_json
+from storesvc_client.cli.output import Listing, print_json
 
 _FILE: Final = click.Path(
     exists=True, dir_okay=False, resolve_path=True, path_type=Path
@@ -121,14 +122,16 @@ def list_contexts(*, as_json: bool) -> None:
         )
         return
     listing: Listing[Context] = Listing(
-        noun="context",
-        columns=(
-            Column(""),
-            Column("NAME"),
-            Column("STORE"),
-            Column("OPTIONS", shrink=Shrink.END),
-        ),
-        row=lambda context: _row(context, is_current=context.name == found.current),
+        Table(
+            "context",
+            (
+                Column(""),
+                Column("NAME"),
+                Column("STORE"),
+                Column("OPTIONS", shrink=Shrink.END),
+            ),
+            lambda context: _row(context, is_current=context.name == found.current),
+        )
     )
     contexts = [found.contexts[name] for name in sorted(found.contexts)]
     listing.show(contexts, as_json=False)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._views.texts import ABSENT, time_text
+from storesvc_client._views.tables import HOLDS
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, Shrink, print_json, print_note
+from storesvc_client.cli.output import Listing, print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import DataLossError, HoldInfo, Run
+    from storesvc_client import DataLossError, Run
 
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
 """Signals that a terminal sends to all processes in its foreground."""
@@ -104,21 +104,7 @@ def _is_in_foreground() -> bool:
 _DEFAULT_TTL: Final = timedelta(minutes=10)
 
 
-_HOLDS: Final["Listing[HoldInfo]"] = Listing(
-    noun="hold",
-    row=lambda hold: (
-        hold.id,
-        str(hold.step),
-        hold.owner or ABSENT,
-        time_text(hold.expire_time),
-    ),
-    columns=(
-        Column("HOLD"),
-        Column("STEP", right=True),
-        Column("OWNER", shrink=Shrink.END),
-        Column("EXPIRES", shrink=Shrink.TIME),
-    ),
-)
+_HOLDS: Final = Listing(HOLDS)
 
 
 @click.command()

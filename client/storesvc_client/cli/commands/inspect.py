@@ -2,17 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
+from storesvc_client._views.tables import DIFFERENCES, ITEM_DIFFERENCES
 from storesvc_client._views.texts import (
-    ABSENT,
     count_text,
     printable,
     size_text,
-    sizes_text,
-    value_text,
 )
 from storesvc_client.cli.arguments import (
     expand_option,
@@ -24,14 +22,7 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import (
-    SAME,
-    Column,
-    Shrink,
-    json_value,
-    print_json,
-    print_table,
-)
+from storesvc_client.cli.output import json_value, print_json, print_table
 from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, is_foreign
 from storesvc_client.cli.places import StorePart
 
@@ -39,7 +30,6 @@ if TYPE_CHECKING:
     from storesvc_client import (
         Client,
         Diff,
-        LeafDifference,
         Verification,
     )
     from storesvc_client._foreign.comparison import Comparison
@@ -102,22 +92,6 @@ def _verify(client: "Client", path: CheckpointPath) -> "Verification":
         return run.verify(checkpoint.step, progress=show)
 
 
-_COLUMNS: Final = (
-    Column("KEY", shrink=Shrink.PREFIX),
-    Column("WHAT"),
-    Column("BEFORE"),
-    Column("AFTER", shrink=Shrink.END),
-    Column("CHUNKS", right=True),
-)
-
-_ITEM_COLUMNS: Final = (
-    Column("ITEM"),
-    Column("WHAT"),
-    Column("BEFORE"),
-    Column("AFTER"),
-)
-
-
 @click.command()
 @click.argument(
     "before",
@@ -176,18 +150,10 @@ def diff(
         print_json(found)
         return
     if found.differences:
-        print_table(_COLUMNS, map(_row, found.differences), expand=expand)
+        rows = map(DIFFERENCES.row, found.differences)
+        print_table(DIFFERENCES.columns, rows, expand=expand)
     if found.items:
-        items = (
-            (
-                item.place,
-                item.kind,
-                value_text(item.base_value_kind, item.base_size_bytes),
-                value_text(item.value_kind, item.size_bytes),
-            )
-            for item in found.items
-        )
-        print_table(_ITEM_COLUMNS, items)
+        print_table(ITEM_DIFFERENCES.columns, map(ITEM_DIFFERENCES.row, found.items))
     click.echo(_sums(found))
 
 
@@ -206,25 +172,6 @@ def _compare_elements(
     ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))
-
-
-def _row(leaf: "LeafDifference") -> tuple[str, ...]:
-    chunks = str(leaf.chunk_count)
-    if leaf.kind == "content":
-        chunks = f"{leaf.changed_chunk_count} of {chunks}"
-    before = _array_text(leaf.base_dtype, leaf.base_shape)
-    after = _array_text(leaf.dtype, leaf.shape)
-    return (
-        leaf.key or "''",
-        leaf.kind,
-        before,
-        SAME if after == before else after,
-        chunks,
-    )
-
-
-def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
-    return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
 
 
 def _sums(found: "Diff | Comparison") -> str:

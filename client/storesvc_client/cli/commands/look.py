@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from storesvc_client._views.tables import Column, Shrink
 from storesvc_client._views.texts import (
     Line,
     Node,
@@ -32,14 +33,7 @@ from storesvc_client.cli.completion import (
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.leaf_selection import Selection, select_leaves, unread_notes
-from storesvc_client.cli.output import (
-    Column,
-    Shrink,
-    json_value,
-    print_json,
-    print_note,
-    print_table,
-)
+from storesvc_client.cli.output import json_value, print_json, print_note, print_table
 from storesvc_client.cli.parent_details import View, read_view
 from storesvc_client.cli.paths import (
     CheckpointPath,
@@ -289,4 +283,4 @@ def _absence(
     """
     if isinstance(path, NamespacePath) and not isinstance(source, ForeignStore):
         check_namespace(source, path.namespace)
-    return selection.absence() if selection else f"no {plural(view.listing.noun)}"
+    return selection.absence() if selection else f"no {plural(view.listing.table.noun)}"

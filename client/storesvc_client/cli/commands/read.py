@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client._views.tables import Column, Shrink
 from storesvc_client._views.texts import (
     ABSENT,
     count_text,
@@ -28,13 +29,7 @@ from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.encoded_text import echo_data, encode_leaf
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.leaf_selection import Selection, select_leaves
-from storesvc_client.cli.output import (
-    Column,
-    Shrink,
-    json_value,
-    print_json,
-    print_table,
-)
+from storesvc_client.cli.output import json_value, print_json, print_table
 from storesvc_client.cli.paths import ForeignOptions, LeafPath
 
 if TYPE_CHECKING:

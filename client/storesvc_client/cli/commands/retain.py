@@ -2,33 +2,20 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._views.texts import ABSENT, plural, size_text, time_text
+from storesvc_client._views.tables import DECISIONS
+from storesvc_client._views.texts import plural, size_text, time_text
 from storesvc_client.cli.arguments import duration, json_option, run_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import (
-    Column,
-    Shrink,
-    json_value,
-    print_json,
-    print_note,
-    print_table,
-)
+from storesvc_client.cli.output import json_value, print_json, print_note, print_table
 from storesvc_client.cli.paths import RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import RetentionDecision, RetentionPolicy, Run
-
-_COLUMNS: Final = (
-    Column("STEP", right=True),
-    Column("KEPT"),
-    Column("WHY", shrink=Shrink.END),
-    Column("OWN BYTES", right=True),
-)
 
 
 def policy(text: str) -> "RetentionPolicy":
@@ -183,16 +170,7 @@ def _print_decisions(
         print_json(decisions)
         return
     if decisions:
-        rows = (
-            (
-                str(decision.step),
-                "yes" if decision.kept else "no",
-                "; ".join(decision.reasons) or ABSENT,
-                size_text(decision.own_bytes),
-            )
-            for decision in decisions
-        )
-        print_table(_COLUMNS, rows)
+        print_table(DECISIONS.columns, map(DECISIONS.row, decisions))
     deleted = [decision for decision in decisions if not decision.kept]
     own = size_text(sum(decision.own_bytes for decision in deleted))
     print_note(

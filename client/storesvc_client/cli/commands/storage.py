@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from storesvc_client._views.tables import Column, Shrink
 from storesvc_client._views.texts import ABSENT, size_text
 from storesvc_client.cli.arguments import any_path, duration, json_option, parent_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.output import (
-    Column,
-    Shrink,
     json_value,
     print_fields,
     print_json,

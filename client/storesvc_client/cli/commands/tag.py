@@ -7,33 +7,19 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc.format.names import InvalidNameError, check_tag
-from storesvc_client._views.texts import time_text
+from storesvc_client._views.tables import TAGS
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli.completion import Part, complete_path, complete_tag
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, Shrink, print_json
+from storesvc_client.cli.output import Listing, print_json
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import DataLossError, Tag
+    from storesvc_client import DataLossError
 
 
-_TAGS: Final["Listing[Tag]"] = Listing(
-    noun="tag",
-    row=lambda tag: (
-        tag.name,
-        str(tag.step),
-        time_text(tag.update_time),
-        "yes" if tag.protected else "no",
-    ),
-    columns=(
-        Column("TAG"),
-        Column("STEP", right=True),
-        Column("SET", shrink=Shrink.TIME),
-        Column("PROTECTED"),
-    ),
-)
+_TAGS: Final = Listing(TAGS)
 
 
 def tag_name(text: str) -> str:

@@ -4,54 +4,20 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import click
 
-from storesvc_client._views.texts import ABSENT, time_text
+from storesvc_client._views.tables import UPLOADS, UPLOADS_BY_RUN
 from storesvc_client.cli.arguments import json_option, parent_path
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Column, Listing, Shrink, print_json
+from storesvc_client.cli.output import Listing, print_json
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, DataLossError, Run, UploadInfo
+    from storesvc_client import Client, DataLossError, Run
 
 
-_SHOWN: Final = 4
-"""Maximum writers that one row names."""
-
-
-def _row(upload: "UploadInfo") -> tuple[str, ...]:
-    writers = upload.unfinished_writers
-    named = ", ".join(map(str, writers[:_SHOWN]))
-    return (
-        upload.id,
-        str(upload.step),
-        time_text(upload.create_time),
-        time_text(upload.renew_time),
-        f"{upload.finished_writer_count} of {upload.writer_count}",
-        f"{named}, ..." if len(writers) > _SHOWN else named,
-        upload.owner or ABSENT,
-    )
-
-
-_OF_RUN: Final = Listing(
-    noun="upload",
-    row=_row,
-    columns=(
-        Column("UPLOAD"),
-        Column("STEP", right=True),
-        Column("BEGAN", shrink=Shrink.TIME),
-        Column("RENEWED", shrink=Shrink.TIME),
-        Column("WRITERS"),
-        Column("WAITS FOR"),
-        Column("OWNER", shrink=Shrink.END),
-    ),
-)
-_OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
-    noun="upload",
-    row=lambda upload: (upload.run, *_row(upload)),
-    columns=(Column("RUN"), *_OF_RUN.columns),
-)
+_OF_RUN: Final = Listing(UPLOADS)
+_OF_RUNS: Final = Listing(UPLOADS_BY_RUN)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""What is restored has the type of what it is restored like.
+"""A type checker knows the type of a restored state: that of ``like=`` or ``init``.
 
 ``make types`` checks each ``assert_type``; here the same calls run.
 """

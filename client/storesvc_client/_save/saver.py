@@ -301,7 +301,8 @@ class RunSaver:
             self._connection.check_open()
             request.check(place)
             snapshot, if_busy = request.snapshot, request.if_busy
-            assert snapshot is not None and if_busy is not None  # as checked  # noqa: PT018
+            assert snapshot is not None  # as checked
+            assert if_busy is not None
             base = request.base
             description = checked_description(
                 self._name,

@@ -1,5 +1,5 @@
 """I12: every call of the contract is cancelled at each of its suspensions, once, or
-again while it cleans up."""
+again while it cleans up, or as what it waits for comes."""
 
 import tempfile
 from functools import partial
@@ -20,17 +20,24 @@ def cancels() -> Outcome:
             before = outcome.points
             with CancellingServer(Path(directory, name)) as server:
                 for make in ways:
-                    for times in (1, 2):
-                        _cancel(outcome, server, make, times)
+                    for times, is_late in ((1, False), (2, False), (1, True)):
+                        _cancel(outcome, server, make, times, is_late=is_late)
             points.append(f"{name} {outcome.points - before}")
     outcome.note = ", ".join(points)
     return outcome
 
 
-def _cancel(outcome: Outcome, server: CancellingServer, make: Make, times: int) -> None:
+def _cancel(
+    outcome: Outcome,
+    server: CancellingServer,
+    make: Make,
+    times: int,
+    *,
+    is_late: bool,
+) -> None:
     prepare = partial(_prepared, server.address, make)
-    what = f"{make.__name__} cancelled" + (" twice" if times == 2 else "")
-    for number, lost in server.sweep(prepare, times=times):
+    what = f"{make.__name__} cancelled" + " twice" * (times == 2) + " late" * is_late
+    for number, lost in server.sweep(prepare, times=times, is_late=is_late):
         try:
             check_save(server.address)
         except grpc.RpcError as e:

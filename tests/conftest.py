@@ -66,8 +66,7 @@ def pytest_collection_finish() -> None:
     """Keeps the modules and the collected tests out of the garbage collections to come,
     and makes these rarer: they take a tenth of the suite's time otherwise."""
     gc.freeze()
-    if not FULL:  # some slow tests look at files that only a collection closes
-        gc.set_threshold(10_000, 5, 5)  # memory grows with fewer full ones
+    gc.set_threshold(10_000, 5, 5)  # memory grows with fewer full ones
 
 
 def _use_memory_for_files(config: pytest.Config) -> None:

@@ -146,6 +146,11 @@ class FileThreads:
             call.deadline = loop.call_later(seconds, self._expire, call)
         try:
             return await result
+        except asyncio.CancelledError:
+            # The result may have come in the same turn of the loop as the cancellation.
+            if not result.cancelled() and result.exception() is None:
+                _discard(call, result.result())
+            raise
         finally:
             with self._changed:
                 if call.deadline is not None and not call.is_running:
@@ -254,7 +259,13 @@ def _end(call: _Call[Any], result: Any, error: BaseException | None) -> None:
             call.result.set_result(result)
         else:
             call.result.set_exception(error)
-    elif error is None and call.discard is not None:
+    elif error is None:
+        _discard(call, result)
+
+
+def _discard(call: _Call[T], result: T) -> None:
+    """Ends a result that the caller no longer waits for."""
+    if call.discard is not None:
         threading.Thread(target=call.discard, args=(result,), daemon=True).start()
 
 

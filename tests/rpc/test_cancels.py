@@ -46,7 +46,21 @@ def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
     check_save(server.address)
 
 
+@pytest.mark.parametrize("make", [write_chunks, write_within_a_chunk])
+def test_chunks_whose_cancellation_comes_with_a_result_hold_nothing(
+    server: CancellingServer, make: Make
+) -> None:
+    points = list(
+        server.sweep(lambda: make(Saved(server.address)), times=1, is_late=True)
+    )
+
+    assert [] == [point for point in points if point[1]]
+    assert len(points) > 10
+    check_save(server.address)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -64,11 +78,15 @@ def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
     ),
 )
 def test_a_call_that_is_cancelled_holds_nothing(
-    server: CancellingServer, name: str
+    server: CancellingServer, name: str, is_late: bool
 ) -> None:
     (make,) = CALLS[name]
 
-    points = list(server.sweep(lambda: make(Saved(server.address)), times=1, stride=3))
+    points = list(
+        server.sweep(
+            lambda: make(Saved(server.address)), times=1, stride=3, is_late=is_late
+        )
+    )
 
     assert [] == [point for point in points if point[1]]
     assert points

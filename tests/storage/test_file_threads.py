@@ -166,6 +166,25 @@ def test_a_result_after_the_deadline_is_discarded() -> None:
     with_hanging(main)
 
 
+def test_a_result_that_arrives_with_the_cancellation_is_discarded() -> None:
+    discarded = threading.Event()
+
+    async def main() -> None:
+        threads = FileThreads("file:///store")
+        call = asyncio.ensure_future(
+            threads.run("a", lambda: 1, seconds=60, discard=lambda _: discarded.set())
+        )
+        await asyncio.sleep(0)  # the call is submitted
+        while not threads._idle:  # its result is on the way to this loop
+            time.sleep(SOON)  # noqa: ASYNC251 - the loop must not see the result yet
+        asyncio.get_running_loop().call_soon(call.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await becomes_true(discarded.is_set)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_a_call_that_hangs_past_the_deadline_is_abandoned() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         call = asyncio.ensure_future(threads.run("a", hanging, seconds=SOON * 4))

@@ -2,8 +2,9 @@
 
 A call may be cancelled between any two steps, as its client dies or its deadline
 passes. The server here runs on an event loop that counts the suspensions of a call and
-of the tasks that it starts, and cancels the call at one of them. After that all state
-that calls share must be as it was before.
+of the tasks that it starts, and cancels the call at one of them: as it begins to wait,
+or late, when what it waits for has come, but before the call sees it. After that all
+state that calls share must be as it was before.
 """
 
 import asyncio
@@ -44,15 +45,18 @@ Start = Callable[[], Started]
 class Cancellation:
     """Cancels the next call of a server at its n-th suspension."""
 
-    def __init__(self, number: int, times: int) -> None:
+    def __init__(self, number: int, times: int, *, is_late: bool = False) -> None:
         """Waits for the call.
 
         Args:
             number: Number of the suspension; the first is 1.
             times: Number of cancels, at consecutive suspensions: the second one hits
                 the call while it cleans up.
+            is_late: Cancels when what the suspension waits for has come, in the same
+                turn of the loop: the call never sees it.
         """
         self._numbers = range(number, number + times)
+        self._is_late = is_late
         self._count = 0
         self._call: asyncio.Task[Any] | None = None
         self.tasks: list[asyncio.Task[Any]] = []
@@ -68,12 +72,25 @@ class Cancellation:
         """Notes that the call begins."""
         self._call = call
 
-    def suspended(self) -> None:
-        """Notes that the call, or a task of it, is suspended."""
+    def suspended(self, awaited: "asyncio.Future[Any] | None") -> None:
+        """Notes that the call, or a task of it, is suspended.
+
+        Args:
+            awaited: What it waits for; None: for the next turn of the loop.
+        """
         self._count += 1
-        if self._count in self._numbers and self._call is not None:
-            self._call.get_loop().call_soon(self._call.cancel)
-            self.was_reached.set()
+        if self._count not in self._numbers or self._call is None:
+            return
+        if self._is_late and awaited is not None:
+            # Before the task's own callback, which is added after the suspension.
+            awaited.add_done_callback(lambda _: self._cancel())
+        else:
+            self._call.get_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._call is not None
+        self._call.cancel()
+        self.was_reached.set()
 
 
 _current: ContextVar[Cancellation | None] = ContextVar("_current", default=None)
@@ -88,12 +105,12 @@ class _Counted(Coroutine[Any, Any, Any]):
 
     def send(self, value: Any) -> Any:
         found = self._inner.send(value)
-        self._cancellation.suspended()
+        self._cancellation.suspended(found)
         return found
 
     def throw(self, *error: Any) -> Any:
         found = self._inner.throw(*error)
-        self._cancellation.suspended()
+        self._cancellation.suspended(found)
         return found
 
     def close(self) -> None:
@@ -113,7 +130,12 @@ class CancellingServer(ThreadServer):
         self.loop.set_task_factory(self._task)
 
     def sweep(
-        self, start: Callable[[], Start], *, times: int, stride: int = 1
+        self,
+        start: Callable[[], Start],
+        *,
+        times: int,
+        stride: int = 1,
+        is_late: bool = False,
     ) -> Iterator[tuple[int, list[str]]]:
         """Cancels a call at each suspension until it ends before; yields the number of
         each suspension, and the resources that are not released after it.
@@ -122,17 +144,22 @@ class CancellingServer(ThreadServer):
             start: Prepares a call.
             times: Number of cancels of each call.
             stride: Step between the suspensions.
+            is_late: See `Cancellation`.
         """
         number = 1
-        while (found := self._cancelled(start(), number, times)) is not None:
+        while (
+            found := self._cancelled(
+                start(), Cancellation(number, times, is_late=is_late)
+            )
+        ) is not None:
             yield number, found
             number += stride
 
-    def _cancelled(self, start: Start, number: int, times: int) -> list[str] | None:
+    def _cancelled(self, start: Start, cancellation: Cancellation) -> list[str] | None:
         """Cancels a call; returns the resources that it does not release, or None if it
         ended before that suspension."""
         locks = self.run(_locks())
-        self._next = cancellation = Cancellation(number, times)
+        self._next = cancellation
         started = start()
         threading.Thread(
             target=_cancel_when, args=(cancellation.was_reached, started), daemon=True

@@ -34,9 +34,8 @@ from typing import Any, Final
 
 from cachetools import TTLCache
 
-from storesvc.access.call import Call
-from storesvc.access.policy import Permission, Resource
-from storesvc.access.rpcs import Effect, rpcs_with
+from storesvc.auth.call import Call, Effect, rpcs_with
+from storesvc.auth.policy import Permission, Resource
 from storesvc.errors import (
     AuditUnavailableError,
     IdentityRequiredError,

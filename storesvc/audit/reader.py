@@ -36,8 +36,8 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Final, Self, TypeVar
 
-from storesvc.access.policy import AllRuns, Authentication, Namespace, Resource, SomeRun
 from storesvc.audit.log import AuditLog
+from storesvc.auth.policy import AllRuns, Authentication, Namespace, Resource, SomeRun
 from storesvc.errors import AuditUnavailableError, InvalidPageTokenError
 from storesvc.format.audit_chain import REOPENED, STARTED, TORN
 from storesvc.format.names import InvalidNameError, RunName

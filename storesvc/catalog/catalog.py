@@ -31,7 +31,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Final, TypeVar
 
-from storesvc.access.call import may_list
+from storesvc.auth.call import may_list
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog.records import (
     corrupted_in_transit,

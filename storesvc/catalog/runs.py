@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
-from storesvc.access.call import principal_name
+from storesvc.auth.call import principal_name
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import read_record, record_etag, timestamp, write_record
 from storesvc.catalog.slots import check_etag, is_repeated

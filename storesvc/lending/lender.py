@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from storesvc.access.call import principal_name
+from storesvc.auth.call import principal_name
+from storesvc.auth.policy_file import Lending
 from storesvc.clock import Clock, SystemClock
 from storesvc.errors import (
     InvalidFieldError,
@@ -38,20 +39,6 @@ from storesvc.storage.requests import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lending:
-    """Limits of the credentials that a server lends, as the policy file has them."""
-
-    lifetime: timedelta = timedelta(hours=1)
-    """Maximum time until clients renew a credential. The provider may end it sooner."""
-    gcs: bool = False
-    """True to lend for a bucket on Google Cloud Storage."""
-    s3_role_arn: str = ""
-    """Role to assume for a bucket on S3; empty: lends none there."""
-    s3_sts_endpoint: str = ""
-    """URL of the token service of S3; empty: the default of AWS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

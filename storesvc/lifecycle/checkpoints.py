@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
-from storesvc.access.call import principal_name
+from storesvc.auth.call import principal_name
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
-from storesvc.access import call as access
-from storesvc.access.policy import Permission
+from storesvc.auth import call as access
+from storesvc.auth.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import (

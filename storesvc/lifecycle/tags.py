@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from storesvc.access import call as access
-from storesvc.access.policy import Permission
+from storesvc.auth import call as access
+from storesvc.auth.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.journal import Journal

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Literal, TypeAlias
 
-from storesvc.access.call import Call, principal_name
-from storesvc.access.policy import Namespace, SomeRun
-from storesvc.access.rpcs import rpcs_with
+from storesvc.auth.call import Call, principal_name, rpcs_with
+from storesvc.auth.policy import Namespace, SomeRun
+from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import StoredBytes
@@ -39,28 +39,6 @@ from storesvc_proto.v1 import access_service_pb2 as access_api
 
 BURST_SECONDS: Final = 2.0
 """A rate may be exceeded by the calls of this time, after a pause as long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaRule:
-    """Maximum amounts; 0: unlimited."""
-
-    namespaces: tuple[str, ...] = ()
-    """Patterns of namespaces; empty: the rule of each principal."""
-    stored_bytes: int = 0
-    """Bytes that the checkpoints of a namespace store."""
-    stored_bytes_soft: int = 0
-    """Stored bytes above which the server warns."""
-    streams: int = 0
-    """Streams with data or tables at a time."""
-    watches: int = 0
-    """Watches at a time."""
-    uploads: int = 0
-    """Uploads that were begun and have not ended."""
-    bytes_in_flight: int = 0
-    """Memory for chunks that streams may hold in the server."""
-    requests_per_second: int = 0
-    """Calls that begin in a second."""
 
 
 def find_rule(rules: Iterable[QuotaRule], namespace: str) -> QuotaRule | None:

@@ -13,9 +13,9 @@ from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.access import call as access
-from storesvc.access.policy import Authentication, Permission
 from storesvc.audit.reader import AuditFilter, Bookmark, Entry, Stage, Unreadable
+from storesvc.auth import call as access
+from storesvc.auth.policy import Authentication, Permission
 from storesvc.catalog.records import timestamp
 from storesvc.errors import (
     AuditLogDisabledError,

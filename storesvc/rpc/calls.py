@@ -6,7 +6,7 @@ same is counted: messages without their five bytes of framing. Calls of methods 
 server does not have are counted as "other".
 
 `CallInterceptor` authenticates the caller, and sets the call for whatever runs in its
-task (`storesvc.access.call`). It fails a call that ended well without a check of its
+task (`storesvc.auth.call`). It fails a call that ended well without a check of its
 permissions, so that a handler that forgets one is a bug, not a hole.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, Final, cast
 import grpc
 import grpc.aio
 
-from storesvc.access.call import Call, current
-from storesvc.access.policy import ANONYMOUS, Principal
+from storesvc.auth.call import Call, current
+from storesvc.auth.policy import ANONYMOUS, Principal
 from storesvc.errors import IdentityRequiredError, TokenExpiredError
 from storesvc.rpc.methods import RULES, Open, Public
 from storesvc.rpc.security import Security

@@ -3,8 +3,8 @@
 ``RULES`` has each rpc; a test fails if one is missing, and a call without a rule is
 denied. The rules read the request alone. What depends on a record is checked where the
 record is read: that an upload, a hold or a protected tag is the caller's own
-(`storesvc.access.call`), and that an upload takes over another one. All other facts
-about an rpc are in `storesvc.access.rpcs`.
+(`storesvc.auth.call`), and that an upload takes over another one. All other facts
+about an rpc are in `storesvc.auth.call`.
 
 `ReadOnly` rejects each call that is not known to change nothing.
 """
@@ -19,9 +19,9 @@ from typing import Any, Final, TypeAlias
 import grpc
 import grpc.aio
 
-from storesvc.access import call as access
-from storesvc.access.policy import AllRuns, Namespace, Permission, Resource, SomeRun
-from storesvc.access.rpcs import RPCS, Effect
+from storesvc.auth import call as access
+from storesvc.auth.call import RPCS, Effect
+from storesvc.auth.policy import AllRuns, Namespace, Permission, Resource, SomeRun
 from storesvc.errors import InvalidFieldError, PermissionDeniedError, StorageDeniedError
 from storesvc.format.names import (
     CheckpointName,

@@ -23,7 +23,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
-from storesvc.access.rpcs import rpcs_with
+from storesvc.auth.call import rpcs_with
 from storesvc.errors import InvalidFieldError, LimitExceededError
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.grids import MAX_RANK

@@ -4,13 +4,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from storesvc.access.call import CallObserver
-from storesvc.access.policy import ANONYMOUS, LOCAL, Policy, Principal
 from storesvc.audit.reader import AuditReader
+from storesvc.auth.authenticator import is_local
+from storesvc.auth.call import CallObserver
+from storesvc.auth.policy import ANONYMOUS, LOCAL, Policy, Principal
+from storesvc.auth.policy_file import QuotaRule
 from storesvc.format.names import HoldName, UploadName
-from storesvc.identity.authenticator import is_local
 from storesvc.lending.lender import LentCredential
-from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.status import Context
 from storesvc_proto.v1 import access_service_pb2 as access_api
 

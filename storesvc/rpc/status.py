@@ -28,7 +28,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from storesvc import errors
-from storesvc.access.call import current
+from storesvc.auth.call import current
 from storesvc.errors import (
     InvalidFieldError,
     StalledError,

@@ -17,9 +17,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
-from storesvc.access import call as access
-from storesvc.access.call import require
-from storesvc.access.policy import Permission
+from storesvc.auth import call as access
+from storesvc.auth.call import require
+from storesvc.auth.policy import Permission
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.concurrency import FairSemaphore

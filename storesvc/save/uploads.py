@@ -21,8 +21,8 @@ from typing import Final
 
 from cachetools import LRUCache
 
-from storesvc.access import call as access
-from storesvc.access.policy import Permission
+from storesvc.auth import call as access
+from storesvc.auth.policy import Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import duration, read_record, timestamp, write_record

@@ -8,7 +8,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
-from storesvc.access.call import current
+from storesvc.auth.call import current
 from storesvc.format.names import parse_traceparent, upload_trace
 from storesvc.telemetry.events import parse_subject, scope
 

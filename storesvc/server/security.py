@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from storesvc.access.policy import Policy
 from storesvc.audit.log import AuditLog, AuditObserver
 from storesvc.audit.reader import AuditReader
+from storesvc.auth.authenticator import Authenticator
+from storesvc.auth.policy import Policy
+from storesvc.auth.policy_file import PolicyDocument, PolicyFile, QuotaRule
 from storesvc.errors import InvalidFieldError, StoreError
-from storesvc.identity.authenticator import Authenticator
-from storesvc.identity.policy_document import PolicyDocument, PolicyFile
 from storesvc.lending.lender import Lender
-from storesvc.quota.quotas import QuotaRule
 from storesvc.rpc.security import OPEN, Security
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as access_api

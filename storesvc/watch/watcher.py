@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeVar
 
-from storesvc.access.call import is_restricted, may, principal_name
-from storesvc.access.policy import Namespace, Permission
+from storesvc.auth.call import is_restricted, may, principal_name
+from storesvc.auth.policy import Namespace, Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired_token_error

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.policy import ROLES, Policy
 from storesvc.audit.log import AuditLog, AuditObserver
 from storesvc.audit.reader import (
     MAX_LINE_BYTES,
@@ -29,6 +28,7 @@ from storesvc.audit.reader import (
     Bookmark,
     Entry,
 )
+from storesvc.auth.policy import ROLES, Policy
 from storesvc.errors import AuditUnavailableError
 from storesvc.format.audit_chain import FIRST, line_digest, make_line
 from storesvc.rpc import paging

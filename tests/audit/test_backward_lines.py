@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.access.policy import AllRuns, Authentication, Namespace, Resource
 from storesvc.audit.reader import (
     OLD_IN_A_ROW,
     AuditFilter,
@@ -20,6 +19,7 @@ from storesvc.audit.reader import (
     Unreadable,
     parse_line,
 )
+from storesvc.auth.policy import AllRuns, Authentication, Namespace, Resource
 from storesvc.format.names import RunName
 
 TIME = "2026-11-24T07:55:00.123456789Z"

@@ -17,7 +17,7 @@ from storesvc.rpc import calls
 from storesvc.server.security import make_security
 from storesvc_client._rpc import tokens
 from storesvc_client._rpc.tokens import parse_expiry
-from tests.identity.test_tokens import POLICY, Served
+from tests.auth.test_tokens import POLICY, Served
 from tests.support.faulty_server import serving
 from tests.support.tokens import encoded, issuing
 

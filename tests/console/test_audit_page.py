@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.policy import Authentication, Principal
 from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
+from storesvc.auth.policy import Authentication, Principal
 from storesvc.format.audit_chain import FIRST, make_line
 from storesvc.rpc.security import OPEN, Security
 from storesvc_client.console import rendering

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.policy import Authentication, Principal
+from storesvc.auth.policy import Authentication, Principal
 from storesvc.rpc.security import Security
 from tests.console.served import ServedConsole
 from tests.support.command_line import printed

@@ -7,16 +7,16 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from storesvc.access.policy import (
+from storesvc.auth.policy import (
     ANONYMOUS,
     LOCAL,
     Authentication,
     Permission,
     Principal,
 )
+from storesvc.auth.policy_file import parse
+from storesvc.auth.tokens import make_principal
 from storesvc.format.names import RunName
-from storesvc.identity.policy_document import parse
-from storesvc.identity.tokens import make_principal
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES

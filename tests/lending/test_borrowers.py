@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from storesvc.access.policy import Authentication, Binding, Policy, Principal
+from storesvc.auth.policy import Authentication, Binding, Policy, Principal
 from storesvc.rpc.security import Security
 from storesvc.rpc.status import Context
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api

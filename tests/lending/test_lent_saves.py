@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.lending.lender import Lending
+from storesvc.auth.policy_file import Lending
 from storesvc_client._save import direct as data_files
 from storesvc_client._storage import objects
 from storesvc_proto.v1 import access_service_pb2 as access_api

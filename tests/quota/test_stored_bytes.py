@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import quotas
-from storesvc.quota.quotas import QuotaRule, Quotas
+from storesvc.quota.quotas import Quotas
 from storesvc.server.security import make_security
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame

@@ -44,8 +44,8 @@ import pytest
 import storesvc_client as store
 from benchmarks.__main__ import OTHERS
 from benchmarks.speed.works import WORKS
-from storesvc.access.policy import ROLES, Permission
-from storesvc.identity.policy_document import parse as parse_policy_file
+from storesvc.auth.policy import ROLES, Permission
+from storesvc.auth.policy_file import parse as parse_policy_file
 from storesvc_client._export.elements import parse_table
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS

@@ -9,7 +9,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from storesvc.access.policy import ROLES, Policy
+from storesvc.auth.policy import ROLES, Policy
 from storesvc.rpc.methods import RULES
 from storesvc.rpc.registry import SERVICES
 from storesvc.telemetry.events import CallEnded, Event, subscribe, unsubscribe

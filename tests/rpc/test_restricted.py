@@ -12,8 +12,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from storesvc.access.call import current, may
-from storesvc.access.policy import (
+from storesvc.auth.call import current, may
+from storesvc.auth.policy import (
     AllRuns,
     Authentication,
     Permission,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.access.rpcs import Effect, rpcs_with
+from storesvc.auth.call import Effect, rpcs_with
 from storesvc_proto.v1 import (
     access_service_pb2,
     checkpoint_service_pb2,

@@ -16,7 +16,8 @@ from obstore.exceptions import GenericError
 from obstore.store import GCSStore, S3Store
 
 import storesvc_client as store
-from storesvc.lending.lender import Lender, Lending
+from storesvc.auth.policy_file import Lending
+from storesvc.lending.lender import Lender
 from storesvc.rpc.security import OPEN, Security
 from storesvc.server import app, embedded
 from storesvc.storage.location import storage_at

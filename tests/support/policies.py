@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from storesvc.access.policy import ANONYMOUS, Authentication, Binding, Policy, Principal
 from storesvc.audit.reader import AuditReader
+from storesvc.auth.policy import ANONYMOUS, Authentication, Binding, Policy, Principal
 from storesvc.rpc.security import Security
 from tests.support.faulty_server import serving
 

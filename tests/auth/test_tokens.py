@@ -19,9 +19,9 @@ from joserfc import jws
 from joserfc.jwk import RSAKey
 
 import storesvc_client as store
+from storesvc.auth import tokens
+from storesvc.auth.tokens import MAX_TOKEN_BYTES, make_principal
 from storesvc.errors import InvalidTokenError
-from storesvc.identity import tokens
-from storesvc.identity.tokens import MAX_TOKEN_BYTES, make_principal
 from storesvc.server.security import make_security
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub

@@ -24,11 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from storesvc.access.policy import ALL_RUNS, GROUP, LOCAL, ROLES, Binding, Policy
+from storesvc.auth.policy import ALL_RUNS, GROUP, LOCAL, ROLES, Binding, Policy
+from storesvc.auth.tokens import DEFAULT_ALGORITHMS, Issuer
 from storesvc.errors import InvalidFieldError
-from storesvc.identity.tokens import DEFAULT_ALGORITHMS, Issuer
-from storesvc.lending.lender import Lending
-from storesvc.quota.quotas import QuotaRule
 from storesvc.storage.config_files import FileCheck, file_state, read_file
 from storesvc.storage.location import shows_plaintext
 
@@ -44,6 +42,42 @@ _PART: Final = re.compile(r"[A-Za-z0-9._*?\[\]!-]+")
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9-]*:")
 _ISSUER_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _RESERVED: Final = ("local", "group:", "spiffe:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaRule:
+    """Maximum amounts; 0: unlimited."""
+
+    namespaces: tuple[str, ...] = ()
+    """Patterns of namespaces; empty: the rule of each principal."""
+    stored_bytes: int = 0
+    """Bytes that the checkpoints of a namespace store."""
+    stored_bytes_soft: int = 0
+    """Stored bytes above which the server warns."""
+    streams: int = 0
+    """Streams with data or tables at a time."""
+    watches: int = 0
+    """Watches at a time."""
+    uploads: int = 0
+    """Uploads that were begun and have not ended."""
+    bytes_in_flight: int = 0
+    """Memory for chunks that streams may hold in the server."""
+    requests_per_second: int = 0
+    """Calls that begin in a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lending:
+    """Limits of the credentials that a server lends."""
+
+    lifetime: timedelta = timedelta(hours=1)
+    """Maximum time until clients renew a credential. The provider may end it sooner."""
+    gcs: bool = False
+    """True to lend for a bucket on Google Cloud Storage."""
+    s3_role_arn: str = ""
+    """Role to assume for a bucket on S3; empty: lends none there."""
+    s3_sts_endpoint: str = ""
+    """URL of the token service of S3; empty: the default of AWS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import URLError
 
-from storesvc.access.policy import Authentication, Principal
+from storesvc.auth.policy import Authentication, Principal
 from storesvc.errors import (
     InvalidTokenError,
     IssuerUnreachableError,

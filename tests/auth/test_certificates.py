@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from storesvc.auth.authenticator import certificate_principal
 from storesvc.errors import InvalidCertificateError
-from storesvc.identity.authenticator import certificate_principal
 from tests.support.certificates import Authority
 
 

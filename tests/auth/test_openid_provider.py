@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from joserfc.jwk import RSAKey
 
 import storesvc_client as store
-from storesvc.identity import tokens
+from storesvc.auth import tokens
 from storesvc.server.security import make_security
 from storesvc_client.cli.group import main
 from tests.support.faulty_server import serving

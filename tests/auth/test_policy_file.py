@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from storesvc.auth import policy_file
+from storesvc.auth.policy_file import PolicyFile, parse
 from storesvc.errors import InvalidFieldError
-from storesvc.identity import policy_document
-from storesvc.identity.policy_document import PolicyFile, parse
 from storesvc.storage import config_files
 
 WHOLE = """
@@ -220,7 +220,7 @@ def test_every_table_rejects_unknown_keys() -> None:
 def test_a_policy_file_is_read_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policy_document, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
     path = tmp_path / "policy.toml"
     path.write_text('anonymous = "reader"')
     file = PolicyFile(path)
@@ -243,7 +243,7 @@ def test_a_policy_file_is_read_again_when_it_changes(
 def test_a_file_that_hangs_keeps_the_policy_and_delays_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policy_document, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(config_files, "WAIT_SECONDS", 0.01)
     path = tmp_path / "policy.toml"
     path.write_text('anonymous = "reader"')
@@ -269,7 +269,7 @@ def test_a_file_that_hangs_keeps_the_policy_and_delays_one_call(
 def test_a_file_that_was_cut_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policy_document, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(policy_file, "CHECK_SECONDS", 0.0)
     path = tmp_path / "policy.toml"
     quota = '[[quotas]]\nnamespaces = ["a"]\nstreams = 1\n'
     path.write_text(BINDING + quota)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.access.policy import (
+from storesvc.auth.policy import (
     ROLES,
     AllRuns,
     Authentication,

@@ -23,16 +23,16 @@ from urllib.parse import unquote
 import grpc.aio
 from cachetools import TTLCache
 
-from storesvc.access.policy import ANONYMOUS, LOCAL, Authentication, Principal
+from storesvc.auth import tokens
+from storesvc.auth.policy import ANONYMOUS, LOCAL, Authentication, Principal
+from storesvc.auth.policy_file import PolicyDocument
+from storesvc.auth.tokens import Issuer, IssuerKeys, verify
 from storesvc.errors import (
     IdentityRequiredError,
     InvalidCertificateError,
     InvalidTokenError,
     UnknownIssuerError,
 )
-from storesvc.identity import tokens
-from storesvc.identity.policy_document import PolicyDocument
-from storesvc.identity.tokens import Issuer, IssuerKeys, verify
 from storesvc.storage.location import is_this_machine
 
 _SCHEME: Final = "spiffe://"

@@ -44,6 +44,11 @@ class Slab:
     """Size of each chunk's elements in bytes."""
 
     @property
+    def ordinals(self) -> range:
+        """Ordinals of its chunks."""
+        return range(self.first, self.first + len(self.sizes))
+
+    @property
     def size(self) -> int:
         """Size of the slab in bytes."""
         return sum(self.sizes)

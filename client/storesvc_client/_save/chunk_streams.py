@@ -112,20 +112,17 @@ class ResendWindow(Generic[T]):
             has_ended = found is None
             return None if self._is_dropped else found
         finally:
-            self._end_taking(found, has_ended=has_ended)
-
-    def _end_taking(self, found: T | None, *, has_ended: bool) -> None:
-        with self._changed:
-            self._taking -= 1
-            self._has_ended = self._has_ended or has_ended
-            # 1. Under the lock that ends the taking: `wait` and `is_done` see either a
-            # thread that takes or its item, so no item is overlooked.
-            if found is not None:
-                self._open[id(found)] = found
-            is_late = self._is_dropped
-            self._changed.notify_all()
-        if found is not None and is_late:
-            self.close(found)
+            with self._changed:
+                self._taking -= 1
+                self._has_ended = self._has_ended or has_ended
+                # 1. Under the lock that ends the taking: `wait` and `is_done` see
+                # either a thread that takes or its item, so no item is overlooked.
+                if found is not None:
+                    self._open[id(found)] = found
+                is_late = self._is_dropped
+                self._changed.notify_all()
+            if found is not None and is_late:
+                self.close(found)
 
     def close(self, item: T) -> None:
         """Removes a durable item from the window."""

@@ -150,26 +150,18 @@ class ItemExchange:
         """
         if not self._own:
             return []
-        if self._joint.job.index == 0:
-            tables = self._gather_items(seconds)
-        else:
+        tables = [self._declared]
+        if self._joint.job.index:
             text = self._await_items(None, seconds)
             tables = [_parse_declared(each) for each in json.loads(text)]
             self._check(0, tables[0], self._joint.job.index, self._declared)
+        elif self._waits:  # else process 0 has published its own items for all
+            for index in range(1, self._joint.job.count):
+                table = _parse_declared(self._await_items(index, seconds))
+                self._check(0, self._declared, index, table)
+                tables.append(table)
+            self._publish_all(tables)
         return self._rows(tables)
-
-    def _gather_items(self, seconds: float) -> list[dict[str, _Declared]]:
-        """Returns the items of all processes, or of process 0 alone if no value is per
-        process."""
-        tables = [self._declared]
-        if not self._waits:
-            return tables
-        for index in range(1, self._joint.job.count):
-            table = _parse_declared(self._await_items(index, seconds))
-            self._check(0, self._declared, index, table)
-            tables.append(table)
-        self._publish_all(tables)
-        return tables
 
     def _publish_all(self, tables: Sequence[Mapping[str, _Declared]]) -> None:
         self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))

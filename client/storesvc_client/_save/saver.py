@@ -7,6 +7,7 @@ A save has two handles: ``Save`` for callers, ``PendingSave`` inside.
 """
 
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -18,10 +19,11 @@ from typing import (
     Any,
     Final,
     Self,
+    SupportsIndex,
     assert_never,
 )
 
-from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.names import MAX_STEP, CheckpointName, RunName
 from storesvc.storage.threads import Threads
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.process_exit import await_at_exit, check_not_over, forget
@@ -44,6 +46,7 @@ from storesvc_client._values.options import (
 )
 from storesvc_client.errors import (
     ConflictError,
+    InvalidRequestError,
     PeerFailedError,
     StoreError,
     UnavailableError,
@@ -53,11 +56,10 @@ if TYPE_CHECKING:
     from storesvc_client._items.values import PlannedItem
     from storesvc_client._job.job import Departures, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
-    from storesvc_client._save.description import Description
     from storesvc_client._save.items import ItemExchange
     from storesvc_client._save.snapshot import BaseSums, SlabQueue
     from storesvc_client._save.upload import SaveResult, Upload
-    from storesvc_client._save.writers import Writer
+    from storesvc_client._save.writers import Description, Writer
 
 _log = logging.getLogger("storesvc_client")
 
@@ -241,6 +243,23 @@ class Save:
         return self._pending.result(seconds_or_none("timeout= of a save", timeout))
 
 
+def checked_step(run: str, step: SupportsIndex) -> int:
+    """Returns the step of a save as an int.
+
+    Raises:
+        InvalidRequestError: It is no integer, or out of range.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise InvalidRequestError(
+            f"save to {run}: expected a step in [0, 2^63 - 1], got {step!r}"
+        )
+    return number
+
+
 _MAX_WAITING: Final = 32
 """Joint saves that wait for other processes at a time."""
 
@@ -285,11 +304,8 @@ class RunSaver:
         the training loop of ``loop`` before it, the save fails.
         """
         from storesvc_client._pytree.save_plan import Planner, with_items
-        from storesvc_client._save.description import (
-            checked_description,
-            checked_step,
-        )
         from storesvc_client._save.items import ItemExchange, checked_items, items_alone
+        from storesvc_client._save.writers import checked_description
 
         place = f"save to {self.name}"
         checked_distributed(place, request.distributed)
@@ -524,8 +540,19 @@ class RunSaver:
             upload.write(base)
 
         name, step = str(writer.described), writer.described.step
+
+        def measured() -> Unfinished:
+            return Unfinished(
+                run=self.name,
+                step=step,
+                start_time=meter.start_time,
+                seconds=meter.seconds,
+                timeline=meter.timeline,
+                process=writer.index,
+                upload=upload.id,
+            )
+
         telemetry = self._session.telemetry
-        measured = partial(_measure_unfinished, writer, upload, meter)
         telemetry.save_began()
         try:
             if writer.writer_count == 1:
@@ -606,19 +633,6 @@ class _OthersError(Exception):
         super().__init__(str(error))
         self.error = error
         """Error that the handle of the save raises."""
-
-
-def _measure_unfinished(writer: "Writer", upload: "Upload", meter: Meter) -> Unfinished:
-    """Returns the measurements of a save so far."""
-    return Unfinished(
-        run=str(writer.described.run),
-        step=writer.described.step,
-        start_time=meter.start_time,
-        seconds=meter.seconds,
-        timeline=meter.timeline,
-        process=writer.index,
-        upload=upload.id,
-    )
 
 
 def _agree_items(

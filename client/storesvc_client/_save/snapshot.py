@@ -473,7 +473,10 @@ class Snapshot:
                 held = set(self._known.reusable(asked).tolist())
                 left = {o for o in self._unchanged if o not in held}
                 if left:
-                    self._in_threads(self._slabs, lambda slab: _slab_chunks(slab, left))
+                    self._in_threads(
+                        self._slabs,
+                        lambda slab: [o for o in slab.ordinals if o in left],
+                    )
         except BaseException as e:
             self._slab_queue.fail(e)
             raise
@@ -546,7 +549,7 @@ class Snapshot:
 
     def _new_chunks(self, slab: Slab) -> Sequence[int]:
         """Returns the chunks of a slab that differ from the base's."""
-        ordinals = range(slab.first, slab.first + len(slab.sizes))
+        ordinals = slab.ordinals
         if self._known is None:
             return ordinals
         digests: NDArray[np.uint8] = self._known.sums.digests
@@ -564,8 +567,3 @@ class Snapshot:
         with self._lock:
             self._unchanged += same
         return sorted(set(ordinals) - set(same))
-
-
-def _slab_chunks(slab: Slab, chunks: set[int]) -> Sequence[int]:
-    ordinals = range(slab.first, slab.first + len(slab.sizes))
-    return [ordinal for ordinal in ordinals if ordinal in chunks]

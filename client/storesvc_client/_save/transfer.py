@@ -29,10 +29,9 @@ from storesvc.storage.threads import Threads
 from storesvc_client._chunks.memory import Bytes, ExtentPool, StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._rpc.stubs import RunStub
-from storesvc_client._save.description import Description, checked_description
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.upload import SaveResult, Upload
-from storesvc_client._save.writers import Writer
+from storesvc_client._save.writers import Description, Writer, checked_description
 from storesvc_client._session import Session
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._values.models import Checkpoint
@@ -108,8 +107,7 @@ class SharedBuffer:
                 [self._buffer[start + at : start + at + size]]
                 for _, at, size in slab.rows()
             ]
-            wanted = range(slab.first, slab.first + len(slab.sizes))
-            filled = FilledSlab(slab, wanted, None, pieces, self._on_returned)
+            filled = FilledSlab(slab, slab.ordinals, None, pieces, self._on_returned)
             self._slab_queue.put(filled)
 
     def _on_returned(self) -> None:

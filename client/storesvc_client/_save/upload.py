@@ -17,7 +17,7 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -317,7 +317,10 @@ class Upload:
         except StoreError:
             raise
         except BaseException:  # the snapshot failed: discard what was stored
-            self._abort(ref)
+            request = api.AbortUploadRequest(name=ref.upload)
+            ends = Deadline.after(_ABORT_SECONDS)
+            with suppress(StoreError):  # the upload expires with its lease
+                self._connection.ask(self._stub.AbortUpload, request, ends)
             raise
         finally:
             wanted.drop()
@@ -415,14 +418,6 @@ class Upload:
             largest_slab_bytes=self._largest_slab_bytes,
         ) as writer:
             streams.send_tables(writer.take)
-
-    def _abort(self, ref: api.WriterRef) -> None:
-        request = api.AbortUploadRequest(name=ref.upload)
-        try:
-            ends = Deadline.after(_ABORT_SECONDS)
-            self._connection.ask(self._stub.AbortUpload, request, ends)
-        except StoreError:  # the upload expires with its lease
-            return
 
     def _measure_writer(self) -> WriterReport:
         """Returns the measurements of this process so far."""

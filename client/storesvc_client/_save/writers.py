@@ -16,23 +16,30 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 from platform import node
-from typing import Any, Final, TypeVar
+from typing import Any, Final, SupportsFloat, TypeVar
 
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
+from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._job.job import JointSave, Outcome, process_name
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.description import Description
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._telemetry.reports import WriterReport
-from storesvc_client._values.arguments import duration_message
+from storesvc_client._values.arguments import (
+    DurationLike,
+    as_timedelta,
+    checked_labels,
+    checked_metrics,
+    duration_message,
+)
 from storesvc_client._values.models import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
@@ -54,6 +61,48 @@ _JOBS: Final = ("STORESVC_JOB", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 """Environment variables with the name of the job; the first one that is set is used."""
 
 _MAX_OWNER_BYTES: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The attributes of a checkpoint, except its tree."""
+
+    run: RunName
+    step: int
+    labels: Mapping[str, str]
+    metrics: Mapping[str, float]
+    base: CheckpointName | None
+    """Checkpoint whose chunks need not be sent again."""
+    lease: timedelta
+    """Lease of the upload."""
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
+def checked_description(
+    run: RunName,
+    step: int,
+    *,
+    metrics: Mapping[str, SupportsFloat] | None,
+    labels: Mapping[str, str] | None,
+    base: CheckpointName | None,
+    lease: DurationLike,
+) -> Description:
+    """Returns the description of a checkpoint.
+
+    Raises:
+        InvalidRequestError: A metric, a label or the lease is invalid.
+    """
+    what = f"save to {run}"
+    return Description(
+        run=run,
+        step=step,
+        labels=checked_labels(what, labels),
+        metrics=checked_metrics(what, metrics),
+        base=base,
+        lease=as_timedelta(f"{what}: lease=", lease),
+    )
 
 
 class Writer:
@@ -267,11 +316,16 @@ class JointWriter(Writer):
             # Only then: the others join what they read here.
             self._joint.begin(upload.name)
             return upload
-        name = self._begun_upload()
+        opening = api.JoinOpening(
+            upload=self._begun_upload(),
+            writer=self.index,
+            writer_count=self.writer_count,
+        )
+        first = api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
         try:
             for attempt in self._connection.attempts("JoinUpload"):
                 with attempt:
-                    return self._join(name)
+                    return self._send_leaves(self._stub.JoinUpload, first)
         except ConflictError as e:
             self.check_others()
             if e.reason != "UPLOAD_NOT_FOUND":
@@ -344,14 +398,6 @@ class JointWriter(Writer):
             )
         self._check(outcome)
         return outcome.name
-
-    def _join(self, name: str) -> api.Upload:
-        opening = api.JoinOpening(
-            upload=name, writer=self.index, writer_count=self.writer_count
-        )
-        leaf_count = len(self._tree.leaves)
-        first = api.JoinUploadRequest(open=opening, leaf_count=leaf_count)
-        return self._send_leaves(self._stub.JoinUpload, first)
 
     def _await_all(self, ref: api.WriterRef) -> None:
         """Waits until all processes have finished."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from storesvc_client._items.values import PerProcess, Replicated
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
-    from storesvc_client._pictures.picture import Picture
+    from storesvc_client._pictures.svg import Picture
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
     from storesvc_client._save.saver import Save
@@ -205,7 +205,7 @@ _HOMES: Final = {
     "Identity": "_values.models",
     "Quota": "_values.models",
     "LeafStatistics": "_pictures.leaf_statistics",
-    "Picture": "_pictures.picture",
+    "Picture": "_pictures.svg",
     "Plot": "_views.plots",
     "StepLogger": "_telemetry.events",
     "Transfer": "_values.models",

@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from storesvc_client._export.report import ExportReport
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
-    from storesvc_client._pictures.picture import Picture
+    from storesvc_client._pictures.svg import Picture
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
@@ -1010,7 +1010,7 @@ class Run:
             NotFoundError: There is no such run.
             InvalidRequestError: An argument is of another type.
         """
-        from storesvc_client._pictures.picture import Picture
+        from storesvc_client._pictures.svg import Picture
         from storesvc_client._pictures.timeline import timeline
 
         place = f"timeline of {self.name}"

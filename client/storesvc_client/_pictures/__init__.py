@@ -2,6 +2,6 @@
 
 It may import `storesvc.format`, `_values`, NumPy and `errors`; it reads nothing itself.
 
-Begin with `treemap.py`; `svg.py` has what all pictures are made of, `picture.py` what a
-notebook gets.
+Begin with `treemap.py`; `svg.py` has what all pictures are made of, and `Picture`, the
+form that a notebook gets.
 """

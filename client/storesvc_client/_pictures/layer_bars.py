@@ -181,29 +181,24 @@ def chunk_map(
     wide = min(width / columns, _LARGEST)
     size = wide, min(wide, _TALLEST)
     if len(cells) <= _TITLED:
-        body = [_rectangle(cell, size, _title(cell, grid, changed)) for cell in cells]
+        body = []
+        for cell in cells:
+            x, y, w, h = _box(cell, size)
+            title, style = _title(cell, grid, changed), _style(_level(cell))
+            body.append(
+                element("rect", title=title, x=x, y=y, width=w, height=h, **style)
+            )
     else:
         body = [*_paths(cells, size)]
-    caption = _caption(grid, side, changed)
-    height = rows * size[1] + _CAPTION
-    body.append(words(fit_text(caption, width), 0, height - 7, fill_opacity=0.8))
-    return document(body, label=f"map of {caption}", width=width, height=height)
-
-
-def _caption(grid: Grid, side: int, changed: Collection[int] | None) -> str:
-    chunks = f"{count_text(grid.count, 'chunk')} of {sizes_text(grid.chunk_shape)}"
-    parts = [chunks]
+    parts = [f"{count_text(grid.count, 'chunk')} of {sizes_text(grid.chunk_shape)}"]
     if changed is not None:
         parts.append(f"{len(changed):,} changed")
     if side > 1:
         parts.append(f"a cell stands for up to {side * side:,}")
-    return ", ".join(parts)
-
-
-def _rectangle(cell: Cell, size: tuple[float, float], title: str) -> str:
-    x, y, width, height = _box(cell, size)
-    style = _style(_level(cell))
-    return element("rect", title=title, x=x, y=y, width=width, height=height, **style)
+    caption = ", ".join(parts)
+    height = rows * size[1] + _CAPTION
+    body.append(words(fit_text(caption, width), 0, height - 7, fill_opacity=0.8))
+    return document(body, label=f"map of {caption}", width=width, height=height)
 
 
 def _paths(cells: Sequence[Cell], size: tuple[float, float]) -> Iterator[str]:
@@ -293,9 +288,9 @@ MOST_SHARDS: Final = 1024
 """Maximum number of cells; a cell of a larger grid stands for several blocks."""
 
 _MOST_DEVICES: Final = 1 << 20
-_LARGEST_SHARDING_GRID: Final = 150.0
+_LARGEST_BLOCK: Final = 150.0
 _LINE: Final = 16.0
-_GAP_SHARDING_GRID: Final = 1.5
+_BLOCK_GAP: Final = 1.5
 
 
 def sharding_grid(
@@ -314,18 +309,21 @@ def sharding_grid(
     if device_count > _MOST_DEVICES:
         text = f"a mesh of {device_count:,} devices is too large to draw"
         return note(text, width=width)
-    counts = _block_counts(shape, sharding)
+    sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
+    # blocks along each dimension
+    counts = [math.prod(sizes[axis] for axis in axes) for axes in sharding.spec]
+    counts += [1] * (len(shape) - len(counts))
     devices = _devices(sharding)
     plane = Plane.of(counts)
     cells = [*plane.cells(MOST_SHARDS)]
     side = cells[0].side
     columns, rows = -(-plane.columns // side), -(-plane.rows // side)
-    wide = min(width / columns, _LARGEST_SHARDING_GRID)
+    wide = min(width / columns, _LARGEST_BLOCK)
     tall = min(max(wide / 2, 12.0), 2 * FONT + 8)
-    lines = _caption_sharding_grid(shape, sharding, counts, devices.shape[1])
+    lines = _describe_blocks(shape, sharding, counts, devices.shape[1])
     body = list[str]()
     for cell in cells:
-        body += _drawn(cell, devices, shape, counts, (wide, tall))
+        body += _draw_block(cell, devices, shape, counts, (wide, tall))
     top = rows * tall + _LINE
     for at, text in enumerate(lines):
         opacity = 1.0 if at == 0 else 0.8
@@ -333,13 +331,6 @@ def sharding_grid(
         body.append(words(shown, 0, top + at * _LINE, fill_opacity=opacity))
     height = top + (len(lines) - 1) * _LINE + 6
     return document(body, label="; ".join(lines), width=width, height=height)
-
-
-def _block_counts(shape: Sequence[int], sharding: "SavedSharding") -> list[int]:
-    """Returns the number of blocks along each dimension."""
-    sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
-    counts = [math.prod(sizes[axis] for axis in axes) for axes in sharding.spec]
-    return [*counts, *([1] * (len(shape) - len(counts)))]
 
 
 def _devices(sharding: "SavedSharding") -> "NDArray[np.int64]":
@@ -353,7 +344,7 @@ def _devices(sharding: "SavedSharding") -> "NDArray[np.int64]":
     return mesh.transpose(*order, *replicas).reshape(blocks, -1)
 
 
-def _caption_sharding_grid(
+def _describe_blocks(
     shape: Sequence[int],
     sharding: "SavedSharding",
     counts: Sequence[int],
@@ -376,7 +367,7 @@ def _caption_sharding_grid(
     return lines
 
 
-def _drawn(
+def _draw_block(
     cell: Cell,
     devices: "NDArray[np.int64]",
     shape: Sequence[int],
@@ -388,9 +379,9 @@ def _drawn(
     blocks = [block for row in cell.numbers for block in row]
     held = np.unique(devices[blocks])
     x, y = cell.left // cell.side * wide, cell.top // cell.side * tall
-    gap = min(_GAP_SHARDING_GRID, wide / 5)
+    gap = min(_BLOCK_GAP, wide / 5)
     if cell.count == 1:
-        where = _region_text_sharding_grid(cell.first, shape, counts)
+        where = _region_text(cell.first, shape, counts)
     else:
         where = count_text(cell.count, "block")
     yield element(
@@ -411,9 +402,7 @@ def _drawn(
             return
 
 
-def _region_text_sharding_grid(
-    block: int, shape: Sequence[int], counts: Sequence[int]
-) -> str:
+def _region_text(block: int, shape: Sequence[int], counts: Sequence[int]) -> str:
     """Returns the indices of a block; all blocks of a dimension but the last ones have
     one size."""
     index: tuple[Any, ...] = np.unravel_index(block, counts) if counts else ()

@@ -256,7 +256,7 @@ class _Moments:
         if not self.count:
             return other
         exponent = max(self.exponent, other.exponent)
-        one, two = self._divide(exponent), other._divide(exponent)  # noqa: SLF001 - its own class
+        one, two = self.rescale(exponent), other.rescale(exponent)
         count = one.count + two.count
         apart = two.mean - one.mean
         return _Moments(
@@ -266,7 +266,8 @@ class _Moments:
             exponent,
         )
 
-    def _divide(self, exponent: int) -> "_Moments":
+    def rescale(self, exponent: int) -> "_Moments":
+        """Returns the same moments, of values divided by another power of two."""
         by = self.exponent - exponent
         squares = math.ldexp(self.squares, 2 * by)
         return _Moments(self.count, math.ldexp(self.mean, by), squares, exponent)

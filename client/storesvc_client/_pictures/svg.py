@@ -1,4 +1,4 @@
-"""Elements of SVG: escaped texts, texts that fit, colours for light and dark pages.
+"""Pictures as SVG: escaped texts, texts that fit, colours for light and dark pages.
 
 Pictures work under a strict Content-Security-Policy: no script, no style attribute, no
 reference to anything outside. Texts and lines have ``currentColor``, that of the page;
@@ -12,10 +12,14 @@ Example:
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 from unicodedata import east_asian_width
 
+from storesvc_client._views.plots import write_svg
 from storesvc_client._views.texts import printable, printable_lines
 
 Style: TypeAlias = dict[str, Any]
@@ -180,3 +184,47 @@ def _em(char: str) -> float:
     if not char.isascii():
         return 1.05 if east_asian_width(char) in "WFA" else 0.8
     return 0.76 if char.isupper() else 0.64
+
+
+_ALONE: Final = "#767676"
+"""Colour of texts that can be read on a white and on a black page. Notebooks show a
+picture apart from their page, so it does not get the colour of the page's texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Picture:
+    """A picture of a run, a checkpoint or a leaf, as SVG.
+
+    A notebook shows it; ``svg`` is its text, and ``save`` writes that to a file.
+
+    >>> run.open("best").pictures.treemap().save("tree.svg")
+    """
+
+    name: str
+    """Name, such as "treemap of prod/llama-8b@100"."""
+    drawing: str
+    """SVG whose texts and lines have the colour of the text around them, for a page
+    that includes it."""
+
+    def __repr__(self) -> str:
+        return f"<Picture: {printable(self.name)}>"
+
+    @property
+    def svg(self) -> str:
+        """Text of the picture as an SVG file, with grey texts and lines."""
+        return self.drawing.replace("<svg ", f'<svg color="{_ALONE}" ', 1)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: "str | PathLike[str]") -> Path:
+        """Writes the picture to a file, and returns its path.
+
+        Args:
+            path: A path that ends in ``.svg``.
+
+        Raises:
+            InvalidRequestError: The path has another suffix.
+            OSError: The file cannot be written.
+        """
+        return write_svg(self.name, self.svg, path)

@@ -328,9 +328,8 @@ def timeline(
         y = top + _LANE / 2 + 4 - (_NAMES if name.is_above else 0.0)
         anchor = {"text_anchor": name.anchor, "pointer_events": "none"}
         body.append(words(name.text, name.x, y, **anchor))
-    for lane in lanes:
-        body += _lane(lane, top + _LANE / 2, width)
-        top += _LANE
+    for row, lane in enumerate(lanes):
+        body += _lane(lane, top + _LANE * (row + 0.5), width)
     label = _label(every, lanes, metric, axis)
     return document(body, label=label, width=width, height=bottom + _BOTTOM)
 
@@ -422,11 +421,7 @@ def _path(mark: Mark, places: str, **attributes: Any) -> str:
 
 def _draw_checkpoint(mark: Mark, y: float) -> str:
     """Returns a dot for one checkpoint and a bar for several; hollow if deleted."""
-    style: Style = {
-        "stroke": BLUE,
-        "stroke_width": 1.5,
-        "fill": "none",
-    }
+    style: Style = {"stroke": BLUE, "stroke_width": 1.5, "fill": "none"}
     if mark.kept:
         style |= {"fill": BLUE, "fill_opacity": 0.3 + 0.7 * mark.kept}
     if mark.count == 1:
@@ -469,7 +464,13 @@ def _metric(
         yield words(text, _LEFT - 8, y(value) + 4, text_anchor="end")
     yield words(name, width - _RIGHT - 4, top + 8, text_anchor="end", font_weight=600)
     for stretch in _stretches(points):
-        yield from _line([(place(x), y(value)) for x, value in stretch])
+        places = [(place(x), y(value)) for x, value in stretch]
+        if len(places) == 1:
+            yield _dot(*places[0], "")
+            continue
+        thinned = " ".join(f"{number(x)},{number(y)}" for x, y in _thin_places(places))
+        style: Style = {"stroke_width": 1.8, "stroke_linejoin": "round"}
+        yield element("polyline", points=thinned, fill="none", stroke=BLUE, **style)
     if len(drawn) <= (width - _LEFT - _RIGHT) / (2 * BIN):
         for (x, value), one in zip(points, ordered, strict=True):
             if math.isfinite(value):
@@ -485,15 +486,6 @@ def _stretches(points: Iterable[_Value]) -> Iterator[list[_Value]]:
         elif stretch:
             yield stretch
             stretch = []
-
-
-def _line(places: Sequence[_Value]) -> Iterator[str]:
-    if len(places) == 1:
-        yield _dot(*places[0], "")
-        return
-    points = " ".join(f"{number(x)},{number(y)}" for x, y in _thin_places(places))
-    style: Style = {"stroke_width": 1.8, "stroke_linejoin": "round"}
-    yield element("polyline", points=points, fill="none", stroke=BLUE, **style)
 
 
 def _thin_places(places: Sequence[_Value]) -> Iterator[_Value]:

@@ -368,6 +368,51 @@ class _Part:
     def key(self) -> str:
         return "/".join(self.leaves[0][0][: self.depth])
 
+    def children(self) -> "tuple[list[_Part], int]":
+        """Returns the children, largest first, and the depth where the keys differ."""
+        paths = [path for path, _ in self.leaves]
+        first, last, depth = min(paths), max(paths), self.depth
+        while depth < len(first) and [first[depth]] == last[depth : depth + 1]:
+            depth += 1
+        below: dict[str, list[tuple[list[str], LeafInfo]]] = {}
+        for entry in self.leaves:
+            path = entry[0]
+            below.setdefault(path[depth] if depth < len(path) else "", []).append(entry)
+        children = [
+            _Part(name, depth + 1, found, sum(leaf.size_bytes for _, leaf in found))
+            for name, found in below.items()
+        ]
+        children.sort(key=lambda child: -child.size_bytes)
+        return children, depth
+
+    def tile(self, place: Rectangle, opens: str) -> Tile:
+        """Returns the tile of a part that is not divided."""
+        leaves = tuple(leaf for _, leaf in self.leaves)
+        key, name = self.key, self.name or count_text(len(leaves), "leaf")
+        if len(leaves) == 1:
+            path = self.leaves[0][0]
+            key, name = leaves[0].key, "/".join(path[max(self.depth - 1, 0) :])
+        return Tile(
+            place=place,
+            key=key,
+            name=name,
+            leaves=leaves,
+            size_bytes=self.size_bytes,
+            is_rest=self.is_rest,
+            opens=opens,
+        )
+
+    def group(self, place: Rectangle, depth: int) -> Group:
+        """Returns the group of a part that is divided at a depth."""
+        path = self.leaves[0][0]
+        return Group(
+            place=place,
+            key="/".join(path[:depth]),
+            name="/".join(path[self.depth - 1 : depth]),
+            leaf_count=len(self.leaves),
+            size_bytes=self.size_bytes,
+        )
+
 
 def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> Layout:
     """Returns the layout of a treemap.
@@ -388,15 +433,16 @@ def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> L
         free = most - len(tiles) - len(groups) - len(waiting)
         share = free * part.size_bytes // max(waiting_bytes, 1)
         waiting_bytes -= part.size_bytes
-        children, depth = _children(part) if part.is_divisible else ([], part.depth)
-        is_headed = level > 0 and _fits_header(place, level)
+        children, depth = part.children() if part.is_divisible else ([], part.depth)
+        has_room = place.width >= _HEADED_WIDTH and place.height >= _HEADED_HEIGHT
+        is_headed = 0 < level <= _LEVELS and has_room
         inner = _inner(place, is_top=level == 0, is_headed=is_headed)
         chosen = _chosen(children, depth, inner.area, share - is_headed)
         if len(chosen) < 2:
-            tiles.append(_tile_treemap_layout(part, place, opens))
+            tiles.append(part.tile(place, opens))
             continue
         if is_headed:
-            groups.append(_group_treemap_layout(part, depth, place))
+            groups.append(part.group(place, depth))
         # the largest tile of the outermost group without a header has its name
         opens = "" if is_headed else opens or part.name
         places = divide_rectangle(inner, [child.size_bytes for child in chosen])
@@ -409,27 +455,6 @@ def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> L
     return Layout(
         tiles=tuple(tiles), groups=tuple(groups), empty_count=len(every) - len(seen)
     )
-
-
-def _children(part: _Part) -> tuple[list[_Part], int]:
-    """Returns the children, largest first, and the depth at which the keys differ."""
-    depth = part.depth
-    first, last = (
-        min(path for path, _ in part.leaves),
-        max(path for path, _ in part.leaves),
-    )
-    while first[depth : depth + 1] == last[depth : depth + 1] and depth < len(first):
-        depth += 1
-    below: dict[str, list[tuple[list[str], LeafInfo]]] = {}
-    for entry in part.leaves:
-        path = entry[0]
-        below.setdefault(path[depth] if depth < len(path) else "", []).append(entry)
-    children = [
-        _Part(name, depth + 1, found, sum(leaf.size_bytes for _, leaf in found))
-        for name, found in below.items()
-    ]
-    children.sort(key=lambda child: -child.size_bytes)
-    return children, depth
 
 
 def _chosen(
@@ -454,14 +479,6 @@ def _chosen(
     return sorted(chosen, key=lambda one: (-one.size_bytes, natural_key(one.name)))
 
 
-def _fits_header(place: Rectangle, level: int) -> bool:
-    return (
-        level <= _LEVELS
-        and place.width >= _HEADED_WIDTH
-        and place.height >= _HEADED_HEIGHT
-    )
-
-
 def _inner(place: Rectangle, *, is_top: bool, is_headed: bool) -> Rectangle:
     """Returns the place for the children of a group."""
     if is_top:
@@ -471,34 +488,6 @@ def _inner(place: Rectangle, *, is_top: bool, is_headed: bool) -> Rectangle:
     is_wide = min(place.width, place.height) > 12 * _THIN_EDGE
     edge = _THIN_EDGE if is_wide else 0.0
     return place.inside(top=edge, edge=edge)
-
-
-def _tile_treemap_layout(part: _Part, place: Rectangle, opens: str) -> Tile:
-    leaves = tuple(leaf for _, leaf in part.leaves)
-    key, name = part.key, part.name or count_text(len(leaves), "leaf")
-    if len(leaves) == 1:
-        path = part.leaves[0][0]
-        key, name = leaves[0].key, "/".join(path[max(part.depth - 1, 0) :])
-    return Tile(
-        place=place,
-        key=key,
-        name=name,
-        leaves=leaves,
-        size_bytes=part.size_bytes,
-        is_rest=part.is_rest,
-        opens=opens,
-    )
-
-
-def _group_treemap_layout(part: _Part, depth: int, place: Rectangle) -> Group:
-    path = part.leaves[0][0]
-    return Group(
-        place=place,
-        key="/".join(path[:depth]),
-        name="/".join(path[part.depth - 1 : depth]),
-        leaf_count=len(part.leaves),
-        size_bytes=part.size_bytes,
-    )
 
 
 MOST_RECTANGLES: Final = 1500

@@ -24,7 +24,7 @@ from storesvc_client._pictures.leaf_statistics import (
     leaf_statistics,
     sampled_chunks,
 )
-from storesvc_client._pictures.picture import Picture
+from storesvc_client._pictures.svg import Picture
 from storesvc_client._pictures.treemap import treemap
 from storesvc_client._values.models import Diff, LeafInfo
 from storesvc_client.errors import InvalidRequestError

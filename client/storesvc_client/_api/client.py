@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from os import PathLike
@@ -270,16 +271,37 @@ def connect(
         str(direct or target), orbax_events=orbax_events, step_logger=step_logger
     )
     limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
-    seconds = limit.total_seconds()
     connection = open_connection(
         target,
         ca=Path(ca) if ca is not None else None,
         cert=Path(cert) if cert is not None else None,
         key=Path(key) if key is not None else None,
         insecure=insecure,
-        timeout=seconds,
+        timeout=limit.total_seconds(),
         token=token,
     )
+    session = Session(connection, staging, blocks, telemetry)
+    return open_client(session, direct=direct, lend_credentials=lend_credentials)
+
+
+def open_client(
+    session: Session,
+    *,
+    direct: "str | PathLike[str] | None" = None,
+    lend_credentials: bool = False,
+) -> "Client":
+    """Returns a client once the store has answered; closes the connection if it fails.
+
+    Args:
+        session: Session whose connection was just opened.
+        direct: As of ``connect``.
+        lend_credentials: As of ``connect``.
+
+    Raises:
+        StoreError: As of ``connect``.
+    """
+    connection = session.connection
+    target = connection.address
     try:
         try:  # without retries, as the target may be mistyped
             info = _info(connection, connection.call)
@@ -292,11 +314,11 @@ def connect(
                 raise
         if lend_credentials:
             lent = lent_bucket(target, direct, connection)
-            return Client(Session(connection, staging, blocks, telemetry, lent))
+            return Client(replace(session, data_root=lent))
         root = direct_root(target, direct)
         if root is not None:
-            check_root(root, store_uid=info.store_uid, timeout=seconds)
-        return Client(Session(connection, staging, blocks, telemetry, root))
+            check_root(root, store_uid=info.store_uid, timeout=connection.timeout)
+        return Client(replace(session, data_root=root))
     except BaseException:
         connection.close()
         raise

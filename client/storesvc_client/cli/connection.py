@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
@@ -30,6 +30,7 @@ from storesvc_client.cli.places import ContextName, StorePart, StoreTarget
 
 if TYPE_CHECKING:
     from storesvc_client import Client
+    from storesvc_client._rpc.connection import Connection as RpcConnection
     from storesvc_client._rpc.tokens import Token
     from storesvc_client.cli.paths import Readable, StorePath
     from storesvc_proto.v1.access_service_pb2 import LoginOption
@@ -206,28 +207,30 @@ class Connection:
             Refusal: The root holds no store, and ``create`` is not set.
             StoreError: The store cannot be reached.
         """
-        import storesvc_client
-
         if (resolved := self.resolve()) is not self:
             return resolved.open(create=create)
         shown = bool(click.get_current_context().meta.get(VERBOSE))
         # Imports allocate many objects, and all of them stay.
         with collector_paused(), _library_defaults(), native_log_hidden(shown=shown):
+            from storesvc_client import _session as sessions
+            from storesvc_client._api.client import MAX_TIMEOUT, open_client
+            from storesvc_client._telemetry.events import Telemetry
+            from storesvc_client._values.arguments import checked_duration
+
             if not create:
                 self._check_root()
-            ca, cert, key = self._certificates()
-            client = storesvc_client.connect(
-                self.target,
-                ca=ca,
-                cert=cert,
-                key=key,
-                insecure=self.insecure,
-                timeout=self.timeout,
-                token=self._token(),
-            )
+            checked_duration("connect: timeout=", self.timeout, most=MAX_TIMEOUT)
+            connection = self._dial(self._token())
             # A person waits at a terminal: retry for --timeout and no longer.
-            client._connection.patience = self.timeout  # noqa: SLF001
-            return client
+            connection.patience = self.timeout
+            return open_client(
+                sessions.Session(
+                    connection,
+                    sessions.new_staging(sessions.DEFAULT_STAGING_BYTES),
+                    sessions.new_blocks(sessions.DEFAULT_RESTORE_POOL_BYTES),
+                    Telemetry(self.target),
+                )
+            )
 
     def open_for(
         self, path: "StorePath | None", options: ForeignOptions | None = None
@@ -257,7 +260,6 @@ class Connection:
             Refusal: The store is opened in this process.
             StoreError: The store cannot be reached.
         """
-        from storesvc_client._rpc.connection import open_connection
         from storesvc_client._rpc.tls import is_root
         from storesvc_proto.v1 import access_service_pb2 as api
         from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
@@ -267,20 +269,25 @@ class Connection:
                 f"{self.target}: expected a server to log in to, got a root, which the "
                 "permissions of its files protect"
             )
-        opened = open_connection(
-            self.target,
-            ca=self.ca,
-            cert=self.cert,
-            key=self.key,
-            insecure=self.insecure,
-            timeout=self.timeout,
-        )
-        try:
+        with closing(self._dial(None)) as opened:
             stub = AccessServiceStub(opened.channel)
             response = opened.call(stub.GetLoginOptions, api.GetLoginOptionsRequest())
             return [*response.options]
-        finally:
-            opened.close()
+
+    def _dial(self, token: "Token | None") -> "RpcConnection":
+        from storesvc_client._rpc.connection import open_connection
+        from storesvc_client._rpc.tls import is_root
+
+        # Files from the environment are for servers only.
+        unused = self.from_environment if is_root(self.target) else frozenset()
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        return open_connection(
+            self.target,
+            **{name: None if name in unused else file for name, file in files.items()},
+            insecure=self.insecure,
+            timeout=self.timeout,
+            token=token,
+        )
 
     def _token(self) -> "Token | None":
         """Returns the token to connect with; None for a root, which takes none."""
@@ -292,15 +299,6 @@ class Connection:
         ):
             return None
         return self.token_file or login_token(self.target)
-
-    def _certificates(self) -> list[Path | None]:
-        """Returns the TLS files; those from the environment apply to servers only."""
-        from storesvc_client._rpc.tls import is_root
-
-        return [
-            None if is_root(self.target) and name in self.from_environment else file
-            for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key))
-        ]
 
     def _check_root(self) -> None:
         """Rejects a root without a store, which opening it would create."""

@@ -39,7 +39,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
+from itertools import chain
 from typing import (
     Final,
     Literal,
@@ -58,6 +59,7 @@ from storesvc_client._values.arguments import (
     is_text,
     parse_duration,
 )
+from storesvc_client._values.expressions import MAX_NESTING, ExpressionReader
 from storesvc_client._views.texts import duration_text
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import retention_pb2 as pb
@@ -385,9 +387,6 @@ def _messages(policies: Sequence[RetentionPolicy]) -> pb.RetentionPolicies:
     return pb.RetentionPolicies(policies=map(policy_message, policies))
 
 
-MAX_NESTING: Final = 32
-"""Maximum depth of parentheses and negations; the server allows less."""
-
 _SHOWN: Final = 60
 """Maximum characters of a text that a message repeats."""
 
@@ -451,69 +450,28 @@ def parse_policy(text: str) -> RetentionPolicy:
         raise InvalidRequestError(
             f"retention policy: expected a text such as 'latest(3)', got {text!r}"
         )
-    reader = _Reader(text)
-    policy = reader.any()
-    reader.end()
-    return policy
+    return _Reader(text, _TOKEN).read()
 
 
-class _Reader:
-    """Reads a text from left to right; each method takes what it is called."""
+class _Reader(ExpressionReader[RetentionPolicy]):
+    """Reads a policy; each method takes what it is called."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = [(found[0], found.start()) for found in _TOKEN.finditer(text)]
-        self._tokens += [("", len(text))] * 2
-        self._at = 0
-        self._nesting = 0
+    after_part = ")"
+    after_expression = "|, & or the end"
+    nesting = f"at most {MAX_NESTING} within each other"
 
-    @property
-    def _next(self) -> str:
-        return self._tokens[self._at][0]
+    def negate(self, part: RetentionPolicy) -> RetentionPolicy:
+        return ~part
 
-    def any(self) -> RetentionPolicy:
-        part = partial(self._combine_policies, KeepAll, "&", self._part)
-        return self._combine_policies(KeepAny, "|", part)
+    def join(self, sign: str, parts: Sequence[RetentionPolicy]) -> RetentionPolicy:
+        kind = KeepAny if sign == "|" else KeepAll
+        # Combined once: each | copies its operands.
+        return kind(tuple(chain.from_iterable(_members(kind, part) for part in parts)))
 
-    def end(self) -> None:
-        if self._next:
-            raise self._unexpected_error("|, & or the end")
-
-    def _combine_policies(
-        self,
-        kind: type[KeepAny | KeepAll],
-        operator: str,
-        operand: Callable[[], RetentionPolicy],
-    ) -> RetentionPolicy:
-        policies = [operand()]
-        while self._took(operator):
-            policies.append(operand())
-        if len(policies) == 1:
-            return policies[0]
-        members: list[RetentionPolicy] = []  # combined once: each | copies its operands
-        for policy in policies:
-            members += policy.policies if isinstance(policy, kind) else (policy,)
-        return kind(tuple(members))
-
-    def _part(self) -> RetentionPolicy:
-        if self._next not in ("~", "("):
-            return self._rule()
-        self._nesting += 1
-        if self._nesting > MAX_NESTING:
-            raise self._unexpected_error(f"at most {MAX_NESTING} within each other")
-        if self._took("~"):
-            policy = ~self._part()
-        else:
-            self._take("(")
-            policy = self.any()
-            self._take(")")
-        self._nesting -= 1
-        return policy
-
-    def _rule(self) -> RetentionPolicy:
-        if self._took("tagged"):
+    def operand(self) -> RetentionPolicy:
+        if self.took("tagged"):
             return KeepTagged()
-        if self._took("pinned"):
+        if self.took("pinned"):
             return KeepPinned()
         rules: dict[str, Callable[[], RetentionPolicy]] = {
             "latest": lambda: KeepLatest(self._number()),
@@ -522,92 +480,82 @@ class _Reader:
             "best": self._best,
             "steps": self._steps,
         }
-        if self._next not in rules:
-            raise self._unexpected_error(f"one of {_RULES}")
-        rule = rules[self._next]
-        self._at += 1
-        self._take("(")
+        if self.next.text not in rules:
+            raise self.unexpected_error(f"one of {_RULES}")
+        rule = rules[self.next.text]
+        self.at += 1
+        self.take("(")
         policy = rule()
-        self._take(")")
+        self.take(")")
         return policy
 
     def _every(self) -> KeepEvery:
-        if self._tokens[self._at + 1][0] in ("step", "steps"):
+        if self.tokens[self.at + 1].text in ("step", "steps"):
             steps = self._number()
-            self._at += 1
+            self.at += 1
             return KeepEvery(steps=steps)
         return KeepEvery(duration=self._duration())
 
     def _best(self) -> KeepBest:
         count = self._number()
-        self._take(",")
+        self.take(",")
         metric = self._metric()
-        self._take(",")
+        self.take(",")
         mode: Mode = "min"
-        if not self._took("min"):
-            self._take("max", expected="min or max")
+        if not self.took("min"):
+            self.take("max", expected="min or max")
             mode = "max"
         without: WithoutMetric = "drop"
         force = False
-        while not force and self._took(","):
-            if without == "drop" and self._took("or-without"):
+        while not force and self.took(","):
+            if without == "drop" and self.took("or-without"):
                 without = "keep"
             else:
-                self._take("force", expected="or-without or force")
+                self.take("force", expected="or-without or force")
                 force = True
         return KeepBest(
             count, metric=metric, mode=mode, without_metric=without, force=force
         )
 
     def _steps(self) -> KeepSteps:
-        steps = [] if self._next == ")" else [self._number()]
-        while self._took(","):
+        steps = [] if self.next.text == ")" else [self._number()]
+        while self.took(","):
             steps.append(self._number())
         return KeepSteps(*steps)
 
     def _number(self) -> int:
-        if not _NUMBER.fullmatch(self._next) or abs(int(self._next)) > MAX_STEP:
-            raise self._unexpected_error("a whole number")
-        self._at += 1
-        return int(self._tokens[self._at - 1][0])
+        if not _NUMBER.fullmatch(self.next.text) or abs(int(self.next.text)) > MAX_STEP:
+            raise self.unexpected_error("a whole number")
+        self.at += 1
+        return int(self.tokens[self.at - 1].text)
 
     def _duration(self) -> timedelta:
-        start, words = self._at, []
-        while _WORD.fullmatch(self._next):
-            words.append(self._next)
-            self._at += 1
+        start, words = self.at, []
+        while _WORD.fullmatch(self.next.text):
+            words.append(self.next.text)
+            self.at += 1
         try:
             return parse_duration(" ".join(words))
         except InvalidRequestError as e:
-            self._at = start
-            raise self._unexpected_error(
+            self.at = start
+            raise self.unexpected_error(
                 "a time, such as 3d, 12 hours, 90 minutes"
             ) from e
 
     def _metric(self) -> str:
-        token = self._next
+        token = self.next.text
         if not token.startswith('"') and not _WORD.fullmatch(token):
-            raise self._unexpected_error("the name of a metric")
+            raise self.unexpected_error("the name of a metric")
         try:
             metric = json.loads(token) if token.startswith('"') else token
         except ValueError as e:
-            raise self._unexpected_error("a metric as a JSON string") from e
-        self._at += 1
+            raise self.unexpected_error("a metric as a JSON string") from e
+        self.at += 1
         return str(metric)
 
-    def _took(self, token: str) -> bool:
-        if self._next != token:
-            return False
-        self._at += 1
-        return True
-
-    def _take(self, token: str, *, expected: str = "") -> None:
-        if not self._took(token):
-            raise self._unexpected_error(expected or token)
-
-    def _unexpected_error(self, expected: str) -> InvalidRequestError:
-        token, place = self._tokens[self._at]
-        text = self._text
+    def unexpected_error(self, expected: str) -> InvalidRequestError:
+        _, token, place = self.next
+        text = self.text
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return InvalidRequestError(
             f"retention policy {shown!r}: expected {expected} at character "

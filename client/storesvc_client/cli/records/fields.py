@@ -42,6 +42,11 @@ from typing import Any, Final, Self, TypeAlias
 
 import click
 
+from storesvc_client._values.expressions import (
+    MAX_NESTING,
+    ExpressionReader,
+    Token,
+)
 from storesvc_client._views.texts import dtype_text, natural_key, plural, shape_text
 from storesvc_client.cli.errors import nearest
 from storesvc_client.cli.paths import (
@@ -502,9 +507,6 @@ def _both_nan(found: Any, wanted: float) -> bool:
     return wanted != wanted and found != found  # noqa: PLR0124
 
 
-MAX_NESTING: Final = 32
-"""Maximum depth of parentheses and negations, as in retention policies."""
-
 _TOKEN: Final = re.compile(
     r"""(?P<operator><=|>=|!=|==|[=<>])|(?P<join>[&|~()])"""
     r"""|(?P<quoted>'[^']*'?|"[^"]*"?)|(?P<word>[^\s&|~()<>=!'"]+)|(?P<other>\S)"""
@@ -568,8 +570,7 @@ def parse_condition(text: str, schema: Schema, *, now: datetime) -> Condition:
         QueryError: The text is no condition on these fields.
     """
     reader = _Reader(text, schema, now)
-    matches = reader.any(0)
-    reader.end()
+    matches = reader.read()
     return Condition(matches=matches, fields=frozenset(reader.fields))
 
 
@@ -587,73 +588,43 @@ def parse_order(text: str, schema: Schema) -> Order:
     return Order(field=field, descending=text.startswith("-"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    start: int
+class _Reader(ExpressionReader[Predicate]):
+    """Reads a condition; each method takes what its name says."""
 
-
-class _Reader:
-    """Reads a text from left to right; each method takes what its name says."""
+    after_part = "&, | or )"
+    after_expression = "&, | or the end"
+    nesting = f"at most {MAX_NESTING} nested parentheses"
 
     def __init__(self, text: str, schema: Schema, now: datetime) -> None:
-        self._text = text
+        super().__init__(text, _TOKEN)
         self._schema = schema
         self._now = now
-        self._tokens = [
-            _Token(str(found.lastgroup), found[0], found.start())
-            for found in _TOKEN.finditer(text)
-        ]
-        self._at = 0
         self.fields: set[Field] = set()
 
-    def any(self, depth: int) -> Predicate:
-        """Takes conditions with "|" between them."""
-        parts = [self._all(depth)]
-        while self._take("|"):
-            parts.append(self._all(depth))
-        return parts[0] if len(parts) == 1 else lambda r: any(p(r) for p in parts)
+    def negate(self, part: Predicate) -> Predicate:
+        return lambda record: not part(record)
 
-    def end(self) -> None:
-        """Rejects what is left."""
-        if self._next is not None:
-            raise self._error("expected &, | or the end")
+    def join(self, sign: str, parts: Sequence[Predicate]) -> Predicate:
+        if sign == "|":
+            return lambda record: any(part(record) for part in parts)
+        return lambda record: all(part(record) for part in parts)
 
-    def _all(self, depth: int) -> Predicate:
-        parts = [self._part(depth)]
-        while self._take("&"):
-            parts.append(self._part(depth))
-        return parts[0] if len(parts) == 1 else lambda r: all(p(r) for p in parts)
-
-    def _part(self, depth: int) -> Predicate:
-        if depth > MAX_NESTING:
-            raise self._error(f"expected at most {MAX_NESTING} nested parentheses")
-        if self._take("~"):
-            negated = self._part(depth + 1)
-            return lambda record: not negated(record)
-        if self._take("("):
-            inner = self.any(depth + 1)
-            if not self._take(")"):
-                raise self._error("expected &, | or )")
-            return inner
-        return self._comparison()
-
-    def _comparison(self) -> Predicate:
-        place = self._at
+    def operand(self) -> Predicate:
+        place = self.at
         name = self._word("a field")
         field = self._schema.field(name)
         if field is None:
-            self._at = place
+            self.at = place
             raise self._error(_expected_field(self._schema), _hint(name, self._schema))
         self.fields.add(field)
-        if self._kind != "operator":
+        if self.next.kind != "operator":
             if not field.may_stand_alone:
                 raise self._error(f"expected an operator after {name}, such as < or =")
             return field.is_set
-        operator = Operator.parse(self._advance().text)
-        place = self._at
-        is_quoted = self._kind == "quoted"
+        operator = Operator.parse(self.next.text)
+        self.at += 1
+        place = self.at
+        is_quoted = self.next.kind == "quoted"
         is_number = operator.orders and field.kind is Kind.ANY
         expected = Kind.NUMBER if is_number else field.kind
         value = self._word(f"{expected.value} after {operator.value}")
@@ -662,53 +633,36 @@ class _Reader:
                 field, operator, value, is_quoted=is_quoted, now=self._now
             )
         except ValueError as e:
-            self._at = place
+            self.at = place
             raise self._error(str(e)) from e
 
-    @property
-    def _next(self) -> _Token | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
-
-    @property
-    def _kind(self) -> str:
-        """Kind of the next token; "" at the end."""
-        return self._next.kind if self._next else ""
-
-    def _advance(self) -> _Token:
-        self._at += 1
-        return self._tokens[self._at - 1]
-
-    def _take(self, join: str) -> bool:
-        """Takes a joining character if it is next."""
-        found = self._next
-        is_next = found is not None and (found.kind, found.text) == ("join", join)
-        self._at += is_next
-        return is_next
-
     def _word(self, expected: str) -> str:
-        match self._next:
-            case _Token("word", text):
-                self._at += 1
+        match self.next:
+            case Token("word", text):
+                self.at += 1
                 return text
-            case _Token("quoted", text) if len(text) > 1 and text[0] == text[-1]:
-                self._at += 1
+            case Token("quoted", text) if len(text) > 1 and text[0] == text[-1]:
+                self.at += 1
                 return text[1:-1]
-            case _Token("quoted", text):
+            case Token("quoted", text):
                 raise self._error(f"expected {text[0]} at its end")
             case _:
                 raise self._error(f"expected {expected}")
 
+    def unexpected_error(self, expected: str) -> QueryError:
+        return self._error(f"expected {expected}")
+
     def _error(self, expected: str, hint: str = "") -> QueryError:
         """Returns the error at the next token."""
-        found = self._next
-        if found is None:
-            place, got = "at the end", "nothing"
-        else:
+        found = self.next
+        if found.text:
             place, got = f"at character {found.start + 1}", repr(found.text[:60])
-        before = [t for t in self._tokens[: self._at][-1:] if t.kind == "word"]
-        hints = (_HINTS.get(t.text.lower()) for t in (found, *before) if t)
+        else:
+            place, got = "at the end", "nothing"
+        before = [t for t in self.tokens[: self.at][-1:] if t.kind == "word"]
+        hints = (_HINTS.get(t.text.lower()) for t in (found, *before))
         hint = hint or next(filter(None, hints), "")
-        return QueryError(f"{self._text[:200]!r} {place}: {expected}, got {got}{hint}")
+        return QueryError(f"{self.text[:200]!r} {place}: {expected}, got {got}{hint}")
 
 
 def _expected_field(schema: Schema) -> str:

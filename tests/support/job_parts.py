@@ -17,8 +17,7 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc_client._pytree.all_gather import all_gather
-from storesvc_client._pytree.jax_job import find_job
+from storesvc_client._pytree.jax_job import all_gather, find_job
 from storesvc_client._restore import spread as peer_source
 from tests.support.restrictions import connect
 

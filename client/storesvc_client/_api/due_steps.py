@@ -253,7 +253,7 @@ def termination(*, is_shared: bool, on_signal: Callable[[], object]) -> Terminat
         on_signal: Called once SIGTERM was received, if the processes of a job do not
             agree at each step.
     """
-    from storesvc_client._pytree.training_loop import reached_sync_point
+    from storesvc_client._pytree.jax_job import reached_sync_point
 
     asks = reached_sync_point()
     if asks is not None:

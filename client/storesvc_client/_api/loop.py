@@ -367,7 +367,7 @@ class Loop:
                 f"{shown(data)}"
             )
         self._has_data = data is not None
-        from storesvc_client._pytree.training_loop import (
+        from storesvc_client._pytree.restore_target import (
             is_function,
             make_target,
             without_values,
@@ -503,7 +503,7 @@ class Loop:
             step = whole_number(place, step, least=self._least_step)
         self._least_step = step + 1
         if self._initial is not None:
-            from storesvc_client._pytree.training_loop import check_restorable
+            from storesvc_client._pytree.matching import check_restorable
 
             check_restorable(f"{self._run.name}@{step}", state, self._initial)
             self._initial = None

@@ -13,7 +13,7 @@ with fields becomes a dict. Other nodes are not described.
 {'a': [1, None, 3], 'b': 4}
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import jax
@@ -55,17 +55,8 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
         ``MAX_STRUCTURE_BYTES``; and ``key: class`` for each outermost container that a
         restore without ``like=`` returns as a dict or list.
     """
+    found: list[Container] = []
     foreign: list[str] = []
-    found = list(_containers(tree, foreign))
-    packed = pack_container_document(found)
-    if len(packed) <= MAX_STRUCTURE_BYTES:
-        return packed, tuple(foreign)
-    return b"", (f"{len(found)} tuples and empty containers", *foreign)
-
-
-def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
-    """Yields the containers to describe; adds those it cannot describe to
-    ``foreign``."""
     keys = KeyCache()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
@@ -73,7 +64,7 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
         what = _what(node)
         if what:
             try:
-                yield Container(what, *keys.find(path))
+                found.append(Container(what, *keys.find(path)))
             except UnsupportedLeafError:
                 continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
@@ -84,6 +75,10 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
             for below, child in children
             if not isinstance(child, _LEAVES)
         ]
+    packed = pack_container_document(found)
+    if len(packed) <= MAX_STRUCTURE_BYTES:
+        return packed, tuple(foreign)
+    return b"", (f"{len(found)} tuples and empty containers", *foreign)
 
 
 def _is_plain(node: Any) -> bool:

@@ -1,15 +1,24 @@
-"""Connects the processes of a ``jax.distributed`` job."""
+"""Connects the processes of a ``jax.distributed`` job.
+
+They meet on a board, exchange bytes over their devices, and stop together when jax's
+preemption service says so.
+"""
 
 import socket
 import time
 from collections import Counter
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import count
 from threading import Lock
 from typing import Any, Final
 
 import jax
+import numpy as np
 from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._job.job import Job, introduce
 from storesvc_client.errors import UnavailableError
 
@@ -77,21 +86,19 @@ class _JaxJob:
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
-            text = self._read(key, int(1000 * min(left, TURN_SECONDS)))
-            if text is not None or left <= TURN_SECONDS:
-                return text
-
-    def _read(self, key: str, milliseconds: int) -> str | None:
-        try:
-            if milliseconds <= 0:
-                text: str = self._board.key_value_try_get(key)
+            milliseconds = int(1000 * min(left, TURN_SECONDS))
+            try:
+                if milliseconds <= 0:
+                    text: str = self._board.key_value_try_get(key)
+                else:
+                    text = self._board.blocking_key_value_get(key, milliseconds)
+            except JaxRuntimeError as e:
+                if "NOT_FOUND" not in str(e) and "DEADLINE_EXCEEDED" not in str(e):
+                    raise _unreachable(e) from e
             else:
-                text = self._board.blocking_key_value_get(key, milliseconds)
-        except JaxRuntimeError as e:
-            if "NOT_FOUND" in str(e) or "DEADLINE_EXCEEDED" in str(e):
+                return text
+            if left <= TURN_SECONDS:
                 return None
-            raise _unreachable(e) from e
-        return text
 
 
 def _unreachable(e: JaxRuntimeError) -> UnavailableError:
@@ -108,3 +115,63 @@ def decided_by_first(decision: bool) -> bool:  # noqa: FBT001 - the value itself
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.broadcast_one_to_all(decision))
+
+
+_calls = count()
+"""Number of each call of ``reached_sync_point``. Steps would not do: a loop may leave
+some out, and jax knows only one sequence for all loops of a process."""
+
+
+def reached_sync_point() -> Callable[[], bool] | None:
+    """Returns the function that every process of a job calls as often as the others,
+    once a step: it returns True once, when all stop because one received SIGTERM. None
+    if jax does not catch SIGTERM for this process.
+    """
+    from jax._src.distributed import global_state
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    # jax has no public way to find out; with the option jax_enable_preemption_service
+    # off, reached_preemption_sync_point raises an error.
+    manager = global_state.preemption_sync_manager
+    if manager is None:
+        return None
+    # A step that saves nothing does little else. Without a frame of Python, here and in
+    # jax's function, it takes half as long in a loop whose caches are cold.
+    ask = getattr(manager, "reached_sync_point", reached_preemption_sync_point)
+    return map(ask, _calls).__next__
+
+
+def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
+    """Implements ``spread.Gather`` with the first device of each process.
+
+    Raises:
+        UnavailableError: A process died during the exchange, or cannot be reached.
+    """
+    mesh, together = _program(tuple(processes))
+    here = mesh.devices[processes.index(jax.process_index())]
+    try:
+        brought = jax.make_array_from_single_device_arrays(
+            (len(processes), len(own)),
+            NamedSharding(mesh, PartitionSpec("process")),
+            [jax.device_put(own[None], here)],
+        )
+        rows: Bytes = np.asarray(together(brought).addressable_data(0))
+    except (JaxRuntimeError, ValueError) as e:  # the type depends on the cause
+        cause = str(e).partition("\n")[0]
+        raise UnavailableError(
+            f"the exchange of bytes between {len(processes)} processes of this "
+            f"jax.distributed job failed: {cause}; start the job again"
+        ) from e
+    return list(rows)
+
+
+@lru_cache(maxsize=64)
+def _program(processes: tuple[int, ...]) -> tuple[Mesh, Any]:
+    """Returns the mesh of the devices that take part, and the program that they run."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = Mesh(np.array([first[process] for process in processes]), ("process",))
+    # Not device_put, which synchronizes all processes of the job, not only these.
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return mesh, jax.jit(lambda rows: rows, out_shardings=replicated)

@@ -36,10 +36,8 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import (
     Grid,
     Region,
-    choose_chunk_shape,
     intersection,
     shape_problem,
-    whole,
 )
 from storesvc.format.keys import (
     ENCODED_KINDS,
@@ -51,7 +49,7 @@ from storesvc.format.keys import (
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client._chunks.memory import collector_paused
-from storesvc_client._items.values import Encoded, encode_python
+from storesvc_client._items.values import encode_python
 from storesvc_client._pytree.paths import part_text
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -193,11 +191,6 @@ class EncodedLeaf:
     array: NDArray[np.uint8]
     """Its bytes; shares their memory."""
 
-    @classmethod
-    def from_encoded(cls, encoded: Encoded) -> "EncodedLeaf":
-        """Returns the leaf of an encoded value."""
-        return cls(encoded.kind, np.frombuffer(encoded.data, np.uint8))
-
 
 def with_encoded(value: Any) -> Any:
     """Returns the encoding of a leaf that is stored as one, and any other leaf
@@ -208,7 +201,9 @@ def with_encoded(value: Any) -> Any:
         encoded = encode_python(value)
     except ValueError:  # the plan rejects it, with its key
         return value
-    return value if encoded is None else EncodedLeaf.from_encoded(encoded)
+    if encoded is None:
+        return value
+    return EncodedLeaf(encoded.kind, np.frombuffer(encoded.data, np.uint8))
 
 
 def as_array(value: Any) -> Any:
@@ -222,18 +217,6 @@ def family(kind: "pb.LeafKind.ValueType", dtype: str) -> str | None:
     if kind == pb.LEAF_KIND_PYTHON_SCALAR and dtype == "int64":
         return INTEGER
     return kind_text(kind) if kind in ENCODED_KINDS else None
-
-
-def is_encoded(kind: "pb.LeafKind.ValueType") -> bool:
-    """Returns whether leaves of this kind are encoded bytes."""
-    return kind in ENCODED_KINDS
-
-
-def encoded_chunks(size: int) -> tuple[tuple[int, ...], Layout]:
-    """Returns the chunk shape of an encoded value of some bytes, and its layout."""
-    shape = (size,)
-    chunk_shape = choose_chunk_shape(shape, 1, shape)
-    return chunk_shape, plan_layout(Grid(shape, chunk_shape, 1), (whole(shape),))
 
 
 MAX_LISTED: Final = 20

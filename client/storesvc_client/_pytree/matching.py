@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import jax
 
 from storesvc.format.dtypes import is_floating
-from storesvc.format.keys import INTEGER_KINDS
+from storesvc.format.keys import ENCODED_KINDS, INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._items.values import Container
 from storesvc_client._pytree.containers import nest
@@ -23,7 +23,7 @@ from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
     family,
-    is_encoded,
+    list_problems,
     named_leaves,
     signature,
     tracer_text,
@@ -31,6 +31,7 @@ from storesvc_client._pytree.leaves import (
 from storesvc_client._pytree.paths import path_text
 from storesvc_client._values.key_patterns import find_patterns
 from storesvc_client._values.models import leaf_path
+from storesvc_client.errors import MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -166,8 +167,8 @@ def match_like(
         else:
             # an integer comes back in the form in which it was saved
             unfit.pop()
-            either = is_encoded(saved.kind) or is_encoded(found.kind)
-            form: Leaf | Signature = saved if either else found
+            is_encoded = not ENCODED_KINDS.isdisjoint({saved.kind, found.kind})
+            form: Leaf | Signature = saved if is_encoded else found
             wanted.append(
                 Wanted(row, form.kind, _cast_dtype(form, cast), value=leaf.value)
             )
@@ -198,20 +199,32 @@ def _advice(options: dict[str, Any]) -> str:
     return text if options and len(text) <= _MAX_ADVICE else ""
 
 
-def find_problems(state: Any, like: Any) -> Sequence[str]:
-    """Returns why a checkpoint of a state could not be restored like another one.
+def check_restorable(name: str, state: Any, initial: Any) -> None:
+    """Checks that the next process can restore what this one is about to save.
 
     Leaves that a checkpoint cannot hold are not compared: a save rejects them.
 
+    Args:
+        name: Name of the checkpoint.
+        state: The state after the first step.
+        initial: The initial state, which may lack the values of its arrays.
+
     Raises:
+        MismatchError: It could not; lists all differences.
         UnsupportedLeafError: A state has two leaves with one key.
     """
     pairs = [(leaf, signature(leaf.value)) for leaf in named_leaves(state)[0]]
     if any(found is None for _, found in pairs):
-        return []
+        return
     tree = Tree(tuple(_as_saved(leaf, found) for leaf, found in pairs if found))
     rows = range(len(tree.leaves))
-    return match_like(tree, like, rows, cast=None, keeping=False).problems
+    problems = match_like(tree, initial, rows, cast=None, keeping=False).problems
+    if problems:
+        raise MismatchError(
+            f"{name} could not be restored like the initial state of this loop: "
+            f"{list_problems(problems)}; make both alike, for example with a jax.jit "
+            "function for restore_or, which turns Python numbers into arrays"
+        )
 
 
 def _absence(tree: Tree, leaf: NamedLeaf) -> str:
@@ -270,7 +283,7 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
     Device arrays, host arrays and host scalars are interchangeable; Python numbers and
     PRNG keys are not. A text, bytes or an integer becomes any other one of its type.
     """
-    if is_encoded(saved.kind) or is_encoded(found.kind):
+    if saved.kind in ENCODED_KINDS or found.kind in ENCODED_KINDS:
         return family(saved.kind, saved.dtype) == family(found.kind, found.dtype)
     return (
         saved.shape == found.shape

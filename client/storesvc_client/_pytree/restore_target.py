@@ -9,11 +9,11 @@ buffers to ``place``.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,13 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
+from storesvc.format.keys import ENCODED_KINDS
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import allocate, collector_paused
 from storesvc_client._items.values import Container, decode_value
 from storesvc_client._job.assignment import Holders
-from storesvc_client._pytree.leaves import is_encoded, list_problems
+from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._pytree.matching import (
     LIKE,
     Build,
@@ -559,7 +560,7 @@ def _value(item: _PendingLeaf) -> Any:
 
 
 def _host_value(item: _PendingLeaf, array: Any) -> Any:
-    if is_encoded(item.wanted.kind):
+    if item.wanted.kind in ENCODED_KINDS:
         return decode_value(item.leaf.key, item.wanted.kind, array.tobytes())
     match item.wanted.kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
@@ -572,3 +573,37 @@ def _host_value(item: _PendingLeaf, array: Any) -> Any:
             return array
         case kind:
             raise AssertionError(kind)
+
+
+def is_function(init: object) -> TypeGuard[Callable[[], Any]]:
+    """Returns whether a value makes a state, rather than being one. Modules are
+    callable pytrees."""
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(init))
+    return is_leaf and callable(init)
+
+
+def make_target(init: Callable[[], Any]) -> Any:
+    """Returns a state as ``init`` makes it, without the values of its arrays.
+
+    A function compiled by ``jax.jit`` with ``out_shardings`` is not run. Another one is
+    run, because only its result shows where it places arrays; that result is dropped.
+    """
+    if hasattr(init, "eval_shape"):
+        target = init.eval_shape()
+        if all(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(target)):
+            return target
+    return without_values(init())
+
+
+def without_values(state: Any) -> Any:
+    """Returns a state with the shapes and placements of its arrays, not the arrays."""
+
+    def abstract(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak
+        )
+
+    return jax.tree.map(abstract, state)

@@ -1,5 +1,6 @@
 """Plans saves: the leaves of a tree, their chunks, and the source of each chunk's
-bytes; and reads these bytes, chunk by chunk, for a snapshot.
+bytes; and reads these bytes, chunk by chunk, for a snapshot. ``copy_on_devices`` copies
+the leaves before.
 
 A plan depends on shapes, dtypes and shardings, never on values, so a tree that is saved
 repeatedly is planned once. When the processes of a job save one tree, their plans
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal, assert_never
 
 import jax
 import numpy as np
@@ -44,7 +45,6 @@ from storesvc_client._pytree.leaves import (
     Signature,
     as_array,
     check_values,
-    encoded_chunks,
     named_leaves,
     plan_layout,
     saved_sharding,
@@ -121,17 +121,19 @@ def with_items(
         return plan, values
     rows, plans = [], []
     for item in items:
-        chunk_shape, layout = encoded_chunks(item.size)
+        shape = (item.size,)
+        chunk_shape = choose_chunk_shape(shape, 1, shape)
         rows.append(
             Leaf(
                 key=item.name.key,
                 path_kinds=item.name.path_kinds,
                 kind=item.kind,
                 dtype="uint8",
-                shape=(item.size,),
+                shape=shape,
                 chunk_shape=chunk_shape,
             )
         )
+        layout = plan_layout(Grid(shape, chunk_shape, 1), (whole(shape),))
         dtype = DTYPES["uint8"]
         plans.append(LeafPlan(dtype=dtype, is_key=False, devices=None, layout=layout))
     tree = Tree((*plan.tree.leaves, *rows), plan.tree.structure)
@@ -592,3 +594,78 @@ def _to_host(shards: Sequence[Any]) -> list[Any]:
 
 def _flat(block: NDArray[Any]) -> Bytes:
     return block.reshape(-1).view(np.uint8)
+
+
+SPARE_FRACTION: Final = 0.1
+"""Fraction of a device's memory that mode "auto" leaves free."""
+
+
+def copy_on_devices(
+    values: Sequence[Any], mode: Literal["host", "device", "auto", "none"]
+) -> list[Any] | None:
+    """Returns copies of the leaves, device arrays on their devices, or None for no
+    copy.
+
+    A save then blocks only until the copies start: they are dispatched, not waited for.
+    Later operations on the arrays, including donation, are ordered after them by jax.
+
+    Args:
+        values: The leaves.
+        mode: "device" always copies, "host" and "none" never do, "auto" does if all
+            devices report enough free memory.
+    """
+    match mode:
+        case "host" | "none":
+            return None
+        case "device":
+            return [_copy(value) for value in values]
+        case "auto":
+            return [_copy(value) for value in values] if _fits(values) else None
+        case _:
+            assert_never(mode)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        if value.is_fully_addressable:
+            return _copy_array(value)
+        # all shards are on devices of other processes
+        if not value.addressable_shards:
+            return value
+        # Copied shard by shard: copying the whole array would run on all processes.
+        copies = [_copy_array(shard.data) for shard in value.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            value.shape, value.sharding, copies
+        )
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _copy_array(array: jax.Array) -> jax.Array:
+    # Array.copy would be a computation, in the caller's context: on its mesh, on its
+    # default device, and rejected by its checks, such as for NaN.
+    with jax.transfer_guard("allow"):
+        copy: jax.Array = jax.device_put(array, array.sharding, may_alias=False)
+    return copy
+
+
+def _fits(values: Sequence[Any]) -> bool:
+    """Returns whether a copy fits into the free memory of the devices."""
+    arrays = [value for value in values if isinstance(value, jax.Array)]
+    shardings = {id(array.sharding): array.sharding for array in arrays}
+    devices = set().union(*(s.addressable_devices for s in shardings.values()))
+    free = {device: _free(device) for device in devices}
+    if not arrays or min(free.values(), default=0) <= 0:
+        return False
+    needed = dict.fromkeys(devices, 0)
+    for array in arrays:
+        for shard in array.addressable_shards:
+            needed[shard.device] += shard.data.nbytes
+    return all(free[device] > size for device, size in needed.items())
+
+
+def _free(device: jax.Device) -> float:
+    """Returns the free bytes of a device; 0 if it does not report them, as CPUs do
+    not."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return float((1 - SPARE_FRACTION) * limit - stats.get("bytes_in_use", limit))

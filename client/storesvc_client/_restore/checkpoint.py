@@ -475,7 +475,7 @@ class OpenCheckpoint(OpenTree):
     ) -> ChunkSource:
         """Returns the source of a joint restore, once all processes have the same
         plan."""
-        from storesvc_client._pytree.all_gather import all_gather
+        from storesvc_client._pytree.jax_job import all_gather
 
         needed = list(target.iterate_needed(joint.job.count))
         plan = SpreadPlan(self._manifest, needed, count=joint.job.count)

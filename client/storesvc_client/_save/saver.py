@@ -495,8 +495,7 @@ class RunSaver:
             meter: Measures the phases.
         """
         from storesvc_client._chunks.memory import STREAM_BYTES, StagingPool
-        from storesvc_client._pytree.device_copies import copied_on_device
-        from storesvc_client._pytree.save_plan import TreeSource
+        from storesvc_client._pytree.save_plan import TreeSource, copy_on_devices
         from storesvc_client._save.chunk_streams import STREAMS
         from storesvc_client._save.snapshot import SlabQueue, Snapshot
         from storesvc_client._save.upload import Upload
@@ -509,7 +508,7 @@ class RunSaver:
         upload = Upload(self._session, writer, whole, slab_queue, meter)
         known, known_base = self._known(writer.described, plan, upload)
         with meter.phase("snapshot"):
-            copies = copied_on_device(values, mode)
+            copies = copy_on_devices(values, mode)
         source = TreeSource(whole, values if copies is None else copies)
         snapshot = Snapshot(
             source, whole.slabs, slab_queue, known, meter, is_lent=is_lent

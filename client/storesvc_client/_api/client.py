@@ -19,8 +19,13 @@ from storesvc.format.names import RunName
 from storesvc.storage.location import parse_root
 from storesvc_client._api.groups import Collected, collect, list_uploads, watch
 from storesvc_client._api.run import Run
-from storesvc_client._rpc.connection import Connection, open_connection
-from storesvc_client._rpc.stubs import FOLLOWING, OnDamage, rows
+from storesvc_client._rpc.connection import (
+    FOLLOWING,
+    Connection,
+    OnDamage,
+    open_connection,
+    rows,
+)
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import (
     DEFAULT_RESTORE_POOL_BYTES,

@@ -21,7 +21,7 @@ from storesvc_client._api.groups import (
     get_run,
     update_checkpoint,
 )
-from storesvc_client._rpc.stubs import RunStub
+from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
 from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.models import (

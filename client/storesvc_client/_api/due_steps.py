@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Final, Protocol, Self, assert_never
 
 from storesvc_client._job.job import Decision, Decisions
-from storesvc_client._rpc.stubs import RunStub
+from storesvc_client._rpc.connection import RunStub
 from storesvc_client._save.saver import PendingSave
 from storesvc_client._values.options import IfBusy
 from storesvc_client._values.save_schedule import Schedule

@@ -26,9 +26,8 @@ from storesvc.format.names import (
     Which,
 )
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.connection import Connection, OnDamage, RunStub, rows
 from storesvc_client._rpc.retry import BEGINNINGS
-from storesvc_client._rpc.stubs import OnDamage, RunStub, rows
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     DurationLike,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from storesvc.format.names import LATEST, CheckpointName, Which
 from storesvc_client._api.groups import update_checkpoint
-from storesvc_client._rpc.stubs import RunStub
+from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     MAX_TEXT_BYTES,

@@ -39,8 +39,8 @@ from storesvc_client._api.groups import (
 )
 from storesvc_client._api.loop import Loop
 from storesvc_client._api.opening import Opening, check_same
+from storesvc_client._rpc.connection import OnDamage, RunStub
 from storesvc_client._rpc.retry import BEGINNINGS
-from storesvc_client._rpc.stubs import OnDamage, RunStub
 from storesvc_client._save.saver import PendingSave, RunSaver, Save, checked_step
 from storesvc_client._session import Session
 from storesvc_client._telemetry.progress import ProgressCallback

@@ -13,7 +13,7 @@ from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.source import StepFiller, plan_units, stored_tree
 from storesvc_client._foreign.steps import with_items_for_long_labels
-from storesvc_client._rpc.stubs import RunStub
+from storesvc_client._rpc.connection import RunStub
 from storesvc_client._save.transfer import (
     TransferPlan,
     describe_transfer,

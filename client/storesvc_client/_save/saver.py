@@ -25,10 +25,9 @@ from typing import (
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName
 from storesvc.storage.threads import Threads
-from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.connection import Connection, RunStub
 from storesvc_client._rpc.process_exit import await_at_exit, check_not_over, forget
 from storesvc_client._rpc.retry import clear_variables, trim
-from storesvc_client._rpc.stubs import RunStub
 from storesvc_client._session import Session
 from storesvc_client._telemetry.events import Unfinished
 from storesvc_client._telemetry.progress import Meter

@@ -28,7 +28,7 @@ from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.memory import Bytes, ExtentPool, StagingPool
 from storesvc_client._chunks.slabs import FilledSlab, Slab
-from storesvc_client._rpc.stubs import RunStub
+from storesvc_client._rpc.connection import RunStub
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.upload import SaveResult, Upload
 from storesvc_client._save.writers import Description, Writer, checked_description

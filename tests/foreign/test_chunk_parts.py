@@ -16,7 +16,7 @@ from storesvc_client._foreign import zarr_arrays
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.locations import LocalLocation
 from storesvc_client._foreign.mount import ForeignCheckpoint
-from storesvc_client._foreign.source import ForeignSource
+from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.zarr_arrays import (
     ArrayPlace,
     TensorStoreArray,
@@ -118,7 +118,7 @@ def restored(
 
     manifest = ForeignCheckpoint("run", step)._manifest
     assembly = Assembly(manifest, [(0, regions)], name="run@0", place=keep)
-    ForeignSource(step, name="run@0").read(assembly.missing, assembly)
+    StepSource(step, name="run@0").read(assembly.missing, assembly)
     assembly.check_complete()
     return found
 

@@ -1090,16 +1090,16 @@ def run_import(
     wanted = None
     if steps is not None:
         wanted = [checked_step(run.name, step) for step in steps]
-    foreign = open_foreign(source) if isinstance(source, str) else source
-    if not isinstance(foreign, ForeignRun):
+    found = open_foreign(source) if isinstance(source, str) else source
+    if not isinstance(found, ForeignRun):
         raise InvalidRequestError(
             f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
             f"returns, got {source!r}"
         )
     yield from import_steps(
-        *_run_connection(run),
-        foreign.root,
-        steps=wanted_steps(foreign.name, foreign.steps(), wanted),
+        *run_connection(run),
+        found.root,
+        steps=wanted_steps(found.name, found.steps(), wanted),
         labels=checked_labels(what, labels),
         progress=progress,
         jobs=JOBS if jobs is None else jobs,
@@ -1118,11 +1118,12 @@ def run_copy(
         raise InvalidRequestError(
             f"copy of {source.name}: expected a run to copy to, got {target!r}"
         )
-    return RunCopy(_run_connection(source), _run_connection(target), progress)
+    return RunCopy(run_connection(source), run_connection(target), progress)
 
 
-def _run_connection(run: Run) -> tuple[Session, RunStub]:
-    return run._session, run._stub  # noqa: SLF001 - for functions of this module
+def run_connection(run: Run) -> tuple[Session, RunStub]:
+    """Returns the session and the stub of a run, for code that works on runs."""
+    return run._session, run._stub  # noqa: SLF001 - not public, as sessions are not
 
 
 def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:

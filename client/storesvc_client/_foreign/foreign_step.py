@@ -1,4 +1,4 @@
-"""Foreign checkpoints: the steps below a location, and the arrays of one step.
+"""Checkpoints of other projects: the steps at a location, the arrays of a step.
 
 A reader of a format returns values of these classes; ``mount.py`` and ``importing.py``
 take them. The rows of ``ForeignStep.tree`` follow every rule of ``tree.proto``, except

@@ -1,4 +1,4 @@
-"""Imports the steps of a foreign location into a run, one after another.
+"""Imports the steps of another project into a run, one after another.
 
 An import may be interrupted and repeated: a step that the run has from the same files
 is skipped, and the chunks of an interrupted one are used. Each step shares the chunks
@@ -65,7 +65,7 @@ def import_steps(
     Args:
         session: Resources of the store.
         stub: The run.
-        root: The foreign location.
+        root: The location of the steps.
         steps: Finished steps to import, ascending; see ``wanted_steps``.
         labels: Labels to add to each checkpoint.
         progress: Called with a ``Progress`` of each step.
@@ -127,7 +127,7 @@ def wanted_steps(
     """Returns the steps to import, ascending.
 
     Args:
-        url: URL of the foreign location.
+        url: URL of the location.
         found: Its finished steps.
         steps: Steps that the caller wants; None: all.
 

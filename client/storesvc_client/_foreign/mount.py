@@ -31,7 +31,7 @@ from storesvc_client._chunks.memory import allocate
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
 from storesvc_client._foreign.formats import FORMATS
 from storesvc_client._foreign.locations import Location, open_location
-from storesvc_client._foreign.source import ForeignSource
+from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.steps import item_name
 from storesvc_client._items.values import CONTAINERS
 from storesvc_client._restore.assembly import Assembly
@@ -676,10 +676,10 @@ class ForeignCheckpoint(OpenTree):
             ),
         )
 
-    def _source(self) -> ForeignSource:
-        return ForeignSource(self._step, name=self.name)
+    def _source(self) -> StepSource:
+        return StepSource(self._step, name=self.name)
 
-    def _report(self, source: ForeignSource, assembly: Assembly) -> RestoreReport:
+    def _report(self, source: StepSource, assembly: Assembly) -> RestoreReport:
         meter = assembly.meter
         return RestoreReport(
             run=self.info.run,

@@ -328,7 +328,7 @@ class PlainArray:
 @cache
 def reading_threads() -> Threads:
     """Returns the threads that read files, for all arrays."""
-    return Threads(_THREADS, "storesvc-foreign-read")
+    return Threads(_THREADS, "storesvc-file-read")
 
 
 MIN_CHUNK_BYTES: Final = 256 << 10

@@ -1,4 +1,4 @@
-"""Reads the chunks of a foreign step, for a restore or an import.
+"""Reads the chunks of a step of another project, for a restore or an import.
 
 For a restore, a chunk is what its format reads as a whole, once. If one region of a
 restore needs it, it is read straight into the buffer of that region, whatever its
@@ -13,8 +13,8 @@ its processors busy. More are of a bucket, because each takes long to arrive.
 For an import, the chunks of the step become chunks of ours. A format reads its own
 chunk as a whole, for example because it is compressed. So our chunks are cut such that
 each is within one of them or consists of several of them, and a ``Unit`` is what one
-piece of memory receives: all our chunks of one foreign chunk, or neighbouring chunks
-that are read one by one. Each foreign chunk is read once, into staging memory, many
+piece of memory receives: all our chunks of one source chunk, or neighbouring chunks
+that are read one by one. Each source chunk is read once, into staging memory, many
 regions at a time.
 """
 
@@ -84,25 +84,25 @@ class Unit:
     """Bytes of memory."""
 
 
-def stored_tree(foreign: Tree) -> Tree:
-    """Returns the rows of a foreign step with the chunks that the store gets.
+def stored_tree(source: Tree) -> Tree:
+    """Returns the rows of a step with the chunks that the store gets.
 
     Args:
-        foreign: Rows whose chunks are those that the format reads as a whole.
+        source: Rows whose chunks are those that the format reads as a whole.
     """
-    return Tree(tuple(map(_cut, foreign.leaves)), foreign.structure)
+    return Tree(tuple(map(_cut, source.leaves)), source.structure)
 
 
-def plan_units(foreign: Tree, stored: Tree) -> list[Unit]:
+def plan_units(source: Tree, stored: Tree) -> list[Unit]:
     """Returns the units of all chunks, in the order of their first chunk.
 
     Args:
-        foreign: Rows with the chunks of the format.
+        source: Rows with the chunks of the format.
         stored: The same rows with our chunks.
     """
     found: list[Unit] = []
     simple = np.ones(stored.chunk_count, np.bool_)
-    for row, (leaf, grid) in enumerate(zip(foreign.leaves, stored.grids, strict=True)):
+    for row, (leaf, grid) in enumerate(zip(source.leaves, stored.grids, strict=True)):
         together = _together(grid, leaf.chunk_shape)
         if together is not None:
             first = int(stored.first_chunk[row])
@@ -121,11 +121,11 @@ def _cut(leaf: Leaf) -> Leaf:
 
 @lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
 def _chunk_shape(
-    shape: tuple[int, ...], itemsize: int, foreign: tuple[int, ...]
+    shape: tuple[int, ...], itemsize: int, source: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns our chunk shape: the one of a save in shards of the foreign chunk shape,
-    unless such a chunk crosses foreign chunks, or is no contiguous range of one."""
-    shard = tuple(min(n, max(1, m)) for n, m in zip(foreign, shape, strict=True))
+    """Returns our chunk shape: the one of a save in shards of the source's chunk shape,
+    unless such a chunk crosses source chunks, or is no contiguous range of one."""
+    shard = tuple(min(n, max(1, m)) for n, m in zip(source, shape, strict=True))
     chosen = choose_chunk_shape(shape, itemsize, shard)
     crosses = any(
         outer < size and inner < size and outer % inner and inner % outer
@@ -146,7 +146,7 @@ def _is_contiguous(outer: Sequence[int], inner: Sequence[int]) -> bool:
 def _divide_shape(
     shape: Sequence[int], itemsize: int, shard: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the largest chunk shape that divides a foreign chunk into contiguous
+    """Returns the largest chunk shape that divides a source chunk into contiguous
     ranges of at most ``MAX_CHUNK_BYTES``."""
     chunk = list(shard)
     for dim, n in enumerate(shard):
@@ -159,13 +159,13 @@ def _divide_shape(
     return tuple(chunk)
 
 
-def _together(grid: Grid, foreign: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns how many of our chunks a foreign chunk has along each dimension; None if
+def _together(grid: Grid, source: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns how many of our chunks a source chunk has along each dimension; None if
     it has one, or is a part of one."""
     counts = tuple(
         1 if outer <= inner else n if outer >= size else outer // inner
         for outer, inner, n, size in zip(
-            foreign, grid.chunk_shape, grid.counts, grid.shape, strict=True
+            source, grid.chunk_shape, grid.counts, grid.shape, strict=True
         )
     )
     return None if grid.count == 0 or math.prod(counts) == 1 else counts
@@ -174,7 +174,7 @@ def _together(grid: Grid, foreign: Sequence[int]) -> tuple[int, ...] | None:
 def _cut_units(
     row: int, first: int, grid: Grid, together: Sequence[int]
 ) -> Iterator[Unit]:
-    """Yields a unit for each foreign chunk of a row."""
+    """Yields a unit for each source chunk of a row."""
     blocks = [range(0, n, k) for n, k in zip(grid.counts, together, strict=True)]
     for corner in product(*blocks):
         counts = tuple(
@@ -413,7 +413,7 @@ POLL_SECONDS: Final = 1.0
 """Interval at which a read in flight checks whether the restore has failed."""
 
 
-class ForeignSource:
+class StepSource:
     """Reads the chunks of one step."""
 
     def __init__(self, step: ForeignStep, *, name: str) -> None:

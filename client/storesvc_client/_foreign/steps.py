@@ -10,7 +10,7 @@ step covers the stamps of its data files too, unless a file with the checksums o
 names of all of them is part of it.
 
 The tree has the rows in the order and by the rules of ``tree.proto``. Two names of a
-foreign checkpoint can become one key, or one the ancestor of the other; such a step is
+checkpoint can become one key, or one the ancestor of the other; such a step is
 rejected, and both names are in the message.
 
 A label of a checkpoint has at most 256 bytes; custom metadata of Orbax may be of any

@@ -56,7 +56,7 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
         restore without ``like=`` returns as a dict or list.
     """
     found: list[Container] = []
-    foreign: list[str] = []
+    unknown: list[str] = []
     keys = KeyCache()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
@@ -69,7 +69,7 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
                 continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
         if (children or what) and not _is_plain(node):
-            foreign.append(f"{_key(keys, path)}: {type(node).__name__}")
+            unknown.append(f"{_key(keys, path)}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
             for below, child in children
@@ -77,8 +77,8 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
         ]
     packed = pack_container_document(found)
     if len(packed) <= MAX_STRUCTURE_BYTES:
-        return packed, tuple(foreign)
-    return b"", (f"{len(found)} tuples and empty containers", *foreign)
+        return packed, tuple(unknown)
+    return b"", (f"{len(found)} tuples and empty containers", *unknown)
 
 
 def _is_plain(node: Any) -> bool:

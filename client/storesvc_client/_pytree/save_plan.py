@@ -80,7 +80,7 @@ class Plan:
     tree: Tree
     structure: bytes
     """The caller's document; b"" if none."""
-    foreign: tuple[str, ...]
+    needs_like: tuple[str, ...]
     """Containers that a restore without ``like=`` returns as dicts or lists; empty if
     the caller gave a document."""
     leaves: tuple[LeafPlan, ...]
@@ -197,14 +197,14 @@ class Planner:
             )
             for (leaf, what), cut in zip(found, cuts, strict=True)
         )
-        document, foreign = (structure, ()) if structure else pack_containers(tree)
+        document, needs_like = (structure, ()) if structure else pack_containers(tree)
         planned = Tree(rows, document)
         # 4. Select the chunks that this process writes.
         own = _own_chunks(planned, [cut.held for cut in cuts], self._job)
         plan = Plan(
             tree=planned,
             structure=structure,
-            foreign=foreign,
+            needs_like=needs_like,
             leaves=tuple(cut.plan for cut in cuts),
             order=tuple(numbers[id(leaf)] for leaf, _ in found),
             keys=tuple(leaf.key for leaf in rows),

@@ -1,5 +1,5 @@
-"""Stores a checkpoint that is read from elsewhere: from foreign files, or from another
-store. Needs no jax.
+"""Stores a checkpoint that is read from elsewhere: files of another project, or
+another store. Needs no jax.
 
 ``transfer`` runs two parts at a time: a ``Filler`` reads chunks into staging memory,
 and an ``Upload`` stores them, as in any save. The order makes a checkpoint complete or
@@ -77,7 +77,7 @@ class TransferPlan:
 
     tree: Tree
     slabs: Sequence[Slab]
-    foreign: tuple[str, ...] = ()
+    needs_like: tuple[str, ...] = ()
 
     @property
     def own(self) -> I64:

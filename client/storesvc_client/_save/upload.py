@@ -124,7 +124,7 @@ class UploadPlan(Protocol):
         """Slabs of these chunks."""
 
     @property
-    def foreign(self) -> tuple[str, ...]:
+    def needs_like(self) -> tuple[str, ...]:
         """Containers that only a restore with ``like=`` rebuilds."""
 
 
@@ -166,7 +166,7 @@ class Upload:
         self._writer = writer
         self._tree = tree
         self._own = plan.own
-        self._foreign = plan.foreign
+        self._needs_like = plan.needs_like
         self._largest_slab_bytes = max((s.stored_bytes for s in plan.slabs), default=0)
         self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
@@ -447,6 +447,6 @@ class Upload:
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,
             last_process=self._writer.last_process,
-            needs_like=self._foreign,
+            needs_like=self._needs_like,
             upload=self.id,
         )

@@ -1,10 +1,16 @@
-"""A weighted semaphore that serves its peers in turn.
+"""Bounds and shares the work of one event loop: a semaphore, a cache, threads.
 
-It bounds the memory that the server uses for the work of its clients. Free capacity
-goes to the peer that was served least recently, and among that peer's calls to the
-oldest; no call overtakes one that waits for more capacity. A call that waits too long
-fails with an error that permits a retry. The semaphore is held only for work of the
-server, never while a call waits for its client.
+`FairSemaphore` bounds the memory that the server uses for the work of its clients. Free
+capacity goes to the peer that was served least recently, and among that peer's calls to
+the oldest; no call overtakes one that waits for more capacity. A call that waits too
+long fails with an error that permits a retry. The semaphore is held only for work of
+the server, never while a call waits for its client.
+
+`ByteCache` keeps immutable values, bounded by their size in memory. Concurrent loads of
+one key share one call. A value larger than the whole cache is returned but not kept; an
+error is not cached.
+
+`offload` runs computations over tables without blocking the event loop for long.
 
 Example::
 
@@ -13,11 +19,13 @@ Example::
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+from cachetools import LRUCache
 
 from storesvc.errors import LimitExceededError
 from storesvc.telemetry.events import Span, Waited, publish
@@ -40,7 +48,7 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """A weighted semaphore for one event loop."""
+    """A weighted semaphore for one event loop; it serves its peers in turn."""
 
     def __init__(self, capacity: int, *, purpose: str) -> None:
         """Creates a semaphore with all of its capacity free.
@@ -109,3 +117,93 @@ class FairSemaphore:
 
     def _rank(self, waiter: _Waiter) -> tuple[int, int]:
         return self._served.get(waiter.peer, 0), waiter.number
+
+
+TREES_BYTES: Final = 512 << 20
+"""Size of the cache of parsed leaf tables, and of the one of parsed manifests: the
+largest tree fits."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class ByteCache(Generic[K, V]):
+    """An LRU cache for one event loop."""
+
+    def __init__(self, max_bytes: int, *, size_of: Callable[[V], int]) -> None:
+        """Creates an empty cache.
+
+        Args:
+            max_bytes: Maximum size of all values together.
+            size_of: Returns the size of a value in bytes; called once, when it is
+                stored.
+        """
+        self._kept: LRUCache[K, V] = LRUCache(max_bytes, getsizeof=size_of)
+        self._loading: dict[K, asyncio.Task[V]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._kept
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the cached values in bytes."""
+        return int(self._kept.currsize)
+
+    async def get(self, key: K, load: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        """Returns the cached value of a key; on a miss, loads and caches it.
+
+        Raises whatever ``load`` raises.
+        """
+        if key in self._kept:
+            return self._kept[key]
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = asyncio.create_task(self._load(key, load))
+            loading.add_done_callback(lambda task: self._on_loaded(key, task))
+        # Shielded: other callers may wait for the same load when this one is cancelled.
+        return await asyncio.shield(loading)
+
+    async def _load(self, key: K, load: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        value = await load()
+        with suppress(ValueError):  # larger than the cache
+            self._kept[key] = value
+        return value
+
+    def _on_loaded(self, key: K, task: "asyncio.Task[V]") -> None:
+        del self._loading[key]
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, even if no caller waits
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SMALL_ROWS: Final = 1_000
+"""Rows up to which a computation runs in the event loop: it takes at most some
+milliseconds there. A thread would cost 0.1 ms of CPU time, mostly to wake it and the
+event loop, and a small save makes twenty such calls."""
+
+ROW_BYTES: Final = 32
+"""Estimated least bytes of a row of a serialised table."""
+
+
+async def offload(
+    rows: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Returns the result of a computation, which runs in a thread if there are many
+    rows.
+
+    Args:
+        rows: Chunks or leaves that it works on.
+        function: The computation; it must not wait for anything.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    if rows <= SMALL_ROWS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def rows_in(data: bytes) -> int:
+    """Returns an upper estimate of the rows of a serialised table."""
+    return len(data) // ROW_BYTES

@@ -32,7 +32,6 @@ from operator import attrgetter
 from typing import Final, TypeVar
 
 from storesvc.auth.call import may_list
-from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog.records import (
     corrupted_in_transit,
     damage_error,
@@ -48,6 +47,7 @@ from storesvc.catalog.slots import (
     replaced_error,
     slot_state,
 )
+from storesvc.concurrency import TREES_BYTES, ByteCache, offload, rows_in
 from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
@@ -63,7 +63,6 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.requests import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -23,11 +23,11 @@ from storesvc.errors import (
     LendingUnsupportedError,
 )
 from storesvc.format.names import HoldName, UploadName
-from storesvc.lending.lender import GcsToken, LentCredential, S3Keys
-from storesvc.quota.quotas import Quotas
+from storesvc.lending.lender import GcsToken, Lender, LentCredential, S3Keys
+from storesvc.quota import Quotas
 from storesvc.rpc import paging, requests
+from storesvc.rpc.calls import Security
 from storesvc.rpc.methods import RULES, parse_resource
-from storesvc.rpc.security import Lender, Security
 from storesvc.rpc.status import Context
 from storesvc.store import Store
 from storesvc_proto.v1 import access_service_pb2 as access_api

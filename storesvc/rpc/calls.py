@@ -1,5 +1,7 @@
 """Measures each call, and gives each rpc of the contract its caller.
 
+`Security` has the parts of a server that decide about its callers.
+
 `MeasuringInterceptor` publishes the beginning and the end of each call, and counts its
 bytes. Methods and statuses have the names of gRPC's own metrics (gRFC A66), and the
 same is counted: messages without their five bytes of framing. Calls of methods that the
@@ -13,8 +15,9 @@ permissions, so that a handler that forgets one is a bug, not a hole.
 import asyncio
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, cast
@@ -22,11 +25,14 @@ from typing import Any, Final, cast
 import grpc
 import grpc.aio
 
-from storesvc.auth.call import Call, current
-from storesvc.auth.policy import ANONYMOUS, Principal
+from storesvc.audit.reader import AuditReader
+from storesvc.auth.authenticator import is_local
+from storesvc.auth.call import Call, CallObserver, current
+from storesvc.auth.policy import ANONYMOUS, LOCAL, Policy, Principal
+from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import IdentityRequiredError, TokenExpiredError
+from storesvc.lending.lender import Lender
 from storesvc.rpc.methods import RULES, Open, Public
-from storesvc.rpc.security import Security
 from storesvc.rpc.status import (
     KINDS,
     Context,
@@ -46,6 +52,38 @@ from storesvc.telemetry.events import (
     publish,
     scope,
 )
+from storesvc_proto.v1 import access_service_pb2 as access_api
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Authentication, authorization, and the parts that depend on the caller."""
+
+    authenticate: Callable[[Context], Awaitable[Principal]]
+    """Returns the caller of a call, or raises why its credentials are rejected."""
+    policy: Callable[[], Policy | None]
+    """Returns the policy in force; None permits everything."""
+    observers: tuple[CallObserver, ...] = ()
+    """Take part in each call, in this order."""
+    login_options: Callable[[], Sequence[access_api.LoginOption]] = list
+    """Returns the issuers that people can log in with."""
+    lender: Lender | None = None
+    """Lends credentials; None: none are lent."""
+    audit: AuditReader | None = None
+    """Reads the audit log; None: there is none."""
+    quota_rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]] = lambda: (
+        (),
+        None,
+    )
+    """Returns the quotas of namespaces, and the one of each principal."""
+
+
+async def _by_machine(context: Context) -> Principal:
+    return LOCAL if is_local(context.peer()) else ANONYMOUS
+
+
+OPEN: Final = Security(authenticate=_by_machine, policy=lambda: None)
+"""Permits everything to every caller that can connect."""
 
 OTHER: Final = "other"
 """Method of all calls of methods that the server does not have."""

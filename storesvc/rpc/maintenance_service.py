@@ -7,7 +7,6 @@ from contextlib import aclosing
 from functools import partial
 
 import storesvc
-from storesvc.call_timer import Stopwatch
 from storesvc.errors import InvalidFieldError
 from storesvc.format import trees
 from storesvc.format.manifests import Manifest
@@ -21,6 +20,7 @@ from storesvc.rpc.status import MAX_MESSAGE_BYTES, Context
 from storesvc.rpc.streams import write
 from storesvc.save import batches, leaf_tables
 from storesvc.store import Store
+from storesvc.telemetry.events import Stopwatch
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 

@@ -23,13 +23,13 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from storesvc.quota.quotas import Quotas
+from storesvc.quota import Quotas
 from storesvc.rpc.access_service import AccessService
+from storesvc.rpc.calls import Security
 from storesvc.rpc.checkpoint_service import CheckpointService
 from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.methods import authorize
 from storesvc.rpc.requests import check_counts, check_size, parse_message
-from storesvc.rpc.security import Security
 from storesvc.rpc.status import KINDS, Context, note_status, parse_host
 from storesvc.rpc.streams import release_messages
 from storesvc.rpc.upload_service import UploadService

@@ -36,7 +36,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.quota.quotas import call_namespace
+from storesvc.quota import call_namespace
 from storesvc.rpc.requests import MESSAGE_TYPE
 from storesvc.storage.hedging import LogThrottle
 from storesvc.telemetry.events import BugFound, publish, scope

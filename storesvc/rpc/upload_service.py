@@ -20,15 +20,13 @@ from typing import Final, Generic, TypeVar
 from storesvc.auth import call as access
 from storesvc.auth.call import require
 from storesvc.auth.policy import Permission
-from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
-from storesvc.concurrency import FairSemaphore
+from storesvc.concurrency import FairSemaphore, offload
 from storesvc.errors import InvalidFieldError, LimitExceededError, StalledError
 from storesvc.format import wire
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
-from storesvc.offload import offload
-from storesvc.quota.quotas import Quotas
+from storesvc.quota import Quotas
 from storesvc.rpc import messages, requests, streams
 from storesvc.rpc.methods import authorize
 from storesvc.rpc.paging import list_page
@@ -53,6 +51,7 @@ from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.storage.requests import beside
 from storesvc.store import Store
+from storesvc.telemetry.events import Stopwatch
 from storesvc_proto.v1 import report_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 

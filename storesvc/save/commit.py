@@ -33,6 +33,7 @@ from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp, write_record
 from storesvc.clock import Clock
+from storesvc.concurrency import offload
 from storesvc.errors import (
     ChunksIncompleteError,
     ConflictError,
@@ -50,7 +51,6 @@ from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
-from storesvc.offload import offload
 from storesvc.save.receipts import Receipt, Receipts, longest
 from storesvc.save.reuse import (
     Claims,

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import slots
+from storesvc.concurrency import TREES_BYTES, ByteCache, offload, rows_in
 from storesvc.errors import (
     CorruptDataError,
     InvalidChunkError,
@@ -31,7 +31,6 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.trees import MAX_STRUCTURE_BYTES, Tree, unpack_leaves
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
-from storesvc.offload import offload, rows_in
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import tree_pb2
 

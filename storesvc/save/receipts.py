@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, rows
 from storesvc.catalog.records import read_record
+from storesvc.concurrency import offload
 from storesvc.errors import (
     ChunksIncompleteError,
     CorruptDataError,
@@ -48,7 +49,6 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, merge
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.seal import seal
-from storesvc.offload import offload
 from storesvc.save.reuse import (
     Claims,
     FileEnd,

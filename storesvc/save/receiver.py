@@ -42,7 +42,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from storesvc.call_timer import Stopwatch
+from storesvc.concurrency import offload
 from storesvc.errors import (
     CorruptDataError,
     InvalidChunkError,
@@ -58,7 +58,6 @@ from storesvc.format.chunks import (
     unpack_sums,
 )
 from storesvc.format.wire import Frame
-from storesvc.offload import offload
 from storesvc.save.batches import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
@@ -71,7 +70,7 @@ from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.file_bucket import NewObject
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import beside, retrieve_error
-from storesvc.telemetry.events import ChunksMoved, Path, publish
+from storesvc.telemetry.events import ChunksMoved, Path, Stopwatch, publish
 from storesvc_proto.v1 import tree_pb2
 
 

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
+from storesvc.concurrency import offload
 from storesvc.errors import CorruptDataError, UploadNotFoundError
 from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.offload import offload
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.object_bucket import TensorStoreBucket

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from storesvc.catalog.records import read_record
 from storesvc.clock import Clock
+from storesvc.concurrency import offload
 from storesvc.errors import CorruptDataError
 from storesvc.format.chunks import (
     ChunkLocations,
@@ -33,7 +34,6 @@ from storesvc.format.chunks import (
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
-from storesvc.offload import offload
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import each
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -18,14 +18,13 @@ from grpc_health.v1 import health_pb2_grpc
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.format import layout
-from storesvc.quota.quotas import Quotas
+from storesvc.quota import Quotas
 from storesvc.rpc import registry
-from storesvc.rpc.calls import CallInterceptor, MeasuringInterceptor
+from storesvc.rpc.calls import OPEN, CallInterceptor, MeasuringInterceptor, Security
 from storesvc.rpc.methods import ReadOnly
 from storesvc.rpc.registry import HealthCalls
-from storesvc.rpc.security import OPEN, Security
 from storesvc.rpc.status import MAX_MESSAGE_BYTES, ErrorInterceptor
-from storesvc.server.tls import Tls
+from storesvc.server.security import Tls
 from storesvc.storage.bucket import invalid_place
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store

@@ -1,7 +1,15 @@
-"""Runs the server as a process: its configuration, signals, and order of shutdown."""
+"""Runs the server as a process: its configuration, signals, and order of shutdown.
+
+Its log has lines of text, or one JSON object for each record. Records of a call have
+its id, as have the audit log, spans, trailers and errors. Its metrics are served over
+HTTP, for Prometheus. That port has no authentication and serves no data of the store:
+names of runs appear only if the operator lists them.
+"""
 
 import asyncio
+import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -10,14 +18,21 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import storesvc
 from storesvc import failpoints
+from storesvc.auth.call import current
 from storesvc.errors import InvalidFieldError
+from storesvc.format.names import (
+    InvalidNameError,
+    RunName,
+    parse_traceparent,
+    upload_trace,
+)
 from storesvc.server.app import (
     DRAIN_SECONDS,
     NOTICE_SECONDS,
@@ -32,11 +47,165 @@ from storesvc.server.gc_scheduler import (
     apply_pending_retention,
     collecting,
 )
-from storesvc.server.metrics import MetricsPort, serve_metrics
-from storesvc.server.security import Audit, make_security, record_audit
-from storesvc.server.tls import Tls
+from storesvc.server.security import Audit, Tls, make_security, record_audit
+from storesvc.storage.config_files import read_file
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
-from storesvc.telemetry.events import subscribe, unsubscribe
+from storesvc.telemetry.events import parse_subject, scope, subscribe, unsubscribe
+
+LogFormat: TypeAlias = Literal["text", "json"]
+
+
+def log_to_stderr(level: int | str, *, form: LogFormat = "text") -> None:
+    """Configures logging to stderr at a level."""
+    text = "%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
+    logging.basicConfig(level=level, format=text)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_CallFilter())
+        if form == "json":
+            handler.setFormatter(JsonFormatter())
+
+
+class _CallFilter(logging.Filter):
+    """Adds the id of the call that logs to each record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Adds the id; keeps the record."""
+        call = current.get()
+        record.call = f" [{call.request_id}]" if call is not None else ""
+        return True
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON.
+
+    The fields are ``time``, ``level``, ``logger`` and ``message``; in a call also
+    ``request_id``, ``method``, ``principal`` and, as far as they are known, ``run``,
+    ``step``, ``upload`` and ``trace_id``; after an exception its ``traceback``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        moment = datetime.fromtimestamp(record.created, UTC)
+        fields = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_call_fields(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def _call_fields() -> dict[str, str]:
+    """Returns the fields of the call that logs."""
+    call, measured = current.get(), scope.get()
+    if call is None:
+        return {}
+    subject = parse_subject(call.subject.get("name", ""))
+    fields = {
+        "request_id": call.request_id,
+        "method": call.method,
+        "principal": call.principal.name,
+        **subject,
+    }
+    ids = upload_trace(subject.get("upload", ""))
+    if ids is None and measured is not None:
+        ids = parse_traceparent(measured.parent)
+    if ids is not None:
+        fields["trace_id"] = f"{ids.trace:032x}"
+    return fields
+
+
+REQUEST_SECONDS: Final = 10.0
+"""Maximum time between two parts of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsPort:
+    """Address of the metrics."""
+
+    port: int
+    """Port to bind; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    runs: tuple[str, ...] = ()
+    """Runs (``namespace/run``) whose newest commit is a metric."""
+
+    def check(self) -> None:
+        """Rejects invalid names of runs.
+
+        Raises:
+            InvalidFieldError: A name is no ``namespace/run``.
+        """
+        for run in self.runs:
+            try:
+                RunName.parse(run)
+            except InvalidNameError as e:
+                raise InvalidFieldError(f"metrics run: {e}") from e
+
+
+@asynccontextmanager
+async def serve_metrics(
+    port: MetricsPort | None, *, certificate: Path | None
+) -> AsyncIterator[int | None]:
+    """Serves metrics while the context lasts; yields the bound port.
+
+    Args:
+        port: The address; None: nothing is served or counted.
+        certificate: TLS certificate whose expiry is a metric; None: there is none.
+
+    Raises:
+        InvalidFieldError: The address cannot be bound.
+    """
+    if port is None:
+        yield None
+        return
+    from prometheus_client import disable_created_metrics, start_http_server
+
+    from storesvc.telemetry.prometheus import Metrics
+
+    # Without a time of creation for each counter: that doubles the series.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    metrics = Metrics(runs=port.runs)
+    if certificate is not None and (expiry := _read_expiry(certificate)) is not None:
+        metrics.track_certificate(expiry)
+    try:
+        server, thread = start_http_server(port.port, port.host, metrics.registry)
+    except OSError as e:
+        raise InvalidFieldError(
+            f"metrics port {port.host}:{port.port}: cannot be bound: {e.strerror}; use "
+            "another one"
+        ) from e
+    # or the thread and the descriptor of a silent connection would stay
+    server.RequestHandlerClass.timeout = REQUEST_SECONDS  # type: ignore[attr-defined]
+    subscribe(metrics)
+    try:
+        yield server.server_port
+    finally:
+        unsubscribe(metrics)
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _read_expiry(certificate: Path) -> Callable[[], float] | None:
+    """Returns a function that reads when a certificate expires, in seconds since the
+    epoch; None without the package that parses certificates."""
+    try:
+        from cryptography.x509 import load_pem_x509_certificate
+    except ImportError:
+        return None
+
+    def expiry() -> float:
+        try:
+            found = load_pem_x509_certificate(read_file(certificate))
+        except (OSError, ValueError):
+            return math.nan
+        return found.not_valid_after_utc.timestamp()
+
+    return expiry
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from storesvc.audit.log import AuditLog
 from storesvc.audit.reader import SCAN_BYTES, AuditReader
 from storesvc.auth.policy import Authentication, Principal
 from storesvc.format.audit_chain import FIRST, make_line
-from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.calls import OPEN, Security
 from storesvc_client.console import rendering
 from storesvc_client.console.pages import audit
 from tests.console.seeded import HOSTILE

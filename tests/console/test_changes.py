@@ -13,7 +13,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.auth.policy import Authentication, Principal
-from storesvc.rpc.security import Security
+from storesvc.rpc.calls import Security
 from tests.console.served import ServedConsole
 from tests.support.command_line import printed
 from tests.support.faulty_server import serving

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from storesvc.auth.policy import Authentication, Binding, Policy, Principal
-from storesvc.rpc.security import Security
+from storesvc.rpc.calls import Security
 from storesvc.rpc.status import Context
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

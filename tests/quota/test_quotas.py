@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc import quota
 from storesvc.auth.call import Call
 from storesvc.auth.policy import Authentication, Permission, Principal
 from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import PermissionDeniedError, QuotaExceededError
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import StoredBytes
-from storesvc.quota import quotas
-from storesvc.quota.quotas import BURST_SECONDS, Bucket, Quotas, find_rule
+from storesvc.quota import BURST_SECONDS, Bucket, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_permissions import reason_of
@@ -195,7 +195,7 @@ def test_a_begin_that_fails_is_no_longer_counted() -> None:
 
 
 def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "MAX_SCOPES", 10)
+    monkeypatch.setattr(quota, "MAX_SCOPES", 10)
 
     async def run() -> int:
         found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), nothing_stored)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc import quota
 from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import QuotaExceededError
 from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
-from storesvc.quota import quotas
-from storesvc.quota.quotas import Quotas
+from storesvc.quota import Quotas
 from storesvc.server.security import make_security
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame
@@ -50,7 +50,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 def used_at(address: str) -> int:
     """Returns the stored bytes by the quota, listed now."""
     with pytest.MonkeyPatch.context() as patch, store.connect(address) as client:
-        patch.setattr(quotas, "USAGE_SECONDS", 0.0)
+        patch.setattr(quota, "USAGE_SECONDS", 0.0)
         (found,) = (q for q in client.quotas("limited") if q.name == "stored_bytes")
         return found.used
 
@@ -136,7 +136,7 @@ def test_what_was_sent_counts_until_the_objects_are_listed(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as if a list had ended just before, each time
-    monkeypatch.setattr(quotas, "RECENT_SECONDS", quotas.USAGE_SECONDS)
+    monkeypatch.setattr(quota, "RECENT_SECONDS", quota.USAGE_SECONDS)
 
     assert 4 < admitted(lambda step: written(address, step).abort()) < 10
 
@@ -178,7 +178,7 @@ def test_shared_bytes_are_charged_to_the_checkpoint_that_uses_them(
 def test_space_that_was_freed_is_used_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas, "RECENT_SECONDS", 0.0)
+    monkeypatch.setattr(quota, "RECENT_SECONDS", 0.0)
     with store.connect(address) as client:
         run = client.run(RUN)
         run.save(1, {"w": leaf(1, 800_000)}).result()
@@ -243,7 +243,7 @@ def test_one_call_alone_waits_for_a_list() -> None:
         first, second = await begun(0, 200), await begun(1, 200)
         lists[0].set()
         await asyncio.gather(first, second)
-        now = quotas.USAGE_SECONDS + 1
+        now = quota.USAGE_SECONDS + 1
         third, fourth = await begun(2, 200), await begun(3, 200)
         assert fourth.done()
         assert not third.done()

@@ -21,7 +21,7 @@ from storesvc.auth.policy import (
     Principal,
 )
 from storesvc.rpc import calls
-from storesvc.rpc.security import Security
+from storesvc.rpc.calls import Security
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from storesvc.offload import ROW_BYTES, SMALL_ROWS, offload, rows_in
+from storesvc.concurrency import ROW_BYTES, SMALL_ROWS, offload, rows_in
 
 
 def test_few_rows_are_worked_on_in_the_event_loop_and_many_in_a_thread() -> None:

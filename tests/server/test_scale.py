@@ -24,7 +24,7 @@ import pytest
 from google.protobuf.message import Message
 
 import storesvc_client as store
-from storesvc.byte_cache import ByteCache
+from storesvc.concurrency import ByteCache
 from storesvc.format import layout, trees
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName

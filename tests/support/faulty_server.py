@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.calls import OPEN, Security
 from storesvc.server import app
 from storesvc.store import Store
 from tests.support.faulty_bucket import FaultyBucket, Plan, no_faults

@@ -18,7 +18,7 @@ from obstore.store import GCSStore, S3Store
 import storesvc_client as store
 from storesvc.auth.policy_file import Lending
 from storesvc.lending.lender import Lender
-from storesvc.rpc.security import OPEN, Security
+from storesvc.rpc.calls import OPEN, Security
 from storesvc.server import app, embedded
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as api

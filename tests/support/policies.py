@@ -9,7 +9,7 @@ import grpc
 
 from storesvc.audit.reader import AuditReader
 from storesvc.auth.policy import ANONYMOUS, Authentication, Binding, Policy, Principal
-from storesvc.rpc.security import Security
+from storesvc.rpc.calls import Security
 from tests.support.faulty_server import serving
 
 CALLER = "x-caller"

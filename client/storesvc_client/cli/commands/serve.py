@@ -258,10 +258,8 @@ def serve(
     try:
         from storesvc.errors import StoreError
         from storesvc.server import process
-        from storesvc.server.logs import log_to_stderr
-        from storesvc.server.metrics import MetricsPort
-        from storesvc.server.security import Audit
-        from storesvc.server.tls import Tls
+        from storesvc.server.process import MetricsPort, log_to_stderr
+        from storesvc.server.security import Audit, Tls
     except ModuleNotFoundError as e:
         raise Refusal(
             f"serving needs {e.name}, which is not installed: "

@@ -173,8 +173,10 @@ def _write_safetensors(
 ) -> None:
     import numpy as np
 
+    from storesvc.format.dtypes import DTYPES
+
     # Widest elements first: then each array begins at a multiple of its itemsize.
-    ordered = sorted(leaves, key=lambda leaf: (-_itemsize(leaf), leaf.key))
+    ordered = sorted(leaves, key=lambda leaf: (-DTYPES[leaf.dtype].itemsize, leaf.key))
     header: dict[str, object] = {}
     offsets, end = {}, 0
     for leaf in ordered:
@@ -185,18 +187,6 @@ def _write_safetensors(
             "shape": leaf.shape,
             "data_offsets": (start, end),
         }
-    prefix = _safetensors_prefix(header, leaves)
-    file.write(prefix)
-    for leaf, array in arrays:
-        file.seek(len(prefix) + offsets[leaf.key])
-        # arrays of ml_dtypes export no buffer; views of their bytes do
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    file.truncate(len(prefix) + end)
-
-
-def _safetensors_prefix(
-    header: Mapping[str, object], leaves: "Sequence[LeafInfo]"
-) -> bytes:
     impls = {leaf.key: leaf.prng_impl for leaf in leaves if leaf.prng_impl}
     metadata = {"__metadata__": {"prng_impls": json.dumps(impls)}} if impls else {}
     text = json.dumps({**metadata, **header}, separators=(",", ":")).encode()
@@ -207,14 +197,13 @@ def _safetensors_prefix(
             "write them in several files"
         )
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _itemsize(leaf: "LeafInfo") -> int:
-    from storesvc.format.dtypes import DTYPES
-
-    itemsize: int = DTYPES[leaf.dtype].itemsize
-    return itemsize
+    prefix = struct.pack("<Q", len(text)) + text
+    file.write(prefix)
+    for leaf, array in arrays:
+        file.seek(len(prefix) + offsets[leaf.key])
+        # arrays of ml_dtypes export no buffer; views of their bytes do
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    file.truncate(len(prefix) + end)
 
 
 FORMATS: Final = MappingProxyType(

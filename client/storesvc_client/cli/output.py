@@ -457,7 +457,13 @@ def show_transfers(
                 note = ""
             done.append(transfer)
             if not as_json:
-                click.echo(_line(transfer))
+                name = f"{transfer.checkpoint.run}@{transfer.checkpoint.step}"
+                text = "was there already"
+                if transfer.is_new:
+                    size = size_text(transfer.checkpoint.size_bytes)
+                    sent = size_text(transfer.sent_bytes)
+                    text = f"{size}, {sent} stored{_unverified_text(transfer)}"
+                click.echo(printable(f"{name}: {text}"))
     finally:
         if as_json and done:
             print_json(done)
@@ -477,15 +483,6 @@ def _note(run: "Run") -> str:
     except NotFoundError:
         return f"created run {run.name}"
     return f"added to run {run.name}, which had {count_text(count, 'checkpoint')}"
-
-
-def _line(transfer: "Transfer") -> str:
-    checkpoint = transfer.checkpoint
-    name = f"{checkpoint.run}@{checkpoint.step}"
-    if not transfer.is_new:
-        return f"{name}: was there already"
-    size, sent = size_text(checkpoint.size_bytes), size_text(transfer.sent_bytes)
-    return printable(f"{name}: {size}, {sent} stored{_unverified_text(transfer)}")
 
 
 def _unverified_text(transfer: "Transfer") -> str:

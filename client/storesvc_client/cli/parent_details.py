@@ -77,12 +77,6 @@ def _labels_text(labels: Mapping[str, str]) -> str:
     )
 
 
-def _run_row(run: "RunInfo") -> tuple[str, ...]:
-    latest = ABSENT if run.latest_step is None else str(run.latest_step)
-    created = run.create_time
-    return run.name, latest, time_text(created), age_text(created, datetime.now(UTC))
-
-
 def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
     checkpoint = tagged.checkpoint
     return (
@@ -110,7 +104,7 @@ def age_text(time: datetime | None, now: datetime) -> str:
     return next(f"{seconds // s}{unit}" for s, unit in units if seconds >= s or s == 1)
 
 
-_RUNS: Final = Listing(
+_RUNS: Final["Listing[RunInfo]"] = Listing(
     Table(
         "run",
         (
@@ -119,7 +113,12 @@ _RUNS: Final = Listing(
             Column("CREATED", shrink=Shrink.TIME),
             Column("AGE", right=True),
         ),
-        _run_row,
+        lambda run: (
+            run.name,
+            ABSENT if run.latest_step is None else str(run.latest_step),
+            time_text(run.create_time),
+            age_text(run.create_time, datetime.now(UTC)),
+        ),
     )
 )
 _CHECKPOINTS: Final = Listing(
@@ -225,18 +224,13 @@ def _checkpoints(
     client: "Client", path: RunPath, on_damage: _OnDamage
 ) -> Iterator[TaggedCheckpoint]:
     run = client.run(path.run)
-    tags = _tags_by_uid(run)
+    tags = defaultdict[str, list[str]](list)
+    # a damaged tag is reported, and the row of its checkpoint is shown
+    for tag in run.tags.list(on_damage=lambda error: print_note(str(error))):
+        tags[tag.uid].append(tag.name)
     for checkpoint in run.checkpoints(on_damage=on_damage):
         names = tuple(tags.get(checkpoint.uid, ()))
         yield TaggedCheckpoint(checkpoint=checkpoint, tags=names)
-
-
-def _tags_by_uid(run: "Run") -> Mapping[str, Sequence[str]]:
-    """Returns the names of tags; a damaged one is reported, and its row is shown."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for tag in run.tags.list(on_damage=lambda error: print_note(str(error))):
-        found[tag.uid].append(tag.name)
-    return found
 
 
 def _leaves(
@@ -343,30 +337,26 @@ def print_run(run: "Run", *, as_json: bool) -> None:
             printed before.
     """
     damaged: list[DataLossError] = []
-    details = _details(run, damaged.append)
+    usage = run.usage()
+    # the store rejects lists of a run that has no checkpoint yet
+    has_some = usage.checkpoint_count > 0
+    now = datetime.now(UTC)
+    holds = run.holds.list(on_damage=damaged.append) if has_some else ()
+    details = RunDetails(
+        usage=usage,
+        info=run.info(),
+        policy=run.retention.get(),
+        summary=Summary.from_checkpoints(
+            run.checkpoints(on_damage=damaged.append) if has_some else ()
+        ),
+        tags=tuple(run.tags.list(on_damage=damaged.append)) if has_some else (),
+        holds=tuple(hold for hold in holds if hold.expire_time > now),
+    )
     if as_json:
         print_json(_run_document(details))
     else:
         print_fields(run.name, _run_fields(details).items())
     report(damaged)
-
-
-def _details(run: "Run", on_damage: "Callable[[DataLossError], object]") -> RunDetails:
-    usage = run.usage()
-    # the store rejects lists of a run that has no checkpoint yet
-    has_some = usage.checkpoint_count > 0
-    now = datetime.now(UTC)
-    holds = run.holds.list(on_damage=on_damage) if has_some else ()
-    return RunDetails(
-        usage=usage,
-        info=run.info(),
-        policy=run.retention.get(),
-        summary=Summary.from_checkpoints(
-            run.checkpoints(on_damage=on_damage) if has_some else ()
-        ),
-        tags=tuple(run.tags.list(on_damage=on_damage)) if has_some else (),
-        holds=tuple(hold for hold in holds if hold.expire_time > now),
-    )
 
 
 def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:

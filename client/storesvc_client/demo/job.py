@@ -259,8 +259,17 @@ def run_demo(directory: Path, served: Served | None) -> int:
     began = time.monotonic()
     try:
         _make_empty(directory)
-        with _stopped_by_sigterm():
-            held = _demo(directory, served, console)
+        with (
+            _stopped_by_sigterm(),
+            nullcontext(served) if served else _serving(directory, console) as store,
+        ):
+            _say(console, f"The run is {store.run} at {store.address}.")
+            runs = _train_runs(store, directory, console)
+            _show_curves(runs, console)
+            claims = make_claims(runs.reference, runs.killed, runs.moved, runs.stayed)
+            _show_claims(claims, console)
+            storectl_worked = _show_storectl(store, console)
+        held = storectl_worked and all(claim.held for claim in claims)
     except DemoError as e:
         console.print("[bold red]The demo failed.[/]", escape(str(e)), soft_wrap=True)
         held = False
@@ -288,17 +297,6 @@ def _make_empty(directory: Path) -> None:
         raise DemoError(f"{directory}: {e.strerror or e}") from e
     if not is_empty:
         raise DemoError(f"{directory}: expected an empty directory, got files in it")
-
-
-def _demo(directory: Path, served: Served | None, console: Console) -> bool:
-    with nullcontext(served) if served else _serving(directory, console) as store:
-        _say(console, f"The run is {store.run} at {store.address}.")
-        runs = _train_runs(store, directory, console)
-        _show_curves(runs, console)
-        claims = make_claims(runs.reference, runs.killed, runs.moved, runs.stayed)
-        _show_claims(claims, console)
-        storectl_worked = _show_storectl(store, console)
-    return storectl_worked and all(claim.held for claim in claims)
 
 
 @contextmanager

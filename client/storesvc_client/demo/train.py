@@ -285,18 +285,13 @@ def save_steps(
             yield _wait_committed(pending)
             pending = None
         if is_due and not is_busy:
-            pending, begun = _begin(run, state, step)
-            yield begun
+            labels = {"digest": digest_tree(state), "mesh": step.mesh}
+            began = time.monotonic()
+            pending = save_state(run, state, metrics={"loss": step.loss}, labels=labels)
+            blocked = time.monotonic() - began
+            yield SaveBegun(step=step.step, blocked_seconds=blocked)
     if pending is not None:
         yield _wait_committed(pending)
-
-
-def _begin(run: Run, state: EasyDeLState, step: Step) -> tuple[Save, SaveBegun]:
-    labels = {"digest": digest_tree(state), "mesh": step.mesh}
-    began = time.monotonic()
-    save = save_state(run, state, metrics={"loss": step.loss}, labels=labels)
-    blocked = time.monotonic() - began
-    return save, SaveBegun(step=step.step, blocked_seconds=blocked)
 
 
 def _wait_committed(save: Save) -> Committed:

@@ -17,7 +17,6 @@ from storesvc_client.cli.output import print_fields, print_json, print_note, pri
 if TYPE_CHECKING:
     from storesvc_client import Quota
     from storesvc_client.cli.logins import Prompt
-    from storesvc_proto.v1.access_service_pb2 import LoginOption
 
 
 @click.command()
@@ -44,12 +43,20 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
         keep_login(resolved.target, None)
         click.echo(printable(f"logged out of {resolved.target}"))
         return
-    chosen = _chosen(resolved.login_options(), issuer, resolved.target)
+    options = resolved.login_options()
+    choices = [each for each in options if issuer in (None, each.issuer)]
+    if len(choices) != 1:
+        known = ", ".join(each.issuer for each in options) or "none"
+        raise Refusal(
+            f"{resolved.target}: expected one issuer to log in at, got {len(choices)}; "
+            f"the server lists: {known}; name one with --issuer, or use --token-file"
+        )
+    (choice,) = choices
     found = log_in(
-        issuer=chosen.issuer,
-        client_id=chosen.client_id,
-        audience=chosen.audience,
-        scopes=tuple(chosen.scopes),
+        issuer=choice.issuer,
+        client_id=choice.client_id,
+        audience=choice.audience,
+        scopes=tuple(choice.scopes),
         show=_show,
     )
     keep_login(resolved.target, found)
@@ -60,24 +67,6 @@ def login(connection: Connection, *, issuer: str | None, out: bool) -> None:
 
 def _show(prompt: "Prompt") -> None:
     click.echo(printable(f"open {prompt.url} and confirm the code {prompt.code}"))
-
-
-def _chosen(
-    options: "list[LoginOption]", issuer: str | None, target: str
-) -> "LoginOption":
-    """Returns the issuer to log in at.
-
-    Raises:
-        Refusal: There is none, or several to choose from.
-    """
-    found = [each for each in options if issuer in (None, each.issuer)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(each.issuer for each in options) or "none"
-    raise Refusal(
-        f"{target}: expected one issuer to log in at, got {len(found)}; the server "
-        f"lists: {known}; name one with --issuer, or use --token-file"
-    )
 
 
 @click.command()

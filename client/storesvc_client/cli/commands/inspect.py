@@ -154,7 +154,10 @@ def diff(
         print_table(DIFFERENCES.columns, rows, expand=expand)
     if found.items:
         print_table(ITEM_DIFFERENCES.columns, map(ITEM_DIFFERENCES.row, found.items))
-    click.echo(_sums(found))
+    counts = _counts(leaf.kind for leaf in found.differences)
+    same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
+    items = f"; items: {_counts(item.kind for item in found.items)}"
+    click.echo(f"{counts or 'no leaf differs'}; {same}{items if found.items else ''}")
 
 
 def _compare_elements(
@@ -172,15 +175,6 @@ def _compare_elements(
     ):
         base = old.run(before.run).open(before.which)
         return compare(base, new.run(after.run).open(after.which))
-
-
-def _sums(found: "Diff | Comparison") -> str:
-    counts = _counts(leaf.kind for leaf in found.differences)
-    same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
-    text = f"{counts}; {same}" if counts else f"no leaf differs; {same}"
-    if not found.items:
-        return text
-    return f"{text}; items: {_counts(item.kind for item in found.items)}"
 
 
 def _counts(kinds: Iterable[str]) -> str:

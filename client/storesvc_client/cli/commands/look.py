@@ -101,7 +101,16 @@ def tree(
     with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
     if as_json:
-        print_json(_document(selection, depth=depth))
+        nodes = grow(selection.leaves)
+        unread = {"unread": dict(selection.unread)} if selection.unread else {}
+        document = {
+            "name": str(selection.checkpoint),
+            "leaf_count": len(selection.leaves),
+            "size_bytes": selection.size_bytes,
+            "children": [_node_document(node, depth=depth) for node in nodes],
+            "items": [json_value(item) for item in selection.items],
+        }
+        print_json(unread | document)
         return
     count = count_text(len(selection.leaves), "leaf")
     top = (str(selection.checkpoint), count, size_text(selection.size_bytes))
@@ -121,18 +130,6 @@ def _items(selection: Selection) -> Iterator[Line]:
     for item in items:
         branch = "└── " if item is items[-1] else "├── "
         yield f"{branch}{item.name}", item_text(item), size_text(item.size_bytes)
-
-
-def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
-    nodes = grow(selection.leaves)
-    unread = {"unread": dict(selection.unread)} if selection.unread else {}
-    return unread | {
-        "name": str(selection.checkpoint),
-        "leaf_count": len(selection.leaves),
-        "size_bytes": selection.size_bytes,
-        "children": [_node_document(node, depth=depth) for node in nodes],
-        "items": [json_value(item) for item in selection.items],
-    }
 
 
 def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
@@ -242,7 +239,12 @@ def ls(
     if deleted and is_foreign_run:
         raise click.UsageError("--deleted goes with a run of a store")
     view = read_view(path, deleted=deleted)
-    selection = _selection(path, where=where, sort=sort, deleted=deleted)
+    selection = None
+    if where or sort is not None:
+        from storesvc_client.cli.records.fields import RecordSelection, find_schema
+
+        schema = find_schema(path, deleted=deleted)
+        selection = RecordSelection(schema, where=where, sort=sort)
     damaged: list[DataLossError] = []
     with connection.open_for(path, options) as source:
         records = view.records(source, path, damaged.append)
@@ -257,17 +259,6 @@ def ls(
         )
     if selection and (warning := selection.warning()):
         print_note(warning)
-
-
-def _selection(
-    path: StorePath | None, *, where: Sequence[str], sort: str | None, deleted: bool
-) -> "RecordSelection | None":
-    """Returns the selection of the options; None without one."""
-    if not where and sort is None:
-        return None
-    from storesvc_client.cli.records.fields import RecordSelection, find_schema
-
-    return RecordSelection(find_schema(path, deleted=deleted), where=where, sort=sort)
 
 
 def _absence(

@@ -113,7 +113,7 @@ def stat(
 
 
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
-    checkpoint, opened = _found(run, which)
+    checkpoint, opened = _open_if_present(run, which)
     tagged = [tag for tag in run.tags.list() if tag.uid == checkpoint.uid]
     base_step = find_base_step(run, checkpoint)
     document = checkpoint_document(checkpoint, opened, tags=tagged, base_step=base_step)
@@ -176,7 +176,7 @@ def _checksums_text(info: "ForeignInfo") -> str:
     return f"of {info.verified_count:,} of {total:,} leaves and items"
 
 
-def _found(
+def _open_if_present(
     run: "Run", which: "Which"
 ) -> "tuple[Checkpoint, OpenCheckpoint] | tuple[Checkpoint, None]":
     """Returns a checkpoint, opened unless it is deleted."""

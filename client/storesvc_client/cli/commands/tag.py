@@ -97,48 +97,24 @@ def tag(
                 tags = client.run(run).tags.list(on_damage=damaged.append)
                 _TAGS.show(tags, as_json=as_json, damaged=damaged)
         case RunPath(run), str() if delete and protected is None:
-            _delete(connection, run, name, expected=expected, as_json=as_json)
-        case CheckpointPath(), str() if not delete:
-            _set(
-                connection,
-                path,
-                name,
-                protected=protected,
-                expected=expected,
-                as_json=as_json,
-            )
+            with connection.open() as client, _etag_hint(run):
+                client.run(run).tags.delete(name, etag=expected)
+            if as_json:
+                print_json({"run": run, "tag": name, "deleted": True})
+            else:
+                click.echo(f"tag {name} of {run} deleted")
+        case CheckpointPath(run, which), str() if not delete:
+            with connection.open() as client, _etag_hint(run):
+                found = client.run(run).tags.set(
+                    name, which, protected=protected, etag=expected
+                )
+            if as_json:
+                print_json(found)
+            else:
+                suffix = ", protected" if found.protected else ""
+                click.echo(f"{run}@{found.name} is step {found.step}{suffix}")
         case _:
             raise click.UsageError("expected RUN, CHECKPOINT NAME or RUN NAME --delete")
-
-
-def _delete(
-    connection: Connection, run: str, name: str, *, expected: str | None, as_json: bool
-) -> None:
-    with connection.open() as client, _etag_hint(run):
-        client.run(run).tags.delete(name, etag=expected)
-    if as_json:
-        print_json({"run": run, "tag": name, "deleted": True})
-    else:
-        click.echo(f"tag {name} of {run} deleted")
-
-
-def _set(
-    connection: Connection,
-    path: CheckpointPath,
-    name: str,
-    *,
-    protected: bool | None,
-    expected: str | None,
-    as_json: bool,
-) -> None:
-    with connection.open() as client, _etag_hint(path.run):
-        run = client.run(path.run)
-        found = run.tags.set(name, path.which, protected=protected, etag=expected)
-    if as_json:
-        print_json(found)
-    else:
-        suffix = ", protected" if found.protected else ""
-        click.echo(f"{path.run}@{found.name} is step {found.step}{suffix}")
 
 
 @contextmanager

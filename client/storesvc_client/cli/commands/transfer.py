@@ -31,7 +31,7 @@ from storesvc_client.cli.paths import (
 from storesvc_client.cli.places import Place
 
 if TYPE_CHECKING:
-    from storesvc_client import ExportReport, ForeignRun, Run
+    from storesvc_client import ForeignRun, Run
     from storesvc_client._values.models import Transfer
 
 
@@ -234,11 +234,7 @@ def export(
         )
     if as_json:
         print_json(json_value(report))
-    else:
-        click.echo(_text(report))
-
-
-def _text(report: "ExportReport") -> str:
+        return
     parts = [
         f"{report.target}: {count_text(report.leaf_count, 'leaf')}",
         size_text(report.size_bytes),
@@ -251,7 +247,7 @@ def _text(report: "ExportReport") -> str:
         parts.append(f"{size_text(report.copied_bytes)} copied within the bucket")
     if report.dropped_items:
         parts.append(f"without the items {', '.join(report.dropped_items)}")
-    return ", ".join(parts)
+    click.echo(", ".join(parts))
 
 
 def _source(text: str) -> RunPath | CheckpointPath:

@@ -13,7 +13,7 @@ from storesvc_client.cli.output import Listing, print_json
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
-    from storesvc_client import Client, DataLossError, Run
+    from storesvc_client import DataLossError, Run
 
 
 _OF_RUN: Final = Listing(UPLOADS)
@@ -59,24 +59,18 @@ def uploads(
     if abort is not None and not isinstance(path, RunPath):
         raise click.UsageError("--abort needs the run of the upload")
     with connection.open() as client:
-        if abort is None:
-            _show(client, path, as_json=as_json)
-        elif isinstance(path, RunPath):
+        if abort is not None and isinstance(path, RunPath):
             _abort(client.run(path.run), abort, as_json=as_json)
-
-
-def _show(
-    client: "Client", path: NamespacePath | RunPath | None, *, as_json: bool
-) -> None:
-    damaged: list[DataLossError] = []
-    parent = None if path is None else str(path)
-    found = list(client.uploads(parent, on_damage=damaged.append))
-    listing = _OF_RUNS
-    if isinstance(path, RunPath):
-        listing = _OF_RUN
-        if not found and not damaged:
-            client.run(path.run).info()  # raises if there is no such run
-    listing.show(found, as_json=as_json, damaged=damaged)
+            return
+        damaged: list[DataLossError] = []
+        parent = None if path is None else str(path)
+        found = list(client.uploads(parent, on_damage=damaged.append))
+        listing = _OF_RUNS
+        if isinstance(path, RunPath):
+            listing = _OF_RUN
+            if not found and not damaged:
+                client.run(path.run).info()  # raises if there is no such run
+        listing.show(found, as_json=as_json, damaged=damaged)
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:

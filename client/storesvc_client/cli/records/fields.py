@@ -438,7 +438,8 @@ def _with_number(field: Field, sign: Operator, wanted: float) -> Predicate:
         found = as_number(value) if isinstance(value, str) else value
         if found is None:
             return sign is Operator.UNEQUAL
-        if _both_nan(found, wanted):
+        # isnan would convert an int, which may be too large for that
+        if wanted != wanted and found != found:  # noqa: PLR0124
             return sign is Operator.EQUAL
         return compare(found, wanted)
 
@@ -500,11 +501,6 @@ def _with_text(
         return found == (sign is Operator.EQUAL)
 
     return matches
-
-
-def _both_nan(found: Any, wanted: float) -> bool:
-    # isnan would convert an int, which may be too large for that
-    return wanted != wanted and found != found  # noqa: PLR0124
 
 
 _TOKEN: Final = re.compile(
@@ -766,7 +762,12 @@ class RecordSelection:
     def _matching(self, records: Iterable[Any]) -> Iterator[Any]:
         for record in records:
             self._count += 1
-            self._note_names(record)
+            if self._absent:  # until each name that is used was found
+                for name, field in [*self._absent.items()]:
+                    if field.value(record) is not None:
+                        del self._absent[name]
+                if len(self._known) < _MOST_NAMES:
+                    self._known |= self._schema.record_names(record)
             if all(condition.matches(record) for condition in self._conditions):
                 yield record
         self._is_complete = True
@@ -775,12 +776,3 @@ class RecordSelection:
             raise click.BadParameter(
                 self._absence_text(order.field.name), param_hint="--sort"
             )
-
-    def _note_names(self, record: Any) -> None:
-        """Keeps which names the records have, until each that is used was found."""
-        if self._absent:
-            found = {n for n, f in self._absent.items() if f.value(record) is not None}
-            for name in found:
-                del self._absent[name]
-            if len(self._known) < _MOST_NAMES:
-                self._known |= self._schema.record_names(record)

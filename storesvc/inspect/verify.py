@@ -59,8 +59,7 @@ from storesvc.inspect.rules import (
     Tally,
     differences,
 )
-from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.ocdbt_reader import ValueLocation
+from storesvc.storage.object_bucket import TensorStoreBucket, ValueLocation
 from storesvc.telemetry.events import DamageFound, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api

@@ -52,8 +52,8 @@ from storesvc.storage.bucket import (
     WriteCondition,
     translate_errors,
 )
+from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.location import Storage
-from storesvc.storage.opened_storage import OpenedStorage
 from storesvc.storage.requests import answer, retrieve_error
 from storesvc.storage.rooted_files import Directories, NewFile, clear_interrupted_write
 
@@ -270,16 +270,9 @@ def _discard(call: _Call[T], result: T) -> None:
 
 
 def _read_parts(root: Path, path: str, parts: Iterable[Part]) -> list[bytes]:
-    """Returns one message for each part of a file.
-
-    The file is not kept open: opening it costs a thousandth of the reads, and the space
-    of a deleted file is free at once.
-
-    Raises:
-        CorruptDataError: The file is missing or shorter, or is no regular file of this
-            root.
-        OSError: The file cannot be read.
-    """
+    """Returns one message for each part of a file."""
+    # Not kept open: opening it costs a thousandth of the reads, and the space of a
+    # deleted file is free at once.
     try:
         descriptor = rooted_files.open_file(root, path)
     except FileNotFoundError as e:
@@ -293,14 +286,7 @@ def _read_parts(root: Path, path: str, parts: Iterable[Part]) -> list[bytes]:
 
 
 def _read_all(root: Path, path: str) -> Stored | None:
-    """Returns the contents of a file and its generation; None if there is no file.
-
-    The generation has TensorStore's encoding (0.1.86): device, inode and mtime.
-
-    Raises:
-        IrregularFileError: The path is no regular file of this root.
-        OSError: The file cannot be read.
-    """
+    """Returns the contents of a file and its generation; None if there is no file."""
     try:
         descriptor = rooted_files.open_file(root, path)
     except FileNotFoundError:
@@ -311,6 +297,7 @@ def _read_all(root: Path, path: str) -> Stored | None:
         data = _read(descriptor, path, Part(b"", 0, found.st_size))
     finally:
         os.close(descriptor)
+    # In TensorStore's encoding (0.1.86).
     generation = (found.st_dev, found.st_ino, found.st_mtime_ns)
     return Stored(data, Generation(b"\0" + struct.pack("<QQq", *generation)))
 
@@ -337,8 +324,7 @@ TICK_SECONDS: Final = 0.011
 
 
 def _seconds_until_next_mtime(path: Path) -> float:
-    """Returns the seconds until a new write of a file gets a different mtime; 0 where
-    it already does."""
+    """Returns the seconds until a new write of a file gets a different mtime."""
     try:
         written = path.stat(follow_symlinks=False).st_mtime_ns
     except FileNotFoundError:  # there is no previous version to confuse
@@ -491,8 +477,14 @@ class FileBackend:
         await self._run(path, partial(self._directories.sync, path))
 
     async def delete(self, path: str, generation: Generation | None) -> None:
+        def remove() -> None:
+            rooted_files.remove_file(self._folder, path)
+            # If the directory is absent, so is the file.
+            with suppress(FileNotFoundError):
+                self._directories.sync(path)
+
         if is_pooled(path):  # a direct writer may have put a link there
-            await self._run(path, partial(self._remove, path))
+            await self._run(path, remove)
             return
         await self._run(path, partial(rooted_files.check_file, self._folder, path))
         condition = ALWAYS if generation is None else generation
@@ -502,12 +494,6 @@ class FileBackend:
                 await self._delete(path, condition)
                 return
         await self._delete(path, condition)
-
-    def _remove(self, path: str) -> None:
-        rooted_files.remove_file(self._folder, path)
-        # If the directory is absent, so is the file.
-        with suppress(FileNotFoundError):
-            self._directories.sync(path)
 
     async def _delete(self, path: str, condition: WriteCondition) -> None:
         deleting = kvstore.write(self._root, path, None, condition)

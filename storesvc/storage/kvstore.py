@@ -1,9 +1,9 @@
-"""Calls of TensorStore's key-value store, in the terms of a `Bucket`.
+"""Opens TensorStore's key-value store, and calls it in the terms of a `Bucket`.
 
-They raise the builtin exceptions of TensorStore.
+The calls raise the builtin exceptions of TensorStore.
 """
 
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 import tensorstore as ts
 
@@ -13,8 +13,66 @@ from storesvc.storage.bucket import (
     PreconditionError,
     Stored,
     WriteCondition,
+    no_bucket,
+    translate_errors,
 )
-from storesvc.storage.requests import await_future
+from storesvc.storage.location import Storage, storage_at
+from storesvc.storage.remote import GcsLists, S3Deletes, endpoint_in_environment
+from storesvc.storage.requests import answer, await_future
+
+_NOWHERE: Final = "nowhere/"
+"""A prefix of no path: its list is one page."""
+
+
+class OpenedStorage(NamedTuple):
+    """An open storage."""
+
+    storage: Storage
+    root: ts.KvStore
+    context: ts.Context
+    extra: GcsLists | S3Deletes | None
+    """Calls of a bucket that TensorStore cannot make."""
+
+
+async def open_storage(root: str) -> OpenedStorage:
+    """Opens the storage at a root.
+
+    Raises:
+        InvalidFieldError: The root is not a URI of a known storage, or its bucket does
+            not exist.
+        StorageDeniedError: The storage rejects the credentials.
+        StorageUnavailableError: The storage does not answer.
+    """
+    storage = storage_at(root)
+    extra: GcsLists | S3Deletes | None = None
+    # 1. Google's client first: TensorStore ends the process where gcs_grpc finds no
+    #    credentials (seen in 0.1.86).
+    if storage.is_gcs:
+        extra = await GcsLists.for_storage(storage)
+        await extra.check_bucket()
+    # 2. TensorStore's own store.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **storage.context})
+    with translate_errors(storage, ""):
+        with endpoint_in_environment(storage):
+            opening = ts.KvStore.open(dict(storage.spec), context=context)
+        store = await answer(storage, await_future(opening))
+    # 3. Credentials and bucket of S3.
+    if storage.is_s3:
+        extra = await S3Deletes.for_storage(storage)
+        await _check_bucket(storage, store)
+    return OpenedStorage(storage, store, context, extra)
+
+
+async def _check_bucket(storage: Storage, root: ts.KvStore) -> None:
+    """Rejects a bucket on S3 that does not exist: reads from it would find nothing."""
+    with translate_errors(storage, ""):
+        try:
+            await answer(storage, names(root, _NOWHERE))
+        except ValueError as e:
+            if not str(e).startswith("NOT_FOUND"):
+                raise
+            raise no_bucket(storage) from e
+
 
 _CONFLICT: Final = b""
 """Generation that a write returns whose condition failed."""
@@ -75,11 +133,7 @@ def key_range(prefix: str, after: str = "") -> ts.KvStore.KeyRange:
 
 
 def _written(path: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> Generation:
-    """Returns the generation that a write made.
-
-    Raises:
-        PreconditionError: The condition did not hold.
-    """
+    """Returns the generation that a write made, if its condition held."""
     if stamp.generation == _CONFLICT:
         raise PreconditionError(path)
     return Generation(stamp.generation)

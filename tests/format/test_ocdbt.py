@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt
 from storesvc.format.chunks import MAX_VALUE, ChunkLocations
-from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.ocdbt_reader import KeySpace, ValueLocation
+from storesvc.storage.object_bucket import KeySpace, TensorStoreBucket, ValueLocation
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ocdbt"
 

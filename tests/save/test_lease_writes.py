@@ -12,8 +12,8 @@ from storesvc.format.names import RunName
 from storesvc.save.uploads import OpenUpload
 from storesvc.server import app
 from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
+from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.opened_storage import OpenedStorage
 from storesvc.store import Store
 from tests.support.uploads_in_process import begin, name_of
 

@@ -27,8 +27,8 @@ from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
+from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.opened_storage import OpenedStorage
 from storesvc.storage.requests import beside
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client.cli.records.fields import (
+from storesvc_client.cli.records import (
     CHECKPOINTS,
     LEAVES,
     QueryError,

@@ -13,8 +13,14 @@ from safetensors.numpy import save_file
 import storesvc_client as store
 from storesvc.format.names import InvalidNameError
 from storesvc_client.cli import main
-from storesvc_client.cli.paths import CheckpointPath, RunPath
-from storesvc_client.cli.places import ContextName, Place, StoreTarget, parse_place
+from storesvc_client.cli.paths import (
+    CheckpointPath,
+    ContextName,
+    Place,
+    RunPath,
+    StoreTarget,
+    parse_place,
+)
 
 ARRAYS: dict[str, NDArray[Any]] = {
     "model.embed": np.arange(60, dtype=np.float32).reshape(5, 12),

@@ -18,14 +18,16 @@ from storesvc_client.cli.paths import (
     ForeignOptions,
     LeafPath,
     NamespacePath,
+    Place,
     RunPath,
+    StorePart,
     StorePath,
     is_foreign,
     parse_foreign_path,
     parse_path,
+    parse_place,
     parse_target,
 )
-from storesvc_client.cli.places import Place, StorePart, parse_place
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -218,7 +218,7 @@ def orders(context: click.Context, text: str) -> Iterator[Candidate]:
 
 
 def _fields(context: click.Context) -> Iterator[str]:
-    from storesvc_client.cli.records.fields import find_schema
+    from storesvc_client.cli.records import find_schema
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value

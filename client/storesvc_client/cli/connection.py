@@ -25,8 +25,14 @@ import click
 from storesvc.format.layout import STORE
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.paths import ForeignOptions, ForeignStore, is_foreign
-from storesvc_client.cli.places import ContextName, StorePart, StoreTarget
+from storesvc_client.cli.paths import (
+    ContextName,
+    ForeignOptions,
+    ForeignStore,
+    StorePart,
+    StoreTarget,
+    is_foreign,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import Client

@@ -1,8 +1,21 @@
-"""Writes files of arrays: ``.npy``, ``.npz`` and ``.safetensors``.
+"""Leaves that a path selects: their keys, a summary of each, and files of them.
 
-A file appears under its name when it is complete: it is written in the same directory
-under a name that starts with a dot, and then renamed. Leaves are written as they
-arrive, in any order, so at most one is in memory.
+A summary has minimum, maximum and mean of the values that are not NaN, infinities
+included, and the count of NaN. A number that does not exist is None:
+
+==============  ====================================================
+booleans        counted as 0 and 1: the mean is the share of true
+integers        exact, except for the mean
+complex         mean and NaN count only: they have no order
+PRNG keys       None: their bits are no quantities
+texts, bytes    None, as are large integers
+empty arrays    None, and a NaN count of 0
+==============  ====================================================
+
+A file, ``.npy``, ``.npz`` or ``.safetensors``, appears under its name when it is
+complete: it is written in the same directory under a name that starts with a dot, and
+then renamed. Leaves are written as they arrive, in any order, so at most one is in
+memory.
 
 The formats differ in their dtypes. NumPy's formats hold the dtypes of NumPy itself;
 safetensors also has bfloat16 and the common float8, but not complex128. A leaf whose
@@ -29,21 +42,238 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Final, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
-from storesvc_client._export.safetensors import DTYPE_NAMES, MAX_HEADER_BYTES
-from storesvc_client._views.texts import ENCODED, count_text, printable
-from storesvc_client.cli.encoded_text import encode_leaf
+import click
+
+from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
+from storesvc_client._views.texts import (
+    ENCODED,
+    count_text,
+    printable,
+    printable_lines,
+    size_text,
+)
 from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.paths import CheckpointPath, LeafPath, Readable
 
 if TYPE_CHECKING:
-    from storesvc_client import LeafInfo
-    from storesvc_client.cli.leaf_summary import Array
+    import numpy as np
+
+    from storesvc_client import ForeignCheckpoint, ItemInfo, LeafInfo, OpenCheckpoint
+
+    Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Leaves of one checkpoint."""
+
+    checkpoint: CheckpointPath
+    """The checkpoint by its step; a tag or "latest" may move before the next call."""
+    leaves: "tuple[LeafInfo, ...]"
+    """The leaves, in the order of their keys."""
+    items: "tuple[ItemInfo, ...]" = ()
+    """The items, if the whole checkpoint is selected."""
+    unread: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Reason for each item that cannot be read, if the whole checkpoint is
+    selected."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Total bytes of the elements."""
+        return sum(leaf.size_bytes for leaf in self.leaves)
+
+    def names_encoded(self, key: str) -> bool:
+        """Returns whether it is one leaf, with this key, that holds an encoded value:
+        a text, JSON, bytes, or a large integer."""
+        return [key] == [leaf.key for leaf in self.leaves if leaf.kind in ENCODED]
+
+
+def select_leaves(client: Readable, path: CheckpointPath | LeafPath) -> Selection:
+    """Returns the leaves that the path names; all of them without a glob.
+
+    Raises:
+        Refusal: The path has a glob, and no leaf matches it.
+    """
+    where = path.checkpoint if isinstance(path, LeafPath) else path
+    checkpoint = _pin(client, where)
+    opened = client.run(checkpoint.run).open(checkpoint.which)
+    leaves = opened.leaves
+    if isinstance(path, CheckpointPath):
+        items = tuple(map(opened.items.info, opened.items))
+        return Selection(checkpoint, tuple(leaves.values()), items, find_unread(opened))
+    found = matching_keys(path.glob, leaves)
+    if not found:
+        raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
+    return Selection(checkpoint, tuple(leaves[key] for key in found))
+
+
+def select_leaf(client: Readable, path: LeafPath) -> Selection:
+    """Returns the one leaf with the key of the path.
+
+    Raises:
+        Refusal: There is no such leaf.
+    """
+    checkpoint = _pin(client, path.checkpoint)
+    opened = client.run(checkpoint.run).open(checkpoint.which)
+    leaves = opened.leaves
+    if path.glob not in leaves and set("*?[") & set(path.glob):
+        raise Refusal(
+            f"{path.glob!r}: expected the key of one leaf, got a glob; 'storectl ls' "
+            "accepts globs"
+        )
+    if path.glob not in leaves:
+        raise Refusal(_absence(path.glob, opened, checkpoint=checkpoint))
+    return Selection(checkpoint, (leaves[path.glob],))
+
+
+def find_unread(opened: "OpenCheckpoint | ForeignCheckpoint") -> Mapping[str, str]:
+    """Returns the reason for each item that cannot be read; only checkpoints of other
+    projects have such."""
+    found: Mapping[str, str] = getattr(opened.info, "unread", {})
+    return found
+
+
+def unread_notes(unread: Mapping[str, str]) -> Iterator[str]:
+    """Yields the note of each item or file that is not read."""
+    for name, reason in unread.items():
+        yield f"not read: {printable(name)}: {printable(reason)}"
+
+
+def _pin(client: Readable, path: CheckpointPath) -> CheckpointPath:
+    if isinstance(path.which, int):
+        return path
+    return CheckpointPath(path.run, client.run(path.run).checkpoint(path.which).step)
+
+
+def _absence(
+    glob: str,
+    opened: "OpenCheckpoint | ForeignCheckpoint",
+    *,
+    checkpoint: CheckpointPath,
+) -> str:
+    leaves = opened.leaves
+    name = glob.partition("/")[0]
+    if name in (unread := find_unread(opened)):
+        return f"the item {name} of {checkpoint} cannot be read: {unread[name]}"
+    if glob in opened.items:
+        return (
+            f"{glob!r} is an item of {checkpoint}, no leaf; 'storectl cat "
+            f"{checkpoint}:{glob}' writes it"
+        )
+    wanted = f"no leaf of {checkpoint} matches {glob!r}"
+    if below := keys_below(glob, leaves):
+        subtree = glob.rstrip("/")
+        return (
+            f"{wanted}, which is a subtree of {count_text(len(below), 'leaf')}; "
+            f"use '{subtree}/**'"
+        )
+    if nearest := nearest_keys(glob, leaves):
+        return f"{wanted}; nearest: {', '.join(map(printable, nearest))}"
+    return f"{wanted}; 'storectl ls {checkpoint}' lists its leaves"
+
+
+_BLOCK: Final = 1 << 20
+"""Elements converted at a time, which bounds the memory on top of the leaf's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Four numbers that summarize the values of a leaf."""
+
+    min: complex | None
+    max: complex | None
+    mean: complex | None
+    nan_count: int | None
+
+
+def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
+    """Returns the summary of a leaf."""
+    import numpy as np
+
+    if leaf.prng_impl or leaf.kind in ENCODED:
+        return Summary(min=None, max=None, mean=None, nan_count=None)
+    flat = array.reshape(-1)
+    least, greatest, total, count = [], [], 0.0, 0
+    for start in range(0, flat.size, _BLOCK):
+        values = _computable(flat[start : start + _BLOCK])
+        values = values[~np.isnan(values)]
+        if not values.size:
+            continue
+        count += values.size
+        # Infinities of both signs give NaN, large finite numbers may give inf.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total += values.sum(dtype=np.result_type(values, np.float64)).item()
+        if not np.iscomplexobj(values):
+            least.append(values.min().item())
+            greatest.append(values.max().item())
+    return Summary(
+        min=min(least, default=None),
+        max=max(greatest, default=None),
+        mean=total / count if count else None,
+        nan_count=flat.size - count,
+    )
+
+
+def _computable(values: "Array") -> "Array":
+    """Returns the values, exactly, in a dtype with NumPy arithmetic."""
+    import numpy as np
+
+    if values.dtype.isbuiltin == 1:
+        return values
+    is_integer = values.dtype.name.startswith(("int", "uint"))
+    return values.astype(np.int8 if is_integer else np.float32)
+
+
+def echo_data(what: str, kind: str, data: bytes) -> None:
+    """Writes a value to stdout, byte for byte. In a terminal a line feed is added, and
+    control characters are escaped.
+
+    Args:
+        what: The value in messages.
+        kind: Kind of the value.
+        data: Its bytes.
+
+    Raises:
+        Refusal: It is bytes, for a terminal.
+    """
+    if not sys.stdout.isatty():
+        click.echo(data, nl=False)
+    elif kind == "bytes":
+        raise Refusal(
+            f"{what} is {size_text(len(data))} of bytes, which may control a terminal; "
+            "redirect it to a file"
+        )
+    else:
+        click.echo(printable_lines(data.decode(errors="replace")))
+
+
+def encode_leaf(leaf: "LeafInfo", array: "Array") -> bytes:
+    """Returns the bytes that are written for an encoded leaf: the stored ones, but of a
+    large integer its decimal digits.
+
+    Raises:
+        Refusal: The integer has more digits than Python converts.
+    """
+    data = array.tobytes()
+    if leaf.kind != "integer":
+        return data
+    try:
+        return str(int.from_bytes(data, "little", signed=True)).encode()
+    except ValueError as e:
+        raise Refusal(
+            f"leaf {printable(leaf.key)}: expected an integer of at most "
+            f"{sys.get_int_max_str_digits():,} digits, got one of "
+            f"{size_text(len(data))}; read it with run.restore(select=)"
+        ) from e
+
 
 Arrays: TypeAlias = "Iterable[tuple[LeafInfo, Array]]"
 
@@ -110,6 +340,8 @@ def _check_arrays(leaves: "Sequence[LeafInfo]") -> None:
 
 
 def _check_numpy(leaves: "Sequence[LeafInfo]") -> None:
+    from storesvc_client._export.safetensors import DTYPE_NAMES
+
     _check_arrays(leaves)
     for leaf in leaves:
         if not has_numpy_dtype(leaf):
@@ -142,6 +374,8 @@ def _check_npy(leaves: "Sequence[LeafInfo]") -> None:
 
 
 def _check_safetensors(leaves: "Sequence[LeafInfo]") -> None:
+    from storesvc_client._export.safetensors import DTYPE_NAMES
+
     _check_arrays(leaves)
     for leaf in leaves:
         if leaf.dtype not in DTYPE_NAMES:
@@ -174,6 +408,7 @@ def _write_safetensors(
     import numpy as np
 
     from storesvc.format.dtypes import DTYPES
+    from storesvc_client._export.safetensors import DTYPE_NAMES, MAX_HEADER_BYTES
 
     # Widest elements first: then each array begins at a multiple of its itemsize.
     ordered = sorted(leaves, key=lambda leaf: (-DTYPES[leaf.dtype].itemsize, leaf.key))

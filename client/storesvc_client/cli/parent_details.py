@@ -19,7 +19,7 @@ from storesvc_client._views.texts import (
     time_text,
 )
 from storesvc_client.cli.errors import check_namespace
-from storesvc_client.cli.leaf_selection import select_leaves, unread_notes
+from storesvc_client.cli.leaves import select_leaves, unread_notes
 from storesvc_client.cli.output import (
     Listing,
     json_value,
@@ -31,8 +31,10 @@ from storesvc_client.cli.output import (
 )
 from storesvc_client.cli.paths import (
     CheckpointPath,
+    ForeignStore,
     LeafPath,
     NamespacePath,
+    Readable,
     RunPath,
     StorePath,
     is_foreign,
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
         Tag,
         Usage,
     )
-    from storesvc_client.cli.paths import ForeignStore, Readable
 
 _OnDamage: TypeAlias = "Callable[[DataLossError], object]"
 
@@ -234,7 +235,7 @@ def _checkpoints(
 
 
 def _leaves(
-    source: "Readable", path: CheckpointPath | LeafPath, _: _OnDamage
+    source: Readable, path: CheckpointPath | LeafPath, _: _OnDamage
 ) -> "Iterable[LeafInfo]":
     selection = select_leaves(source, path)
     for note in unread_notes(selection.unread):
@@ -243,7 +244,7 @@ def _leaves(
 
 
 def _foreign(
-    source: "ForeignStore", path: RunPath, on_damage: _OnDamage
+    source: ForeignStore, path: RunPath, on_damage: _OnDamage
 ) -> "Iterator[ForeignInfo]":
     for checkpoint in source.run(path.run).checkpoints(on_damage=on_damage):
         for note in unread_notes(checkpoint.unread):

@@ -23,8 +23,12 @@ from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import json_value, print_json, print_table
-from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, is_foreign
-from storesvc_client.cli.places import StorePart
+from storesvc_client.cli.paths import (
+    CheckpointPath,
+    ForeignOptions,
+    StorePart,
+    is_foreign,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import (

@@ -32,7 +32,7 @@ from storesvc_client.cli.completion import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import check_namespace
-from storesvc_client.cli.leaf_selection import Selection, select_leaves, unread_notes
+from storesvc_client.cli.leaves import Selection, select_leaves, unread_notes
 from storesvc_client.cli.output import json_value, print_json, print_note, print_table
 from storesvc_client.cli.parent_details import View, read_view
 from storesvc_client.cli.paths import (
@@ -41,6 +41,7 @@ from storesvc_client.cli.paths import (
     ForeignStore,
     LeafPath,
     NamespacePath,
+    Readable,
     RunPath,
     StorePath,
     is_foreign,
@@ -48,8 +49,7 @@ from storesvc_client.cli.paths import (
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError
-    from storesvc_client.cli.paths import Readable
-    from storesvc_client.cli.records.fields import RecordSelection
+    from storesvc_client.cli.records import RecordSelection
 
 _COLUMNS: Final = (
     Column("", shrink=Shrink.DRAWING),
@@ -241,7 +241,7 @@ def ls(
     view = read_view(path, deleted=deleted)
     selection = None
     if where or sort is not None:
-        from storesvc_client.cli.records.fields import RecordSelection, find_schema
+        from storesvc_client.cli.records import RecordSelection, find_schema
 
         schema = find_schema(path, deleted=deleted)
         selection = RecordSelection(schema, where=where, sort=sort)
@@ -264,7 +264,7 @@ def ls(
 def _absence(
     view: View,
     selection: "RecordSelection | None",
-    source: "Readable",
+    source: Readable,
     path: StorePath | None,
 ) -> str:
     """Returns the note of an empty list.

@@ -26,17 +26,27 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.encoded_text import echo_data, encode_leaf
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.leaf_selection import Selection, select_leaves
+from storesvc_client.cli.leaves import (
+    FORMATS,
+    ArrayFormat,
+    Arrays,
+    Selection,
+    echo_data,
+    encode_leaf,
+    file_names,
+    new_directory,
+    replacing,
+    select_leaves,
+    summarize,
+    write_leaves,
+)
 from storesvc_client.cli.output import json_value, print_json, print_table
-from storesvc_client.cli.paths import ForeignOptions, LeafPath
+from storesvc_client.cli.paths import ForeignOptions, LeafPath, Readable
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo
-    from storesvc_client.cli.leaf_summary import Array
-    from storesvc_client.cli.leaves import ArrayFormat, Arrays
-    from storesvc_client.cli.paths import Readable
+    from storesvc_client.cli.leaves import Array
 
 
 @click.command()
@@ -150,9 +160,19 @@ def get(
     with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
         if file_format is None:
-            _write_directory(client, selection, Path(output))
+            names = file_names(selection.leaves)
+            with (
+                new_directory(Path(output)) as directory,
+                _reading(client, selection) as arrays,
+            ):
+                write_leaves(directory, names, arrays)
         else:
-            _write_file(client, selection, Path(output), file_format, force=force)
+            file_format.check(selection.leaves)
+            with (
+                replacing(Path(output), force=force) as file,
+                _reading(client, selection) as arrays,
+            ):
+                file_format.write(file, selection.leaves, arrays)
     count, size_bytes = len(selection.leaves), selection.size_bytes
     if as_json:
         print_json({"file": output, "leaf_count": count, "size_bytes": size_bytes})
@@ -163,8 +183,6 @@ def get(
 def _print(
     connection: Connection, path: LeafPath, *, options: ForeignOptions, as_json: bool
 ) -> None:
-    from storesvc_client.cli.leaf_summary import summarize
-
     with connection.open_for(path, options) as client:
         selection = select_leaves(client, path)
         if not as_json and selection.names_encoded(path.glob):
@@ -194,10 +212,8 @@ def _print(
         print_table(_COLUMNS, rows)
 
 
-def _find_format(output: str, *, force: bool) -> "ArrayFormat | None":
+def _find_format(output: str, *, force: bool) -> ArrayFormat | None:
     """Returns the format of a file by its name; None: it names a directory."""
-    from storesvc_client.cli.leaves import FORMATS
-
     if output in ("json", "yaml", "wide"):
         raise click.BadParameter(
             f"{output}: --json prints JSON; -o {output}/ writes to a directory",
@@ -217,34 +233,8 @@ def _find_format(output: str, *, force: bool) -> "ArrayFormat | None":
     return FORMATS[suffix]
 
 
-def _write_file(
-    client: "Readable",
-    selection: Selection,
-    output: Path,
-    file_format: "ArrayFormat",
-    *,
-    force: bool,
-) -> None:
-    from storesvc_client.cli.leaves import replacing
-
-    file_format.check(selection.leaves)
-    with (
-        replacing(output, force=force) as file,
-        _reading(client, selection) as arrays,
-    ):
-        file_format.write(file, selection.leaves, arrays)
-
-
-def _write_directory(client: "Readable", selection: Selection, output: Path) -> None:
-    from storesvc_client.cli.leaves import file_names, new_directory, write_leaves
-
-    names = file_names(selection.leaves)
-    with new_directory(output) as directory, _reading(client, selection) as arrays:
-        write_leaves(directory, names, arrays)
-
-
 @contextmanager
-def _reading(client: "Readable", selection: Selection) -> "Iterator[Arrays]":
+def _reading(client: Readable, selection: Selection) -> Iterator[Arrays]:
     """Yields the arrays of the leaves as they arrive; shows the progress."""
     from storesvc_client.cli.output import progress
 

@@ -34,7 +34,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.leaf_selection import Selection, select_leaf
+from storesvc_client.cli.leaves import Selection, select_leaf
 from storesvc_client.cli.output import json_value, print_fields, print_json
 from storesvc_client.cli.paths import (
     ForeignOptions,

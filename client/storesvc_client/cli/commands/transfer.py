@@ -25,10 +25,10 @@ from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,
     LeafPath,
+    Place,
     RunPath,
     parse_foreign_path,
 )
-from storesvc_client.cli.places import Place
 
 if TYPE_CHECKING:
     from storesvc_client import ForeignRun, Run

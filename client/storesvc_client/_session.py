@@ -11,7 +11,7 @@ from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
-    from storesvc_client._storage.lending import LentBucket
+    from storesvc_client._storage.root import LentBucket
 
 DEFAULT_STAGING_BYTES: Final = 4 << 30
 """Default host memory for the saves of a client."""

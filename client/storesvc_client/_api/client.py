@@ -34,7 +34,7 @@ from storesvc_client._session import (
     new_blocks,
     new_staging,
 )
-from storesvc_client._storage.root import check_root, direct_root, lent_bucket
+from storesvc_client._storage.root import LentBucket, check_root, direct_root
 from storesvc_client._telemetry.events import StepLogger, Telemetry
 from storesvc_client._values.arguments import (
     DurationLike,
@@ -318,7 +318,7 @@ def open_client(
             else:
                 raise
         if lend_credentials:
-            lent = lent_bucket(target, direct, connection)
+            lent = LentBucket.open(target, direct, connection)
             return Client(replace(session, data_root=lent))
         root = direct_root(target, direct)
         if root is not None:

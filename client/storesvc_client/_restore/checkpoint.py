@@ -37,7 +37,7 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.lending import LentBucket
+from storesvc_client._storage.root import LentBucket
 from storesvc_client._telemetry.events import Unfinished
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._telemetry.reports import ProcessReading, RestoreReport

@@ -37,7 +37,7 @@ from storesvc_client._save.snapshot import SlabQueue, SumsAhead, WantedSlabs
 from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
-from storesvc_client._storage.lending import LentBucket
+from storesvc_client._storage.root import LentBucket
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._telemetry.reports import SaveReport, WriterReport
 from storesvc_client._values.arguments import Deadline

@@ -2,8 +2,8 @@
 
 It may import `storesvc.storage`, `storesvc_client._rpc` and the layers below them.
 
-Begin with `root.py`, which checks that a root is the one of the server; `bucket.py`
-reads and writes data files in a bucket, through `objects.py` or, with lent
-credentials, `lending.py`; `roots.py` opens the places that imports and exports
-name.
+Begin with `root.py`, which checks that a root is the one of the server, and asks it
+for the credentials that it lends; `bucket.py` reads and writes data files in a bucket,
+through TensorStore and `objects.py`; `roots.py` opens the places that imports and
+exports name.
 """

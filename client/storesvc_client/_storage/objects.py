@@ -51,7 +51,6 @@ from storesvc_client.errors import StoreError
 
 if TYPE_CHECKING:
     import tensorstore as ts
-    from botocore.credentials import Credentials as S3Credentials
     from google.auth.credentials import Credentials as GcsCredentials
     from google.auth.transport import Request
     from obstore.store import (
@@ -252,9 +251,20 @@ class ObjectCall:
         return self._future.result()
 
 
+_starting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 def start_request(request: Coroutine[Any, Any, Any]) -> ObjectCall:
-    """Starts a request."""
-    return ObjectCall(asyncio.run_coroutine_threadsafe(request, _loop()))
+    """Starts a request on the one event loop of all requests, on a daemon thread."""
+    with _starting:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=loop.run_forever, name="storesvc-objects", daemon=True
+            ).start()
+            _loops.append(loop)
+    return ObjectCall(asyncio.run_coroutine_threadsafe(request, _loops[0]))
 
 
 async def create(
@@ -276,15 +286,22 @@ async def create(
             there is none, or it cannot be read.
     """
     import obstore
-    from obstore.exceptions import BaseError
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        PreconditionError,
+    )
 
+    # Google rejects an overwrite before it looks at the condition.
+    existing = (AlreadyExistsError, PermissionDeniedError, PreconditionError)
     for pause in (*PAUSES, None):
         try:
             await obstore.put_async(
                 objects, key, data, mode="create", use_multipart=False
             )
         except BaseError as e:
-            found = await is_stored() if _may_exist(e) else None
+            found = await is_stored() if isinstance(e, existing) else None
             if found:
                 return
             # S3 rejects a request as well while another one creates the object.
@@ -293,19 +310,6 @@ async def create(
         else:
             return
         await asyncio.sleep(pause * (1 + random.random()))  # noqa: S311 - jitter
-
-
-def _may_exist(cause: Exception) -> bool:
-    """Returns whether a creation may have failed because the object exists."""
-    from obstore.exceptions import (
-        AlreadyExistsError,
-        PermissionDeniedError,
-        PreconditionError,
-    )
-
-    # Google rejects an overwrite before it looks at the condition.
-    existing = (AlreadyExistsError, PermissionDeniedError, PreconditionError)
-    return isinstance(cause, existing)
 
 
 def is_rejected(cause: Exception) -> bool:
@@ -359,22 +363,6 @@ def _client(endpoint: str | None) -> "ClientConfig":
         "connect_timeout": CONNECT_SECONDS,
         "timeout": REQUEST_SECONDS,
     }
-
-
-_starting = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of all requests, on a daemon thread."""
-    with _starting:
-        if not _loops:
-            loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=loop.run_forever, name="storesvc-objects", daemon=True
-            ).start()
-            _loops.append(loop)
-        return _loops[0]
 
 
 T = TypeVar("T")
@@ -668,17 +656,14 @@ def _s3_objects(storage: Storage) -> "S3Store | None":
     from botocore.session import get_session
 
     try:
-        found = get_session().get_credentials()
+        credentials = get_session().get_credentials()
     except BotoCoreError:  # a profile that does not exist, a malformed file
         return None
-    return None if found is None else s3_objects(storage, _s3_provider(found))
-
-
-def _s3_provider(credentials: "S3Credentials") -> "S3CredentialProvider":
-    """Returns a function that returns valid keys; botocore renews those that expire."""
+    if credentials is None:
+        return None
 
     def keys() -> "S3Credential":
-        found = credentials.get_frozen_credentials()
+        found = credentials.get_frozen_credentials()  # botocore renews expired ones
         is_temporary = found.token is not None
         return {
             "access_key_id": found.access_key,
@@ -687,4 +672,4 @@ def _s3_provider(credentials: "S3Credentials") -> "S3CredentialProvider":
             "expires_at": datetime.now(UTC) + KEPT_KEYS if is_temporary else None,
         }
 
-    return keys
+    return s3_objects(storage, keys)

@@ -1,23 +1,40 @@
-"""The root of a store whose files this process reads and writes itself."""
+"""The root of a store whose files this process reads and writes itself.
 
+If the server lends the credentials for a bucket, there is none for the root itself:
+each upload and each run has its own.
+"""
+
+from collections.abc import Callable
+from datetime import UTC
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from storesvc.errors import InvalidFieldError
-from storesvc.format.layout import STORE
-from storesvc.storage.location import Storage, storage_at
+from storesvc.format.layout import STORE, RunPaths
+from storesvc.format.names import RunName, UploadName
+from storesvc.storage.location import (
+    GRPC_DRIVER,
+    Storage,
+    shows_plaintext,
+    storage_at,
+)
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.tls import is_root
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
     UnavailableError,
+    translate_rpc_errors,
 )
+from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
+from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 
 if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
-    from storesvc_client._storage.lending import LentBucket
+    from storesvc_client._storage.objects import Lent
 
 Root: TypeAlias = "Path | BucketRoot"
 """A directory, or a prefix in a bucket."""
@@ -51,32 +68,6 @@ def direct_root(target: str, direct: object) -> "Root | None":
             "connect without direct="
         )
     return root
-
-
-def lent_bucket(target: str, direct: object, connection: Connection) -> "LentBucket":
-    """Returns the bucket that a client reaches with lent credentials only.
-
-    Its record is not read: a lent credential does not permit that. Each credential
-    names the root that the server lends for.
-
-    Args:
-        target: Target of the connection.
-        direct: Value of ``direct=``.
-        connection: Connection to the server.
-
-    Raises:
-        InvalidRequestError: The target is no server, the root is not in a bucket, or a
-            package is missing.
-    """
-    from storesvc_client._storage.lending import LentBucket
-
-    if is_root(target):
-        raise InvalidRequestError(
-            "connect: lend_credentials=: expected the address of a server, which "
-            f"lends, got the root {target!r}, which this process opens itself; leave "
-            "it out"
-        )
-    return LentBucket.open(direct, connection)
 
 
 def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
@@ -147,3 +138,147 @@ def _reach_root(storage: Storage) -> "Root | None":
         return BucketRoot.open(storage)
     path = storage.spec.get("path")
     return None if path is None else Path(path)
+
+
+LEND_SECONDS: Final = 40.0
+"""Timeout of one call: the server waits 30 s for its provider."""
+
+
+class LentBucket:
+    """A bucket that this process reaches with lent credentials only. Thread-safe."""
+
+    def __init__(self, storage: Storage, connection: Connection) -> None:
+        self.storage = storage
+        self._connection = connection
+        self._stub = AccessServiceStub(connection.channel)
+
+    @classmethod
+    def open(cls, target: str, direct: object, connection: Connection) -> Self:
+        """Opens the bucket of a root; sends no request.
+
+        The record of the store is not read: a lent credential does not permit that.
+        Each credential names the root that the server lends for.
+
+        Args:
+            target: Target of the connection.
+            direct: Value of ``direct=``.
+            connection: Connection to the server that lends.
+
+        Raises:
+            InvalidRequestError: The target is no server, the root is not in a bucket,
+                or a package is missing.
+        """
+        if is_root(target):
+            raise InvalidRequestError(
+                "connect: lend_credentials=: expected the address of a server, which "
+                f"lends, got the root {target!r}, which this process opens itself; "
+                "leave it out"
+            )
+        if not isinstance(direct, str):
+            raise InvalidRequestError(
+                "connect: lend_credentials=: expected direct= with the root of the "
+                f"store in a bucket, got {direct!r}"
+            )
+        try:
+            storage = storage_at(direct)
+        except InvalidFieldError as e:
+            raise InvalidRequestError(f"direct: {e}") from e
+        _check_lendable(storage, direct)
+        if find_spec("obstore") is None:
+            extra = "s3" if storage.is_s3 else "gcs"
+            raise InvalidRequestError(
+                f"direct: lent credentials for {storage.name} need obstore; pip "
+                f"install 'storesvc[server,{extra}]', or omit lend_credentials="
+            )
+        return cls(storage, connection)
+
+    def __str__(self) -> str:
+        return self.storage.name
+
+    def to_write(self, ref: upload_api.WriterRef) -> "BucketRoot":
+        """Returns the root for the data files of a writer of an upload."""
+        name = UploadName.from_resource(ref.upload)
+        paths = RunPaths(name.run)
+        return self._open_root(
+            lambda: api.LendCredentialsRequest(upload=ref),
+            f"{paths.pool}{paths.data_prefix(name.upload)}",
+        )
+
+    def to_read(self, run: RunName, hold: Callable[[], str]) -> "BucketRoot":
+        """Returns the root for the data files of a run.
+
+        Args:
+            run: The run.
+            hold: Returns the name of a hold on a checkpoint of the run, for each
+                credential; may wait.
+        """
+        return self._open_root(
+            lambda: api.LendCredentialsRequest(hold=hold()), RunPaths(run).pool
+        )
+
+    def _open_root(
+        self, next_request: Callable[[], api.LendCredentialsRequest], expected: str
+    ) -> "BucketRoot":
+        from storesvc_client._storage.bucket import BucketRoot
+        from storesvc_client._storage.objects import LentCredential, LentStore
+
+        credential = LentCredential(lambda: self._lend(next_request(), expected))
+        return BucketRoot(self.storage, LentStore(self.storage, credential))
+
+    def _lend(self, request: api.LendCredentialsRequest, expected: str) -> "Lent":
+        """Asks the server for a credential; retries transient errors.
+
+        Raises:
+            InvalidRequestError: The server lends for another root.
+            StoreError: As the contract states for the call.
+        """
+        from storesvc_client._storage.objects import GcsSecret, Lent, S3Secret
+
+        for attempt in self._connection.attempts("LendCredentials"):
+            with attempt, translate_rpc_errors(self._connection.address):
+                answer = self._stub.LendCredentials(request, timeout=LEND_SECONDS)
+        prefix = f"{self.storage.name}/{expected}"
+        if answer.prefix != prefix:
+            raise InvalidRequestError(
+                f"direct: expected the root of the server's store, got "
+                f"{self.storage.name}: the server lends for {answer.prefix!r}, not for "
+                f"{prefix!r}; give the same root as the server has"
+            )
+        kind = "s3" if self.storage.is_s3 else "gcs_token"
+        if answer.WhichOneof("credential") != kind:
+            raise UnavailableError(
+                f"{self._connection.address}: expected a credential for "
+                f"{self.storage.name}, got none; is the server of this release?"
+            )
+        secret: GcsSecret | S3Secret = GcsSecret(token=answer.gcs_token)
+        if kind == "s3":
+            secret = S3Secret(
+                access_key_id=answer.s3.access_key_id,
+                secret_access_key=answer.s3.secret_access_key,
+                session_token=answer.s3.session_token,
+            )
+        expires = answer.expire_time.ToDatetime(UTC)
+        return Lent(secret=secret, expire_seconds=expires.timestamp())
+
+
+def _check_lendable(storage: Storage, direct: str) -> None:
+    """Rejects a root for which no credential can be lent, or safely used."""
+    # Imported late: a client that uses no bucket does not need it.
+    from storesvc.storage.remote import find_endpoint
+
+    if not storage.is_remote:
+        raise InvalidRequestError(
+            f"direct: expected a root in a bucket with lend_credentials=, got "
+            f"{direct!r}; leave lend_credentials= out"
+        )
+    if storage.uses_grpc:
+        raise InvalidRequestError(
+            f"direct: expected no driver= with lend_credentials=, got {GRPC_DRIVER}; "
+            "lent credentials are used over HTTP, leave driver= out"
+        )
+    endpoint = find_endpoint(storage)
+    if endpoint and shows_plaintext(endpoint):
+        raise InvalidRequestError(
+            f"direct: expected endpoint=https://..., or http:// on this machine, got "
+            f"{endpoint}: lent credentials would go over plaintext"
+        )

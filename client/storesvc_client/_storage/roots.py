@@ -118,13 +118,14 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
         storage = _bucket(url, noun)
         plain = storage.name
     try:
+        from fsspec.core import strip_protocol
+
         given = {**_options(storage), **options}
         # an instance that others share may have lists and a token of earlier
         files = _file_system(scheme)(
             use_listings_cache=False, skip_instance_cache=scheme == "hf", **given
         )
-        # fsspec's only way from a URL to the form of its paths
-        folder = str(files._strip_protocol(plain)).rstrip("/")  # noqa: SLF001
+        folder = str(strip_protocol(plain)).rstrip("/")
     except ImportError as e:
         raise InvalidRequestError(
             f"{noun} {plain}: {scheme}:// needs {e.name or 'another package'}; "

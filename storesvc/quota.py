@@ -251,7 +251,11 @@ class Quotas:
         elif call.method in ("CommitUpload", "AbortUpload") and error is None:
             for counted in self._scopes.values():
                 counted.end(call.detail.get("name", ""))
-        self._forget()
+        excess = len(self._scopes) - MAX_SCOPES
+        if excess > 0:  # forget the idle scopes that were used longest ago
+            idle = [scope for scope, found in self._scopes.items() if found.is_idle]
+            for scope in idle[:excess]:
+                del self._scopes[scope]
 
     async def reserve(self, upload: UploadName, size_bytes: int) -> None:
         """Reserves the bytes that an upload may store, before it stores them.
@@ -341,14 +345,6 @@ class Quotas:
             found = self._scopes[scope] = _Counted(Bucket(now=self._clock()))
         self._scopes.move_to_end(scope)
         return found
-
-    def _forget(self) -> None:
-        """Forgets the idle scopes that were used longest ago."""
-        excess = len(self._scopes) - MAX_SCOPES
-        if excess > 0:
-            idle = [scope for scope, found in self._scopes.items() if found.is_idle]
-            for scope in idle[:excess]:
-                del self._scopes[scope]
 
     async def _take_turn(self, scope: Scope, rule: QuotaRule) -> None:
         rate = rule.requests_per_second

@@ -195,24 +195,21 @@ class AuditLog:
             prev = line_digest(line)
             lines.append(line + b"\n")
         with self._durable:
-            self._put_bytes(b"".join(lines))
+            size = os.fstat(self._file).st_size
+            try:
+                data = memoryview(b"".join(lines))
+                while data:
+                    data = data[os.write(self._file, data) :]
+                os.fsync(self._file)
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
+            finally:
+                disk = os.fstatvfs(self._file)
+                least = min(ROOM_BYTES // disk.f_frsize, disk.f_blocks // 8)
+                self.has_room = disk.f_bavail >= least
         self.syncs += 1
         self._seq, self._prev = seq, prev
-
-    def _put_bytes(self, lines: bytes) -> None:
-        size = os.fstat(self._file).st_size
-        try:
-            data = memoryview(lines)
-            while data:
-                data = data[os.write(self._file, data) :]
-            os.fsync(self._file)
-        except OSError:
-            os.ftruncate(self._file, size)
-            raise
-        finally:
-            disk = os.fstatvfs(self._file)
-            least = min(ROOM_BYTES // disk.f_frsize, disk.f_blocks // 8)
-            self.has_room = disk.f_bavail >= least
 
     def _is_current(self) -> bool:
         """Returns whether the path leads to the open file."""

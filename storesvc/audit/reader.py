@@ -108,7 +108,10 @@ class BackwardLines:
         if cut:
             found += self._lines(data[cut:], self._offset + cut)
             data = data[:cut]
-        self._keep(data)
+        length = len(data.removesuffix(b"\n"))
+        if length > self._max:
+            self._long_end, data = self._offset + length, b""
+        self._kept = data
         return found
 
     def finish(self) -> list[Line]:
@@ -131,12 +134,6 @@ class BackwardLines:
         if found and not data.endswith(b"\n"):
             found[-1] = replace(found[-1], is_whole=False)
         return found[::-1]
-
-    def _keep(self, data: bytes) -> None:
-        length = len(data.removesuffix(b"\n"))
-        if length > self._max:
-            self._long_end, data = self._offset + length, b""
-        self._kept = data
 
     def _long_line(self, start: int) -> Line:
         assert self._long_end is not None

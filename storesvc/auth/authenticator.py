@@ -166,15 +166,8 @@ class Authenticator:
         key = hashlib.sha256(token.encode()).digest()
         known = self._known.get(key)
         # A changed policy verifies again.
-        if known is None or known.document is not document or now >= known.until:
-            known = await self._verify_token(token, document, now)
-            self._known[key] = known
-        return known.principal
-
-    async def _verify_token(
-        self, token: str, document: PolicyDocument, now: datetime
-    ) -> "_Known":
-        """Verifies a token."""
+        if known is not None and known.document is document and now < known.until:
+            return known.principal
         found = tokens.parse_unverified(token)
         named = found.claims.get("iss")
         issuers = (each for each in document.issuers if each.issuer == named)
@@ -188,7 +181,9 @@ class Authenticator:
         verify(token, await self._keys(issuer).keys(found.kid), issuer)
         principal = tokens.make_principal(issuer, found.claims, now=now)
         assert principal.expire_time is not None, "tokens expire"
-        return _Known(document, principal, principal.expire_time + issuer.leeway)
+        until = principal.expire_time + issuer.leeway
+        self._known[key] = _Known(document, principal, until)
+        return principal
 
     def _keys(self, issuer: Issuer) -> IssuerKeys:
         """Returns the keys of an issuer; forgets issuers that are configured no

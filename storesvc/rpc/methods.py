@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -194,41 +195,17 @@ def _name(request: Any) -> str:
     return ""
 
 
-def _run(permission: Permission, field: str = "name") -> Requires:
-    """Requires a permission on the run that a field names."""
-
-    def needs(request: Any) -> Iterator[Need]:
-        yield permission, RunName.from_resource(getattr(request, field))
-
-    return Requires(needs)
-
-
-def _checkpoint(permission: Permission, *fields: str) -> Requires:
-    """Requires a permission on the runs of the checkpoints that fields name."""
+def _require(
+    permission: Permission,
+    kind: type[RunName | CheckpointName | HoldName | TagName | UploadName],
+    *fields: str,
+) -> Requires:
+    """Requires a permission on the runs of the objects that fields name."""
 
     def needs(request: Any) -> Iterator[Need]:
         for field in fields or ("name",):
-            yield permission, CheckpointName.from_resource(getattr(request, field)).run
-
-    return Requires(needs)
-
-
-def _object(
-    kind: type[HoldName | TagName | UploadName], permission: Permission
-) -> Requires:
-    """Requires a permission on the run of the object that a request names."""
-
-    def needs(request: Any) -> Iterator[Need]:
-        yield permission, kind.from_resource(request.name).run
-
-    return Requires(needs)
-
-
-def _writer(permission: Permission) -> Requires:
-    """Requires a permission on the run of the upload that a stream opens."""
-
-    def needs(opening: Any) -> Iterator[Need]:
-        yield permission, UploadName.from_resource(opening.open.upload).run
+            name = kind.from_resource(attrgetter(field)(request))
+            yield permission, name if isinstance(name, RunName) else name.run
 
     return Requires(needs)
 
@@ -310,43 +287,45 @@ RULES: Final = MappingProxyType[str, Rule](
     {
         # CheckpointService
         "ListRuns": Filtered(_rows),
-        "GetRun": _run(Permission.RUNS_GET),
+        "GetRun": _require(Permission.RUNS_GET, RunName),
         "UpdateRun": Requires(_update_run),
         "ApplyRetention": Requires(_apply_retention),
-        "ListCheckpoints": _run(Permission.CHECKPOINTS_LIST, "parent"),
-        "GetCheckpoint": _checkpoint(Permission.CHECKPOINTS_GET),
-        "ReadManifest": _checkpoint(Permission.CHECKPOINTS_READ),
-        "DiffCheckpoints": _checkpoint(Permission.CHECKPOINTS_READ, "base", "name"),
+        "ListCheckpoints": _require(Permission.CHECKPOINTS_LIST, RunName, "parent"),
+        "GetCheckpoint": _require(Permission.CHECKPOINTS_GET, CheckpointName),
+        "ReadManifest": _require(Permission.CHECKPOINTS_READ, CheckpointName),
+        "DiffCheckpoints": _require(
+            Permission.CHECKPOINTS_READ, CheckpointName, "base", "name"
+        ),
         "UpdateCheckpoint": Requires(_update_checkpoint),
-        "DeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_DELETE),
-        "UndeleteCheckpoint": _checkpoint(Permission.CHECKPOINTS_UNDELETE),
-        "PurgeCheckpoint": _checkpoint(Permission.CHECKPOINTS_PURGE),
+        "DeleteCheckpoint": _require(Permission.CHECKPOINTS_DELETE, CheckpointName),
+        "UndeleteCheckpoint": _require(Permission.CHECKPOINTS_UNDELETE, CheckpointName),
+        "PurgeCheckpoint": _require(Permission.CHECKPOINTS_PURGE, CheckpointName),
         "WatchCheckpoints": Requires(_watch),
         "SetTag": Requires(_set_tag),
-        "DeleteTag": _object(TagName, Permission.TAGS_DELETE),
-        "ListTags": _run(Permission.TAGS_LIST, "parent"),
-        "CreateHold": _checkpoint(Permission.HOLDS_CREATE, "parent"),
-        "RenewHold": _object(HoldName, Permission.HOLDS_CREATE),
-        "DeleteHold": _object(HoldName, Permission.HOLDS_CREATE),
-        "ListHolds": _run(Permission.HOLDS_LIST, "parent"),
+        "DeleteTag": _require(Permission.TAGS_DELETE, TagName),
+        "ListTags": _require(Permission.TAGS_LIST, RunName, "parent"),
+        "CreateHold": _require(Permission.HOLDS_CREATE, CheckpointName, "parent"),
+        "RenewHold": _require(Permission.HOLDS_CREATE, HoldName),
+        "DeleteHold": _require(Permission.HOLDS_CREATE, HoldName),
+        "ListHolds": _require(Permission.HOLDS_LIST, RunName, "parent"),
         # UploadService
-        "BeginUpload": _run(Permission.UPLOADS_BEGIN, "parent"),
-        "JoinUpload": _writer(Permission.UPLOADS_WRITE),
-        "GetUpload": _object(UploadName, Permission.UPLOADS_GET),
+        "BeginUpload": _require(Permission.UPLOADS_BEGIN, RunName, "parent"),
+        "JoinUpload": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
+        "GetUpload": _require(Permission.UPLOADS_GET, UploadName),
         "ListUploads": Filtered(_list_uploads),
-        "KeepUploadAlive": _object(UploadName, Permission.UPLOADS_WRITE),
-        "FindChunks": _writer(Permission.UPLOADS_WRITE),
-        "WriteChunks": _writer(Permission.UPLOADS_WRITE),
-        "FinishWriter": _writer(Permission.UPLOADS_WRITE),
-        "CommitUpload": _object(UploadName, Permission.UPLOADS_COMMIT),
-        "AbortUpload": _object(UploadName, Permission.UPLOADS_ABORT),
+        "KeepUploadAlive": _require(Permission.UPLOADS_WRITE, UploadName),
+        "FindChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
+        "WriteChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
+        "FinishWriter": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
+        "CommitUpload": _require(Permission.UPLOADS_COMMIT, UploadName),
+        "AbortUpload": _require(Permission.UPLOADS_ABORT, UploadName),
         # ChunkService
-        "ReadChunks": _checkpoint(Permission.CHECKPOINTS_READ),
+        "ReadChunks": _require(Permission.CHECKPOINTS_READ, CheckpointName),
         # MaintenanceService
         "GetServerInfo": Open(),
-        "VerifyCheckpoint": _checkpoint(Permission.CHECKPOINTS_VERIFY),
+        "VerifyCheckpoint": _require(Permission.CHECKPOINTS_VERIFY, CheckpointName),
         "CollectGarbage": Requires(_collect),
-        "GetUsage": _run(Permission.USAGE_GET),
+        "GetUsage": _require(Permission.USAGE_GET, RunName),
         # AccessService
         "GetLoginOptions": Public(),
         "GetIdentity": Identified(),

@@ -117,18 +117,14 @@ def make_write_id(request: ChangeRequest) -> str:
     Raises:
         InvalidFieldError: The ``request_id`` is not a UUID in its canonical form.
     """
-    return f"{checked_request_id(request.request_id)}:{_body_digest(request)}"
-
-
-def _body_digest(request: Message) -> str:
-    """Returns a digest of a request without its id."""
-    body = type(request)()
-    body.CopyFrom(request)
+    request_id = checked_request_id(request.request_id)
+    body: Message = type(request)()
+    body.MergeFrom(request)
     body.ClearField("request_id")
     # With the name: a deletion and its undeletion may have equal bytes.
     name = body.DESCRIPTOR.full_name.encode()
     data = name + b"\0" + body.SerializeToString(deterministic=True)
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{request_id}:{hashlib.blake2b(data, digest_size=8).hexdigest()}"
 
 
 def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:

@@ -450,10 +450,14 @@ class UploadService:
         context: Context,
     ) -> upload_api.FinishWriterResponse:
         opening = await first(request_iterator, "open")
-        receipts, writer = self._store.receipts, opening.open.writer
+        ref, receipts = opening.open, self._store.receipts
+        name, writer = UploadName.from_resource(ref.upload), ref.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
-        tables = receipts.staged(UploadName.from_resource(opening.open.upload), writer)
-        async with beside(tables) as staged, self._yield_open(opening.open) as upload:
+        async with (
+            beside(receipts.staged(name, writer)) as staged,
+            self._store.uploads.opened(name, ref.epoch) as upload,
+        ):
+            requests.check_writer("open.writer", writer, upload.record.writer_count)
             parts = SumParts(upload.tree, opening.chunk_count)
             async with self._receipt(parts, request_iterator, context):
                 sums = await offload(opening.chunk_count, parts.join)
@@ -515,11 +519,3 @@ class UploadService:
         )
         requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
-
-    @asynccontextmanager
-    async def _yield_open(self, ref: upload_api.WriterRef) -> AsyncIterator[OpenUpload]:
-        """Yields the upload of a writer like ``_open``, see ``Uploads.opened``."""
-        name = UploadName.from_resource(ref.upload)
-        async with self._store.uploads.opened(name, ref.epoch) as upload:
-            requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
-            yield upload

@@ -89,24 +89,20 @@ async def open_store(root: str, *, is_read_only: bool = False) -> Store:
         StorageUnavailableError: The storage did not answer.
     """
     try:
-        return await _open_store(root, is_read_only=is_read_only)
+        bucket = await TensorStoreBucket.open(root)
+        if is_read_only and await bucket.read(layout.STORE) is None:
+            raise InvalidFieldError(
+                f"root {root}: expected a store, because it is served read-only, got "
+                "none; correct the root, or serve it for writing, which creates one"
+            )
+        store = await Store.open(bucket, is_read_only=is_read_only)
+        # Buckets do not run full.
+        if root.startswith("file:") and not is_read_only:
+            await store.reserve.keep()
     except StorageUnavailableError as e:
         if root.startswith("file:") and (wrong := invalid_place(root, e)):
             raise wrong from e
         raise
-
-
-async def _open_store(root: str, *, is_read_only: bool) -> Store:
-    bucket = await TensorStoreBucket.open(root)
-    if is_read_only and await bucket.read(layout.STORE) is None:
-        raise InvalidFieldError(
-            f"root {root}: expected a store, because it is served read-only, got none; "
-            "correct the root, or serve it for writing, which creates one"
-        )
-    store = await Store.open(bucket, is_read_only=is_read_only)
-    # Buckets do not run full.
-    if root.startswith("file:") and not is_read_only:
-        await store.reserve.keep()
     return store
 
 

@@ -188,25 +188,20 @@ async def _collect_each(store: Store, runs: Sequence[RunName]) -> _Pass:
     """Collects runs one after another."""
     failures, failed_runs = FailureLimit(), 0
     for run in runs:
-        is_collected = False
+        is_failed = True  # until its pass has ended
         with _log_errors(f"the collection of {run}"):
-            is_collected = await _collect(store, run, failures)
-        failed_runs += not is_collected
+            reports = []
+            async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
+                failures.record(progress)
+                reports.append(progress.is_failed)
+                if progress.is_done:
+                    _log.debug("%s", progress)
+            is_failed = any(reports)
+        failed_runs += is_failed
         if failures.is_reached:
             _log.warning("a pass over all runs was abandoned at %s", run)
             return _Pass(failed_runs, is_abandoned=True)
     return _Pass(failed_runs, is_abandoned=False)
-
-
-async def _collect(store: Store, run: RunName, failures: FailureLimit) -> bool:
-    """Collects a run; returns False if that failed."""
-    is_failed = False
-    async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
-        failures.record(progress)
-        is_failed = is_failed or progress.is_failed
-        if progress.is_done:
-            _log.debug("%s", progress)
-    return not is_failed
 
 
 async def _apply_retention_after_commits(store: Store) -> None:

@@ -106,8 +106,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._runs = frozenset(runs)
         # Cached, because looking labels up takes longer than counting.
-        self._of_method = cache(self._method_counts)
-        self._of_call = cache(self._call_histograms)
+        self._of_method = cache(
+            lambda method: (
+                self._started.labels(method),
+                self._in_flight.labels(method),
+            )
+        )
+        self._of_call = cache(
+            lambda method, status: (
+                self._durations.labels(method, status),
+                self._received.labels(method, status),
+                self._sent.labels(method, status),
+            )
+        )
         self._of_request = cache(self._request_histogram)
         self._newest_of: dict[str, float] = {}
         """Time of the newest commit of each of these runs."""
@@ -379,18 +390,6 @@ class Metrics:
             self._denied.labels(reason)
         for what in _ENDS:
             self._ended.labels(what)
-
-    def _method_counts(self, method: str) -> tuple[Counter, Gauge]:
-        return self._started.labels(method), self._in_flight.labels(method)
-
-    def _call_histograms(
-        self, method: str, status: str
-    ) -> tuple[Histogram, Histogram, Histogram]:
-        return (
-            self._durations.labels(method, status),
-            self._received.labels(method, status),
-            self._sent.labels(method, status),
-        )
 
     def _request_histogram(self, storage: str, operation: str, error: str) -> Histogram:
         results = {

@@ -13,7 +13,7 @@ from storesvc_client.console.server import bound_socket, configuration
 
 KEY = "key-of-the-tests"
 
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 class ServedConsole:

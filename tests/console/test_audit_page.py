@@ -15,8 +15,7 @@ from storesvc.audit.reader import SCAN_BYTES, AuditReader
 from storesvc.auth.policy import Authentication, Principal
 from storesvc.format.audit_chain import FIRST, make_line
 from storesvc.rpc.calls import OPEN, Security
-from storesvc_client.console import rendering
-from storesvc_client.console.pages import audit
+from storesvc_client.console import rendering, store_pages
 from tests.console.seeded import HOSTILE
 from tests.console.served import ServedConsole
 from tests.console.test_pages import Elements
@@ -50,7 +49,7 @@ def test_pages_of_the_log_lead_to_the_oldest_entry(
     console: ServedConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = console.document("/audit")
-    monkeypatch.setattr(audit, "ROWS", 7)
+    monkeypatch.setattr(store_pages, "AUDIT_ROWS", 7)
     path, found = "/audit", []
     while path:
         found += console.document(path)
@@ -67,7 +66,7 @@ def test_pages_of_an_age_join(
     console: ServedConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = console.document("/audit?since=1h")
-    monkeypatch.setattr(audit, "ROWS", 7)
+    monkeypatch.setattr(store_pages, "AUDIT_ROWS", 7)
     path, found = "/audit?since=1h", []
     while path:
         found += console.document(path)
@@ -208,7 +207,7 @@ def test_only_users_who_may_read_the_log_have_its_page(
 def test_a_search_that_finds_nothing_yet_leads_to_older_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_CALLS", 1)
+    monkeypatch.setattr(store_pages, "_CALLS", 1)
     file = tmp_path / "audit.log"
     values = {"time": "2026-11-24T07:55:00.000000000Z", "stage": "ended"}
     rare = make_line(

@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import storesvc_client as store
-from storesvc_client.console.pages import run as run_page
+from storesvc_client.console import run_pages
 from tests.console.seeded import LAYERS, state
 from tests.console.served import ServedConsole
 from tests.support.contract import Writer
@@ -418,7 +418,7 @@ def test_a_hostile_leaf_has_a_page(tab: Watched) -> None:
 def test_the_rest_of_a_long_run_follows_its_newest_part(
     tab: Watched, run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_page, "NEWEST", 2)
+    monkeypatch.setattr(run_pages, "NEWEST", 2)
     page = tab.open(f"/r/{run.name}")
 
     expect(page.locator(".fact", has_text="checkpoints")).to_contain_text("3")

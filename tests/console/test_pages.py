@@ -15,8 +15,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client import SaveReport
-from storesvc_client.console import visit
-from storesvc_client.console.pages import trace
+from storesvc_client.console import checkpoint_pages, visit
 from tests.console.seeded import HOSTILE, LAYERS
 from tests.console.served import ServedConsole
 from tests.support.command_line import document
@@ -481,11 +480,11 @@ def test_every_phase_of_a_save_is_explained() -> None:
     source = inspect.getsource(SaveReport)
     named = source.partition("Seconds by phase")[2].partition("Phases that")[0]
 
-    for phase in trace._PHASES:
+    for phase in checkpoint_pages._PHASES:
         assert re.search(rf"\b{phase}\b", named)
     words = re.sub(r"\([^)]*\)", "", " ".join(named.split()).partition(": ")[2])
     for phase in re.split(r",| and | or ", words.rstrip(". ")):
-        assert phase.strip() in trace._PHASES
+        assert phase.strip() in checkpoint_pages._PHASES
 
 
 def test_a_comparison_lists_leaves_in_natural_order(

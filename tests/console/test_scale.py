@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
-from storesvc_client.console.pages.run import NEWEST
+from storesvc_client.console.run_pages import NEWEST
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.console.served import ServedConsole
 from tests.support import stored_records

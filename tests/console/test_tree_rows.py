@@ -2,7 +2,7 @@
 
 from storesvc_client import LeafInfo
 from storesvc_client._views.texts import Node, grow
-from storesvc_client.console.pages.checkpoint import LEVEL, Row, level, opened_rows
+from storesvc_client.console.checkpoint_pages import LEVEL, Row, level, opened_rows
 
 
 def leaf(key: str, size: int = 4) -> LeafInfo:

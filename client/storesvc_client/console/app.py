@@ -58,21 +58,7 @@ from storesvc_client import (
     UnavailableError,
 )
 from storesvc_client._views.texts import json_value
-from storesvc_client.console import changes
-from storesvc_client.console.pages import (
-    audit,
-    checkpoint,
-    diff,
-    events,
-    help_,
-    leaf,
-    me,
-    run,
-    runs,
-    storage,
-    trace,
-    uploads,
-)
+from storesvc_client.console import changes, checkpoint_pages, run_pages, store_pages
 from storesvc_client.console.rendering import (
     FOLDER,
     Crumb,
@@ -274,20 +260,20 @@ def create_app(
     shown = console.shown
     app = Starlette(
         routes=[
-            Route("/", shown(runs.page)),
-            Route("/r/{namespace}/{name}", shown(_named_page)),
-            Route("/tree/{namespace}/{name}", shown(checkpoint.tree_rows)),
+            Route("/", shown(run_pages.show_runs)),
+            Route("/r/{namespace}/{name}", shown(show_named_page)),
+            Route("/tree/{namespace}/{name}", shown(checkpoint_pages.show_tree_rows)),
             Route("/plot/{namespace}/{name}", console.points),
-            Route("/trace/{namespace}/{name}", shown(trace.page)),
-            Route("/diff", shown(diff.page)),
-            Route("/uploads", shown(uploads.page)),
-            Route("/storage", shown(storage.page)),
-            Route("/events", shown(events.page)),
+            Route("/trace/{namespace}/{name}", shown(checkpoint_pages.show_trace)),
+            Route("/diff", shown(checkpoint_pages.show_difference)),
+            Route("/uploads", shown(store_pages.show_uploads)),
+            Route("/storage", shown(store_pages.show_storage)),
+            Route("/events", shown(store_pages.show_events)),
             Route("/events/stream", console.stream),
-            Route("/audit", shown(audit.page)),
-            Route("/me", shown(me.page)),
-            Route("/help", shown(help_.page)),
-            Route("/change/{action}", shown(changes.page), methods=["GET"]),
+            Route("/audit", shown(store_pages.show_audit_log)),
+            Route("/me", shown(store_pages.show_identity)),
+            Route("/help", shown(store_pages.show_help)),
+            Route("/change/{action}", shown(changes.show_change), methods=["GET"]),
             Route("/change/{action}", console.change, methods=["POST"]),
             Mount("/static", _Assets(directory=FOLDER / "static")),
         ],
@@ -301,11 +287,13 @@ def create_app(
     return Guard(app, access=console.access)
 
 
-def _named_page(visit: Visit) -> Page:
+def show_named_page(visit: Visit) -> Page:
     """Returns the page of a run, a checkpoint or a leaf, as the address says."""
     if "@" not in visit.path["name"]:
-        return run.page(visit)
-    return leaf.page(visit) if "key" in visit.query else checkpoint.page(visit)
+        return run_pages.show_run(visit)
+    if "key" in visit.query:
+        return checkpoint_pages.show_leaf(visit)
+    return checkpoint_pages.show_checkpoint(visit)
 
 
 class _Console:
@@ -329,7 +317,7 @@ class _Console:
 
     def points(self, request: Request) -> Response:
         """Returns the points of a metric, for the interactive plot."""
-        return JSONResponse(json_value(run.points(self._visit(request))))
+        return JSONResponse(json_value(run_pages.metric_points(self._visit(request))))
 
     async def change(self, request: Request) -> Response:
         """Makes the change that a form names, and leads back to its page."""
@@ -340,7 +328,8 @@ class _Console:
                 "expected a change from a page of this console, got a form without "
                 "its token; nothing was changed",
             )
-        address = await asyncio.to_thread(changes.made, self._visit(request), fields)
+        visit = self._visit(request)
+        address = await asyncio.to_thread(changes.make_change, visit, fields)
         return RedirectResponse(address, 303)
 
     async def stream(self, request: Request) -> Response:

@@ -312,17 +312,9 @@ def _apply_policy(fields: Fields) -> Change:
     )
 
 
-def _look_at_policy(
-    client: Client,
-    run: str,
-    policy: RetentionPolicy | None,
-    *,
-    is_removed: bool = False,
-) -> Seen:
+def _look_at_policy(client: Client, run: str, policy: RetentionPolicy | None) -> Seen:
     """Returns what a policy would delete now; None: the policy of the run."""
     etag = client.run(run).info().etag
-    if is_removed:
-        return Seen(etag=etag)
     decisions = client.run(run).retention.preview(policy)
     deleted = [one for one in decisions if not one.kept]
     freed = size_text(sum(one.own_bytes for one in deleted))
@@ -375,7 +367,7 @@ _OWN: frozenset[str] = frozenset({"token", "json"})
 """Fields that no change has."""
 
 
-def page(visit: Visit) -> Page:
+def show_change(visit: Visit) -> Page:
     """Returns the question before a change; changes nothing."""
     action = visit.path["action"]
     change = parse_change(action, visit.query)
@@ -401,7 +393,7 @@ def page(visit: Visit) -> Page:
     )
 
 
-def made(visit: Visit, fields: Mapping[str, str]) -> str:
+def make_change(visit: Visit, fields: Mapping[str, str]) -> str:
     """Makes the change, and returns the address of the page that shows it.
 
     Raises:

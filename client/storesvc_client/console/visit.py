@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-from storesvc.format.grids import Grid, Region, part, whole
+from storesvc.format.grids import Grid, part, whole
 from storesvc.format.names import InvalidNameError, Which, parse_which
 from storesvc_client import (
     Checkpoint,
@@ -179,7 +179,10 @@ def read_values(opened: OpenCheckpoint, leaf: LeafInfo) -> LeafValues:
     shown = _first(array)
     statistics = None
     if leaf.prng_impl is None:
-        statistics = leaf_statistics(leaf, _blocks(leaf, array))
+        grid = Grid(leaf.shape, leaf.chunk_shape, array.dtype.itemsize)
+        regions = map(grid.region, range(grid.count))
+        chunks = ((at, part(array, whole(leaf.shape), at)) for at in regions)
+        statistics = leaf_statistics(leaf, chunks)
     return LeafValues(
         index=_index(array.ndim, shown.shape),
         rows=tuple(tuple(map(_text, row)) for row in shown.tolist()),
@@ -195,16 +198,6 @@ def _first(array: "NDArray[Any]") -> "NDArray[Any]":
         array = array[0]
     matrix = array.reshape(1, -1) if array.ndim < 2 else array
     return matrix[:_CORNER, :_CORNER]
-
-
-def _blocks(
-    leaf: LeafInfo, array: "NDArray[Any]"
-) -> "Iterator[tuple[Region, NDArray[Any]]]":
-    """Yields the chunks of a leaf."""
-    grid = Grid(leaf.shape, leaf.chunk_shape, array.dtype.itemsize)
-    for number in range(grid.count):
-        region = grid.region(number)
-        yield region, part(array, whole(leaf.shape), region)
 
 
 def _index(rank: int, shape: Sequence[int]) -> str:

@@ -1,42 +1,139 @@
-"""``/r/NAMESPACE/RUN``: a run, its checkpoints, and what its retention policy does."""
+"""Pages of runs: ``/`` lists them, ``/r/NAMESPACE/RUN`` shows one with its checkpoints,
+and what its retention policy does.
+
+The function of a page takes a visit and returns a page; it imports no web framework. A
+page has a template for people, a document for ``?json``, and the storectl command that
+prints the same.
+"""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from statistics import median
 from typing import Any, Final
 
+from markupsafe import Markup
+
 from storesvc_client import (
     Checkpoint,
+    Client,
     DataLossError,
     HoldInfo,
     InvalidRequestError,
+    NotFoundError,
     PermissionDeniedError,
     RetentionDecision,
     Run,
+    RunInfo,
     Tag,
     format_policy,
     parse_policy,
 )
 from storesvc_client._views.axes import scale
 from storesvc_client._views.texts import json_value, order_metrics
-from storesvc_client.console.pages.runs import main_metric
 from storesvc_client.console.rendering import (
+    RUNS,
     Page,
     command,
     crumbs_to_namespace,
     metric_plot,
     run_url,
+    sparkline,
     timeline,
     with_values,
 )
 from storesvc_client.console.visit import Visit
 
 ROWS: Final = 50
-"""Checkpoints on one page of the table."""
+"""Runs on one page of the list, each of which costs two calls; checkpoints on one page
+of the table of a run."""
+
+_DRAWN: Final = 60
+"""Checkpoints of the sparkline."""
+
+_CALLS: Final = 8
+"""Calls in flight for one page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """A run in the list."""
+
+    info: RunInfo
+    newest: Checkpoint | None
+    tags: tuple[Tag, ...]
+    uploads: int
+    metric: str
+    """Metric that is shown; "" if there is none."""
+    spark: Markup | None
+
+
+def show_runs(visit: Visit) -> Page:
+    """Returns the list of runs, of one namespace with ``in=``."""
+    namespace = visit.query.get("in") or None
+    damaged: list[DataLossError] = []
+    found = list(visit.client.runs(namespace, on_damage=damaged.append))
+    namespaces = sorted({run.name.partition("/")[0] for run in found})
+    words = visit.query.get("q", "").strip()
+    matching = [run for run in found if words.lower() in run.name.lower()]
+    start = visit.number("from")
+    shown = matching[start : start + ROWS]
+    unread: list[DataLossError] = []  # the page of uploads shows them
+    live = visit.client.uploads(namespace, on_damage=unread.append)
+    uploads = Counter(upload.run for upload in live)
+    with ThreadPoolExecutor(_CALLS) as pool:
+        rows = [*pool.map(lambda run: _run_row(visit.client, run, uploads), shown)]
+    known = {run.name for run in found}
+    return Page(
+        template="runs.html",
+        title=namespace or "Runs",
+        document=found,
+        command=command("ls", *([namespace] if namespace else [])),
+        crumbs=(RUNS,) if namespace else (),
+        values={
+            "rows": rows,
+            "namespaces": namespaces,
+            "namespace": namespace or "",
+            "words": words,
+            "start": start,
+            "total": len(matching),
+            "page_rows": ROWS,
+            "newest": _DRAWN,
+            "starting": sorted(set(uploads) - known),
+            "damaged": damaged,
+        },
+    )
+
+
+def _run_row(client: Client, info: RunInfo, uploads: Counter[str]) -> RunRow:
+    run = client.run(info.name)
+    damaged: list[DataLossError] = []  # the page of the run shows them
+    newest, tags = list[Checkpoint](), list[Tag]()
+    with suppress(NotFoundError):  # it was configured, and nothing was saved
+        newest = [*islice(run.checkpoints(on_damage=damaged.append), _DRAWN)]
+        tags = [*run.tags.list(on_damage=damaged.append)]
+    metric = main_metric(newest)
+    values = [c.metrics[metric] for c in reversed(newest) if metric in c.metrics]
+    return RunRow(
+        info=info,
+        newest=newest[0] if newest else None,
+        tags=tuple(tags),
+        uploads=uploads[info.name],
+        metric=metric,
+        spark=sparkline(values, f"{metric} of the newest checkpoints of {info.name}"),
+    )
+
+
+def main_metric(checkpoints: Sequence[Checkpoint]) -> str:
+    """Returns the metric to show first; "" if there is none."""
+    names = order_metrics(n for found in checkpoints for n in found.metrics)
+    return names[0] if names else ""
+
 
 NEWEST: Final = 1_000
 """Checkpoints that a page of a longer run reads at first; ``whole=1`` reads all."""
@@ -88,7 +185,7 @@ class Preview:
         return sum(decision.own_bytes for decision in self.deleted)
 
 
-def page(visit: Visit) -> Page:
+def show_run(visit: Visit) -> Page:
     """Returns the page of a run; of a long one the newest part, unless ``whole=1``."""
     run = visit.run
     damaged: list[DataLossError] = []
@@ -109,6 +206,9 @@ def page(visit: Visit) -> Page:
     listed = _sort_by_metric(checkpoints, order) if order else checkpoints
     kept = run.retention.get()
     tags = [*run.tags.list(on_damage=damaged.append)]
+    names_by_uid = defaultdict[str, list[str]](list)
+    for tag in tags:
+        names_by_uid[tag.uid].append(tag.name)
     holds = [*run.holds.list(on_damage=damaged.append)]
     deleted = list[Checkpoint]()
     if not is_partial:
@@ -119,7 +219,7 @@ def page(visit: Visit) -> Page:
     return Page(
         template="run.html",
         title=run.name,
-        document=_document(listed, tags),
+        document=[json_value(one) | {"tags": names_by_uid[one.uid]} for one in listed],
         command=command("ls", run.name, *(["--sort", order] if order else [])),
         crumbs=crumbs_to_namespace(run.name),
         values={
@@ -129,7 +229,7 @@ def page(visit: Visit) -> Page:
             "is_partial": is_partial,
             "whole_url": with_values(run_url(run.name), {**visit.query, "whole": 1}),
             "facts": _facts(checkpoints),
-            "rows": _rows(listed[start : start + ROWS], tags, holds),
+            "rows": _step_rows(listed[start : start + ROWS], tags, holds),
             "order": order,
             "pages": whole | ({"sort": order} if order else {}),
             "start": start,
@@ -157,7 +257,7 @@ def page(visit: Visit) -> Page:
     )
 
 
-def points(visit: Visit) -> Mapping[str, Any]:
+def metric_points(visit: Visit) -> Mapping[str, Any]:
     """Returns the steps and the values of a metric, for the interactive plot."""
     metric = visit.query.get("metric", "")
     damaged: list[DataLossError] = []
@@ -188,16 +288,6 @@ def _facts(checkpoints: Sequence[Checkpoint]) -> Mapping[str, Any]:
     }
 
 
-def _document(
-    checkpoints: Sequence[Checkpoint], tags: Sequence[Tag]
-) -> list[dict[str, Any]]:
-    """Returns the list as ``storectl ls --json`` prints it: with tags."""
-    names = defaultdict[str, list[str]](list)
-    for tag in tags:
-        names[tag.uid].append(tag.name)
-    return [json_value(c) | {"tags": names[c.uid]} for c in checkpoints]
-
-
 def _sort_by_metric(
     checkpoints: Sequence[Checkpoint], order: str
 ) -> Sequence[Checkpoint]:
@@ -210,7 +300,7 @@ def _sort_by_metric(
     return sorted(known, key=lambda c: values[c.uid]) + others
 
 
-def _rows(
+def _step_rows(
     shown: Sequence[Checkpoint], tags: Sequence[Tag], holds: Sequence[HoldInfo]
 ) -> list[StepRow]:
     tagged = defaultdict[str, list[Tag]](list)

@@ -1,4 +1,9 @@
-"""``/r/NAMESPACE/RUN@STEP``: a checkpoint, its tree, and where its bytes are.
+"""Pages of checkpoints.
+
+- ``/r/NAMESPACE/RUN@STEP``: a checkpoint, its tree, and where its bytes are;
+- with ``?key=KEY``: one leaf;
+- ``/diff?a=BEFORE&b=AFTER``: two checkpoints compared by the digests of chunks;
+- ``/trace/NAMESPACE/RUN@STEP``: how long each part of a save took.
 
 The tree has rows, level by level. Consecutively numbered siblings with the same content
 share a row, as in ``storectl tree``: ``{0..31}``; the rows below it show the first of
@@ -6,40 +11,70 @@ them. ``apart`` gives each of them a row. A level has at most `LEVEL` rows, so t
 page stays small whatever a checkpoint holds.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from markupsafe import Markup
 
 from storesvc_client import (
     DataLossError,
-    Diff,
     InvalidRequestError,
+    LeafDifference,
     LeafInfo,
+    NotFoundError,
+    OpenCheckpoint,
     Run,
+    WriterReport,
 )
-from storesvc_client._documents.checkpoints import checkpoint_document, find_base_step
-from storesvc_client._values.key_patterns import matching_keys
+from storesvc_client._documents.checkpoints import (
+    checkpoint_document,
+    chunk_grid,
+    find_base_step,
+    leaf_document,
+)
+from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
+from storesvc_client._views.tables import DIFFERENCES, ITEM_DIFFERENCES
 from storesvc_client._views.texts import (
     Group,
     Node,
     count_text,
     dtype_text,
     groups,
+    mesh_text,
+    natural_key,
+    numbered_keys,
     shape_text,
     size_text,
+    sizes_text,
     spec_text,
 )
-from storesvc_client.console.pages.runs import main_metric
 from storesvc_client.console.rendering import (
+    Crumb,
     Page,
     checkpoint_url,
+    chunk_map,
     command,
     crumbs_to_run,
+    heatmap,
+    histogram,
+    layer_bars,
+    save_phases,
+    sharding_grid,
     treemap,
     with_values,
 )
-from storesvc_client.console.visit import Content, Found, Visit
+from storesvc_client.console.run_pages import main_metric
+from storesvc_client.console.visit import (
+    READ_BYTES,
+    Content,
+    Found,
+    Visit,
+    checkpoint_path,
+    is_readable,
+)
 
 LEVEL: Final = 200
 """Maximum rows of one level on a page."""
@@ -223,7 +258,7 @@ _NEAR: Final = 1_000
 """Newest checkpoints among which the neighbours of one are looked for."""
 
 
-def page(visit: Visit) -> Page:
+def show_checkpoint(visit: Visit) -> Page:
     """Returns the page of a checkpoint, deleted or not.
 
     The tree of a large one is left out, unless the address asks for a part of it or for
@@ -243,6 +278,12 @@ def page(visit: Visit) -> Page:
         h for h in run.holds.list(on_damage=damaged.append) if h.uid == checkpoint.uid
     ]
     opened = found.content.opened if found.content else None
+    picture = None
+    if opened:
+        difference = None
+        if "changed" in visit.query:
+            difference = run.diff(visit.number("changed"), checkpoint.step)
+        picture = treemap(opened, difference)
     document = checkpoint_document(
         checkpoint, opened, tags=tags, base_step=find_base_step(run, checkpoint)
     )
@@ -268,9 +309,7 @@ def page(visit: Visit) -> Page:
                 checkpoint_url(found.checkpoint.run, found.checkpoint.step),
                 {**visit.query, "whole": 1},
             ),
-            "treemap": treemap(opened, _difference(visit, run, checkpoint.step))
-            if opened
-            else None,
+            "treemap": picture,
             "is_by_change": "changed" in visit.query,
             "tree_command": command("tree", path),
             "undelete_command": command("undelete", path),
@@ -280,7 +319,7 @@ def page(visit: Visit) -> Page:
     )
 
 
-def tree_rows(visit: Visit) -> Page:
+def show_tree_rows(visit: Visit) -> Page:
     """Returns rows of the tree, which htmx puts into the page."""
     run = visit.run
     found = visit.opened.find(run, visit.which)
@@ -333,14 +372,6 @@ def _tree(visit: Visit, run: Run, found: Found) -> Mapping[str, Any]:
     return values | {"rows": rows}
 
 
-def _difference(visit: Visit, run: Run, step: int) -> Diff | None:
-    """Returns the difference from the step that the address names with ``changed=``;
-    None without it."""
-    if "changed" not in visit.query:
-        return None
-    return run.diff(visit.number("changed"), step)
-
-
 def _matching(content: Content, words: str) -> Sequence[LeafInfo]:
     """Returns the leaves whose key matches a glob, or contains the text."""
     leaves = content.opened.leaves
@@ -381,3 +412,234 @@ def _neighbours(run: Run, step: int) -> Mapping[str, int | None]:
         "later": later[-1] if later and is_near else None,
         "earlier": earlier[0] if earlier else None,
     }
+
+
+def show_leaf(visit: Visit) -> Page:
+    """Returns the page of a leaf; reads its values with ``values=1``."""
+    run, key = visit.run, visit.query["key"]
+    found = visit.opened.find(run, visit.which)
+    step = found.checkpoint.step
+    path = f"{run.name}@{step}"
+    if found.content is None:
+        raise NotFoundError(
+            f"{path} is deleted; to see its leaves, undelete it: storectl undelete "
+            f"{path}"
+        )
+    opened = found.content.opened
+    is_group = not key or keys_below(key, opened.leaves.keys())
+    if key not in opened.leaves and is_group:
+        return show_checkpoint(replace(visit, query={"at": key}))
+    leaf = _find_leaf(opened, key)
+    keys = [*opened.leaves]
+    at = keys.index(key)
+    values = None
+    if "values" in visit.query and is_readable(leaf):
+        values = found.content.values(leaf)
+    scale: Literal["linear", "symlog"] = "linear"
+    if visit.query.get("scale") == "symlog":
+        scale = "symlog"
+    crumb = Crumb(name=f"@{step}", address=checkpoint_url(run.name, step))
+    return Page(
+        template="leaf.html",
+        title=key or "''",
+        document=leaf_document(leaf),
+        command=command("stat", f"{run.name}@{visit.which}:{key}"),
+        crumbs=(*crumbs_to_run(run.name), crumb),
+        values={
+            "run": run.name,
+            "step": step,
+            "leaf": leaf,
+            "dtype": dtype_text(leaf),
+            "shape": shape_text(leaf),
+            "stored": leaf.dtype + sizes_text(leaf.shape),
+            "grid": sizes_text(chunk_grid(leaf)),
+            "chunk_shape": sizes_text(leaf.chunk_shape),
+            "mesh": mesh_text(leaf.sharding),
+            "spec": spec_text(leaf.sharding),
+            "is_readable": is_readable(leaf),
+            "read_bytes": READ_BYTES,
+            "values": values,
+            "chunk_map": chunk_map(leaf),
+            "sharding_grid": sharding_grid(leaf),
+            "statistics": values.statistics if values else None,
+            "scale": scale,
+            "histogram": histogram(values, scale) if values else None,
+            "heatmap": heatmap(values) if values else None,
+            "get_command": command("get", f"{path}:{key}"),
+            "previous": keys[at - 1] if at else None,
+            "next": keys[at + 1] if at + 1 < len(keys) else None,
+        },
+    )
+
+
+def _find_leaf(opened: OpenCheckpoint, key: str) -> LeafInfo:
+    try:
+        return opened.leaves[key]
+    except KeyError:
+        nearest = nearest_keys(key, opened.leaves.keys())
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "list its leaves"
+        raise NotFoundError(
+            f"{opened.name} has no leaf {key!r}; {hint}",
+            metadata={
+                "checkpoint": opened.name,
+                "nearest_keys": "\n".join(nearest),
+            },
+        ) from None
+
+
+DIFF_ROWS: Final = 200
+"""Differences on one page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffRow:
+    """A leaf that differs, or several alike."""
+
+    name: str
+    kind: str
+    before: str
+    after: str
+    """"same" for an array of the same dtype and shape."""
+    changed: float | None
+    """Share of the chunks that differ; None if it is not known."""
+    chunks: str
+    key: str
+    """Key of the leaf, or of the first of those that are alike."""
+    alike: int
+    """Leaves that share the row."""
+
+
+def show_difference(visit: Visit) -> Page:
+    """Returns the comparison, or the form for one."""
+    before, after = visit.query.get("a", "").strip(), visit.query.get("b", "").strip()
+    values = {"before": before, "after": after, "found": None}
+    if not (before and after):
+        return Page(
+            template="diff.html",
+            title="Compare",
+            document=None,
+            command=command("diff", before or "BEFORE", after or "AFTER"),
+            values=values,
+        )
+    (run, which), (other, that) = checkpoint_path(before), checkpoint_path(after)
+    found = visit.client.run(run).diff(which, that, of=visit.client.run(other))
+    later = visit.opened.find(
+        visit.client.run(other), found.checkpoint.step, most=LARGE
+    )
+    start = visit.number("from")
+    differences = sorted(found.differences, key=lambda leaf: natural_key(leaf.key))
+    apart = "apart" in visit.query
+    rows = (
+        [_diff_row(d, d.key, 1) for d in differences]
+        if apart
+        else _group_differences(differences)
+    )
+    return Page(
+        template="diff.html",
+        title="Compare",
+        document=found,
+        command=command("diff", before, after),
+        values=values
+        | {
+            "found": found,
+            "counts": sorted(Counter(d.kind for d in found.differences).items()),
+            "rows": rows[start : start + DIFF_ROWS],
+            "apart": apart,
+            "items": [*map(ITEM_DIFFERENCES.row, found.items[:DIFF_ROWS])],
+            # unless the tree is too large to wait for
+            "layer_bars": layer_bars(later.content.opened, found)
+            if later.content
+            else None,
+            "start": start,
+            "total": len(rows),
+            "page_rows": DIFF_ROWS,
+            "changed_chunks": sum(d.changed_chunk_count for d in found.differences),
+            "chunks": sum(d.chunk_count for d in found.differences),
+        },
+    )
+
+
+def _group_differences(leaves: Sequence[LeafDifference]) -> list[DiffRow]:
+    """Returns a row for all leaves with numbered keys that differ alike."""
+    likeness = [replace(leaf, key="") for leaf in leaves]
+    return [
+        _diff_row(leaves[series.indices[0]], series.text, len(series.indices))
+        for series in numbered_keys([leaf.key for leaf in leaves], likeness)
+    ]
+
+
+def _diff_row(leaf: LeafDifference, name: str, alike: int) -> DiffRow:
+    _, kind, before, after, _ = DIFFERENCES.row(leaf)
+    is_counted = leaf.kind == "content" and leaf.chunk_count > 0
+    times = f"{alike:,} x " if alike > 1 else ""
+    changed = f"{leaf.changed_chunk_count:,} of " if is_counted else ""
+    return DiffRow(
+        name=name,
+        key=leaf.key,
+        alike=alike,
+        kind=kind,
+        before=before,
+        after=after,
+        changed=leaf.changed_chunk_count / leaf.chunk_count if is_counted else None,
+        chunks=f"{times}{changed}{leaf.chunk_count:,}",
+    )
+
+
+_PHASES: Final = {
+    "await previous": "waits for the previous save of the run",
+    "plan": "divides the tree into chunks",
+    "snapshot": "copies arrays to memory of the host",
+    "wait": "waits for memory of the staging buffers",
+    "begin": "asks the store to begin the upload",
+    "digest": "computes the digests of chunks",
+    "find": "asks which chunks the store has; they are not sent again",
+    "write": "writes data files",
+    "sync": "makes data files durable",
+    "send": "sends chunks to the server",
+    "acknowledge": "waits, after the last send, until the server has stored all",
+    "finish": "ends the part of this process",
+    "await others": "waits for the other processes of the job",
+    "commit": "makes the checkpoint visible",
+}
+"""Meaning of the phases of a save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterRow:
+    """A process of a save."""
+
+    report: WriterReport
+    chart: Markup | None
+
+
+def show_trace(visit: Visit) -> Page:
+    """Returns the phases of the processes of a save, the slowest first."""
+    run = visit.run
+    found = run.trace(visit.which)
+    longest = max((writer.seconds for writer in found.writers), default=0.0)
+    writers = sorted(found.writers, key=lambda writer: -writer.seconds)
+    return Page(
+        template="trace.html",
+        title=f"Save of {run.name}@{found.step}",
+        document=found,
+        command=command("trace", f"{run.name}@{visit.which}"),
+        crumbs=(
+            *crumbs_to_run(run.name),
+            Crumb(name=f"@{found.step}", address=checkpoint_url(run.name, found.step)),
+        ),
+        values={
+            "found": found,
+            "writers": [
+                WriterRow(report=writer, chart=save_phases(writer, longest))
+                for writer in writers
+            ],
+            "longest": longest,
+            "phases": {
+                name: text
+                for name, text in _PHASES.items()
+                if any(s.name == name for writer in writers for s in writer.timeline)
+            },
+            "sent_bytes": sum(writer.sent_bytes for writer in writers),
+            "reused_bytes": sum(w.total_bytes - w.sent_bytes for w in writers),
+        },
+    )

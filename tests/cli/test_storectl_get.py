@@ -91,6 +91,17 @@ def test_get_rejects_several_leaves_for_one_npy(address: str, tmp_path: Path) ->
     assert [] == list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("length", [255, 300])
+def test_get_rejects_a_name_that_is_too_long_for_the_file(
+    length: int, address: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"{'x' * (length - len('.npy'))}.npy"
+
+    sentence = refusal(address, "get", "prod/tiny@20:step", "-o", str(file))
+
+    assert f"{file}: {os.strerror(errno.ENAMETOOLONG)}" == sentence
+
+
 def test_get_writes_leaves_as_npz_by_their_keys(address: str, tmp_path: Path) -> None:
     file = tmp_path / "odd.npz"
 

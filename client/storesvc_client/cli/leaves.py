@@ -289,35 +289,38 @@ class ArrayFormat:
 
 
 @contextmanager
+def _refuse_system_errors(path: Path) -> Iterator[None]:
+    from storesvc_client import StoreError
+
+    try:
+        yield
+    except StoreError:  # some are OSErrors too, and none concerns this path
+        raise
+    except OSError as e:
+        raise Refusal(f"{path}: {e.strerror or e}") from e
+
+
+@contextmanager
 def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
     """Yields a file that is renamed to ``path`` when the block succeeds.
 
     Raises:
         Refusal: The file exists and ``force`` is not given, or it cannot be written.
     """
-    from storesvc_client import StoreError
-
-    try:
-        taken = path.exists() and not (force and path.is_file())
-    except OSError as e:  # such as a name that is too long
-        raise Refusal(f"{path}: {e.strerror or e}") from e
-    if taken:
-        hint = "; --force replaces it" if path.is_file() else " and is not a file"
-        raise Refusal(f"{path} exists{hint}")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except StoreError:  # some are OSErrors too, and none concerns this file
-        raise
-    except OSError as e:
-        raise Refusal(f"{path}: {e.strerror or e}") from e
-    finally:
-        with suppress(FileNotFoundError):
-            part.unlink()
+    with _refuse_system_errors(path):
+        if path.exists() and not (force and path.is_file()):
+            hint = "; --force replaces it" if path.is_file() else " and is not a file"
+            raise Refusal(f"{path} exists{hint}")
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with part.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            with suppress(FileNotFoundError):
+                part.unlink()
 
 
 def has_numpy_dtype(leaf: "LeafInfo") -> bool:
@@ -467,9 +470,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
         Refusal: The path exists, or cannot be written.
     """
-    from storesvc_client import StoreError
-
-    try:
+    with _refuse_system_errors(path):
         if os.path.lexists(path):
             raise Refusal(f"{path} exists; expected the name of a new directory")
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -479,10 +480,6 @@ def new_directory(path: Path) -> Iterator[Path]:
             part.rename(path)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    except StoreError:  # some are OSErrors too, and none concerns this directory
-        raise
-    except OSError as e:
-        raise Refusal(f"{path}: {e.strerror or e}") from e
 
 
 def file_names(leaves: "Sequence[LeafInfo]") -> dict[str, str]:

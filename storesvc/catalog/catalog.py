@@ -502,9 +502,7 @@ class Catalog:
             CheckpointDeletedError: The checkpoint was deleted.
             TagNotFoundError: There is no such tag.
         """
-        record = await self._resolve_name(name) or await self._resolved_again(name)
-        if record is None:
-            raise await self.missing(name)
+        record = await self._find_record(name)
         if record.state != COMMITTED:
             raise is_deleted(name.run, record)
         return record
@@ -520,9 +518,7 @@ class Catalog:
             CheckpointNotFoundError: It was purged, or replaced by another one.
             TagNotFoundError: There is no such tag.
         """
-        record = await self._resolve_name(name) or await self._resolved_again(name)
-        if record is None:
-            raise await self.missing(name)
+        record = await self._find_record(name)
         if record.upload != uid:
             raise replaced_error(name.run, record, uid)
         return record
@@ -558,6 +554,23 @@ class Catalog:
             CorruptDataError: The slot is damaged, or belongs to another step.
         """
         return await self._slots.slot(run, step)
+
+    async def begun_uploads(self, run: RunName) -> list[str]:
+        """Returns the ids of the uploads of a run that are live, or have left objects
+        behind, in order.
+
+        A record stays long after its upload has ended. A live upload also has a leaf
+        table below its name, which it wrote before its slot.
+        """
+        places = RunPaths(run)
+        return sorted(
+            {
+                upload
+                for path in await self._bucket.list(places.uploads)
+                if (upload := places.parse_upload(path))
+                and path != places.upload(upload)
+            }
+        )
 
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
         """Returns the record of a tag and its generation, also of a deleted tag."""
@@ -626,20 +639,14 @@ class Catalog:
         """
         path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         stored = await self._bucket.read(path)
-        if stored is None:
-            raise await self._without_manifest(run, record)
-        return stored.data
-
-    async def _without_manifest(
-        self, run: RunName, record: pb.CheckpointRecord
-    ) -> CorruptDataError:
-        """Returns the error of a checkpoint whose manifest is missing."""
+        if stored is not None:
+            return stored.data
         table = RunPaths(run).file_table(record.upload, record.files_digest)
         if not record.files_digest or await self._bucket.read(table) is not None:
-            return CorruptDataError(
+            raise CorruptDataError(
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
             )
-        return data_missing(run, record)
+        raise data_missing(run, record)
 
     async def manifest_parts(
         self, run: RunName, record: pb.CheckpointRecord, *, size_bytes: int
@@ -678,15 +685,18 @@ class Catalog:
             return await self._slot_in(name.run, name.which, CHECKPOINTS)
         return await self._resolve_tag(TagName(name.run, name.which))
 
-    async def _resolved_again(self, name: CheckpointName) -> pb.CheckpointRecord | None:
-        """The checkpoint of a step that one read did not find, if a list has its
-        slot."""
-        if not isinstance(name.which, int):
-            return None  # the latest checkpoint and tags have been listed already
-        path = RunPaths(name.run).checkpoint(name.which)
-        if path not in await self._bucket.list(path):
-            return None
-        return await self._resolve_name(name)
+    async def _find_record(self, name: CheckpointName) -> pb.CheckpointRecord:
+        """Returns the checkpoint of a name, deleted ones included."""
+        record = await self._resolve_name(name)
+        # The latest checkpoint and tags have been listed already; a list may have the
+        # slot of a step that one read did not find.
+        if record is None and isinstance(name.which, int):
+            path = RunPaths(name.run).checkpoint(name.which)
+            if path in await self._bucket.list(path):
+                record = await self._resolve_name(name)
+        if record is None:
+            raise await self.missing(name)
+        return record
 
     async def _resolve_tag(self, name: TagName) -> pb.CheckpointRecord | None:
         """The checkpoint that a tag points to; None if it was purged."""

@@ -160,8 +160,7 @@ class Journal:
 
     async def tail(self, namespace: str) -> int:
         """Returns the number of the last announcement; 0 for none."""
-        known = self._known.get(namespace, 0)
-        return await self._last(namespace, known)
+        return await self._last(namespace, self._known.get(namespace, 0))
 
     async def recent(self, namespace: str, *, limit: int) -> range:
         """Returns the numbers of the last announcements, damaged or not."""
@@ -214,13 +213,14 @@ class Journal:
         deleted = 0
         for at in range(0, len(numbers) - 1, READS_AT_ONCE):
             batch = numbers[at : min(at + READS_AT_ONCE, len(numbers) - 1)]
-            ages = await asyncio.gather(*(self._age(namespace, n) for n in batch))
+            looks = (self._create_time(namespace, number) for number in batch)
+            created = await asyncio.gather(*looks)
             # In order, one after another: after a crash between two deletions the
             # journal must not have a gap, at which a watch would stop. The last number
             # stays, or the next announcement would begin at 1 again.
-            for number, age in zip(batch, ages, strict=True):
+            for number, when in zip(batch, created, strict=True):
                 least = LEAST_AGE if deleted < surplus else max(older_than, LEAST_AGE)
-                if age is not None and age <= least:
+                if when is not None and self._clock.now() - when <= least:
                     return deleted
                 await self._bucket.delete(layout.announcement(namespace, number))
                 deleted += 1
@@ -259,11 +259,9 @@ class Journal:
         raise _overtaken(namespace)
 
     async def _is_next(self, namespace: str, number: int) -> bool:
-        """Returns whether the number that this process created continues the journal.
-
-        If this process slept, earlier numbers may have been trimmed; no watcher would
-        read a number behind such a gap, so the announcement is deleted.
-        """
+        """Returns whether a number that this process created continues the journal."""
+        # If this process slept, earlier numbers may have been trimmed; no watcher would
+        # read a number behind such a gap, so the announcement is deleted.
         # The predecessor before the list: usually it is there, which saves the list.
         if number > 1 and await self._is_there(namespace, number - 1):
             return True
@@ -325,16 +323,6 @@ class Journal:
             after=layout.announcement(namespace, after) if after else "",
         )
         return [n for path in found if (n := layout.parse_number(path)) is not None]
-
-    async def _age(self, namespace: str, number: int) -> timedelta | None:
-        """Returns the age of an announcement; None if it is damaged or deleted."""
-        try:
-            announcement = await self.read(namespace, number)
-        except CorruptDataError:
-            return None
-        if announcement is None:  # another collector has trimmed it
-            return None
-        return self._clock.now() - announcement.create_time.ToDatetime(UTC)
 
     def _note(self, namespace: str, number: int) -> None:
         self._known[namespace] = max(number, self._known.get(namespace, 0))

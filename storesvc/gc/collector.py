@@ -209,11 +209,8 @@ class GarbageFinder:
         return found
 
     def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
-        """Returns whether something has been so for a length of time.
-
-        Either this process has observed it that long by its own monotonic clock, or the
-        recorded time is further back than any clock error.
-        """
+        """Returns whether something has been so for a length of time, as observed by
+        this process, or by a time that is further back than any clock error."""
         now = self._clock.now()
         return self._observations.is_over(
             key,
@@ -225,16 +222,14 @@ class GarbageFinder:
         )
 
     async def _tags(self, run: RunName) -> dict[str, Generation]:
-        """Returns the deleted tags whose records are no longer needed.
-
-        Announcements are trimmed in order: if the one of the deletion is gone, the
-        journal has none of the tag.
-        """
+        """Returns the deleted tags whose records are no longer needed."""
 
         async def look(tag: str) -> tuple[str, Generation] | None:
             found = await self._catalog.tag_slot(TagName(run, tag))
             if found is None or found[0].upload:
                 return None
+            # Announcements are trimmed in order: if the one of the deletion is gone,
+            # the journal has none of the tag.
             announced = layout.announcement(run.namespace, found[0].sequence)
             if await self._bucket.read(announced) is not None:
                 return None

@@ -44,7 +44,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName
 from storesvc.gc import mark
 from storesvc.gc.mark import Fate, RunState
-from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle, find_purge_delay
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import Outcome, RetentionEnforcer
 from storesvc.save.uploads import DEFAULT_LEASE
@@ -246,11 +246,8 @@ class History:
     async def _check_orphans(
         self, run: RunName, state: RunState, known: Mapping[str, Fate]
     ) -> None:
-        """Rejects a slot older than the commit of an upload that it does not name.
-
-        The upload was not deleted since, and has no record: only the journal shows its
-        commit.
-        """
+        """Rejects a slot older than the commit of an upload that it does not name."""
+        # Not deleted since, and without a record: only the journal shows its commit.
         orphans = {
             upload
             for upload in mark.orphans(state, known)
@@ -432,11 +429,8 @@ class Expiry:
     async def _apply_deletions(
         self, run: RunName, state: RunState, outcomes: list[Outcome]
     ) -> list[pb.CheckpointRecord]:
-        """Returns the slots after the deletions, accurate enough to decide what is
-        due."""
-        record, delay = await self._record(run), DEFAULT_PURGE_DELAY
-        if record.HasField("purge_delay"):
-            delay = record.purge_delay.ToTimedelta()
+        """Returns the slots after deletions, accurate enough to decide what is due."""
+        delay = find_purge_delay(await self._record(run))
         found = []
         for outcome in outcomes:
             slot = state.slots.get(outcome.step)

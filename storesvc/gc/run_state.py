@@ -15,6 +15,7 @@ if two checkpoints use different parts of a file whose own checkpoint was purged
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -152,10 +153,7 @@ class RunReader:
     async def _read_slots(
         self, run: RunName, steps: Sequence[int]
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
-        async def slot(step: int) -> tuple[pb.CheckpointRecord, Generation] | None:
-            return await self._catalog.slot(run, step)
-
-        found = await each(slot, steps)
+        found = await each(partial(self._catalog.slot, run), steps)
         return {s: slot for s, slot in zip(steps, found, strict=True) if slot}
 
     async def _describe_state(
@@ -177,11 +175,7 @@ class RunReader:
 
 
 def _check_slots(places: RunPaths, slots: Mapping[int, pb.CheckpointRecord]) -> None:
-    """Rejects slots from which garbage cannot be derived.
-
-    Raises:
-        CorruptDataError: A slot holds an invalid state, or two name the same upload.
-    """
+    """Rejects slots with an invalid state, or two that name the same upload."""
     steps: dict[str, int] = {}
     for step, slot in slots.items():
         how, other = fault(slot), steps.setdefault(slot.upload, step)

@@ -207,11 +207,7 @@ class _Reading:
         self._places = RunPaths(run)
 
     async def manifest(self) -> Manifest:
-        """Reads the manifest from the bucket, because a cached copy proves nothing.
-
-        Raises:
-            CorruptDataError: The manifest is missing or damaged.
-        """
+        """Reads the manifest from the bucket, because a cached copy proves nothing."""
         try:
             return await self._catalog.read_manifest(self._run, self._record)
         except CorruptDataError:
@@ -219,8 +215,7 @@ class _Reading:
             raise
 
     async def shown(self) -> dict[str, ValueLocation] | None:
-        """Returns the locations of values according to the key space; None: the key
-        space is missing or damaged."""
+        """Returns the locations of values in the key space; None: it is damaged."""
         space = self._bucket.key_space(
             path=self._places.key_space(self._record.upload, self._record.attempt),
             pool=self._places.pool,
@@ -254,13 +249,7 @@ class _Reading:
     async def checked(
         self, places: ChunkLocations, check: Check, missing: Missing
     ) -> AsyncGenerator[tuple[Read, list[Damage]]]:
-        """Yields each read and its damages, in storage order.
-
-        Args:
-            places: Locations of values in the pool.
-            check: Finds the damages of values that were read.
-            missing: Makes the damages of a value that cannot be read.
-        """
+        """Yields each read of values in the pool and its damages, in storage order."""
         in_flight: deque[tuple[Read, asyncio.Task[list[Damage]]]] = deque()
         try:
             reads = plan_reads(places, np.arange(len(places.length)))
@@ -328,11 +317,7 @@ class _Reading:
         return found
 
     async def _check_slot(self) -> None:
-        """Rejects a checkpoint that was purged, so that it is not reported as damaged.
-
-        Raises:
-            CheckpointNotFoundError: The slot no longer holds the checkpoint.
-        """
+        """Rejects a checkpoint that was purged: it must not be reported as damaged."""
         run, record = self._run, self._record
         found = await self._catalog.slot(run, record.step)
         # Chunks are deleted only after the slot was freed or reserved again.
@@ -410,11 +395,7 @@ def _metadata_places(
 
 
 def _check_files(shown: Mapping[str, ValueLocation]) -> None:
-    """Rejects a key space that references values outside the data files of the pool.
-
-    Raises:
-        InvalidNameError: The name of a file is not that of a data file.
-    """
+    """Rejects a key space that references values outside the data files of the pool."""
     for file in {place.file for place in shown.values()}:
         check_data_file(file)
 

@@ -123,7 +123,9 @@ class CheckpointLifecycle:
         # checkpoint from being purged.
         tagged = await self._references.find_tags(run)
         if purge_delay is None:
-            purge_delay = await self._purge_delay(run)
+            place = layout.run_record(run)
+            found = await read_record(self._bucket, place, pb.RunRecord)
+            purge_delay = find_purge_delay(found[0] if found else pb.RunRecord())
         now = self._clock.now()
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -248,8 +250,7 @@ class CheckpointLifecycle:
         return [slot for slot in purged if slot is not None]
 
     async def _slot(self, run: RunName, step: int, uid: str = "") -> _Slot:
-        """Returns the slot of a checkpoint, deleted or not; with a uid, only of the
-        checkpoint that has it."""
+        """Returns the slot of a checkpoint, deleted or not, that has the given uid."""
         found = await self._catalog.slot(run, step)
         if found is None or found[0].state not in CHECKPOINTS:
             raise await self._catalog.missing(CheckpointName(run, step))
@@ -266,8 +267,7 @@ class CheckpointLifecycle:
         *,
         uid: str = "",
     ) -> pb.CheckpointRecord:
-        """Announces a change of a slot in the journal, makes it with a conditional
-        write, and returns the record."""
+        """Announces a change of a slot, makes it, and returns the record."""
 
         async def attempt() -> pb.CheckpointRecord:
             slot, generation = await self._slot(run, step, uid)
@@ -321,11 +321,7 @@ class CheckpointLifecycle:
         *,
         etag: str,
     ) -> _Slot:
-        """Sets a slot to PURGING, unless it is, and returns it.
-
-        Raises:
-            PreconditionError: The slot changed since it was read.
-        """
+        """Sets a slot to PURGING, unless it is, and returns it."""
         marked = slots.purging(run, slot, etag=etag)
         if marked is slot:
             return slot, generation
@@ -341,11 +337,7 @@ class CheckpointLifecycle:
         generation: Generation,
         references: Iterable[str],
     ) -> None:
-        """Frees a PURGING slot, or sets it back to DELETED if it has a reference.
-
-        Raises:
-            PreconditionError: The slot changed since it was read.
-        """
+        """Frees a PURGING slot, or sets it back to DELETED if it has a reference."""
         assert slot.state == PURGING
         if slot.upload in references:
             ended = slots.spare_slot(slot)
@@ -361,12 +353,12 @@ class CheckpointLifecycle:
         place = RunPaths(run).checkpoint(slot.step)
         return await write_record(self._bucket, place, slot, condition=generation)
 
-    async def _purge_delay(self, run: RunName) -> timedelta:
-        place = layout.run_record(run)
-        found = await read_record(self._bucket, place, pb.RunRecord)
-        if found is None or not found[0].HasField("purge_delay"):
-            return DEFAULT_PURGE_DELAY
-        return found[0].purge_delay.ToTimedelta()
+
+def find_purge_delay(run: pb.RunRecord) -> timedelta:
+    """Returns the time for which deleted checkpoints of a run can be undeleted."""
+    if run.HasField("purge_delay"):
+        return run.purge_delay.ToTimedelta()
+    return DEFAULT_PURGE_DELAY
 
 
 def _is_checkpoint(slot: pb.CheckpointRecord, uid: str) -> bool:

@@ -139,14 +139,11 @@ class References:
         return held_by
 
     async def _bases(self, run: RunName) -> dict[str, Reference]:
-        """Returns the bases of live uploads, by uid. An upload is live while it owns a
-        slot in state UPLOADING."""
-        places = RunPaths(run)
+        """Returns the bases of live uploads, which own a slot UPLOADING, by uid."""
 
         async def base(upload: str) -> tuple[str, Reference] | None:
-            found = await read_record(
-                self._bucket, places.upload(upload), pb.UploadRecord
-            )
+            place = RunPaths(run).upload(upload)
+            found = await read_record(self._bucket, place, pb.UploadRecord)
             if found is None or not found[0].base:
                 return None
             record = found[0]
@@ -157,15 +154,8 @@ class References:
                 return None
             return record.base, Reference(kind="upload", name=upload)
 
-        # A record stays long after its upload has ended. A live upload also has a leaf
-        # table below its name, which it wrote before its slot.
-        listed = await self._bucket.list(places.uploads)
-        begun = {
-            upload
-            for place in listed
-            if (upload := places.parse_upload(place)) and place != places.upload(upload)
-        }
-        return dict(filter(None, await each(base, sorted(begun))))
+        begun = await self._catalog.begun_uploads(run)
+        return dict(filter(None, await each(base, begun)))
 
 
 async def referenced_slot(
@@ -351,18 +341,14 @@ class Holds:
     async def _held(
         self, run: RunName, record: pb.HoldRecord, *, is_new: bool
     ) -> pb.CheckpointRecord | None:
-        """Returns the slot of the checkpoint of a hold that was written; None: it was
-        purged. Ends a purge in progress, unless the hold is new.
-
-        Raises:
-            PreconditionError: The slot changed since it was read.
-        """
+        """Returns the slot of the checkpoint of a written hold; None: it was purged."""
         found = await referenced_slot(self._catalog, run, record)
         if found is None:
             return None
         slot, generation = found
         if slot.state != PURGING or is_new:
             return slot
+        # End the purge in progress: it fails its condition, and looks for holds again.
         spared = slots.spare_slot(slot)
         place = RunPaths(run).checkpoint(slot.step)
         await write_record(self._bucket, place, spared, condition=generation)
@@ -382,12 +368,7 @@ class Holds:
     async def _write(
         self, name: HoldName, record: pb.HoldRecord, condition: WriteCondition
     ) -> Generation:
-        """Writes a hold.
-
-        Raises:
-            PreconditionError: The hold changed since it was read, if only by an
-                earlier try of this same write.
-        """
+        """Writes a hold; an earlier try of this same write is a conflict, too."""
         place = RunPaths(name.run).hold(name.hold)
         return await self._bucket.write(
             place, seal_record(place, record), condition=condition
@@ -400,11 +381,7 @@ def expire_time(record: pb.HoldRecord) -> datetime:
 
 
 async def _check_principal(name: HoldName, record: pb.HoldRecord) -> None:
-    """Checks that the caller may renew and release a hold.
-
-    Raises:
-        PermissionDeniedError: Another principal created it.
-    """
+    """Rejects a caller that may not renew and release a hold."""
     await access.require_own(
         record.principal,
         (),
@@ -417,8 +394,8 @@ async def _check_principal(name: HoldName, record: pb.HoldRecord) -> None:
 def _check_same(
     name: HoldName, record: pb.HoldRecord, checkpoint: CheckpointName, uid: str
 ) -> None:
-    """Rejects a repeated request for another checkpoint. "latest" and tags are
-    accepted, because they may name another checkpoint by now."""
+    """Rejects a repeated request for another checkpoint."""
+    # "latest" and tags are accepted: they may name another checkpoint by now.
     is_another = isinstance(checkpoint.which, int) and checkpoint.which != record.step
     if is_another or uid not in ("", record.upload):
         raise RequestIdReusedError(

@@ -167,9 +167,9 @@ class Tags:
         )
 
     async def _check_case(self, name: TagName) -> None:
-        """Rejects a new tag that only case distinguishes from another: some file
-        systems would keep both in one file. Records of deleted tags stay, so they
-        count."""
+        """Rejects a new tag that only case distinguishes from another."""
+        # Some file systems would keep both in one file. Records of deleted tags stay,
+        # so they count.
         for found in await self._catalog.tag_names(name.run):
             if found != name.tag and found.lower() == name.tag.lower():
                 raise InvalidFieldError(
@@ -196,8 +196,7 @@ class Tags:
         *,
         before: pb.TagRecord | None,
     ) -> pb.TagRecord:
-        """Returns the written record if its checkpoint is still committed; else rolls
-        it back and raises."""
+        """Returns a record whose checkpoint is committed; else rolls it back."""
         found = await referenced_slot(self._catalog, name.run, record)
         if found is not None and found[0].state == COMMITTED:
             return record
@@ -216,11 +215,7 @@ class Tags:
         before: pb.TagRecord | None,
     ) -> None:
         """Restores the record that a tag had before, or deletes the tag if the earlier
-        checkpoint was purged in the meantime.
-
-        Raises:
-            PreconditionError: The tag has changed since.
-        """
+        checkpoint was purged in the meantime."""
         # Write, then read the slot, as ``set`` does: no tag protected the earlier
         # checkpoint from a purge while this one was set.
         if before is not None and before.upload:
@@ -242,17 +237,8 @@ class Tags:
         *,
         was: pb.TagRecord | None = None,
     ) -> Generation:
-        """Appends a change of a tag to the journal, and writes its record.
-
-        Args:
-            name: The tag.
-            record: The new record.
-            before: The record that was read, and its generation.
-            was: The record of the tag that this change deletes; None: it sets one.
-
-        Raises:
-            PreconditionError: The tag changed since it was read.
-        """
+        """Appends a change of a tag to the journal, and writes its record; `was` is the
+        record of the tag that the change deletes."""
         # 1. Journal before record: after a crash in the other order, no watch would
         #    ever report the change.
         announced = was or record

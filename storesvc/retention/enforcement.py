@@ -26,7 +26,7 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format.names import RunName
-from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle, find_purge_delay
 from storesvc.lifecycle.holds import References
 from storesvc.retention.policy import (
     Candidate,
@@ -149,9 +149,7 @@ class RetentionEnforcer:
             InvalidPolicyError: The policy has a rule that this release does not know.
         """
         record = (await self._catalog.run(run)).record
-        delay = DEFAULT_PURGE_DELAY
-        if record.HasField("purge_delay"):
-            delay = record.purge_delay.ToTimedelta()
+        delay = find_purge_delay(record)
         outcomes = await self._judge(run, _run_policy(record))
         newest = outcomes[0] if outcomes else None
         for page in _pages(outcomes):

@@ -540,8 +540,7 @@ def _common_steps(policies: Sequence[pb.RetentionPolicy]) -> frozenset[int] | No
 
 
 def _keeps_all(policy: pb.RetentionPolicy) -> bool:
-    """Returns whether the structure of a policy shows that it keeps every
-    checkpoint."""
+    """Returns whether the structure of a policy shows that it keeps all checkpoints."""
     members = list_members(policy)
     match policy.WhichOneof("rule"):
         case "every_steps":

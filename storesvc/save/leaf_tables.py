@@ -64,7 +64,7 @@ class LeafTables:
 
         Raises:
             InvalidTreeError: The table contradicts itself.
-        InvalidItemError: An item breaks a rule.
+            InvalidItemError: An item breaks a rule.
             LimitExceededError: The table has too many leaves or chunks.
         """
         return await self._trees.get(
@@ -83,9 +83,13 @@ class LeafTables:
             UploadNotFoundError: The upload was aborted.
             CorruptDataError: The leaf table is damaged.
         """
-        return await self._trees.get(
-            tree_digest, lambda: self._read_stored(name, tree_digest)
-        )
+
+        async def read() -> Tree:
+            place = RunPaths(name.run).tree(name.upload, tree_digest)
+            table = await self._read(name, place, tree_digest, "leaf table is")
+            return await offload(rows_in(table), _parse_table, name, table)
+
+        return await self._trees.get(tree_digest, read)
 
     async def write_values(self, name: UploadName, digests: bytes) -> None:
         """Writes the leaf digests of writer 0, unless there are none."""
@@ -103,32 +107,21 @@ class LeafTables:
             CorruptDataError: The leaf digests are damaged.
         """
         place = RunPaths(name.run).values(name.upload, values_digest)
+        return await self._read(name, place, values_digest, "leaf digests are")
+
+    async def _read(
+        self, name: UploadName, place: str, expected: bytes, noun: str
+    ) -> bytes:
+        """Returns an object of an upload that is named by its digest."""
         stored = await self._bucket.read(place)
         if stored is None:
             raise slots.absent(name)
-        if digest(stored.data) != values_digest:
-            raise CorruptDataError(f"{name}: its leaf digests are damaged")
+        if digest(stored.data) != expected:
+            raise CorruptDataError(f"{name}: its {noun} damaged")
         return stored.data
-
-    async def _read_stored(self, name: UploadName, tree_digest: bytes) -> Tree:
-        stored = await self._bucket.read(
-            RunPaths(name.run).tree(name.upload, tree_digest)
-        )
-        if stored is None:
-            raise slots.absent(name)
-        if digest(stored.data) != tree_digest:
-            raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await offload(rows_in(stored.data), _parse_table, name, stored.data)
 
 
 def _parse_table(name: UploadName, table: bytes) -> Tree:
-    """Returns the parsed form of a serialised leaf table.
-
-    Raises:
-        InvalidTreeError: The table contradicts itself.
-        InvalidItemError: An item breaks a rule.
-        LimitExceededError: The table has too many leaves or chunks.
-    """
     try:
         columns = tree_pb2.LeafTable.FromString(table)
         check_limits(name, columns)
@@ -275,8 +268,7 @@ class LeafParts:
         return digests
 
     def _check_rows(self, part: tree_pb2.LeafTable) -> None:
-        """Rejects a part with an incomplete row: otherwise one column could have far
-        more entries than the part has rows."""
+        """Rejects a part of which a column has more entries than it has rows."""
         rows = len(part.key)
         for column in _ROW_COLUMNS:
             if len(getattr(part, column)) != rows:

@@ -23,7 +23,6 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -239,8 +238,7 @@ class Receipts:
         return Staged(list(known), known, files, is_all=False)
 
     async def _all_staged(self, name: UploadName, writer: int) -> Staged:
-        """Lists the staging tables of a writer. Data files that tables of this process
-        name are checked in the meantime."""
+        """Lists the staging tables of a writer, and checks files of this process."""
         prefix = RunPaths(name.run).staging(name.upload, writer)
         known = self._tables.below(prefix)
         paths, files = await asyncio.gather(
@@ -309,11 +307,7 @@ class Receipts:
 
 
 def _check_ordinals(upload: OpenUpload, sums: Sums) -> None:
-    """Rejects checksums of chunks that are not in the leaf table.
-
-    Raises:
-        InvalidChunkError: The largest ordinal is out of range.
-    """
+    """Rejects checksums of chunks that are not in the leaf table."""
     if len(sums) and sums.ordinal[-1] >= upload.tree.chunk_count:
         raise InvalidChunkError(
             f"{upload.name}: the tree has {upload.tree.chunk_count} chunks, got sums "
@@ -324,11 +318,7 @@ def _check_ordinals(upload: OpenUpload, sums: Sums) -> None:
 def _stored_by_writer(
     upload: OpenUpload, writer: int, sums: Sums, own: Table
 ) -> NDArray[np.bool_]:
-    """Returns for each ordinal whether the writer stored that chunk, in any version.
-
-    Raises:
-        InvalidChunkError: The receipt omits a chunk that the writer stored.
-    """
+    """Returns for each ordinal whether the writer stored that chunk, in any version."""
     stored = np.zeros(upload.tree.chunk_count, np.bool_)
     stored[own[0].ordinal] = True
     if np.count_nonzero(stored) > np.count_nonzero(stored[sums.ordinal]):
@@ -353,12 +343,7 @@ def _find_places(
     claims: Sequence[Claims],
     stored: NDArray[np.bool_],
 ) -> ChunkLocations:
-    """Returns the locations of the chunks of a receipt.
-
-    Raises:
-        InvalidChunkError: The writer stored a chunk only with other bytes.
-        ChunksIncompleteError: A chunk is not stored.
-    """
+    """Returns the locations of the chunks of a receipt, all of which are stored."""
     left = sums.ordinal[_find_unclaimed(sums, claims)]
     others, missing = left[stored[left]].tolist(), left.tolist()
     if others:
@@ -439,24 +424,15 @@ class UploadStatuses:
         left = [run for run in runs if after is None or run >= after.run]
         while left and len(found) < limit:
             batch, left = left[:AT_ONCE], left[AT_ONCE:]
-            begun = chain.from_iterable(await each(self._begun, batch))
-            names = [name for name in begun if after is None or name > after]
+            begun = await each(self._catalog.begun_uploads, batch)
+            names = [
+                name
+                for run, ids in zip(batch, begun, strict=True)
+                for name in (UploadName(run, id_) for id_ in ids)
+                if after is None or name > after
+            ]
             found += await rows(self._live, names, limit=limit - len(found))
         return found
-
-    async def _begun(self, run: RunName) -> list[UploadName]:
-        """Returns the uploads of a run that are live, or have left objects behind."""
-        places = RunPaths(run)
-        # A record stays long after its upload has ended. A live upload also has a leaf
-        # table below its name, which it wrote before its slot.
-        ids = sorted(
-            {
-                id_
-                for place in await self._bucket.list(places.uploads)
-                if (id_ := places.parse_upload(place)) and place != places.upload(id_)
-            }
-        )
-        return [UploadName(run, id_) for id_ in ids]
 
     async def _live(self, name: UploadName) -> UploadStatus | None:
         try:

@@ -238,8 +238,7 @@ class Receiver:
     async def _check_objects(
         self, upload: OpenUpload, ends: Sequence[tuple[str, int]]
     ) -> None:
-        """Checks that the objects of a table are complete; raises the error of the
-        first one in the table that is not."""
+        """Raises the error of the first object of a table that is not complete."""
         for at in range(0, len(ends), CHECKED_AT_ONCE):
             some = ends[at : at + CHECKED_AT_ONCE]
             checks = (self._adopt_file(upload, file, end) for file, end in some)
@@ -451,13 +450,8 @@ class _Stream:
         return self._writing.popleft()
 
     async def _wait(self, coming: asyncio.Future[Any]) -> None:
-        """Waits until the next part has arrived or the oldest write has ended.
-
-        While there is a batch or a write, it returns after ``TICK_SECONDS`` at most.
-
-        Raises:
-            LimitExceededError: Other streams need the permit of the batch.
-        """
+        """Waits until the next part has arrived or the oldest write has ended; while
+        there is a batch or a write, for ``TICK_SECONDS`` at most."""
         waits: set[asyncio.Future[Any]] = {self._cut, *islice(self._writing, 1)}
         if not self._is_full:
             waits.add(coming)
@@ -508,11 +502,8 @@ class _Stream:
         return count
 
     def _end(self) -> None:
-        """Starts to store the open batch, if there is one.
-
-        Raises:
-            InvalidChunkError: Its last chunk is not complete.
-        """
+        """Starts to store the open batch, if there is one; its last chunk must be
+        complete."""
         if self._batch_file is None:
             return
         if not self._batch_file.batch.is_whole:

@@ -135,13 +135,7 @@ class Reuse:
         places: ChunkLocations,
         known: Mapping[FileEnd, bool] = MappingProxyType({}),
     ) -> NDArray[np.bool_]:
-        """Returns for each data file whether it exists and is not truncated.
-
-        Args:
-            run: The run.
-            places: Locations in the files.
-            known: Files that were checked already.
-        """
+        """Returns for each data file whether it exists and is not truncated."""
         ends = places.ends
         numbers = np.flatnonzero(ends).tolist()
         needed = [
@@ -203,8 +197,7 @@ class Reuse:
     async def _sources_in(
         self, upload: OpenUpload, tables: Sequence[str]
     ) -> list[Source]:
-        """Returns the chunks in the staging tables of one writer; nothing if one of
-        the tables is damaged."""
+        """Returns the chunks in staging tables of a writer; none if one is damaged."""
         try:
             table = await tables_at(
                 self._bucket, tables, chunk_count=upload.tree.chunk_count

@@ -233,16 +233,7 @@ class Uploads:
         table: bytes,
         digests: bytes,
     ) -> pb.UploadRecord:
-        """Reserves a step for an upload; see ``begin``.
-
-        Args:
-            name: The upload.
-            step: The step.
-            identity: Digest of the request.
-            describing: Returns the record, without the fields that depend on the slot.
-            table: Serialised leaf table.
-            digests: Digests of the leaves that other writers hold too; empty: none.
-        """
+        """Reserves a step for an upload; see ``begin``."""
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, and the run at the same time.
         async with (
@@ -297,23 +288,17 @@ class Uploads:
         slot: tuple[pb.CheckpointRecord, Generation] | None,
         epoch: int,
     ) -> int:
-        """Returns the epoch of an upload that takes a slot over; if there is no slot,
-        by the floor that the run has after the slot was read."""
+        """Returns the epoch of an upload that takes a slot over."""
         if slot is not None:
             return epoch
+        # By the floor that the run has after the slot was read.
         floor = (await self._runs.create(run)).epoch_floor
         return slots.next_epoch(run, None, floor=floor)
 
     async def _reserve(
         self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
     ) -> None:
-        """Reserves the slot, on the condition that it is unchanged since it was read.
-
-        Raises:
-            CheckpointExistsError: Another upload committed the step.
-            UploadNotFoundError: The upload was aborted, or the step was freed.
-            ConflictError: Another upload of the step began at the same time.
-        """
+        """Reserves the slot, on the condition that it is unchanged since the read."""
         place = RunPaths(name.run).checkpoint(record.step)
         reserved = slots.reservation(name.upload, record)
         try:
@@ -642,11 +627,7 @@ class Uploads:
 
 
 async def _check_principal(name: UploadName, record: pb.UploadRecord) -> None:
-    """Checks that the caller may write, commit and abort an upload.
-
-    Raises:
-        PermissionDeniedError: Another principal began it.
-    """
+    """Rejects a caller that may not write, commit and abort an upload."""
     await access.require_own(
         record.principal,
         record.groups,

@@ -100,7 +100,22 @@ class S3Deletes:
         Raises:
             InvalidFieldError: obstore is not installed, or there are no credentials.
         """
-        deletes = cls(storage, _signer(storage))
+        try:
+            from obstore.store import S3Store
+        except ModuleNotFoundError as e:
+            raise InvalidFieldError(
+                f"root {storage.name}: a bucket on S3 needs {e.name}; pip install "
+                "'storesvc[server,s3]'"
+            ) from e
+        # obstore sends requests only to search for credentials.
+        client: dict[str, Any] = dict(_CLIENT)
+        options: dict[str, Any] = {"retry_config": _SEARCH, "client_options": client}
+        if "endpoint" in storage.spec:
+            options["endpoint"] = storage.spec["endpoint"]
+            client["allow_http"] = True
+        if "aws_region" in storage.spec:
+            options["region"] = storage.spec["aws_region"]
+        deletes = cls(storage, S3Store(storage.spec["bucket"], **options))
         try:
             await answer(storage, run_in_daemon_thread(deletes._sign_url, ""))
         except _UnsignedError as e:
@@ -223,24 +238,6 @@ class _UnsignedError(Exception):
 
 class _TransientError(Exception):
     """An attempt failed in a way that a retry may not."""
-
-
-def _signer(storage: Storage) -> "S3Store":
-    try:
-        from obstore.store import S3Store
-    except ModuleNotFoundError as e:
-        raise InvalidFieldError(
-            f"root {storage.name}: a bucket on S3 needs {e.name}; pip install "
-            "'storesvc[server,s3]'"
-        ) from e
-    # obstore sends requests only to search for credentials.
-    options: dict[str, Any] = {"retry_config": _SEARCH, "client_options": dict(_CLIENT)}
-    if "endpoint" in storage.spec:
-        options["endpoint"] = storage.spec["endpoint"]
-        options["client_options"]["allow_http"] = True
-    if "aws_region" in storage.spec:
-        options["region"] = storage.spec["aws_region"]
-    return S3Store(storage.spec["bucket"], **options)
 
 
 CREDENTIALS_FILE: Final = "GOOGLE_APPLICATION_CREDENTIALS"

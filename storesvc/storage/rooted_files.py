@@ -335,17 +335,15 @@ class NewFile:
             OSError: The storage is full, or failed.
         """
         for at in range(0, len(parts), _PARTS_AT_ONCE):
-            self._write([memoryview(p) for p in parts[at : at + _PARTS_AT_ONCE]])
-
-    def _write(self, parts: list[memoryview]) -> None:
-        while parts:
-            written = os.writev(self._descriptor, parts)
-            self.size_bytes += written
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            # A short write: one call writes at most 2 GiB, or what fits on the disk.
-            if parts:
-                parts[0] = parts[0][written:]
+            left = [memoryview(part) for part in parts[at : at + _PARTS_AT_ONCE]]
+            while left:
+                written = os.writev(self._descriptor, left)
+                self.size_bytes += written
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                # A short write: one call writes at most 2 GiB, or what fits.
+                if left:
+                    left[0] = left[0][written:]
 
     def keep(self) -> None:
         """Makes the contents durable and closes the file.

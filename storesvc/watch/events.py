@@ -219,11 +219,9 @@ def _absent_tag_outcome(announcement: pb.Announcement) -> Outcome:
 def _unchanged_outcome(
     announcement: pb.Announcement, held: pb.CheckpointRecord | pb.TagRecord
 ) -> Outcome:
-    """Returns the outcome of a change whose object still has an earlier number.
-
-    The write was conditional on the record that it replaces, so it can no longer land
-    once the object holds another record. Servers before 0.2 did not name that record.
-    """
+    """Returns the outcome of a change whose object still has an earlier number."""
+    # The write was conditional on the record that it replaces, so it can no longer land
+    # once the object holds another record. Servers before 0.2 did not name that record.
     may_land = announcement.replaces in ("", record_etag(held))
     return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
@@ -234,7 +232,6 @@ def _mac(hidden: bytes, parent: str, key: bytes) -> bytes:
 
 
 def _apply_stream(body: bytes, key: bytes, nonce: bytes) -> bytes:
-    """Encrypts or decrypts: adds a stream that nothing but the key and the nonce
-    determine."""
+    """Encrypts or decrypts: adds a stream that key and nonce determine."""
     stream = hashlib.shake_256(key + nonce).digest(len(body))
     return bytes(a ^ b for a, b in zip(body, stream, strict=True))

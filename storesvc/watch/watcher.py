@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 from storesvc.auth.call import is_restricted, may, principal_name
 from storesvc.auth.policy import Namespace, Permission
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalog
+from storesvc.catalog.catalog import Catalog, or_damage
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired_token_error
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -431,7 +431,7 @@ class _Feed:
         """Works like ``changes``, with None for an announcement that was trimmed."""
         numbers = numbers_to_resolve(position, self._tail)
         while batch := list(islice(numbers, READS_AT_ONCE)):
-            changes = (self._change(number, run) for number in batch)
+            changes = (or_damage(self._cache.change(number, run)) for number in batch)
             found = await asyncio.gather(*changes)
             for number, change in zip(batch, found, strict=True):
                 if number > position.last and is_full(position):
@@ -441,14 +441,6 @@ class _Feed:
                     outcome = change.outcome
                 position = advance(position, number, outcome)
                 yield position, change
-
-    async def _change(
-        self, number: int, run: str | None
-    ) -> Change | CorruptDataError | None:
-        try:
-            return await self._cache.change(number, run)
-        except CorruptDataError as e:
-            return e
 
     async def _poll_forever(self, seconds: float) -> None:
         landings = self._journal.landings(self._namespace)
@@ -462,8 +454,8 @@ class _Feed:
 def _for_caller(
     error: CorruptDataError, namespace: str, run: str | None
 ) -> CorruptDataError:
-    """Returns the error of a damaged record, without its name if the watch is of a
-    namespace of which the caller may not list each run."""
+    """Returns the error of a damaged record; without its name for a caller that may not
+    list each run of the watched namespace."""
     if run is not None or may(Permission.RUNS_LIST, Namespace(namespace)):
         return error
     return CorruptDataError(

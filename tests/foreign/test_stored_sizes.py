@@ -15,9 +15,12 @@ import tensorstore as ts
 
 import storesvc_client as store
 from storesvc.format.checksums import crc32c
-from storesvc_client._foreign.chunk_bounds import longest_stored
 from storesvc_client._foreign.locations import open_location
-from storesvc_client._foreign.zarr_arrays import MAX_MANIFEST_BYTES, TensorStoreArray
+from storesvc_client._foreign.zarr_arrays import (
+    MAX_MANIFEST_BYTES,
+    TensorStoreArray,
+    longest_stored,
+)
 from storesvc_client.errors import DataLossError, PreconditionError
 from tests.conftest import gcs_root, s3_root
 from tests.foreign.orbax_checkpoints import WRITERS

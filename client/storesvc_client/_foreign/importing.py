@@ -104,11 +104,8 @@ def import_steps(
 
 
 def _whole(source: ForeignStep) -> ForeignStep:
-    """Returns a step of which every item can be read.
-
-    Raises:
-        DataLossError: One cannot; the caller decides whether to leave it out.
-    """
+    """Rejects a step with an item that cannot be read: the caller decides whether to
+    leave it out."""
     if unread := [item for item in source.unread if item.is_needed]:
         names = [item.name for item in unread]
         reasons = "; ".join(f"{each.name} ({each.reason})" for each in unread)

@@ -190,7 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def _answer(self, location: Location, path: str) -> "_Answer":
-        version = _version(location)
+        # The files of a location with labels, such as one of a commit, do not change:
+        # with an ETag, TensorStore reads the manifest of a database once.
+        version = None
+        if labels := location.labels():
+            found = hashlib.sha256(json.dumps(sorted(labels.items())).encode())
+            version = f'"{found.hexdigest()[:32]}"'
         if version is not None and version == self.headers.get("If-None-Match"):
             return _Answer(HTTPStatus.NOT_MODIFIED, version=version)
         return replace(self._contents(location, path), version=version)
@@ -204,7 +209,11 @@ class _Handler(BaseHTTPRequestHandler):
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         if asked is None:
             return _Answer(HTTPStatus.OK, location.read(path, limit=sys.maxsize))
-        start, stop = _bounds(asked, size)
+        if asked["length"]:
+            start, stop = max(0, size - int(asked["length"])), size
+        else:
+            last = int(asked["last"]) if asked["last"] else size - 1
+            start, stop = int(asked["first"]), min(last + 1, size)
         if start >= stop:
             status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
             return _Answer(status, content_range=f"bytes */{size}")
@@ -246,19 +255,3 @@ def _bare(error: Exception) -> Exception:
         return copy(error)
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _version(location: Location) -> str | None:
-    """Returns the ETag of all files of a location that does not change, such as one of
-    a commit: TensorStore then reads the manifest of a database once."""
-    labels = location.labels()
-    found = json.dumps(sorted(labels.items())).encode()
-    return f'"{hashlib.sha256(found).hexdigest()[:32]}"' if labels else None
-
-
-def _bounds(asked: re.Match[str], size: int) -> tuple[int, int]:
-    """Returns where a range of a file starts and stops."""
-    if asked["length"]:
-        return max(0, size - int(asked["length"])), size
-    last = int(asked["last"]) if asked["last"] else size - 1
-    return int(asked["first"]), min(last + 1, size)

@@ -41,7 +41,7 @@ from storesvc.format.grids import (
     choose_chunk_shape,
     part,
 )
-from storesvc.format.trees import Leaf, Tree
+from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
@@ -90,7 +90,11 @@ def stored_tree(source: Tree) -> Tree:
     Args:
         source: Rows whose chunks are those that the format reads as a whole.
     """
-    return Tree(tuple(map(_cut, source.leaves)), source.structure)
+    leaves = (
+        replace(x, chunk_shape=_chunk_shape(x.shape, x.grid.itemsize, x.chunk_shape))
+        for x in source.leaves
+    )
+    return Tree(tuple(leaves), source.structure)
 
 
 def plan_units(source: Tree, stored: Tree) -> list[Unit]:
@@ -111,12 +115,6 @@ def plan_units(source: Tree, stored: Tree) -> list[Unit]:
     for slab in cut_slabs(stored, np.flatnonzero(simple)):
         found.append(_slab_unit(stored, slab))
     return sorted(found, key=lambda unit: unit.slabs[0][1].first)
-
-
-def _cut(leaf: Leaf) -> Leaf:
-    grid = leaf.grid
-    chosen = _chunk_shape(leaf.shape, grid.itemsize, leaf.chunk_shape)
-    return replace(leaf, chunk_shape=chosen)
 
 
 @lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
@@ -332,21 +330,18 @@ class StepFiller:
         return _InFlight(unit=unit, buffer=buffer, readings=readings)
 
     def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
-        array, view = self._step.arrays[read.row], self._view(read, buffer)
+        """Starts a read into the memory of its unit."""
+        array = self._step.arrays[read.row]
+        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
+        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
+        whole = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
+        inside = tuple(slice(0, stop - start) for start, stop in read.region)
+        view: NDArray[Any] = whole[(*inside, ...)]
         if view.flags.aligned:
             return array.read(read.region, view)
         # Small rows are back to back in a slab; formats read into aligned memory only.
         aside = np.empty(view.shape, view.dtype)
         return _CopiedReading(array.read(read.region, aside), aside, view)
-
-    def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
-        """Returns the array of a read in the memory of its unit."""
-        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
-        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
-        array = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
-        inside = tuple(slice(0, stop - start) for start, stop in read.region)
-        view: NDArray[Any] = array[(*inside, ...)]
-        return view
 
     def _end(self, started: _InFlight, slab_queue: SlabQueue, meter: Meter) -> int:
         """Waits for the reads of a unit and puts its slabs into the queue; returns its
@@ -366,11 +361,7 @@ class StepFiller:
         return started.unit.size
 
     def _await(self, reading: Reading, read: RegionRead, slab_queue: SlabQueue) -> bool:
-        """Waits for a read; returns False if the transfer has failed.
-
-        Raises:
-            UnavailableError: The read does not end.
-        """
+        """Waits for a read; returns False if the transfer has failed."""
         ends = time.monotonic() + READ_SECONDS
         while not slab_queue.is_cancelled:
             try:
@@ -474,7 +465,8 @@ class StepSource:
                 return assembly.finish(ordinal)
             region = self._step.tree.grids[row].region(within)
             memory = self._scratch.take(read.stop)
-            chunk = _shape_memory(memory, region, parts[0][1].dtype)
+            shape = [stop - start for start, stop in region]
+            chunk = memory[: read.stop].view(parts[0][1].dtype).reshape(shape)
             with assembly.meter.phase("read"):
                 self._wait(array.read(region, chunk))
         with assembly.meter.phase("copy"):
@@ -498,13 +490,6 @@ class StepSource:
                     raise
             else:
                 return
-
-
-def _shape_memory(memory: Bytes, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns memory as the array of a region."""
-    shape = [stop - start for start, stop in region]
-    size = math.prod(shape) * dtype.itemsize
-    return memory[:size].view(dtype).reshape(shape)
 
 
 class _Scratch:

@@ -75,11 +75,7 @@ def folders_in(names: Iterable[str]) -> list[str]:
 def _index_steps(
     location: Location, steps: Iterable[tuple[int | None, str]]
 ) -> dict[int, str]:
-    """Returns the folder of each step.
-
-    Raises:
-        PreconditionError: Two folders are of one step.
-    """
+    """Returns the folder of each step; rejects two folders of one step."""
     found: dict[int, str] = {}
     for step, folder in steps:
         if step is not None and found.setdefault(step, folder) != folder:
@@ -299,14 +295,10 @@ def _check_found(
     is_finished: Callable[[str, Sequence[str]], bool],
     expected: str,
 ) -> None:
-    """Rejects a location without any step, finished or not: its URL is a wrong one.
-
-    Raises:
-        NotFoundError: There is none, or the folders that look like steps are of runs,
-            such as ``run-1/`` with ``step-100/``.
-    """
+    """Rejects a location without any step, finished or not: its URL is a wrong one."""
     if found:
         return
+    # Folders that look like steps may be runs, such as run-1/ with step-100/.
     begun = [folder for folder in folders_in(names) if parse_step(folder) is not None]
     if not begun or any(
         is_finished(folder, location.names(folder))

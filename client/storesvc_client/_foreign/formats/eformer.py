@@ -14,6 +14,7 @@ these hold are named in a label.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import xxhash
@@ -39,7 +40,7 @@ from storesvc_client._foreign.steps import (
     stated_steps,
     text_row,
 )
-from storesvc_client._foreign.zarr_arrays import TensorStoreArray, open_folders
+from storesvc_client._foreign.zarr_arrays import open_folders
 from storesvc_client.errors import DataLossError, PreconditionError
 
 MAX_INDEX_BYTES: Final = 64 << 20
@@ -54,7 +55,7 @@ _DOCUMENTS: Final[Mapping[str, str]] = {
     "checkpoint-metadata": "checkpoint_metadata.json",
     "training-arguments": "easydel-training-arguments.json",
 }
-"""File of each item."""
+"""File of each item, which is stored unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,7 @@ class _IndexedArray:
 
 
 def _parse_index(data: bytes, *, what: str) -> list[_IndexedArray]:
-    """Returns the arrays of a step, which ``tensorstore_index.json`` lists.
-
-    Raises:
-        DataLossError: It is damaged, or a path leads out of the step.
-        PreconditionError: It is of another format.
-    """
+    """Returns the arrays of a step, which ``tensorstore_index.json`` lists."""
     fields = parse_object(data, what=what)
     if fields.get("format") != _FORMAT:
         raise PreconditionError(
@@ -93,11 +89,7 @@ def _parse_index(data: bytes, *, what: str) -> list[_IndexedArray]:
 
 def _parse_unread(data: bytes, *, what: str) -> list[str]:
     """Returns the names of the leaves that a ``*_structure.json`` holds as pickles,
-    which are never opened.
-
-    Raises:
-        DataLossError: It is damaged.
-    """
+    which are never opened."""
     fields = parse_object(data, what=what)
     names, pickles = fields.get("leaf_keys_full"), fields.get("nonarray_payload")
     if not isinstance(names, list) or not isinstance(pickles, dict):
@@ -137,18 +129,14 @@ def open_root(location: Location) -> ForeignRoot:
     return FolderRoot(
         location,
         "eformer",
-        find=_find_steps,
+        find=partial(
+            stated_steps,
+            is_finished=_is_finished,
+            expected="checkpoints of eformer or EasyDeL, folders such as run-100/ with "
+            f"{_INDEX} and {METADATA}",
+        ),
         read=_read_step,
         marks=f"{METADATA} and {_INDEX} or safetensors",
-    )
-
-
-def _find_steps(location: Location) -> dict[int, str]:
-    return stated_steps(
-        location,
-        is_finished=_is_finished,
-        expected="checkpoints of eformer or EasyDeL, folders such as run-100/ with "
-        f"{_INDEX} and {METADATA}",
     )
 
 
@@ -160,7 +148,13 @@ def _is_finished(folder: str, names: Sequence[str]) -> bool:
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     names = location.names(folder)
     digest = xxhash.xxh3_128()
-    rows = list(_documents(location, folder, names, digest))
+    rows: list[Row] = []
+    for item, file in _DOCUMENTS.items():
+        if file in names:
+            path = join(folder, file)
+            data = location.read(path, limit=MAX_DOCUMENT_BYTES)
+            digest.update(data)
+            rows.append(text_row(item, data, name=place(location, path)))
     time = read_metadata(location, folder).create_time if METADATA in names else None
     left_out: list[UnreadItem] = []
     if _INDEX in names:
@@ -186,7 +180,7 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
 
 def _indexed_rows(
     location: Location, folder: str, digest: xxhash.xxh3_128
-) -> list[Row]:
+) -> Iterator[Row]:
     path = join(folder, _INDEX)
     index = location.read(path, limit=MAX_INDEX_BYTES)
     digest.update(index)
@@ -194,29 +188,14 @@ def _indexed_rows(
     paths = [entry.path for entry in entries]
     arrays = open_folders(location, folder, paths)
     digest.update(stamp_folders(location, folder, paths))
-    return [_row(entry, array) for entry, array in zip(entries, arrays, strict=True)]
-
-
-def _row(entry: _IndexedArray, array: TensorStoreArray) -> Row:
-    if (entry.shape, entry.dtype) != (array.shape, array.dtype):
-        raise DataLossError(
-            f"array {entry.path!r}: expected {entry.shape} {entry.dtype} by {_INDEX}, "
-            f"got {array.shape} {array.dtype}; another save may have overwritten it"
-        )
-    return array.row(entry.path.split("/"), name=entry.path)
-
-
-def _documents(
-    location: Location, folder: str, names: Sequence[str], digest: xxhash.xxh3_128
-) -> Iterator[Row]:
-    """Yields the items: documents next to the arrays, as they are."""
-    for item, file in _DOCUMENTS.items():
-        if file not in names:
-            continue
-        path = join(folder, file)
-        data = location.read(path, limit=MAX_DOCUMENT_BYTES)
-        digest.update(data)
-        yield text_row(item, data, name=place(location, path))
+    for entry, array in zip(entries, arrays, strict=True):
+        if (entry.shape, entry.dtype) != (array.shape, array.dtype):
+            raise DataLossError(
+                f"array {entry.path!r}: expected {entry.shape} {entry.dtype} by "
+                f"{_INDEX}, got {array.shape} {array.dtype}; another save may have "
+                "overwritten it"
+            )
+        yield array.row(entry.path.split("/"), name=entry.path)
 
 
 def _labels(

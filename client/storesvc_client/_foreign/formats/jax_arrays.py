@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import xxhash
@@ -187,16 +188,13 @@ _ARRAY: Final = re.compile(r"Array\(([a-z0-9_]+)\[([0-9, ]*)\]\)")
 
 def open_root(location: Location) -> ForeignRoot:
     """Returns the trees that jax saved below a location."""
-    return FolderRoot(location, "jax", find=_find_steps, read=_read_step)
-
-
-def _find_steps(location: Location) -> dict[int, str]:
-    return named_steps(
-        location,
+    find = partial(
+        named_steps,
         is_finished=lambda _, names: {_STRUCTURE, f"{_STORE}/"} <= set(names),
         expected=f"a tree that jax saved, with {_STRUCTURE} and {_STORE}/, or "
         "folders of such trees that name steps",
     )
+    return FolderRoot(location, "jax", find=find, read=_read_step)
 
 
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
@@ -270,12 +268,6 @@ def _name(leaf: Node) -> str:
     return "/".join(leaf.parts)
 
 
-def _row(leaf: Node, array: TensorStoreArray, form: Any) -> Row:
-    name = _name(leaf)
-    _check_form(array, form, name)
-    return array.row(leaf.parts, name=name, path_kinds=leaf.path_kinds)
-
-
 def _container(what: str, node: Node) -> Container:
     try:
         return Container(what, join_key(node.parts), node.path_kinds)
@@ -283,8 +275,10 @@ def _container(what: str, node: Node) -> Container:
         raise PreconditionError(f"container {_name(node)[:200]!r}: {e}") from e
 
 
-def _check_form(array: TensorStoreArray, form: Any, name: str) -> None:
-    """Rejects an array that differs from its form in the structure."""
+def _row(leaf: Node, array: TensorStoreArray, form: Any) -> Row:
+    """Returns the row of an array; rejects one that differs from its form in the
+    structure."""
+    name = _name(leaf)
     found = _ARRAY.fullmatch(form) if isinstance(form, str) else None
     if found is None:
         raise PreconditionError(
@@ -296,3 +290,4 @@ def _check_form(array: TensorStoreArray, form: Any, name: str) -> None:
             f"array {name!r}: expected {shape} {found[1]}, got {array.shape} "
             f"{array.dtype}; another save may have overwritten it"
         )
+    return array.row(leaf.parts, name=name, path_kinds=leaf.path_kinds)

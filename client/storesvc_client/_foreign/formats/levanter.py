@@ -8,6 +8,7 @@ marin-community/marin. The parts were joined by "." before and split there, so t
 path of a field with a "." in its name has two parts.
 """
 
+from functools import partial
 from typing import Final
 
 import xxhash
@@ -44,17 +45,12 @@ _ZARR_JSON: Final = "zarr.json"
 
 def open_root(location: Location) -> ForeignRoot:
     """Returns the checkpoints below a location, such as the folder of a run."""
-    return FolderRoot(
-        location, "levanter", find=_find_steps, read=_read_step, marks=METADATA
-    )
-
-
-def _find_steps(location: Location) -> dict[int, str]:
-    return stated_steps(
-        location,
+    find = partial(
+        stated_steps,
         is_finished=lambda _, names: METADATA in names,
         expected=f"checkpoints of levanter, folders such as step-100/ with {METADATA}",
     )
+    return FolderRoot(location, "levanter", find=find, read=_read_step, marks=METADATA)
 
 
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:

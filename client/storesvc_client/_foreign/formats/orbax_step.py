@@ -137,7 +137,13 @@ def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str,
     """
     files = files_below(location, folder)
     if files in JSON_FILES:
-        yield item, _json_row(location, f"{folder}/{files[0]}", item_name(item))
+        path = f"{folder}/{files[0]}"
+        value, _ = read_json(location, path)
+        try:
+            row = item_row(item_name(item), value, name=f"{location.url}/{path}")
+        except StoreError:  # such as NaN, which is no JSON
+            row = file_item_row(location, path, item_name(item))
+        yield item, row
         return
     processes = [_PROCESS.fullmatch(name) for name in files]
     states = [found for found in processes if found is not None]
@@ -148,14 +154,6 @@ def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str,
     for path in files:
         full = item if len(files) == 1 else f"{item}/{path}"
         yield full, file_item_row(location, f"{folder}/{path}", item_name(full))
-
-
-def _json_row(location: Location, path: str, item: str) -> Row:
-    value, _ = read_json(location, path)
-    try:
-        return item_row(item, value, name=f"{location.url}/{path}")
-    except StoreError:  # such as NaN, which is no JSON
-        return file_item_row(location, path, item)
 
 
 def _state_rows(
@@ -464,17 +462,14 @@ class StepReader:
             self.rows.append(Row(leaf=leaf, array=array, name=entry.name))
             # an absent chunk, where chunks may be absent, has no checksum
             self.verified += found.is_whole and array.has_checksums
-        self._data(folder, [e.name for e in entries], is_ocdbt=is_ocdbt)
-
-    def _data(self, folder: str, arrays: Sequence[str], *, is_ocdbt: bool) -> None:
-        """Adds what changes with the elements of arrays to the digest."""
-        if is_ocdbt and arrays:  # the manifest names all data, directly or not
+        # The digest covers what changes with the elements of arrays.
+        if is_ocdbt and entries:  # the manifest names all data, directly or not
             manifest = join(folder, MANIFEST)
             data = self.location.read(manifest, limit=MAX_MANIFEST_BYTES)
             self._describes(manifest, data)
-        elif arrays:
-            stamp = stamp_folders(self.location, folder, arrays)
-            self._describes(folder, stamp)
+        elif entries:
+            paths = [entry.name for entry in entries]
+            self._describes(folder, stamp_folders(self.location, folder, paths))
 
     def _places(
         self,
@@ -663,11 +658,7 @@ class OrbaxRoot:
 
     def _folders(self, names: Sequence[str]) -> dict[int, list[str]]:
         """Returns the folders of each step, finished or not; "" for a location that is
-        a step itself.
-
-        Raises:
-            NotFoundError: There is none.
-        """
+        a step itself."""
         own = self._location.url.rstrip("/").rpartition("/")[2]
         alone = {int(own) if own.isdecimal() and own.isascii() else 0: [""]}
         if UNFINISHED in own:

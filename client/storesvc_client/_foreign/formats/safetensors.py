@@ -425,7 +425,14 @@ def read_step(
     rows, unread = tensor_rows(
         location, folder, digest, file=file, keep_names=keep_names
     )
-    rows += _configuration(location, folder, digest)
+    path = join(folder, "config.json")
+    if location.size(path) is not None:
+        config = location.read(path, limit=MAX_CONFIG_BYTES)
+        digest.update(config)
+        rows.append(text_row("config", config, name=place(location, path)))
+    labels = dict(not_read_label("safetensors", [each.name for each in unread]))
+    if cached := cached_revision(place(location, folder)):
+        labels["huggingface.repository"], labels["huggingface.revision"] = cached
     tree, arrays = make_tree(
         rows,
         place=place(location, folder),
@@ -437,10 +444,7 @@ def read_step(
         format="safetensors",
         tree=tree,
         arrays=arrays,
-        labels={
-            **_labels(place(location, folder)),
-            **not_read_label("safetensors", [each.name for each in unread]),
-        },
+        labels=labels,
         digest=digest.hexdigest(),
         unread=unread,
     )
@@ -581,22 +585,3 @@ def _row(location: Location, path: str, tensor: Tensor, *, keep_names: bool) -> 
         shape=tensor.shape,
         chunk_shape=choose_chunk_shape(tensor.shape, itemsize, tensor.shape),
     )
-
-
-def _configuration(
-    location: Location, folder: str, digest: xxhash.xxh3_128
-) -> Iterator[Row]:
-    """Yields the item of config.json, unchanged."""
-    path = join(folder, "config.json")
-    if location.size(path) is not None:
-        config = location.read(path, limit=MAX_CONFIG_BYTES)
-        digest.update(config)
-        yield text_row("config", config, name=place(location, path))
-
-
-def _labels(url: str) -> Mapping[str, str]:
-    cached = cached_revision(url)
-    if cached is None:
-        return {}
-    repository, revision = cached
-    return {"huggingface.repository": repository, "huggingface.revision": revision}

@@ -121,9 +121,9 @@ class TestMergeByPath:
     def test_both_ways_to_the_paths_agree(self, model: Any) -> None:
         graphdef, _ = split(model)
 
-        listed = graphs._listed_paths(graphdef)
+        listed = graphs.list_paths(graphdef)
 
-        assert listed == graphs._found_paths(graphdef)
+        assert listed == graphs.find_paths(graphdef)
         assert graphdef.num_leaves == len(listed)
 
     def test_a_structure_of_no_known_form_is_asked_the_other_way(self) -> None:
@@ -135,7 +135,7 @@ class TestMergeByPath:
             num_leaves=graphdef.num_leaves,
         )
 
-        assert [] == graphs._listed_paths(unknown)
+        assert [] == graphs.list_paths(unknown)
 
     def test_layers_under_text_are_rejected(self) -> None:
         graphdef, state = split()

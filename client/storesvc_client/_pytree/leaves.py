@@ -11,12 +11,15 @@ save.
 Texts, bytes and large integers of a tree, and the items next to it, are stored as
 encoded bytes. A save replaces each of them by an ``EncodedLeaf`` before it plans, so
 that all later stages see an array of bytes.
+
+Nested mappings, such as the states of NNX, have leaves by path, whose parts are keys:
+the number 0 and the text "0" are different ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +53,14 @@ from storesvc.format.keys import (
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._items.values import encode_python
-from storesvc_client._pytree.paths import part_text
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
+
+GraphPath: TypeAlias = tuple[Any, ...]
+"""Path of a leaf in nested mappings: its keys, integers kept as integers."""
+
+IsLeaf: TypeAlias = Callable[[GraphPath, Any], bool]
+"""Returns True if the mapping at a path is to be treated as a leaf."""
 
 Index: TypeAlias = tuple[slice, ...]
 
@@ -601,3 +609,128 @@ def storable(
     for leaf, what in sorted(found, key=lambda pair: pair[0].key):
         assert what is not None  # _problem() names such leaves
         yield leaf, what
+
+
+def path_text(path: GraphPath) -> str:
+    """Returns the path in index notation, which distinguishes 0 from "0"."""
+    return "".join(f"[{key!r}]" for key in path) or "the root"
+
+
+@overload
+def tree_path_to_string(path: tuple[Any, ...], sep: None = None) -> tuple[str, ...]: ...
+@overload
+def tree_path_to_string(path: tuple[Any, ...], sep: str) -> str: ...
+def tree_path_to_string(
+    path: tuple[Any, ...], sep: str | None = None
+) -> str | tuple[str, ...]:
+    """Returns the parts of a JAX tree path as text, joined by ``sep`` if given.
+
+    Joined parts are ambiguous when a part contains ``sep``; the keys of the store
+    therefore escape each part first (``storesvc.format.keys``).
+    """
+    parts = tuple(map(part_text, path))
+    return parts if sep is None else sep.join(parts)
+
+
+def part_text(part: Any) -> str:
+    """Returns one part of a JAX tree path as text."""
+    match part:
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case SequenceKey(idx=name) | GetAttrKey(name=name):
+            return str(name)
+        case _:
+            return str(part)
+
+
+def is_flatten(tree: Mapping[Any, Any]) -> bool:
+    """Returns whether a key of the dict is a path, which is a tuple.
+
+    Raises:
+        AttributeError: ``tree`` has no keys.
+    """
+    keys = tree.keys()
+    return any(isinstance(key, tuple) for key in keys)
+
+
+def mapping_leaves(
+    xs: Any, *, is_leaf: IsLeaf | None = None, keep_empty_nodes: bool = False
+) -> dict[GraphPath, Any]:
+    """Returns the leaves of nested mappings, or of one flat with tuple keys, by path.
+
+    Raises:
+        ValueError: Two leaves have one path, or one is below another.
+    """
+    leaves: dict[GraphPath, Any] = {}
+
+    def walk(path: GraphPath, node: Any) -> Iterator[tuple[GraphPath, Any]]:
+        if not isinstance(node, Mapping) or (is_leaf and is_leaf(path, node)):
+            yield path, node
+            return
+        for key, value in node.items():
+            # A tuple is a path only at the top level; below, it is an ordinary key.
+            below = key if not path and isinstance(key, tuple) else (*path, key)
+            yield from walk(below, value)
+        if keep_empty_nodes and path and not node:
+            from flax.traverse_util import empty_node
+
+            yield path, empty_node
+
+    add_leaves(leaves, walk((), xs))
+    if isinstance(xs, Mapping) and is_flatten(xs):
+        _refuse_leaves_below_leaves(leaves)
+    return leaves
+
+
+def add_leaves(
+    leaves: dict[GraphPath, Any], more: Iterable[tuple[GraphPath, Any]]
+) -> None:
+    """Adds leaves to a dict of leaves.
+
+    Raises:
+        ValueError: Two leaves have one path.
+    """
+    for path, leaf in more:
+        if path in leaves:
+            raise ValueError(
+                f"two leaves have the path {path_text(path)}: expected at most one"
+            )
+        leaves[path] = leaf
+
+
+def nest_leaves(leaves: Mapping[GraphPath, Any]) -> dict[Any, Any]:
+    """Returns the nested dict of leaves given by path.
+
+    Raises:
+        ValueError: A leaf is at the root, or below another leaf.
+    """
+    if () in leaves:
+        raise ValueError("expected every leaf below a key, got a leaf at the root")
+    _refuse_leaves_below_leaves(leaves)
+    root: dict[Any, Any] = {}
+    nodes: dict[GraphPath, dict[Any, Any]] = {(): root}
+    for path, leaf in leaves.items():
+        above = path[:-1]
+        if above not in nodes:
+            for length in range(1, len(path)):
+                if path[:length] not in nodes:
+                    nodes[path[:length]] = nodes[path[: length - 1]].setdefault(
+                        path[length - 1], {}
+                    )
+        nodes[above][path[-1]] = leaf
+    return root
+
+
+def _refuse_leaves_below_leaves(leaves: Mapping[GraphPath, Any]) -> None:
+    seen: set[GraphPath] = set()
+    for path in leaves:
+        above = path[:-1]
+        # Siblings share all paths above them; each is looked up once.
+        while above and above not in seen:
+            if above in leaves:
+                raise ValueError(
+                    f"expected no leaf above another, got {path_text(path)} below "
+                    f"{path_text(above)}"
+                )
+            seen.add(above)
+            above = above[:-1]

@@ -25,10 +25,10 @@ from storesvc_client._pytree.leaves import (
     family,
     list_problems,
     named_leaves,
+    path_text,
     signature,
     tracer_text,
 )
-from storesvc_client._pytree.paths import path_text
 from storesvc_client._values.key_patterns import find_patterns
 from storesvc_client._values.models import leaf_path
 from storesvc_client.errors import MismatchError

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.keys import join_key
 from storesvc.format.trees import SavedSharding
-from storesvc_client._pytree.leaves import list_problems
-from storesvc_client._pytree.paths import tree_path_to_string
+from storesvc_client._pytree.leaves import list_problems, tree_path_to_string
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import Indivisible
 from storesvc_client.errors import InvalidRequestError, MismatchError

@@ -51,7 +51,6 @@ from storesvc_client.trees.nnx.blueprints import (
 )
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
-    Parts,
     merge_by_path,
     mesh_of,
     partition_rules_of,
@@ -140,14 +139,28 @@ class EasyDeLState(struct.PyTreeNode):
                 ``init_opt_state`` is given with ``opt_state`` or without ``tx``; or the
                 parts are of different modules.
         """
-        parts = _parts(model, graphdef, graphstate, graphother)
+        parts = {
+            "graphdef": graphdef,
+            "graphstate": graphstate,
+            "graphother": graphother,
+        }
+        given = [name for name, part in parts.items() if part is not None]
+        if model is not None:
+            if given:
+                raise ValueError(f"expected model or its parts, got model and {given}")
+            graphdef, graphstate, graphother = split_module(model)
+        if graphdef is None or graphstate is None or graphother is None:
+            raise ValueError(f"expected model or all of {list(parts)}, got {given}")
+        merge_by_path(graphdef, graphstate, graphother)  # rejects other paths
+        # split_module returns the module's own Variables; refine_graphs copies them.
+        graphstate = refine_graphs(graphstate)
         if init_opt_state:
-            opt_state = _initial_opt_state(tx, opt_state, parts[1])
+            opt_state = _initial_opt_state(tx, opt_state, graphstate)
         return cls(
             step=0 if step is None else step,
-            graphdef=parts[0],
-            graphstate=parts[1],
-            graphother=parts[2],
+            graphdef=graphdef,
+            graphstate=graphstate,
+            graphother=refine_graphs(graphother),
             tx=tx,
             opt_state=opt_state,
         )
@@ -643,25 +656,6 @@ def restore_state(
     )
     request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
     return rebuild_state(opened, request)
-
-
-def _parts(
-    model: nnx.Module | None,
-    graphdef: "nnx.GraphDef[nnx.Module] | None",
-    graphstate: GraphState | None,
-    graphother: GraphState | None,
-) -> Parts:
-    parts = {"graphdef": graphdef, "graphstate": graphstate, "graphother": graphother}
-    given = [name for name, part in parts.items() if part is not None]
-    if model is not None:
-        if given:
-            raise ValueError(f"expected model or its parts, got model and {given}")
-        graphdef, graphstate, graphother = split_module(model)
-    if graphdef is None or graphstate is None or graphother is None:
-        raise ValueError(f"expected model or all of {list(parts)}, got {given}")
-    merge_by_path(graphdef, graphstate, graphother)  # rejects other paths
-    # split_module returns the module's own Variables; refine_graphs copies them.
-    return graphdef, refine_graphs(graphstate), refine_graphs(graphother)
 
 
 def _initial_opt_state(

@@ -139,7 +139,16 @@ def _clash(path: _Path, collection: str, other: _Path, holder: str) -> ValueErro
 
 
 def _variable(place: str, collection: str, leaf: Any) -> _Variable:
-    kind = _variable_type(collection)
+    # bridge.ToLinen uses these collection names, but registers them only when it runs.
+    if collection in _STREAMS:
+        raise TypeError(
+            f"collection {collection!r}: expected variables, got an RNG stream's; "
+            "remove it, and pass streams as rngs="
+        )
+    try:
+        kind = nnx.variable_type_from_name(collection, allow_register=True)
+    except ValueError as e:  # for example, a name with a NUL
+        raise ValueError(f"collection {collection!r} cannot name a type: {e}") from e
     if isinstance(leaf, nnx.Variable):
         raise TypeError(
             f"{place}: expected an array or a box, got an NNX {type(leaf).__name__}; "
@@ -173,19 +182,6 @@ def _stuck(place: str, box: Any) -> TypeError:
         f"{type(box).__name__}, which a round trip would change; give it "
         "to_nnx_metadata and from_nnx_metadata, or unbox it with flax.linen.meta.unbox"
     )
-
-
-def _variable_type(collection: str) -> type[_Variable]:
-    # bridge.ToLinen uses these collection names, but registers them only when it runs.
-    if collection in _STREAMS:
-        raise TypeError(
-            f"collection {collection!r}: expected variables, got an RNG stream's; "
-            "remove it, and pass streams as rngs="
-        )
-    try:
-        return nnx.variable_type_from_name(collection, allow_register=True)
-    except ValueError as e:  # for example, a name with a NUL
-        raise ValueError(f"collection {collection!r} cannot name a type: {e}") from e
 
 
 def _fill_variable(

@@ -34,10 +34,26 @@ state takes its parameters from it by path; everything except parameters is unch
 * **Hooks have no effect.** Variables are read and written as stored.
 * **Digits may replace integers,** because formats without integer keys write layers so.
   A tree with both is rejected.
+
+Nested dicts become flat dicts of paths, and leaves of JAX trees get names. The keys of
+a flat dict are tuples of keys, or the same keys joined as text by a separator. Two
+leaves of one name, a leaf above another, and a key that contains the separator are
+rejected, so every flat dict can be unflattened, and a name, with a separator,
+identifies exactly one path of a tree. 0 and "0" are equal only if a caller asks for
+text, and then a mapping that has both is rejected.
+
+>>> flatten_dict({"a": {0: 1}, "b": 2})
+{('a', 0): 1, ('b',): 2}
+>>> unflatten_dict({"a.0": 1}, sep=".")
+{'a': {'0': 1}}
+>>> flatten_tree({"a": [1, {"b": 2}]}, sep=".")
+{'a.0': 1, 'a.1.b': 2}
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -45,24 +61,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import empty_node
+from jax.interpreters import pxla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from storesvc_client._pytree.paths import (
+from storesvc_client._pytree.leaves import (
     GraphPath,
-    deepcopy_model,
-    flatten_dict,
-    flatten_tree,
-    int_key_to_string,
+    IsLeaf,
+    add_leaves,
     is_flatten,
     mapping_leaves,
-    named_tree_map,
     nest_leaves,
-    parse_integer,
     path_text,
-    specs_to_name_sharding,
-    string_key_to_int,
-    tree_apply,
     tree_path_to_string,
-    unflatten_dict,
 )
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
@@ -114,6 +125,10 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nnx.Module)
+
+_MAX_DIGITS = 18
+"""Maximum digits of an integer key; Python limits conversions to some thousand
+digits."""
 
 # The underscores distinguish these names from arguments of the constructor, which are
 # passed in the same call. Names, order and defaults are EasyDeL's.
@@ -440,7 +455,7 @@ def _merge_tree(
         silence: See ``merge_state_and_tree``.
     """
     leaves = graph_leaves(state)
-    given = _given(tree)
+    given = _index_tree(tree)
     params = {
         path: v
         for path, v in leaves.items()
@@ -465,14 +480,16 @@ def _merge_tree(
     )
 
 
-def _given(tree: Mapping[Any, Any]) -> Given:
+def _index_tree(tree: Mapping[Any, Any]) -> Given:
     leaves = graph_leaves(tree)
     # Nested, because an integer next to its text is rejected even if no leaves collide.
     nested = string_key_to_int(nest_leaves({path: path for path in leaves}))
-    return {
-        path: (own_path, _value(leaves[own_path]))
-        for path, own_path in mapping_leaves(nested).items()
-    }
+    given = {}
+    for path, own_path in mapping_leaves(nested).items():
+        leaf = leaves[own_path]
+        value = stored_value(leaf) if isinstance(leaf, nnx.Variable) else leaf
+        given[path] = own_path, value
+    return given
 
 
 def _with_values(
@@ -483,14 +500,14 @@ def _with_values(
     misfits: list[str] = []
     for path, param in params.items():
         found, value = given.get(tuple(map(parse_integer, path)), ((), None))
-        if not all(map(_addresses, found, path)):
-            value = None
-        wanted = stored_value(param)
-        if not _fits(value, wanted):
+        for key, wanted in zip(found, path, strict=False):
+            # text in the tree matches an integer of the state, not the reverse
+            if key != wanted and not (isinstance(wanted, int) and key == str(wanted)):
+                value = None
+        own = stored_value(param)
+        if not _fits(value, own):
             place = path_text(path)
-            misfits.append(
-                f"leaf {place}: expected {_kind(wanted)}, got {_kind(value)}"
-            )
+            misfits.append(f"leaf {place}: expected {_kind(own)}, got {_kind(value)}")
         result[path] = param.replace(value)
     return result, misfits
 
@@ -540,16 +557,6 @@ def _first_paths(
     return first
 
 
-def _addresses(key: Any, wanted: Any) -> bool:
-    """Returns whether a tree's key matches a state's: text matches an integer, not
-    reverse."""
-    return bool(key == wanted or (isinstance(wanted, int) and key == str(wanted)))
-
-
-def _value(leaf: Any) -> Any:
-    return stored_value(leaf) if isinstance(leaf, nnx.Variable) else leaf
-
-
 def _fits(value: Any, wanted: Any) -> bool:
     if _is_array(value) and _is_array(wanted):
         return bool(value.shape == wanted.shape and value.dtype == wanted.dtype)
@@ -594,6 +601,292 @@ def _kind(value: Any) -> str:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def flatten_dict(
+    xs: Mapping[Any, Any],
+    keep_empty_nodes: bool = False,
+    is_leaf: IsLeaf | None = None,
+    sep: str | None = None,
+    fumap: bool = False,
+) -> dict[Any, Any]:
+    """Returns the leaves of nested mappings by path.
+
+    Everything except mappings is a leaf, lists too. Tuple keys of ``xs`` are already
+    paths.
+
+    Args:
+        xs: A dict, an ``nnx.State`` or another mapping.
+        keep_empty_nodes: Keep an empty mapping as a leaf, flax's ``empty_node``. An
+            empty ``xs`` still gives an empty dict.
+        is_leaf: Returns True if the mapping at a path is to be treated as a leaf.
+        sep: Separator that joins the keys of a path to text; None: paths are tuples.
+        fumap: Accept an ``xs`` that is not a mapping, as a leaf at the empty path.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: Two leaves have one path, one is below another, or, with ``sep``,
+            two have one name or a key contains ``sep``.
+    """
+    if not isinstance(xs, Mapping) and not fumap:
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    leaves = mapping_leaves(xs, is_leaf=is_leaf, keep_empty_nodes=keep_empty_nodes)
+    if sep is None:
+        return leaves
+    paths = [tuple(map(str, path)) for path in leaves]
+    return dict(zip(join_names(paths, sep), leaves.values(), strict=True))
+
+
+def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, Any]:
+    """Returns the nested dict of a flat dict.
+
+    Args:
+        xs: Leaves by path. ``empty_node`` becomes an empty dict.
+        sep: Separator that splits a path of text; the parts stay text. None: paths are
+            tuples.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping, or a key is not a path.
+        ValueError: A path is empty, occurs twice, or is below another leaf.
+    """
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    leaves: dict[GraphPath, Any] = {}
+    for key, value in xs.items():
+        # Compared by type: a tree map creates another instance.
+        leaf = {} if isinstance(value, type(empty_node)) else value
+        if sep is not None and isinstance(key, str):
+            path: GraphPath = tuple(key.split(sep))
+        elif sep is None and isinstance(key, tuple):
+            path = key
+        else:
+            expected = "a tuple" if sep is None else "text"
+            raise TypeError(
+                f"key {key!r}: expected {expected}, got {type(key).__name__}"
+            )
+        add_leaves(leaves, [(path, leaf)])
+    return nest_leaves(leaves)
+
+
+def int_key_to_string(xs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the dict, nested or flat, with its integer keys converted to text.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: A mapping contains an integer and the same integer as text.
+    """
+    return _with_keys(xs, _integer_text, ())
+
+
+def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the dict, nested or flat, with keys that spell an integer converted.
+
+    Only the results of ``str`` for 0, 1, 2, ... are converted: "007", "-1" and "²" stay
+    text.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: A mapping contains an integer and the same integer as text.
+    """
+    return _with_keys(xs, parse_integer, ())
+
+
+def _integer_text(key: Any) -> Any:
+    is_integer = isinstance(key, int) and not isinstance(key, bool)
+    return str(key) if is_integer else key
+
+
+def parse_integer(key: Any) -> Any:
+    """Returns the integer that a key spells, or the key itself."""
+    if not isinstance(key, str) or len(key) > _MAX_DIGITS:
+        return key
+    # isdigit alone accepts superscripts, which int rejects.
+    spells_one = key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")
+    return int(key) if spells_one else key
+
+
+def _with_keys(
+    xs: Mapping[Any, Any], convert: Callable[[Any], Any], above: GraphPath
+) -> dict[Any, Any]:
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    result: dict[Any, Any] = {}
+    for key, value in xs.items():
+        is_path = isinstance(key, tuple) and not above
+        new = tuple(map(convert, key)) if is_path else convert(key)
+        if new in result:
+            raise ValueError(
+                f"two keys become {new!r} in {path_text(above)}: expected at most one"
+            )
+        nested = isinstance(value, Mapping)
+        result[new] = _with_keys(value, convert, (*above, key)) if nested else value
+    return result
+
+
+def join_names(paths: Iterable[tuple[str, ...]], sep: str) -> list[str]:
+    """Returns the joined names of paths.
+
+    Raises:
+        ValueError: A part contains ``sep``, or two paths have one name.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        name = sep.join(path)
+        # Splitting also detects parts that together form a separator of several
+        # characters.
+        if sep and path and name.split(sep) != list(path):
+            raise ValueError(
+                f"leaf {path_text(path)}: expected keys without the separator {sep!r}"
+            )
+        if name in names:
+            raise ValueError(
+                f"two leaves have the name {name!r}: {path_text(names[name])} and "
+                f"{path_text(path)}; expected unique names"
+            )
+        names[name] = path
+    return list(names)
+
+
+def flatten_tree(
+    xs: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """Returns the leaves of a JAX tree by name.
+
+    Args:
+        xs: The tree.
+        is_leaf: Returns True for nodes to treat as leaves.
+        sep: Separator between the parts of a name; None: names are tuples of text.
+
+    Raises:
+        ValueError: Two leaves have one name, a key contains ``sep``, or JAX cannot sort
+            the keys of a dict.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(xs, is_leaf=is_leaf)
+    names = _names([path for path, _ in leaves], sep)
+    return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+
+
+def named_tree_map(
+    f: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sep: str | None = None,
+) -> Any:
+    """Returns the tree with each leaf replaced by ``f(name, leaf, *others)``.
+
+    Args:
+        f: Called for each leaf.
+        tree: The tree.
+        *rest: Other trees with the structure of ``tree``, or with that structure as a
+            prefix.
+        is_leaf: Returns True for nodes to treat as leaves.
+        sep: Separator between the parts of a name; None: names are tuples of text.
+
+    Raises:
+        ValueError: Another tree has a different structure, two leaves have one name, or
+            a key contains ``sep``.
+    """
+    paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+    # tree.map visits the leaves in the order in which flattening lists them.
+    names = iter(_names(paths, sep))
+    return jax.tree.map(
+        lambda *leaves: f(next(names), *leaves), tree, *rest, is_leaf=is_leaf
+    )
+
+
+def _names(paths: list[Any], sep: str | None) -> list[Any]:
+    parts = [tree_path_to_string(path) for path in paths]
+    if sep is not None:
+        return join_names(parts, sep)
+    seen: set[tuple[str, ...]] = set()
+    for name in parts:
+        if name in seen:
+            raise ValueError(f"two leaves have the name {name}: expected unique names")
+        seen.add(name)
+    return parts
+
+
+def tree_apply(fns: Any, tree: Any) -> Any:
+    """Returns the tree with each function applied to the node at its position.
+
+    Args:
+        fns: Functions, in a tree whose structure is a prefix of ``tree``'s.
+        tree: The tree.
+
+    Raises:
+        ValueError: The trees have different structures.
+    """
+    # Some callables, for example jax.tree_util.Partial, are pytrees themselves.
+    return jax.tree.map(lambda fn, x: fn(x), fns, tree, is_leaf=callable)
+
+
+def deepcopy_model(model: Any) -> Any:
+    """Returns a copy of a module or tree that shares no array or Variable with it.
+
+    A Variable that a module holds in two places is one Variable in the copy, too.
+    """
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    def copied_module(module: Any) -> Any:
+        graphdef, state = nnx.split(module)
+        return nnx.merge(graphdef, jax.tree.map(deepcopy, state))
+
+    leaves, structure = jax.tree.flatten(model, is_leaf=is_module)
+    copies = [copied_module(leaf) for leaf in leaves if is_module(leaf)]
+    # One deepcopy call for all, so that a leaf that occurs twice is copied once.
+    others = deepcopy([None if is_module(leaf) else leaf for leaf in leaves])
+    modules = iter(copies)
+    copied = [
+        next(modules) if is_module(leaf) else other
+        for leaf, other in zip(leaves, others, strict=True)
+    ]
+    return jax.tree.unflatten(structure, copied)
+
+
+def specs_to_name_sharding(tree: Any, mesh: Mesh | None = None) -> Any:
+    """Returns the tree with a NamedSharding for each PartitionSpec.
+
+    Args:
+        tree: A tree of PartitionSpecs; None stays None.
+        mesh: The mesh; by default the mesh of the context.
+
+    Raises:
+        TypeError: A leaf is not a PartitionSpec.
+        ValueError: There is no mesh, or it lacks an axis; the message names the leaf.
+    """
+    if mesh is None:  # that of ``with mesh:``, or of ``jax.set_mesh``
+        with warnings.catch_warnings():
+            # Deprecated like ``with mesh:``, but the only access to that mesh.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            threads = getattr(pxla, "thread_resources", None)
+        mesh = None if threads is None else threads.env.physical_mesh
+        if mesh is None or mesh.empty:
+            mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "expected mesh= or a mesh in the context, got none; pass mesh= or use "
+            "jax.set_mesh"
+        )
+
+    def sharding(path: tuple[Any, ...], spec: Any) -> NamedSharding:
+        place = path_text(tree_path_to_string(path))
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"leaf {place}: expected a PartitionSpec, got {type(spec).__name__}"
+            )
+        try:
+            return NamedSharding(mesh, spec)
+        except ValueError as e:
+            raise ValueError(f"leaf {place}: {e}") from e
+
+    return jax.tree_util.tree_map_with_path(
+        sharding, tree, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
 
 
 diffrentiate_state = differentiate_state

@@ -29,13 +29,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._pytree.containers import nest
-from storesvc_client._pytree.leaves import list_problems, named_leaves, signature
+from storesvc_client._pytree.leaves import (
+    GraphPath,
+    list_problems,
+    named_leaves,
+    signature,
+)
 from storesvc_client._pytree.partition_rules import (
     Rules,
     check_mesh,
     shardings_by_rules,
 )
-from storesvc_client._pytree.paths import GraphPath
 from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.models import LeafInfo, PathPart

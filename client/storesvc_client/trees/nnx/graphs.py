@@ -37,14 +37,14 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from storesvc_client._chunks.memory import collector_paused
-from storesvc_client._pytree.partition_rules import Rules
-from storesvc_client._pytree.paths import (
+from storesvc_client._pytree.leaves import (
     GraphPath,
     add_leaves,
     mapping_leaves,
     nest_leaves,
     path_text,
 )
+from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client.trees.structure.descriptions import is_cached
 from storesvc_client.trees.structure.encoder import NODES, make_skeleton
 
@@ -216,17 +216,17 @@ class Identity:
 @lru_cache(maxsize=8)
 def _leaf_paths(key: Identity) -> tuple[tuple[GraphPath, ...], frozenset[GraphPath]]:
     """Returns the leaf paths in the structure's order, and as a set."""
-    order = tuple(_listed_paths(key.graphdef) or _found_paths(key.graphdef))
+    order = tuple(list_paths(key.graphdef) or find_paths(key.graphdef))
     return order, frozenset(order)
 
 
-def _listed_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
+def list_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
     """Returns the paths read from the structure's lists; empty if their form is
     unknown.
 
     Nodes and attributes are listed depth first, including leaves. The list's classes
     are private to flax; therefore they are matched by name, the count is checked at the
-    end, and ``_found_paths`` is the fallback, which takes ten times as long.
+    end, and ``find_paths`` is the fallback, which takes ten times as long.
     """
     nodes, attributes = iter(graphdef.nodes), iter(graphdef.attributes)
     paths: list[GraphPath] = []
@@ -257,7 +257,7 @@ def _listed_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
     return paths if complete and len(paths) == graphdef.num_leaves else []
 
 
-def _found_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
+def find_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
     """Returns the paths of a module that is built with numbers as leaves.
 
     The numbers are in Variables, because flax does not treat a bare number as a leaf.

@@ -104,6 +104,8 @@ _FAILURES: Final = (
     RuntimeError,
 )
 
+_UNSAVED: Final = "the model's structure is not saved with the checkpoint: %s"
+
 _log = logging.getLogger("storesvc_client")
 
 Json: TypeAlias = Any
@@ -218,9 +220,7 @@ class Recipe:
         try:
             return pack_document(found)
         except StructureError as e:
-            _log.warning(
-                "the model's structure is not saved with the checkpoint: %s", e
-            )
+            _log.warning(_UNSAVED, e)
             return pack_document(found | {"graphdef": None})
 
     @classmethod
@@ -389,8 +389,13 @@ def _find_facts(
         leaves = {**graph_leaves(graphstate), **graph_leaves(graphother)}
         held = {p: fresh_leaf(leaves.get(p, _NOTHING)) for p in graph_paths(graphdef)}
         model = fill_graph(graphdef, held)
+        structure: Json = None
+        try:
+            structure = encode_graphdef(graphdef)
+        except StoreError as e:  # for example, a module nested too deeply
+            _log.warning(_UNSAVED, e)
         found = _known[Identity(graphdef)] = _Facts(
-            graphdef=_structure(graphdef),
+            graphdef=structure,
             model=type(model).__qualname__,
             config=_encode_setting(partial(_config, model), encode_settings),
             arguments={
@@ -403,14 +408,6 @@ def _find_facts(
         while len(_known) > _KNOWN:
             _known.popitem(last=False)
     return found
-
-
-def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
-    try:
-        return encode_graphdef(graphdef)
-    except StoreError as e:  # for example, a module nested too deeply
-        _log.warning("the model's structure is not saved with the checkpoint: %s", e)
-        return None
 
 
 def _encode_setting(
@@ -667,24 +664,17 @@ def _move_to_this_machine(config: Any) -> None:
 
 def _config_classes(model: type[Any]) -> list[type[Any]]:
     """Returns the possible classes of a model's config, the most likely one first."""
-    return list(dict.fromkeys(_found_classes(model)))
-
-
-def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
-    for name in ("config_class", "_config_class"):
-        named = getattr(model, name, None)
-        if isinstance(named, type):
-            yield named
-    yield from _registered_classes(model)
+    named = [getattr(model, name, None) for name in ("config_class", "_config_class")]
+    found = [cls for cls in named if isinstance(cls, type)]
+    found += _registered_classes(model)
     for base in model.__mro__:
         init = base.__dict__.get("__init__")
         annotation = getattr(init, "__annotations__", {}).get("config")
         if annotation is not None:
-            scope: Mapping[str, Any] = getattr(init, "__globals__", {})
-            for cls in named_classes(annotation, scope):
-                if cls.__module__ != "builtins":
-                    yield cls
-            return
+            classes = named_classes(annotation, getattr(init, "__globals__", {}))
+            found += [cls for cls in classes if cls.__module__ != "builtins"]
+            break
+    return list(dict.fromkeys(found))
 
 
 def _registered_classes(model: type[Any]) -> Iterator[type[Any]]:

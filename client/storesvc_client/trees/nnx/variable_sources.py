@@ -26,9 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
 from storesvc_client._chunks.memory import collector_paused
-from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client._pytree.leaves import (
+    GraphPath,
+    named_leaves,
+    nest_leaves,
+    path_text,
+)
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
-from storesvc_client._pytree.paths import GraphPath, nest_leaves, path_text
 from storesvc_client._pytree.restore_target import would_narrow
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Indivisible
@@ -166,22 +170,15 @@ def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:
     if value is None:
         return recreator.get_key()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        key, shape = recreator.get_key(_key_impl(value)), _shape(value)
+        # key_impl rejects a ShapeDtypeStruct, but accepts a tracer that stands for it
+        impls: list[Hashable] = []
+        jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), value)
+        key, shape = recreator.get_key(impls[0]), _shape(value)
         return jax.random.split(key, shape) if shape else key
     # Raw data has no implementation; only its width identifies it.
     impl = "rbg" if value.shape[-1] == _RBG_WORDS else "threefry2x32"
     key, shape = recreator.get_key(impl), value.shape[:-1]
     return jax.random.key_data(jax.random.split(key, shape) if shape else key)
-
-
-def _key_impl(value: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
-    """Returns the implementation of typed keys, also abstract ones.
-
-    ``key_impl`` rejects a ShapeDtypeStruct, but accepts the tracer that stands for one.
-    """
-    seen: list[Hashable] = []
-    jax.eval_shape(lambda keys: seen.append(jax.random.key_impl(keys)), value)
-    return seen[0]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -264,16 +261,14 @@ class Sources:
         """
         found = {part: graph_leaves(restored[part]) for part in PARTS}
         held = {place: found[source][place[1]] for place, source in self.held.items()}
-        initialised = self._initialise(mesh, rules, indivisible)
-        parts = join_parts({**held, **self._recreate(mesh), **initialised}.items())
-        return parts["graphstate"], parts["graphother"]
-
-    def _recreate(self, mesh: Mesh | None) -> dict[Place, Any]:
         flat = {(part, *path): leaf for (part, path), leaf in self.recreated.items()}
         fresh = recreate_meta_values(flat)
         if mesh is not None:
             fresh = jax.device_put(fresh, NamedSharding(mesh, PartitionSpec()))
-        return {(part, tuple(path)): leaf for (part, *path), leaf in fresh.items()}
+        recreated = {(part, tuple(path)): leaf for (part, *path), leaf in fresh.items()}
+        initialised = self._initialise(mesh, rules, indivisible)
+        parts = join_parts({**held, **recreated, **initialised}.items())
+        return parts["graphstate"], parts["graphother"]
 
     def _initialise(
         self,
@@ -285,8 +280,14 @@ class Sources:
             return {}
         make = self.blueprint.make
         places = list(self.initialised)
-        if make is None:
-            return {place: _own_value(self.initialised[place]) for place in places}
+        if make is None:  # they keep the values of the instance
+            leaves = jax.tree.leaves(list(self.initialised.values()))
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+                raise InvalidRequestError(
+                    "missing='init': expected model= a class, a factory or a module "
+                    "with values, got an abstract module"
+                )
+            return {**self.initialised}
 
         def values() -> list[Any]:
             parts = dict(zip(PARTS, split_module(make())[1:], strict=True))
@@ -412,17 +413,6 @@ def _holds(keys: Container[str], part: str, path: GraphPath, leaf: Any) -> bool:
     if hasattr(leaf.get_raw_value(), "shape"):
         return f"{prefix}/value" in keys
     return all(f"{prefix}/{below.key}" in keys for below in named_leaves(leaf)[0])
-
-
-def _own_value(variable: Any) -> Any:
-    """Returns the value of an instance for a Variable that the checkpoint lacks."""
-    leaves = jax.tree.leaves(variable)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise InvalidRequestError(
-            "missing='init': expected model= a class, a factory or a module with "
-            "values, got an abstract module"
-        )
-    return variable
 
 
 def _like(made: Any, wanted: Any) -> Any:

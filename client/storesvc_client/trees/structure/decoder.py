@@ -18,8 +18,7 @@ from typing import Any, Final
 from flax import nnx
 from flax.typing import HashableMapping
 
-from storesvc_client._pytree.leaves import list_problems
-from storesvc_client._pytree.paths import mapping_leaves
+from storesvc_client._pytree.leaves import list_problems, mapping_leaves
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
 from storesvc_client.trees.structure import encoder
 from storesvc_client.trees.structure.comparison import differences

@@ -11,6 +11,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._api.run import run_copy
+from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
@@ -71,7 +72,7 @@ def test_a_copy_has_all_that_its_source_has(prod: store.Run, lab: store.Run) -> 
     assert [100, 200] == lab.steps() == [one.checkpoint.step for one in done]
     for step in lab.steps():
         ours, theirs = prod.checkpoint(step), lab.checkpoint(step)
-        manifests = [run.open(step)._manifest for run in (prod, lab)]
+        manifests = [get_reader(run.open(step)).manifest for run in (prod, lab)]
         assert manifests[0].tree == manifests[1].tree
         assert (
             manifests[0].sums.digests.tobytes() == manifests[1].sums.digests.tobytes()

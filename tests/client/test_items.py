@@ -19,6 +19,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
+from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import gcs_root
 from tests.restore.test_corruption import flip
 from tests.support.sessions import send_through_server
@@ -383,9 +384,7 @@ def test_classes_that_are_not_exactly_texts_are_rejected(run: store.Run) -> None
 
 def saved_manifest(root: Path) -> Manifest:
     with store.connect(root.as_uri()) as client:
-        opened: Any = client.run(RUN).open(1)
-        manifest: Manifest = opened._manifest
-        return manifest
+        return get_reader(client.run(RUN).open(1)).manifest
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 import storesvc_client as store
 from storesvc.format.trees import Leaf
+from storesvc_client._api.run import get_parts
 from storesvc_client._rpc import retry
 from storesvc_client._save.saver import PendingSave
 from storesvc_client._values.models import Event, LeafInfo, UploadInfo
@@ -227,7 +228,9 @@ def test_a_client_closes_after_any_failure_of_a_save(server_address: str) -> Non
     broken = client.run("tests/close-broken")
     failed = Future[Any]()
     failed.set_exception(MemoryError("no more of it"))
-    broken._saver._under_way.append(PendingSave("tests/close-broken@1", 1, failed))
+    get_parts(broken).saver._under_way.append(
+        PendingSave("tests/close-broken@1", 1, failed)
+    )
     other = client.run("tests/close-other").save(1, {"x": 1})
 
     with pytest.raises(MemoryError, match="no more of it"):

@@ -15,7 +15,7 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._foreign import zarr_arrays
 from storesvc_client._foreign.foreign_step import ForeignStep
 from storesvc_client._foreign.locations import LocalLocation
-from storesvc_client._foreign.mount import ForeignCheckpoint
+from storesvc_client._foreign.mount import ForeignReader
 from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.zarr_arrays import (
     ArrayPlace,
@@ -116,7 +116,7 @@ def restored(
     def keep(buffer: Buffer) -> None:
         found.update(zip(buffer.regions, buffer.arrays, strict=True))
 
-    manifest = ForeignCheckpoint("run", step)._manifest
+    manifest = ForeignReader("run", step).manifest
     assembly = Assembly(manifest, [(0, regions)], name="run@0", place=keep)
     StepSource(step, name="run@0").read(assembly.missing, assembly)
     assembly.check_complete()

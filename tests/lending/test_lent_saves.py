@@ -17,6 +17,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.auth.policy_file import Lending
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct as data_files
 from storesvc_client._storage import objects
 from storesvc_proto.v1 import access_service_pb2 as access_api
@@ -253,11 +254,11 @@ def test_a_lifetime_bounds_when_clients_renew() -> None:
         cloud.config[0] = Lending(lifetime=timedelta(minutes=5), gcs=True)
         with cloud.client() as client:
             client.run("prod/a").save(1, {"x": drawn(1)}).result()
-            opened = client.run("prod/a").open(1)
-            with opened._held():
-                lent = cloud.lent(hold=opened._hold_name())
+            reader: Any = get_reader(client.run("prod/a").open(1))
+            with reader.hold():
+                lent = cloud.lent(hold=reader._hold_name())
 
-    left = lent.expire_time.ToSeconds() - opened.info.create_time.timestamp()
+    left = lent.expire_time.ToSeconds() - reader.info.create_time.timestamp()
     assert 200 < left <= 302
 
 

@@ -12,6 +12,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Decision, Decisions, Departures, Job, JointSave
+from storesvc_client._restore.open_tree import get_reader
 from tests.support import loop_parts
 from tests.support.examples import soaked
 from tests.support.jax_job import JaxJob, run_job
@@ -186,7 +187,7 @@ def test_all_processes_save_next_to_deleted_steps(tmp_path: Path) -> None:
 def damage_data(root: Path, step: int) -> None:
     """Flips a bit of the last shard of a checkpoint, which process 1 reads."""
     with store.connect(root.as_uri()) as client:
-        places = client.run(loop_parts.RUN).open(step)._manifest.places
+        places = get_reader(client.run(loop_parts.RUN).open(step)).manifest.places
         assert client.run(loop_parts.RUN).verify(step).ok
     pool = root / PLACES.pool
     row = len(places.file) - 1

@@ -16,6 +16,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._restore import sources
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests.support import stored_records
 from tests.support.examples import examples
@@ -160,7 +161,9 @@ def test_a_failed_stream_stops_the_others(
         run.restore(1)
         assert sources.STREAMS == len(begun)
         begun.clear()
-        places = run.open(1)._manifest.places  # files hold chunks in any order
+        places = get_reader(
+            run.open(1)
+        ).manifest.places  # files hold chunks in any order
         damaged = tmp_path / "data/tests/damage/pool" / places.files[places.file[0]]
         flip(damaged, int(places.offset[0]) + 99)
 

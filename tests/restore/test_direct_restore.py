@@ -22,6 +22,7 @@ from storesvc.format.grids import whole
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BufferBudget
+from storesvc_client._restore.open_tree import get_reader
 from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess
 
@@ -171,8 +172,8 @@ def test_half_of_many_small_leaves_take_few_reads(
     def keep(buffer: Buffer) -> None:
         (arrays[buffer.row],) = buffer.arrays
 
-    assembly = Assembly(opened._manifest, rows, name="x", place=keep)
-    source: Any = opened._source()
+    assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=keep)
+    source: Any = get_reader(opened).open_source()
     assert 20 > len(source._plan_reads(assembly.missing, assembly))
     source.read(assembly.missing, assembly)
 
@@ -197,8 +198,8 @@ def test_buffers_that_are_not_handed_over_fit_the_budget(
         held.append(buffer.group.size_bytes)
 
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
-    assembly = Assembly(opened._manifest, rows, name="x", place=place)
-    source: Any = opened._source()
+    assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=place)
+    source: Any = get_reader(opened).open_source()
     source.budget = BufferBudget(limit_mib * MIB)
     source.read(assembly.missing, assembly)
 
@@ -213,9 +214,9 @@ def test_a_leaf_larger_than_the_budget_is_read_concurrently(
     run.save(0, {"x": drawn(8192, 1024)}).result()
     opened = direct.run(run.name).open(0)
     assembly = Assembly(
-        opened._manifest, [(0, [whole((8192, 1024))])], name="x", place=print
+        get_reader(opened).manifest, [(0, [whole((8192, 1024))])], name="x", place=print
     )
-    source: Any = opened._source()
+    source: Any = get_reader(opened).open_source()
     reads = source._plan_reads(assembly.missing, assembly)
     together = threading.Barrier(2)
 
@@ -317,7 +318,9 @@ def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
     usual = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            opened._read([(row, [whole((512, 512))]) for row in range(64)], place)
+            get_reader(opened).read_regions(
+                [(row, [whole((512, 512))]) for row in range(64)], place
+            )
     finally:
         signal.signal(signal.SIGINT, usual)
 

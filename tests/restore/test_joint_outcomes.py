@@ -14,6 +14,7 @@ from storesvc_client._job import job as wait_log
 from storesvc_client._job.job import JointSave
 from storesvc_client._restore import joint as joint_restore
 from storesvc_client._restore.joint import JointRestore
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._telemetry.reports import ProcessReading
 from storesvc_client._values.arguments import Deadline
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -298,7 +299,7 @@ def test_the_last_progress_callback_runs_before_the_end(tmp_path: Path) -> None:
                 raise BrokenPipeError("terminal closed")
 
         opened = run.open(1)
-        opened._job = process
+        get_reader(opened).job = process
         opened.restore(progress=callback)
 
     with store.connect(tmp_path.as_uri()) as client:

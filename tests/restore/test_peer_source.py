@@ -17,7 +17,7 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._job import assignment
 from storesvc_client._restore import spread
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._restore.open_tree import TreeReader, get_reader
 from storesvc_client._restore.spread import PeerSource, SpreadPlan
 from storesvc_client._telemetry.progress import CallbackFailedError, Meter
 from storesvc_client._values.arguments import Deadline
@@ -36,7 +36,7 @@ def left() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TreeReader]:
     """A checkpoint of which each round exchanges half a leaf per process."""
     monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * 80_000)
     monkeypatch.setattr(spread, "SLICE_BYTES", 200_000)
@@ -45,14 +45,14 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenChec
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/spread")
         run.save(1, LEAVES).result()
-        yield run.open(1)
+        yield get_reader(run.open(1))
 
 
 class Reading:
     """A spread restore of one process, and the leaves that it has read."""
 
-    def __init__(self, opened: OpenCheckpoint, job: ThreadProcess) -> None:
-        manifest = opened._manifest
+    def __init__(self, opened: TreeReader, job: ThreadProcess) -> None:
+        manifest = opened.manifest
         self.found: dict[str, Any] = {}
         self.rows = [
             (row, [whole(leaf.shape)]) for row, leaf in enumerate(manifest.tree.leaves)
@@ -61,7 +61,7 @@ class Reading:
         needed = [(row, dict.fromkeys(regions, everyone)) for row, regions in self.rows]
         self._opened = opened
         self.source = PeerSource(
-            opened._source(),
+            opened.open_source(),
             SpreadPlan(manifest, needed, count=job.count),
             manifest,
             job=job,
@@ -71,7 +71,7 @@ class Reading:
         )
 
     def keep(self, buffer: Buffer) -> None:
-        leaf = self._opened._manifest.tree.leaves[buffer.row]
+        leaf = self._opened.manifest.tree.leaves[buffer.row]
         (self.found[leaf.key],) = buffer.arrays
 
     def read(self, *, seconds: float | None = None, **options: Any) -> int:
@@ -79,13 +79,13 @@ class Reading:
         options = {"place": self.keep, **options}
         if seconds is not None:
             options["deadline"] = Deadline.after(seconds)
-        manifest = self._opened._manifest
+        manifest = self._opened.manifest
         assembly = Assembly(manifest, self.rows, name="it", **options)
         self.source.read(assembly.missing, assembly)
         return assembly.peak_bytes
 
 
-def test_processes_meet_before_any_of_them_reads(opened: OpenCheckpoint) -> None:
+def test_processes_meet_before_any_of_them_reads(opened: TreeReader) -> None:
     def part(job: ThreadProcess) -> list[float]:
         reading, had_read = Reading(opened, job), []
 
@@ -129,7 +129,7 @@ def failing_meter() -> Meter:
     ids=["device", "deadline", "callback"],
 )
 def test_a_process_that_fails_during_exchange_is_reported_to_the_others(
-    opened: OpenCheckpoint,
+    opened: TreeReader,
     options: Callable[[], dict[str, Any]],
     kind: type[BaseException],
     text: str,
@@ -147,7 +147,7 @@ def test_a_process_that_fails_during_exchange_is_reported_to_the_others(
 
 
 def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
-    opened: OpenCheckpoint,
+    opened: TreeReader,
 ) -> None:
     def part(job: ThreadProcess) -> dict[str, Any]:
         reading = Reading(opened, job)
@@ -167,7 +167,7 @@ def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
 
 @pytest.mark.parametrize("stage_bytes", [400_000, 1 << 30])
 def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
-    opened: OpenCheckpoint,
+    opened: TreeReader,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     stage_bytes: int,
@@ -205,7 +205,7 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
 
 @pytest.mark.parametrize("slice_bytes", [1_001, 40_002, 160_004, 1 << 20])
 def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     """A round may end anywhere in a chunk, also within the checksum at its end."""
     monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * slice_bytes)
@@ -233,7 +233,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
 
 @pytest.mark.parametrize("budget_bytes", [1, 400_000, 1 << 30])
 def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
 ) -> None:
     monkeypatch.setattr(spread, "STAGE_BYTES", budget_bytes)
 
@@ -249,7 +249,7 @@ def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
 
 
-def rounds_with_a_failure(opened: OpenCheckpoint) -> list[int]:
+def rounds_with_a_failure(opened: TreeReader) -> list[int]:
     """Returns the rounds of each process, of which one cannot use what it received."""
 
     def part(job: ThreadProcess) -> int:
@@ -273,7 +273,7 @@ def rounds_with_a_failure(opened: OpenCheckpoint) -> list[int]:
 
 
 def test_a_failure_ends_the_exchanges_of_all_stages(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spread, "STAGE_BYTES", 1)  # a stage for each leaf
 
@@ -294,7 +294,7 @@ class Slow:
 
 
 def test_ctrl_c_ends_all_processes_after_the_current_round(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = threading.local()
 
@@ -320,7 +320,7 @@ def test_ctrl_c_ends_all_processes_after_the_current_round(
 
 
 def test_the_exchange_ends_once_a_process_has_failed(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * 10_000)
 
@@ -329,7 +329,7 @@ def test_the_exchange_ends_once_a_process_has_failed(
 
 
 def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
@@ -347,7 +347,7 @@ def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
 
 
 def test_a_failed_process_is_not_waited_for(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
     monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
@@ -366,7 +366,7 @@ def test_a_failed_process_is_not_waited_for(
     assert left.is_set()
 
 
-def test_an_error_that_utf_8_cannot_encode_is_reported(opened: OpenCheckpoint) -> None:
+def test_an_error_that_utf_8_cannot_encode_is_reported(opened: TreeReader) -> None:
     def place(buffer: Buffer) -> None:
         raise OSError("cannot read \udcff")
 
@@ -382,7 +382,7 @@ def test_an_error_that_utf_8_cannot_encode_is_reported(opened: OpenCheckpoint) -
 
 @pytest.mark.slow
 def test_a_deadline_error_names_the_deadline_of_the_whole_restore(
-    opened: OpenCheckpoint,
+    opened: TreeReader,
 ) -> None:
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
@@ -396,7 +396,7 @@ def test_a_deadline_error_names_the_deadline_of_the_whole_restore(
     assert "to end within 1 s" in str(failed)
 
 
-def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) -> None:
+def test_bytes_read_for_other_processes_count_as_read(opened: TreeReader) -> None:
     def part(job: ThreadProcess) -> int:
         reading = Reading(opened, job)
         if job.index == 1:
@@ -411,7 +411,7 @@ def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) ->
 
 @pytest.mark.slow
 def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
@@ -439,7 +439,7 @@ def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
 
 
 def test_no_exchange_starts_after_an_abandoned_exchange(
-    opened: OpenCheckpoint, left: threading.Event
+    opened: TreeReader, left: threading.Event
 ) -> None:
     left.set()
 
@@ -455,7 +455,7 @@ def test_no_exchange_starts_after_an_abandoned_exchange(
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)
 def test_ctrl_c_during_an_exchange_is_raised_and_abandons_it(
-    opened: OpenCheckpoint, left: threading.Event, error: Exception | None
+    opened: TreeReader, left: threading.Event, error: Exception | None
 ) -> None:
     never = threading.Event()
 
@@ -474,7 +474,7 @@ def test_ctrl_c_during_an_exchange_is_raised_and_abandons_it(
         never.set()
 
 
-def test_a_failed_exchange_raises_its_cause(opened: OpenCheckpoint) -> None:
+def test_a_failed_exchange_raises_its_cause(opened: TreeReader) -> None:
     def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
         raise RuntimeError("gather") from LookupError("what jax says")
 

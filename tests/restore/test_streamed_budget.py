@@ -12,6 +12,7 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import GIVEN_BUCKET  # noqa: F401 - sets jax up before it is imported
 from tests.support.server_process import ServerProcess
 
@@ -41,11 +42,11 @@ def restored(address: str, name: str, budget_bytes: int) -> tuple[int, list[int]
         handed.append(buffer.group.size_bytes)
 
     with store.connect(address) as client:
-        opened = client.run(name).open(0)
-        tree = opened._manifest.tree
+        reader = get_reader(client.run(name).open(0))
+        tree = reader.manifest.tree
         rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.leaves)]
-        assembly = Assembly(opened._manifest, rows, name="x", place=place)
-        source: Any = opened._source()
+        assembly = Assembly(reader.manifest, rows, name="x", place=place)
+        source: Any = reader.open_source()
         source.budget_bytes = budget_bytes
         source.read(assembly.missing, assembly)
         assert [] == assembly.missing

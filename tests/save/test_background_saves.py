@@ -25,12 +25,14 @@ import storesvc_client as store
 from storesvc.failpoints import Failpoint, arm_points
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
+from storesvc_client._api.run import get_parts
 from storesvc_client._chunks.memory import BATCH_BYTES, MIN_BUDGET_BYTES, StagingPool
 from storesvc_client._chunks.slabs import (
     FilledSlab,
     Slab,
 )
 from storesvc_client._pytree.save_plan import Planner, TreeSource
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save.chunk_streams import ResendWindow
 from storesvc_client._save.saver import PendingSave
 from storesvc_client._save.snapshot import SlabQueue, WantedSlabs
@@ -149,7 +151,7 @@ def test_a_save_without_a_copy_blocks_no_other_call_of_the_run(
 ) -> None:
     with slow_commits(1), ThreadPoolExecutor(1) as pool:
         first = pool.submit(embedded.save, 1, TREE, snapshot="none")
-        while not embedded._saver._under_way:
+        while not get_parts(embedded).saver._under_way:
             time.sleep(0.01)
         with pytest.raises(store.ConflictError, match="step 1 is still in progress"):
             embedded.save(2, TREE, if_busy="refuse")
@@ -227,9 +229,10 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
         with pytest.raises(KeyboardInterrupt):
             either.save(1, tree, snapshot="none")
 
-    assert either._saver._under_way[0].is_done
+    pending = get_parts(either).saver._under_way[0]
+    assert pending.is_done
     with pytest.raises(CancelledError):
-        either._saver._under_way[0].result()
+        pending.result()
     either.wait()
     assert [] == list(either.uploads.list())
     either.save(1, tree, snapshot="none").result()
@@ -320,7 +323,7 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
     if either._session.data_root is None:
         # The server took whole batches: for less it would have waited for seconds.
         total = sum(leaf.nbytes for leaf in tree.values())
-        files = either.open(1)._manifest.places.files
+        files = get_reader(either.open(1)).manifest.places.files
         assert len(files) == -(-total // BATCH_BYTES)
     found = either.restore(1)
     assert all(np.array_equal(tree[key], found[key]) for key in tree)

@@ -24,6 +24,7 @@ from storesvc_client._chunks import memory
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct as data_files
 from storesvc_client._storage.bucket import HedgedCall, Responses
 from tests.conftest import gcs_root
@@ -264,13 +265,13 @@ def test_bytes_in_flight_are_bounded(
     run = direct.run("tests/bounded")
     run.save(0, tree).result()
     opened, arrays = run.open(0), dict[int, Any]()
-    source: Any = opened._source()
+    source: Any = get_reader(opened).open_source()
 
     def keep(buffer: Buffer) -> None:
         (arrays[buffer.row],) = buffer.arrays
 
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
-    assembly = Assembly(opened._manifest, rows, name="x", place=keep)
+    assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=keep)
     gcs.clear()
     gcs.fault("GET .*pool", Delay(0.05), times=ALWAYS)
     source.read(assembly.missing, assembly)
@@ -409,7 +410,7 @@ def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:
     opened.restore()
 
     assert opened.report is not None
-    (file,) = opened._manifest.places.files
+    (file,) = get_reader(opened).manifest.places.files
     assert file == opened.report.slowest
     assert 0 < opened.report.slowest_seconds <= opened.report.seconds
 

@@ -20,6 +20,7 @@ from storesvc.storage import hedging
 from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc.storage.location import storage_at
 from storesvc_client._chunks.memory import MIN_BUDGET_BYTES
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root
@@ -90,7 +91,7 @@ def assert_equal(found: Any) -> None:
 
 def data_file(run: store.Run, leaf: str) -> str:
     """Returns the data file that holds a leaf of one chunk."""
-    places = run.open(0)._manifest.places
+    places = get_reader(run.open(0)).manifest.places
     return places.files[int(places.file[sorted(TREE).index(leaf)])]
 
 
@@ -213,7 +214,7 @@ def test_a_failed_restore_cancels_its_reads_in_flight(
     lost = data_file(run, "00")
     with GcsCalls(gcs.url) as calls:
         calls.delete(object_of(root, lost))
-    for file in set(run.open(0)._manifest.places.files) - {lost}:
+    for file in set(get_reader(run.open(0)).manifest.places.files) - {lost}:
         gcs.fault(f"GET .*{file}", Stall(), times=ALWAYS)
     began = time.monotonic()
 

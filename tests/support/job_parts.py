@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc_client._pytree.jax_job import all_gather, find_job
 from storesvc_client._restore import spread as peer_source
+from storesvc_client._restore.open_tree import get_reader
 from tests.support.restrictions import connect
 
 RUN = "tests/job"
@@ -184,15 +185,16 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
 
     def too_late() -> None:
         apart = store.Distributed(spread=False)
-        opened: Any = run.open(1, distributed=apart)
-        files, deadline = opened._source, timedelta(minutes=5)
+        opened = run.open(1, distributed=apart)
+        reader: Any = get_reader(opened)
+        files, deadline = reader.open_source, timedelta(minutes=5)
 
         def slow() -> object:
             time.sleep(6)
             return files()
 
         if index == 1:
-            opened._source, deadline = slow, timedelta(seconds=5)
+            reader.open_source, deadline = slow, timedelta(seconds=5)
         opened.restore(like=expected, deadline=deadline)
 
     with connect(target) as client:
@@ -234,7 +236,8 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
         for budget in budgets:
             peer_source.STAGE_BYTES = budget  # type: ignore[misc]
             opened: Any = client.run(RUN).open(1, distributed=SPREAD)
-            planned, assemblies = opened._assembly, list[Any]()
+            reader: Any = get_reader(opened)
+            planned, assemblies = reader.plan_reads, list[Any]()
 
             def plan(
                 *arguments: Any, planned: Any = planned, made: Any = assemblies
@@ -242,7 +245,7 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
                 made.append(planned(*arguments))
                 return made[-1]
 
-            opened._assembly = plan
+            reader.plan_reads = plan
             outcome["wrong"] += differing(expected, opened.restore(like=expected))
             (assembly,) = assemblies
             outcome["peaks"].append(assembly.peak_bytes)

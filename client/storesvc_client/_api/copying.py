@@ -21,8 +21,6 @@ from storesvc_client._api.groups import (
     get_run,
     update_checkpoint,
 )
-from storesvc_client._rpc.connection import RunStub
-from storesvc_client._session import Session
 from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.models import (
     Checkpoint,
@@ -38,7 +36,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._api.run import RunParts
 
 PREFIX: Final = "copy."
 """Prefix of the labels that record where a checkpoint was copied from."""
@@ -55,22 +53,22 @@ class RunCopy:
 
     def __init__(
         self,
-        source: tuple[Session, RunStub],
-        target: tuple[Session, RunStub],
+        source: "RunParts",
+        target: "RunParts",
         progress: ProgressCallback | None = None,
     ) -> None:
         """Creates a copy; nothing is read yet.
 
         Args:
-            source: The run to read, and the session of its store.
-            target: The run to write, and the session of its store.
+            source: The run to read.
+            target: The run to write.
             progress: Called with a ``Progress`` of each checkpoint.
 
         Raises:
             InvalidRequestError: Both are the same run.
         """
-        self._from_session, self._from = source
-        self._to_session, self._to = target
+        self._from_session, self._from = source.session, source.stub
+        self._to_session, self._to = target.session, target.stub
         self._progress = progress
         address = self._from.connection.address.partition("?")[0]
         self._place = f"{address}//{self._from.name}"
@@ -180,34 +178,33 @@ class RunCopy:
         """Copies one checkpoint."""
         from storesvc_client._api.stored_chunks import CheckpointFiller
         from storesvc_client._chunks.slabs import cut_slabs
-        from storesvc_client._restore.checkpoint import open_checkpoint
+        from storesvc_client._restore.checkpoint import read_checkpoint
         from storesvc_client._save.transfer import (
             TransferPlan,
             describe_transfer,
             transfer,
         )
 
-        opened: OpenCheckpoint = open_checkpoint(
+        reader = read_checkpoint(
             self._from_session,
             self._from.checkpoint_name(checkpoint.step),
             uid=checkpoint.uid,
         )
-        manifest = opened._manifest  # noqa: SLF001 - not public
-        plan = TransferPlan(tree=manifest.tree, slabs=())
+        plan = TransferPlan(tree=reader.tree, slabs=())
         plan = TransferPlan(tree=plan.tree, slabs=cut_slabs(plan.tree, plan.own))
         description = describe_transfer(
             self._to,
             checkpoint.step,
             present,
-            labels=self._labels(opened.info),
-            metrics=opened.info.metrics,
+            labels=self._labels(reader.info),
+            metrics=reader.info.metrics,
         )
         result = transfer(
             self._to_session,
             description,
             plan,
-            CheckpointFiller(opened, plan.slabs),
-            known=manifest.sums,
+            CheckpointFiller(reader, plan.slabs),
+            known=reader.manifest.sums,
             progress=self._progress,
         )
         return Transfer(
@@ -218,7 +215,7 @@ class RunCopy:
             reused_bytes=result.report.reused_bytes,
             seconds=result.report.seconds,
             is_verified=True,
-            verified_count=opened.info.leaf_count + opened.info.item_count,
+            verified_count=reader.info.leaf_count + reader.info.item_count,
         )
 
     def _labels(self, source: Checkpoint) -> Mapping[str, str]:

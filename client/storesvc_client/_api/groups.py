@@ -260,11 +260,11 @@ class Hold:
     """
 
     def __init__(self, session: Session, lease: Lease) -> None:
-        from storesvc_client._restore.checkpoint import open_checkpoint
+        from storesvc_client._restore.checkpoint import OpenCheckpoint, read_checkpoint
 
         self._lease = lease
-        self._opened = open_checkpoint(
-            session, lease.checkpoint, uid=lease.uid, held_by=lease
+        self._opened = OpenCheckpoint(
+            read_checkpoint(session, lease.checkpoint, uid=lease.uid, held_by=lease)
         )
         self.checkpoint = self._opened.info
         """The held checkpoint as it was when the hold was created."""

@@ -40,8 +40,9 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job
-    from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._restore.checkpoint import CheckpointReader, OpenCheckpoint
     from storesvc_client._restore.joint import JointRestore
+    from storesvc_client._restore.open_tree import TreeReader
 
 DAMAGE_LABEL: Final = "damage"
 """Label that a damaged checkpoint gets, with the damage as its text."""
@@ -152,19 +153,10 @@ class NewestWhole:
 T = TypeVar("T")
 
 Prepare: TypeAlias = (
-    "Callable[[OpenCheckpoint], tuple[RestoreRequest, Callable[[Any], None]]]"
+    "Callable[[TreeReader], tuple[RestoreRequest, Callable[[Any], None]]]"
 )
-"""Returns the request for an open checkpoint, and a function that gets what is
+"""Returns the request for a checkpoint, and a function that gets what is
 restored."""
-
-
-def check_same(
-    opened: "OpenCheckpoint", joint: "JointRestore | None", _: Deadline
-) -> "OpenCheckpoint":
-    """Returns an open checkpoint once all processes of a job have opened the same."""
-    if joint is not None:
-        joint.check(opened.info.uid, "")
-    return opened
 
 
 class Opening:
@@ -194,10 +186,10 @@ class Opening:
         self._ends = NEVER
         self._newest: NewestWhole | None = None
 
-    def use(
-        self, act: "Callable[[OpenCheckpoint, JointRestore | None, Deadline], T]"
+    def _use(
+        self, act: "Callable[[CheckpointReader, JointRestore | None, Deadline], T]"
     ) -> T:
-        """Returns what ``act`` makes of the open checkpoint.
+        """Returns what ``act`` makes of the checkpoint.
 
         In a job, the checkpoint is the one that process 0 chooses; ``act`` gets the
         restore of all processes, which an error within it ends in all of them.
@@ -215,7 +207,7 @@ class Opening:
             joint = None
             try:
                 with together(job, self._place) as joint:
-                    result = act(self._open_checkpoint(job, joint), joint, self._ends)
+                    result = act(self._read_checkpoint(job, joint), joint, self._ends)
                 break
             except StoreError as e:
                 if not self._steps_back(joint, e):
@@ -223,6 +215,19 @@ class Opening:
         if self._newest is not None and (job is None or job.index == 0):
             self._newest.mark()
         return result
+
+    def open(self) -> "OpenCheckpoint":
+        """Opens as ``Run.open``: in a job, once all processes have the same one."""
+        from storesvc_client._restore.checkpoint import OpenCheckpoint
+
+        def act(
+            reader: "CheckpointReader", joint: "JointRestore | None", _: Deadline
+        ) -> "CheckpointReader":
+            if joint is not None:
+                joint.check(reader.info.uid, "")
+            return reader
+
+        return OpenCheckpoint(self._use(act))
 
     def restore(
         self,
@@ -241,31 +246,31 @@ class Opening:
                 ``Items.restore_into``. Its damage counts, too.
         """
 
+        from storesvc_client._restore.checkpoint import OpenCheckpoint
+
         def act(
-            opened: "OpenCheckpoint", joint: "JointRestore | None", ends: Deadline
+            reader: "CheckpointReader", joint: "JointRestore | None", ends: Deadline
         ) -> "tuple[OpenCheckpoint, Any]":
             # The item is read first, so that its damage, or another number of
             # processes, is known before the tree is read, and in a job by all
             # processes.
-            give = opened.items.prepare_restore(*data) if data else lambda: None
-            wanted, put = (request, None) if prepare is None else prepare(opened)
-            state = opened._restore_reported(  # noqa: SLF001 - within the rendezvous of `open`
-                joint, ends, wanted or RestoreRequest()
-            )
+            give = reader.items.prepare_restore(*data) if data else lambda: None
+            wanted, put = (request, None) if prepare is None else prepare(reader)
+            state = reader.restore_within(joint, ends, wanted or RestoreRequest())
             if put is not None:
                 put(state)
             give()
-            return opened, state
+            return OpenCheckpoint(reader), state
 
         # The manifest is read in the same trace, which has all attempts.
         run = str(self._stub.name)
         with self._session.telemetry.tracing("storesvc.run.restore", run=run):
-            return self.use(act)
+            return self._use(act)
 
-    def _open_checkpoint(
+    def _read_checkpoint(
         self, job: "Job | None", joint: "JointRestore | None"
-    ) -> "OpenCheckpoint":
-        from storesvc_client._restore.checkpoint import open_checkpoint
+    ) -> "CheckpointReader":
+        from storesvc_client._restore.checkpoint import read_checkpoint
 
         if self._ends is NEVER:  # here, where all processes learn of a wrong argument
             self._check()
@@ -280,7 +285,7 @@ class Opening:
                 ends,
             )
             name = CheckpointName.from_resource(found)
-        return open_checkpoint(
+        return read_checkpoint(
             self._session,
             name,
             job=job,

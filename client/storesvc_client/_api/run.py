@@ -9,6 +9,7 @@ checkpoint once it is committed, where ``Run`` returns all at the end.
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -38,7 +39,7 @@ from storesvc_client._api.groups import (
     watch,
 )
 from storesvc_client._api.loop import Loop
-from storesvc_client._api.opening import Opening, check_same
+from storesvc_client._api.opening import Opening
 from storesvc_client._rpc.connection import OnDamage, RunStub
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._save.saver import PendingSave, RunSaver, Save, checked_step
@@ -111,6 +112,25 @@ if TYPE_CHECKING:
     from storesvc_client._values.options import Rules
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunParts:
+    """A run as the other packages of the client use it; see ``get_parts``."""
+
+    session: Session
+    stub: RunStub
+    saver: RunSaver
+    defaults: SaveOptions
+
+    def begin(
+        self,
+        request: SaveRequest,
+        check: "Callable[[Plan], None] | None" = None,
+        loop: "Departures | None" = None,
+    ) -> PendingSave:
+        """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
+        return self.saver.begin(request.filled_in(self.defaults), check, loop)
+
+
 class Run:
     """One training run of a store; returned by ``Client.run``. Threads may share it.
 
@@ -136,8 +156,7 @@ class Run:
         """Uploads: ``list``, ``get``, ``abort``."""
         self._session = session
         self._stub = stub
-        self._saver = saver
-        self._defaults = defaults
+        self._parts = RunParts(session, stub, saver, defaults)
 
     def __repr__(self) -> str:
         return f"<Run {self.name} of {self._session.connection.address}>"
@@ -249,7 +268,7 @@ class Run:
             distributed=distributed,
             progress=progress,
         )
-        return Save(self._begin(request))
+        return Save(self._parts.begin(request))
 
     def wait(self) -> None:
         """Waits for the saves in the background.
@@ -257,16 +276,7 @@ class Run:
         Raises:
             StoreError: A save failed, and its error was not raised yet.
         """
-        self._saver.wait()
-
-    def _begin(
-        self,
-        request: SaveRequest,
-        check: "Callable[[Plan], None] | None" = None,
-        loop: "Departures | None" = None,
-    ) -> PendingSave:
-        """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
-        return self._saver.begin(request.filled_in(self._defaults), check, loop)
+        self._parts.saver.wait()
 
     def restore(
         self,
@@ -410,7 +420,7 @@ class Run:
             deadline=deadline,
             on_damage=on_damage,
         )
-        return opening.use(check_same)
+        return opening.open()
 
     def export(
         self,
@@ -499,8 +509,8 @@ class Run:
             on_failure=on_failure,
             create=create,
             distributed=distributed,
-            if_busy=self._defaults.if_busy,
-            save=self._begin,
+            if_busy=self._parts.defaults.if_busy,
+            save=self._parts.begin,
             opening=partial(Opening, self._session, self._stub),
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),
@@ -1057,14 +1067,9 @@ class Run:
         return watch(self._session.connection, parent, since, latest_of=[parent])
 
 
-def save_checked(
-    run: Run, request: SaveRequest, check: "Callable[[Plan], None] | None" = None
-) -> Save:
-    """Saves as ``Run.save``, once ``check`` accepts the plan of the save.
-
-    What ``check`` raises is raised here, and nothing is saved.
-    """
-    return Save(run._begin(request, check))  # noqa: SLF001 - not public, as plans are not
+def get_parts(run: Run) -> RunParts:
+    """Returns the parts of a run that a user holds."""
+    return run._parts  # noqa: SLF001 - no user sees them, and this is the only door
 
 
 def run_import(
@@ -1096,8 +1101,10 @@ def run_import(
             f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
             f"returns, got {source!r}"
         )
+    parts = get_parts(run)
     yield from import_steps(
-        *run_connection(run),
+        parts.session,
+        parts.stub,
         found.root,
         steps=wanted_steps(found.name, found.steps(), wanted),
         labels=checked_labels(what, labels),
@@ -1118,12 +1125,7 @@ def run_copy(
         raise InvalidRequestError(
             f"copy of {source.name}: expected a run to copy to, got {target!r}"
         )
-    return RunCopy(run_connection(source), run_connection(target), progress)
-
-
-def run_connection(run: Run) -> tuple[Session, RunStub]:
-    """Returns the session and the stub of a run, for code that works on runs."""
-    return run._session, run._stub  # noqa: SLF001 - not public, as sessions are not
+    return RunCopy(get_parts(source), get_parts(target), progress)
 
 
 def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:

@@ -19,26 +19,25 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import Bytes
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._restore.checkpoint import CheckpointReader
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import READING_SHARE
 from storesvc_client._telemetry.progress import Meter
 
 
 class CheckpointFiller:
-    """Reads the chunks of an open checkpoint; implements ``_save.transfer.Filler``."""
+    """Reads the chunks of a checkpoint; implements ``_save.transfer.Filler``."""
 
-    def __init__(self, opened: OpenCheckpoint, slabs: Sequence[Slab]) -> None:
+    def __init__(self, reader: CheckpointReader, slabs: Sequence[Slab]) -> None:
         """Creates the filler; nothing is read yet.
 
         Args:
-            opened: The checkpoint.
+            reader: Reader of the checkpoint.
             slabs: Slabs of all its chunks.
         """
-        self._opened = opened
+        self._reader = reader
         self._slabs = slabs
-        manifest = opened._manifest  # noqa: SLF001 - not public
-        self._bytes = replace(manifest, tree=bytes_tree(manifest.tree))
+        self._bytes = replace(reader.manifest, tree=bytes_tree(reader.tree))
 
     def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
         """See ``Filler.fill``."""
@@ -46,7 +45,7 @@ class CheckpointFiller:
         is_wanted[held] = False
         # The reader's own buffers are as large as the window.
         limit = slab_queue.budget_bytes // (READING_SHARE - 1)
-        with self._opened._held():  # noqa: SLF001 - not public
+        with self._reader.hold():
             for window in _windows(self._slabs, is_wanted, limit):
                 filled: list[FilledSlab] = []
                 for slab, wanted in window:
@@ -58,7 +57,7 @@ class CheckpointFiller:
                 self._read(_Window(self._bytes, filled, slab_queue), meter)
 
     def _read(self, window: "_Window", meter: Meter) -> None:
-        name = self._opened.name
+        name = self._reader.name
         assembly = Assembly(
             self._bytes,
             window.regions(),
@@ -66,8 +65,7 @@ class CheckpointFiller:
             place=window.place,
             meter=Meter("restore", name, within=meter),
         )
-        source = self._opened._source()  # noqa: SLF001 - not public
-        source.read(assembly.missing, assembly)
+        self._reader.open_source().read(assembly.missing, assembly)
         assembly.check_complete()
 
 

@@ -33,10 +33,9 @@ from storesvc_client._foreign.formats import FORMATS
 from storesvc_client._foreign.locations import Location, open_location
 from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.steps import item_name
-from storesvc_client._items.values import CONTAINERS
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
-from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._telemetry.reports import RestoreReport
 from storesvc_client._values.arguments import (
@@ -461,6 +460,9 @@ class ForeignRun:
             PreconditionError: It holds something that no checkpoint of a store can
                 hold, such as two arrays of one name.
         """
+        return ForeignCheckpoint(self._read(which))
+
+    def _read(self, which: Which) -> "ForeignReader":
         if which == "latest":
             steps = self.steps()
             if not steps:
@@ -473,7 +475,7 @@ class ForeignRun:
                 f"{self.name}: expected a step or 'latest', got {which!r}; other "
                 "projects have no tags"
             )
-        return ForeignCheckpoint(self.name, self.root.open(which))
+        return ForeignReader(self.name, self.root.open(which))
 
     def items(self, which: Which = "latest") -> Items:
         """Returns the items of a checkpoint; see ``Run.items``."""
@@ -512,8 +514,7 @@ class ForeignRun:
         Raises:
             StoreError: As for ``open``, and as for ``Run.restore``.
         """
-        return self.open(which).restore(
-            deadline=deadline,
+        request = RestoreRequest(
             like=like,
             mesh=mesh,
             rules=rules,
@@ -523,13 +524,12 @@ class ForeignRun:
             indivisible=indivisible,
             progress=progress,
         )
+        state: Like = self._read(which).restore(request, deadline)
+        return state
 
 
-class ForeignCheckpoint(OpenTree):
-    """One checkpoint of another project; from ``ForeignRun.open``.
-
-    Threads may share it.
-    """
+class ForeignReader(TreeReader):
+    """Reads one checkpoint of another project."""
 
     def __init__(self, run: str, step: ForeignStep) -> None:
         super().__init__(step.tree, allocate=allocate)
@@ -538,8 +538,134 @@ class ForeignCheckpoint(OpenTree):
         self._step = step
         self._lost = [item for item in step.unread if item.is_tree]
         """Items with leaves that cannot be read."""
-        self.report: RestoreReport | None = None
-        """Report of the last restore that succeeded; None if there was none."""
+
+    @property
+    def name(self) -> str:
+        """URL of the run, and the step after "@"."""
+        return f"{self.info.run}@{self.info.step}"
+
+    def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
+        """See ``TreeReader``."""
+        from storesvc_client._pytree.restore_target import Target
+
+        what = f"restore of {self.name}: deadline="
+        ends = Deadline.after(checked_duration(what, deadline).total_seconds())
+        chosen = request.patterns(self.name)
+        takes_all = request.like is None or request.missing == "keep"
+        if self._lost and chosen is None and takes_all:
+            raise DataLossError(
+                f"restore of {self.name}: expected a step that can be read whole, got "
+                f"{self._lost_text()}; name the leaves of the others with select="
+            )
+        with Meter("restore", self.name, request.progress) as meter:
+            # 1. rejects what cannot be restored
+            with meter.phase("plan"):
+                rows = self.select_rows(chosen)
+            with meter.phase("plan"), self._naming_lost():
+                target = Target.choose(
+                    self.tree,
+                    self.name,
+                    request,
+                    rows=rows,
+                    containers=self.select_containers(chosen)
+                    if request.like is None
+                    else (),
+                    has_text_keys=True,  # Orbax, and dotted names of others
+                )
+            assembly = self.plan_reads(target.regions(), target.place, meter, ends)
+            source = self.open_source()
+            source.read(assembly.missing, assembly)  # 2. only what was planned
+            assembly.check_complete()
+            with meter.phase("rebuild"):
+                result = target.result()
+        self.report = self._report(source, assembly)
+        return result
+
+    def _lost_text(self) -> str:
+        return "; ".join(
+            f"the item {item.name}, which cannot ({item.reason})" for item in self._lost
+        )
+
+    @contextmanager
+    def _naming_lost(self) -> Iterator[None]:
+        """Adds the items that cannot be read to the error of leaves that are absent."""
+        try:
+            yield
+        except (MismatchError, NotFoundError) as e:
+            if not self._lost:
+                raise
+            raise type(e)(f"{e}; of the step, not read: {self._lost_text()}") from e
+
+    @cached_property
+    def items(self) -> Items:
+        """Items that are read; one that cannot be raises its error."""
+        unread = {
+            item_name(item.name): item.reason
+            for item in self._step.unread
+            if item.is_needed and not item.is_tree
+        }
+        return Items(self.name, self.tree, self._item_bytes, None, unread=unread)
+
+    def select_rows(self, select: "Sequence[Pattern] | None") -> list[int]:
+        with self._naming_lost():
+            return super().select_rows(select)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The tree with its chunks, none of which has a checksum or a place here."""
+        count = self.tree.chunk_count
+        if count > MAX_CHUNKS:
+            raise PreconditionError(
+                f"{self.name}: expected at most {MAX_CHUNKS} chunks, got {count}; read "
+                "it with its own library"
+            )
+        nowhere = np.zeros(count, np.int64)
+        return Manifest(
+            self.tree,
+            Sums(
+                ordinal=np.empty(0, np.int64),
+                crc32c=np.empty(0, np.uint32),
+                digests=np.empty((0, 16), np.uint8),
+            ),
+            ChunkLocations(
+                files=(self._step.url,), file=nowhere, offset=nowhere, length=nowhere
+            ),
+        )
+
+    def open_source(self) -> StepSource:
+        return StepSource(self._step, name=self.name)
+
+    def _report(self, source: StepSource, assembly: Assembly) -> RestoreReport:
+        meter = assembly.meter
+        return RestoreReport(
+            run=self.info.run,
+            step=self.info.step,
+            start_time=meter.start_time,
+            read_bytes=source.read_bytes,
+            received_bytes=0,
+            returned_bytes=assembly.buffer_bytes,
+            seconds=meter.seconds,
+            timings=meter.timings,
+            timeline=meter.timeline,
+            slowest=meter.slowest.name,
+            slowest_seconds=meter.slowest.seconds,
+            slowest_process=None,
+            is_verified=self.info.is_verified,
+        )
+
+
+class ForeignCheckpoint(OpenTree):
+    """One checkpoint of another project; from ``ForeignRun.open``.
+
+    Threads may share it.
+    """
+
+    _reader: ForeignReader
+
+    def __init__(self, reader: ForeignReader) -> None:
+        super().__init__(reader)
+        self.info = reader.info
+        """The checkpoint as its files describe it."""
 
     def __repr__(self) -> str:
         return f"<ForeignCheckpoint {self.name}>"
@@ -547,13 +673,17 @@ class ForeignCheckpoint(OpenTree):
     @property
     def name(self) -> str:
         """URL of the run, and the step after "@"."""
-        return f"{self.info.run}@{self.info.step}"
+        return self._reader.name
 
     @property
     def document(self) -> bytes:
         """As for ``OpenCheckpoint``: no format has one."""
-        found = self._tree.structure
-        return b"" if found.startswith(CONTAINERS) else found
+        return self._reader.document
+
+    @property
+    def items(self) -> Items:
+        """As for ``OpenCheckpoint``; one that cannot be read raises its error."""
+        return self._reader.items
 
     def restore(
         self,
@@ -584,10 +714,6 @@ class ForeignCheckpoint(OpenTree):
         Raises:
             StoreError: As for ``Run.restore``.
         """
-        from storesvc_client._pytree.restore_target import Target
-
-        what = f"restore of {self.name}: deadline="
-        ends = Deadline.after(checked_duration(what, deadline).total_seconds())
         request = RestoreRequest(
             like=like,
             mesh=mesh,
@@ -596,103 +722,7 @@ class ForeignCheckpoint(OpenTree):
             cast=cast,
             missing=missing,
             indivisible=indivisible,
+            progress=progress,
         )
-        chosen = request.patterns(self.name)
-        if self._lost and select is None and (like is None or missing == "keep"):
-            raise DataLossError(
-                f"restore of {self.name}: expected a step that can be read whole, got "
-                f"{self._lost_text()}; name the leaves of the others with select="
-            )
-        with Meter("restore", self.name, progress) as meter:
-            # 1. rejects what cannot be restored
-            with meter.phase("plan"):
-                rows = self._rows(chosen)
-            with meter.phase("plan"), self._naming_lost():
-                target = Target.choose(
-                    self._tree,
-                    self.name,
-                    request,
-                    rows=rows,
-                    containers=self._containers(chosen) if request.like is None else (),
-                    has_text_keys=True,  # Orbax, and dotted names of others
-                )
-            assembly = self._assembly(target.regions(), target.place, meter, ends)
-            source = self._source()
-            source.read(assembly.missing, assembly)  # 2. only what was planned
-            assembly.check_complete()
-            with meter.phase("rebuild"):
-                result: Like = target.result()
-        self.report = self._report(source, assembly)
-        return result
-
-    def _lost_text(self) -> str:
-        return "; ".join(
-            f"the item {item.name}, which cannot ({item.reason})" for item in self._lost
-        )
-
-    @contextmanager
-    def _naming_lost(self) -> Iterator[None]:
-        """Adds the items that cannot be read to the error of leaves that are absent."""
-        try:
-            yield
-        except (MismatchError, NotFoundError) as e:
-            if not self._lost:
-                raise
-            raise type(e)(f"{e}; of the step, not read: {self._lost_text()}") from e
-
-    @cached_property
-    def items(self) -> Items:
-        """As for ``OpenCheckpoint``; one that cannot be read raises its error."""
-        unread = {
-            item_name(item.name): item.reason
-            for item in self._step.unread
-            if item.is_needed and not item.is_tree
-        }
-        return Items(self.name, self._tree, self._item_bytes, None, unread=unread)
-
-    def _rows(self, select: "Sequence[Pattern] | None") -> list[int]:
-        with self._naming_lost():
-            return super()._rows(select)
-
-    @cached_property
-    def _manifest(self) -> Manifest:
-        """The tree with its chunks, none of which has a checksum or a place here."""
-        count = self._tree.chunk_count
-        if count > MAX_CHUNKS:
-            raise PreconditionError(
-                f"{self.name}: expected at most {MAX_CHUNKS} chunks, got {count}; read "
-                "it with its own library"
-            )
-        nowhere = np.zeros(count, np.int64)
-        return Manifest(
-            self._tree,
-            Sums(
-                ordinal=np.empty(0, np.int64),
-                crc32c=np.empty(0, np.uint32),
-                digests=np.empty((0, 16), np.uint8),
-            ),
-            ChunkLocations(
-                files=(self._step.url,), file=nowhere, offset=nowhere, length=nowhere
-            ),
-        )
-
-    def _source(self) -> StepSource:
-        return StepSource(self._step, name=self.name)
-
-    def _report(self, source: StepSource, assembly: Assembly) -> RestoreReport:
-        meter = assembly.meter
-        return RestoreReport(
-            run=self.info.run,
-            step=self.info.step,
-            start_time=meter.start_time,
-            read_bytes=source.read_bytes,
-            received_bytes=0,
-            returned_bytes=assembly.buffer_bytes,
-            seconds=meter.seconds,
-            timings=meter.timings,
-            timeline=meter.timeline,
-            slowest=meter.slowest.name,
-            slowest_seconds=meter.slowest.seconds,
-            slowest_process=None,
-            is_verified=self.info.is_verified,
-        )
+        state: Like = self._reader.restore(request, deadline)
+        return state

@@ -30,7 +30,7 @@ from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, together
-from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
 from storesvc_client._rpc.connection import Connection
@@ -97,17 +97,8 @@ _UNWRITABLE: Final = frozenset(
 _log = logging.getLogger("storesvc_client")
 
 
-class OpenCheckpoint(OpenTree):
-    """One checkpoint whose manifest was read; returned by ``Run.open``.
-
-    All its methods read the same checkpoint, even if "latest" or a tag moves in the
-    meantime. Threads may share it.
-
-    >>> opened = run.open("best")
-    >>> opened.leaves["params/kernel"].shape
-    (512, 512)
-    >>> state = opened.restore(like=state)
-    """
+class CheckpointReader(TreeReader):
+    """Reads one checkpoint of a store whose manifest was read."""
 
     def __init__(
         self,
@@ -122,7 +113,7 @@ class OpenCheckpoint(OpenTree):
         damaged: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.info = info
-        """The checkpoint as the catalog had it when it was opened."""
+        """The checkpoint as the catalog had it when it was read."""
         super().__init__(manifest.tree, allocate=session.blocks.take, job=job)
         self._held_by = held_by
         self._spread = spread
@@ -130,87 +121,38 @@ class OpenCheckpoint(OpenTree):
         self._session = session
         self._connection = session.connection
         self._name = CheckpointName(run, info.step)
-        self._chunks = manifest
+        self.manifest = manifest
         self._holds: list[Future[Lease]] = []
         """Holds of the reads in progress."""
-        self.report: RestoreReport | None = None
-        """Report of the last restore that succeeded; None if there was none."""
-
-    def __repr__(self) -> str:
-        return f"<OpenCheckpoint {self._name}>"
 
     @property
     def name(self) -> str:
         """Name of the checkpoint, ``namespace/run@step``."""
         return str(self._name)
 
-    @property
-    def _manifest(self) -> Manifest:
-        return self._chunks
-
-    def _digests(self, row: int) -> "NDArray[np.uint8]":
-        start, stop = self._chunks.tree.first_chunk[row : row + 2]
-        digests: NDArray[np.uint8] = self._chunks.sums.digests[start:stop]
+    def find_digests(self, row: int) -> "NDArray[np.uint8]":
+        """See ``TreeReader``."""
+        start, stop = self.tree.first_chunk[row : row + 2]
+        digests: NDArray[np.uint8] = self.manifest.sums.digests[start:stop]
         return digests
 
-    def restore(
-        self,
-        *,
-        deadline: DurationLike = DEFAULT_DEADLINE,
-        like: Like | None = None,
-        mesh: "Mesh | None" = None,
-        rules: "Rules | None" = None,
-        select: Patterns | None = None,
-        cast: "DTypeLike | None" = None,
-        missing: Literal["error", "keep"] = "error",
-        indivisible: Indivisible = "error",
-        progress: ProgressCallback | None = None,
-    ) -> Like:
-        """Returns the state of this checkpoint; ``report`` then has the timings.
-
-        If all processes of a job opened the checkpoint together, all of them call this,
-        with the same leaves and shardings.
-
-        Args:
-            deadline: Maximum duration, a ``timedelta`` or seconds.
-            like: As for ``Run.restore``, as are the following.
-            mesh: ...
-            rules: ...
-            select: ...
-            cast: ...
-            missing: ...
-            indivisible: ...
-            progress: ...
-
-        Raises:
-            StoreError: As for ``Run.restore``.
-        """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            progress=progress,
-        )
-        state: Like
-        with together(self._job, str(self._name.run)) as joint:
+    def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
+        """See ``TreeReader``."""
+        with together(self.job, str(self._name.run)) as joint:
             what = f"restore of {self.name}: deadline="
             ends = Deadline.after(checked_duration(what, deadline).total_seconds())
             if joint is not None:
                 joint.begin(self.name, lambda: self._name.resource, ends)
-            state = self._restore_reported(joint, ends, request)
-        return state
+            return self.restore_within(joint, ends, request)
 
-    def _restore_reported(
+    def restore_within(
         self,
         joint: JointRestore | None,
         deadline: Deadline,
         request: RestoreRequest,
     ) -> Any:
-        """Restores the state, and sends its start and its end to monitoring."""
+        """Restores the state within the rendezvous of a job, and sends its start and
+        its end to monitoring."""
         telemetry = self._session.telemetry
         process = 0 if joint is None else joint.job.index
         meter = Meter("restore", self.name, request.progress)
@@ -257,20 +199,22 @@ class OpenCheckpoint(OpenTree):
         chosen = request.patterns(self.name)
         with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
-                rows = self._rows(chosen)
+                rows = self.select_rows(chosen)
                 target = Target.choose(
-                    self._manifest.tree,
+                    self.manifest.tree,
                     self.name,
                     request,
                     rows=rows,
-                    containers=self._containers(chosen) if request.like is None else (),
+                    containers=self.select_containers(chosen)
+                    if request.like is None
+                    else (),
                     has_text_keys=IMPORTED in self.info.labels,
                 )
-            with self._held():  # 2. until every chunk is read
-                assembly = self._assembly(
+            with self.hold():  # 2. until every chunk is read
+                assembly = self.plan_reads(
                     target.regions(), target.place, meter, deadline
                 )
-                source = self._source()
+                source = self.open_source()
                 # 3. Meet, after all that can fail alone: the others wait from here on.
                 if joint is not None:
                     with meter.phase("await others"):
@@ -306,76 +250,7 @@ class OpenCheckpoint(OpenTree):
                 "leave spread= out"
             )
 
-    def export(
-        self,
-        url: "str | Path",
-        *,
-        select: Patterns | None = None,
-        cast: "DTypeLike | None" = None,
-        rename: "RenameTable | None" = None,
-        layout: "Layout | None" = None,
-        item: str | None = None,
-        max_shard_bytes: int | None = None,
-        drop_items: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        progress: ProgressCallback | None = None,
-    ) -> "ExportReport":
-        """Writes leaves in the format of another project. Needs no jax.
-
-        ``orbax:URL`` writes a step below a root of Orbax, ``safetensors:URL`` a folder
-        that Hugging Face's libraries open, or a file if it ends in ".safetensors",
-        ``npz:FILE`` one file of NumPy. A URL is a local path, or one that the package
-        ``fsspec`` writes to. The target appears when it is complete, and nothing is
-        replaced; calling this again continues after a failure. Every chunk is verified,
-        except where its file is linked: Orbax verifies it then. At most a few
-        hundred MiB are in memory, or 1 GiB if a rename transposes large leaves.
-
-        >>> run.open("best").export("safetensors:/models/llama", cast="bfloat16")
-
-        Args:
-            url: Format and place.
-            select: As for ``Run.restore``: globs or compiled expressions of keys. Items
-                are exported with all leaves only.
-            cast: A floating-point dtype for floating-point arrays.
-            rename: Rules, a JSON file of rules, or the name of a table; for safetensors
-                and npz.
-            layout: "v0" or "v1", for Orbax; None: "v0".
-            item: Name of the item of the tree, for Orbax.
-            max_shard_bytes: Maximum bytes of a safetensors file; None: 5 GB.
-            drop_items: Whether to leave out items that the format cannot hold.
-            storage_options: Options of ``fsspec`` for the target.
-            progress: Called with the progress.
-
-        Raises:
-            InvalidRequestError: An argument is of another type, or belongs to another
-                format; a rule fits no leaf; or a cast exceeds the range of its dtype.
-            PreconditionError: The format would lose a leaf or an item, two leaves have
-                one name, a table of a model does not name all, or the target exists.
-            NotFoundError: No leaf matches ``select``.
-            DataLossError: Stored bytes are damaged.
-            LimitError: The target is full.
-        """
-        from storesvc_client._export.exporting import ExportOptions, export_checkpoint
-
-        place = f"export of {self.name}"
-        chosen = None
-        if select is not None:
-            chosen = checked_patterns(f"{place}: select=", select)
-        options = ExportOptions(
-            cast=cast,
-            rename=rename,
-            layout=layout,
-            item=item,
-            max_shard_bytes=max_shard_bytes,
-            drop_items=drop_items,
-            storage_options=storage_options,
-        )
-        with self._held(), Meter("export", self.name, progress) as meter:
-            return export_checkpoint(
-                self._make_export_source(chosen), url, options, meter
-            )
-
-    def _make_export_source(self, select: Sequence[Pattern] | None) -> "Source":
+    def make_export_source(self, select: Sequence[Pattern] | None) -> "Source":
         """Returns what an export reads."""
         from storesvc_client._export.elements import BucketPool, Source
 
@@ -384,13 +259,13 @@ class OpenCheckpoint(OpenTree):
         return Source(
             name=self.name,
             info=self.info,
-            tree=self._manifest.tree,
-            rows=self._rows(select),
+            tree=self.manifest.tree,
+            rows=self.select_rows(select),
             is_whole=select is None,
             items=self.items,
-            containers=self._containers(select),
-            read=self._read,
-            places=self._manifest.places,
+            containers=self.select_containers(select),
+            read=self.read_regions,
+            places=self.manifest.places,
             pool=root / pool if isinstance(root, Path) else None,
             bucket_pool=BucketPool(storage=root.storage, path=pool)
             if isinstance(root, BucketRoot)
@@ -398,7 +273,7 @@ class OpenCheckpoint(OpenTree):
         )
 
     @contextmanager
-    def _held(self) -> Generator[None]:
+    def hold(self) -> Generator[None]:
         """Holds the checkpoint, which keeps it from being purged during a read.
 
         The first bytes are read while the hold is being created, which in a bucket
@@ -478,7 +353,7 @@ class OpenCheckpoint(OpenTree):
         from storesvc_client._pytree.jax_job import all_gather
 
         needed = list(target.iterate_needed(joint.job.count))
-        plan = SpreadPlan(self._manifest, needed, count=joint.job.count)
+        plan = SpreadPlan(self.manifest, needed, count=joint.job.count)
         # a file on a local disk is as fast to reach as the other processes
         is_far = not isinstance(self._session.data_root, Path)
         spread = self._spread
@@ -493,7 +368,7 @@ class OpenCheckpoint(OpenTree):
         return PeerSource(
             source,
             plan,
-            self._manifest,
+            self.manifest,
             job=joint.job,
             gather=all_gather,
             failure=joint.failure,
@@ -508,7 +383,7 @@ class OpenCheckpoint(OpenTree):
         assert isinstance(lent, LentBucket)
         return lent.to_read(self._name.run, self._hold_name)
 
-    def _source(self) -> ChunkSource:
+    def open_source(self) -> ChunkSource:
         """Returns the source of stored chunks: server, files or bucket."""
         pool = RunPaths(self._name.run).pool
         match self._session.data_root:
@@ -517,13 +392,155 @@ class OpenCheckpoint(OpenTree):
                     self._connection, name=self._name.resource, uid=self.info.uid
                 )
             case Path() as root:
-                return FileSource(root, pool, self._manifest, name=self.name)
+                return FileSource(root, pool, self.manifest, name=self.name)
             case LentBucket():
                 return BucketSource(
-                    self._lent_root, pool, self._manifest, name=self.name
+                    self._lent_root, pool, self.manifest, name=self.name
                 )
             case bucket:
-                return BucketSource(bucket, pool, self._manifest, name=self.name)
+                return BucketSource(bucket, pool, self.manifest, name=self.name)
+
+
+class OpenCheckpoint(OpenTree):
+    """One checkpoint whose manifest was read; returned by ``Run.open``.
+
+    All its methods read the same checkpoint, even if "latest" or a tag moves in the
+    meantime. Threads may share it.
+
+    >>> opened = run.open("best")
+    >>> opened.leaves["params/kernel"].shape
+    (512, 512)
+    >>> state = opened.restore(like=state)
+    """
+
+    _reader: CheckpointReader
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        super().__init__(reader)
+        self.info = reader.info
+        """The checkpoint as the catalog had it when it was opened."""
+
+    def __repr__(self) -> str:
+        return f"<OpenCheckpoint {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint, ``namespace/run@step``."""
+        return self._reader.name
+
+    def restore(
+        self,
+        *,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        like: Like | None = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Like:
+        """Returns the state of this checkpoint; ``report`` then has the timings.
+
+        If all processes of a job opened the checkpoint together, all of them call this,
+        with the same leaves and shardings.
+
+        Args:
+            deadline: Maximum duration, a ``timedelta`` or seconds.
+            like: As for ``Run.restore``, as are the following.
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            indivisible: ...
+            progress: ...
+
+        Raises:
+            StoreError: As for ``Run.restore``.
+        """
+        request = RestoreRequest(
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+            progress=progress,
+        )
+        state: Like = self._reader.restore(request, deadline)
+        return state
+
+    def export(
+        self,
+        url: "str | Path",
+        *,
+        select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        rename: "RenameTable | None" = None,
+        layout: "Layout | None" = None,
+        item: str | None = None,
+        max_shard_bytes: int | None = None,
+        drop_items: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> "ExportReport":
+        """Writes leaves in the format of another project. Needs no jax.
+
+        ``orbax:URL`` writes a step below a root of Orbax, ``safetensors:URL`` a folder
+        that Hugging Face's libraries open, or a file if it ends in ".safetensors",
+        ``npz:FILE`` one file of NumPy. A URL is a local path, or one that the package
+        ``fsspec`` writes to. The target appears when it is complete, and nothing is
+        replaced; calling this again continues after a failure. Every chunk is verified,
+        except where its file is linked: Orbax verifies it then. At most a few
+        hundred MiB are in memory, or 1 GiB if a rename transposes large leaves.
+
+        >>> run.open("best").export("safetensors:/models/llama", cast="bfloat16")
+
+        Args:
+            url: Format and place.
+            select: As for ``Run.restore``: globs or compiled expressions of keys. Items
+                are exported with all leaves only.
+            cast: A floating-point dtype for floating-point arrays.
+            rename: Rules, a JSON file of rules, or the name of a table; for safetensors
+                and npz.
+            layout: "v0" or "v1", for Orbax; None: "v0".
+            item: Name of the item of the tree, for Orbax.
+            max_shard_bytes: Maximum bytes of a safetensors file; None: 5 GB.
+            drop_items: Whether to leave out items that the format cannot hold.
+            storage_options: Options of ``fsspec`` for the target.
+            progress: Called with the progress.
+
+        Raises:
+            InvalidRequestError: An argument is of another type, or belongs to another
+                format; a rule fits no leaf; or a cast exceeds the range of its dtype.
+            PreconditionError: The format would lose a leaf or an item, two leaves have
+                one name, a table of a model does not name all, or the target exists.
+            NotFoundError: No leaf matches ``select``.
+            DataLossError: Stored bytes are damaged.
+            LimitError: The target is full.
+        """
+        from storesvc_client._export.exporting import ExportOptions, export_checkpoint
+
+        place = f"export of {self.name}"
+        chosen = None
+        if select is not None:
+            chosen = checked_patterns(f"{place}: select=", select)
+        options = ExportOptions(
+            cast=cast,
+            rename=rename,
+            layout=layout,
+            item=item,
+            max_shard_bytes=max_shard_bytes,
+            drop_items=drop_items,
+            storage_options=storage_options,
+        )
+        with self._reader.hold(), Meter("export", self.name, progress) as meter:
+            return export_checkpoint(
+                self._reader.make_export_source(chosen), url, options, meter
+            )
 
 
 def _report(
@@ -583,7 +600,7 @@ MAX_MANIFEST_BYTES: Final = 2 << 30
 limit."""
 
 
-def open_checkpoint(
+def read_checkpoint(
     session: Session,
     name: CheckpointName,
     *,
@@ -593,8 +610,8 @@ def open_checkpoint(
     spread: bool | None = None,
     deadline: Deadline = NEVER,
     damaged: Mapping[int, str] = MappingProxyType({}),
-) -> OpenCheckpoint:
-    """Reads the manifest of a checkpoint and returns the open checkpoint.
+) -> CheckpointReader:
+    """Reads the manifest of a checkpoint, and returns a reader of its chunks.
 
     Args:
         session: Connection and data root.
@@ -623,7 +640,7 @@ def open_checkpoint(
             f"missing ({e}); check the storage, or pass a longer deadline="
         ) from e
     info = Checkpoint.from_message(message)
-    return OpenCheckpoint(
+    return CheckpointReader(
         session,
         name.run,
         info,

@@ -5,13 +5,12 @@ as many as a budget of bytes allows.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from storesvc.format.grids import Grid, Region
+from storesvc.format.grids import Region
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
@@ -26,13 +25,12 @@ from storesvc_client._pictures.leaf_statistics import (
 )
 from storesvc_client._pictures.svg import Picture
 from storesvc_client._pictures.treemap import treemap
+from storesvc_client._restore.open_tree import OpenTree, TreeReader, get_reader
 from storesvc_client._values.models import Diff, LeafInfo
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from storesvc_client._restore.open_tree import OpenTree
 
 AT_ONCE_BYTES: Final = 64 << 20
 """Maximum bytes of chunks that statistics keep in memory."""
@@ -41,11 +39,11 @@ AT_ONCE_BYTES: Final = 64 << 20
 class Pictures:
     """Pictures of one checkpoint; ``OpenCheckpoint.pictures``. They read no data."""
 
-    def __init__(self, opened: "OpenTree") -> None:
-        self._opened = opened
+    def __init__(self, reader: TreeReader) -> None:
+        self._reader = reader
 
     def __repr__(self) -> str:
-        return f"<Pictures of {self._opened.name}>"
+        return f"<Pictures of {self._reader.name}>"
 
     def treemap(self, diff: Diff | None = None) -> Picture:
         """Returns a treemap of the leaves by bytes, which a notebook shows.
@@ -60,8 +58,8 @@ class Pictures:
             InvalidRequestError: The differences lead to another checkpoint.
         """
         shares = None if diff is None else changed_shares(self._check_diff(diff))
-        drawing = treemap(self._opened.leaves.values(), changed=shares)
-        return Picture(name=f"treemap of {self._opened.name}", drawing=drawing)
+        drawing = treemap(self._reader.leaves.values(), changed=shares)
+        return Picture(name=f"treemap of {self._reader.name}", drawing=drawing)
 
     def layers(self, diff: Diff) -> Picture:
         """Returns bars of the share of changed bytes in each layer.
@@ -73,10 +71,10 @@ class Pictures:
             InvalidRequestError: The differences lead to another checkpoint.
         """
         shares = changed_shares(self._check_diff(diff))
-        drawing = layer_bars(self._opened.leaves.values(), shares)
-        return Picture(name=f"changes of {self._opened.name}", drawing=drawing)
+        drawing = layer_bars(self._reader.leaves.values(), shares)
+        return Picture(name=f"changes of {self._reader.name}", drawing=drawing)
 
-    def chunks(self, key: str, *, base: "OpenTree | None" = None) -> Picture:
+    def chunks(self, key: str, *, base: OpenTree | None = None) -> Picture:
         """Returns a map of the chunks of a leaf.
 
         Args:
@@ -89,9 +87,13 @@ class Pictures:
                 earlier checkpoint, or a checkpoint is one of another project.
         """
         leaf = self._leaf(key)
-        changed = None if base is None else changed_chunks(self._opened, base, key)
+        changed = (
+            None
+            if base is None
+            else changed_chunks(self._reader, get_reader(base), key)
+        )
         drawing = chunk_map(leaf.shape, leaf.chunk_shape, changed=changed)
-        return Picture(name=f"chunks of {key} of {self._opened.name}", drawing=drawing)
+        return Picture(name=f"chunks of {key} of {self._reader.name}", drawing=drawing)
 
     def sharding(self, key: str) -> Picture:
         """Returns the blocks of a leaf, and the devices of each when it was saved.
@@ -104,28 +106,28 @@ class Pictures:
         """
         leaf = self._leaf(key)
         drawing = sharding_grid(leaf.shape, leaf.sharding)
-        name = f"sharding of {key} of {self._opened.name}"
+        name = f"sharding of {key} of {self._reader.name}"
         return Picture(name=name, drawing=drawing)
 
     def _leaf(self, key: str) -> LeafInfo:
-        self._opened._row(key)  # noqa: SLF001 - raises if there is none
-        return self._opened.leaves[key]
+        self._reader.find_row(key)  # raises if there is none
+        return self._reader.leaves[key]
 
     def _check_diff(self, diff: Diff) -> Diff:
         found = f"{diff.checkpoint.run}@{diff.checkpoint.step}"
-        if found != self._opened.name:
+        if found != self._reader.name:
             raise InvalidRequestError(
-                f"picture of {self._opened.name}: expected a diff whose later "
+                f"picture of {self._reader.name}: expected a diff whose later "
                 f"checkpoint it is, got one of {found}"
             )
         return diff
 
 
-def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
+def changed_chunks(later: TreeReader, base: TreeReader, key: str) -> list[int]:
     """Returns the numbers of the chunks of a leaf whose digests differ.
 
     Args:
-        opened: The later checkpoint.
+        later: The later checkpoint.
         base: The earlier checkpoint.
         key: Key of the leaf.
 
@@ -133,14 +135,14 @@ def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
         NotFoundError: A checkpoint has no such leaf.
         InvalidRequestError: Their chunks cannot be compared.
     """
-    one, other = (each._digests(each._row(key)) for each in (opened, base))  # noqa: SLF001 - not public
+    one, other = (each.find_digests(each.find_row(key)) for each in (later, base))
     if one is None or other is None:
-        name = opened.name if one is None else base.name
+        name = later.name if one is None else base.name
         raise InvalidRequestError(
             f"chunks of {key}: expected two checkpoints of a store, got {name}, which "
             "has no digests"
         )
-    after, before = opened.leaves[key], base.leaves[key]
+    after, before = later.leaves[key], base.leaves[key]
     forms = [(leaf.dtype, leaf.shape, leaf.chunk_shape) for leaf in (after, before)]
     if forms[0] != forms[1]:
         texts = [f"{dtype} {shape} in chunks {cut}" for dtype, shape, cut in forms]
@@ -152,22 +154,11 @@ def changed_chunks(opened: "OpenTree", base: "OpenTree", key: str) -> list[int]:
 
 
 def compute_statistics(
-    leaf: LeafInfo,
-    grid: Grid,
-    read: Callable[[Sequence[Region], Callable[[Buffer], None]], None],
-    *,
-    hold: Callable[[], AbstractContextManager[None]],
-    budget_bytes: int,
+    reader: TreeReader, key: str, *, budget_bytes: int
 ) -> LeafStatistics:
-    """Returns the statistics of a leaf; see ``OpenTree.statistics``.
-
-    Args:
-        leaf: The leaf.
-        grid: Its chunks.
-        read: Reads regions of it, and passes their buffers to a function.
-        hold: Returns a block in which the checkpoint is not removed.
-        budget_bytes: Maximum bytes to read.
-    """
+    """Returns the statistics of a leaf; see ``OpenTree.statistics``."""
+    row = reader.find_row(key)
+    leaf, grid = reader.leaves[key], reader.tree.grids[row]
     chunks = sampled_chunks(leaf, grid.chunk_bytes, budget_bytes)
     at_once = max(AT_ONCE_BYTES // max(grid.chunk_bytes, 1), 1)
     lock = threading.Lock()
@@ -179,9 +170,10 @@ def compute_statistics(
             with lock:
                 found.extend(zip(buffer.regions, buffer.arrays, strict=True))
 
-        with hold():
+        with reader.hold():
             for start in range(0, len(chunks), at_once):
-                read([*map(grid.region, chunks[start : start + at_once])], place)
+                regions = [*map(grid.region, chunks[start : start + at_once])]
+                reader.read_regions([(row, regions)], place)
                 yield from found
                 found.clear()
 

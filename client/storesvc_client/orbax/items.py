@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_
 from etils.epath.stat_utils import StatResult
 
 from storesvc.format.keys import MAX_ENCODED_BYTES
-from storesvc_client._api.run import Run, run_connection
+from storesvc_client._api.run import Run, get_parts
 from storesvc_client._items.values import PerProcess
 from storesvc_client.errors import (
     DataLossError,
@@ -446,9 +446,8 @@ class StepPath:
         return self.parts < other.parts
 
     def __str__(self) -> str:
-        session, _ = run_connection(self.run)
-        run = f"{session.connection.address}#{self.run.name}"
-        return "/".join((run, *self.parts))
+        address = get_parts(self.run).stub.connection.address
+        return "/".join((f"{address}#{self.run.name}", *self.parts))
 
     @property
     def name(self) -> str:

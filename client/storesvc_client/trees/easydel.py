@@ -30,6 +30,7 @@ from storesvc.format.names import Which
 from storesvc_client._api.run import Run
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
+from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
@@ -512,7 +513,7 @@ class EasyDeLState(struct.PyTreeNode):
             )
         with opened_run(load_directory, client=client) as (run, which):
             opened = run.open(which, distributed=ALL_PROCESSES)
-            return self.replace(opt_state=restore_opt_state(opened, self))
+            return self.replace(opt_state=restore_opt_state(get_reader(opened), self))
 
     def _rules(
         self, rules: Rules | None, indivisible: Indivisible
@@ -640,7 +641,7 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    opened, step = open_checkpoint(run, which, model, distributed, deadline)
+    reader, step = open_checkpoint(run, which, model, distributed, deadline)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -655,7 +656,7 @@ def restore_state(
         progress=progress,
     )
     request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
-    return rebuild_state(opened, request)
+    return rebuild_state(reader, request)
 
 
 def _initial_opt_state(

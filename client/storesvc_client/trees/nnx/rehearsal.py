@@ -25,11 +25,11 @@ from weakref import WeakKeyDictionary
 import jax
 
 from storesvc.format.trees import Tree
-from storesvc_client._api.run import Run
+from storesvc_client._api.run import Run, get_parts
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.saver import Save
+from storesvc_client._save.saver import PendingSave
 from storesvc_client._telemetry.reports import Rehearsal
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._values.options import Rehearse
@@ -61,16 +61,16 @@ class _PlannedCheckpoint:
     """A checkpoint that is about to be saved."""
 
     name: str
-    _tree: Tree
+    tree: Tree
 
     @property
     def document(self) -> bytes:
-        return self._tree.structure
+        return self.tree.structure
 
     @cached_property
     @collector_paused()
     def leaves(self) -> Mapping[str, LeafInfo]:
-        rows = zip(self._tree.leaves, self._tree.grids, strict=True)
+        rows = zip(self.tree.leaves, self.tree.grids, strict=True)
         return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
 
@@ -117,7 +117,7 @@ class Rehearser:
             rehearse: "strict" rejects the save before it begins.
             is_state: True for a state, False for the parts of a module.
         """
-        connection = run._session.connection  # noqa: SLF001 - not public
+        connection = get_parts(run).stub.connection
         self._cache = _caches.setdefault(connection, _RehearsalCache())
         self._run = run.name
         self._saved = _ModelToSave(
@@ -145,7 +145,7 @@ class Rehearser:
         if not found.ok:
             raise MismatchError(f"save to {self._run}: {found.message}")
 
-    def after(self, save: Save) -> "Future[Rehearsal] | None":
+    def after(self, save: PendingSave) -> "Future[Rehearsal] | None":
         """Starts a rehearsal in the background, after a save, if its structure is new.
 
         Returns:
@@ -161,7 +161,7 @@ class Rehearser:
             def rehearse() -> None:
                 # A training loop may wait for this save, too; unlike save.exception(),
                 # this leaves the error to it.
-                save._pending.wait()  # noqa: SLF001 - not public
+                save.wait()
                 found = self._rehearse(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)

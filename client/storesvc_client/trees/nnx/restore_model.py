@@ -35,7 +35,7 @@ from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.restore_target import Target
-from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.arguments import DurationLike, checked_patterns
 from storesvc_client._values.key_patterns import (
@@ -111,7 +111,7 @@ class Stored(Protocol):
         """Leaves by key."""
 
     @property
-    def _tree(self) -> Tree:
+    def tree(self) -> Tree:
         """All leaves in rows."""
 
 
@@ -122,7 +122,7 @@ class SelectedLeaves:
     name: str
     document: bytes
     leaves: Mapping[str, LeafInfo]
-    _tree: Tree
+    tree: Tree
 
 
 def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
@@ -143,7 +143,7 @@ def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
             )
         found.update(keys)
     leaves = {key: leaf for key, leaf in stored.leaves.items() if key in found}
-    return SelectedLeaves(stored.name, stored.document, leaves, stored._tree)  # noqa: SLF001 - not public
+    return SelectedLeaves(stored.name, stored.document, leaves, stored.tree)
 
 
 MAX_TEXT: Final = 300
@@ -363,13 +363,13 @@ class Plan:
         Raises:
             MismatchError: They do not fit.
         """
-        tree = stored._tree  # noqa: SLF001 - not public
+        tree = stored.tree
         rows = [tree.by_key[key] for key in self.select]
         Target.choose(tree, stored.name, self.restore_request, rows=rows)
 
-    def restored(self, opened: OpenCheckpoint) -> Any:
+    def restored(self, reader: TreeReader) -> Any:
         """Returns the leaves of a checkpoint."""
-        return restore_leaves(opened, self.restore_request, self.options.deadline)
+        return reader.restore(self.restore_request, self.options.deadline)
 
     def merge(self, restored: Any) -> tuple[GraphState, GraphState]:
         """Returns the complete parts of a state with restored leaves."""
@@ -379,14 +379,14 @@ class Plan:
         )
 
 
-def rebuild_state(opened: OpenCheckpoint, request: Request) -> Any:
+def rebuild_state(reader: TreeReader, request: Request) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
-        return _restored_containers(opened, request)
-    with add_advice(opened, request):
-        plan = plan_state(opened, request)
+        return _restored_containers(reader, request)
+    with add_advice(reader, request):
+        plan = plan_state(reader, request)
         # 4. Restore the leaves.
-        restored = plan.restored(opened)
+        restored = plan.restored(reader)
     return create_state(plan, restored)
 
 
@@ -430,17 +430,17 @@ def create_state(plan: Plan, restored: Any) -> Any:
     return replace_fields(state, **fields) if fields else state
 
 
-def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
+def rebuild_module(reader: TreeReader, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    if is_pytree(opened) and request.model is not None:
-        module, wanted = plan_pytree(opened, request)
-        restored = restore_leaves(opened, wanted, request.options.deadline)
+    if is_pytree(reader) and request.model is not None:
+        module, wanted = plan_pytree(reader, request)
+        restored = reader.restore(wanted, request.options.deadline)
         nnx.update(module, restored[0] if isinstance(restored, list) else restored)
         return module
-    with add_advice(opened, request):
-        plan = plan_module(opened, request)
+    with add_advice(reader, request):
+        plan = plan_module(reader, request)
         # 4. Restore the leaves.
-        restored = plan.restored(opened)
+        restored = plan.restored(reader)
     # 5. Merge the parts.
     return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
 
@@ -694,29 +694,22 @@ def plan_pytree(
     return module, options.request(like[0] if is_alone else like, select)
 
 
-def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
+def _restored_containers(reader: TreeReader, request: Request) -> Any:
     """Returns the state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else f"missing={options.missing!r}"
         raise InvalidRequestError(
-            f"restore of {opened.name}: expected model= with {given}, got None; give "
+            f"restore of {reader.name}: expected model= with {given}, got None; give "
             "model=, because without it a state is restored as dicts and lists"
         )
-    view = select_leaves(opened, options.select)
+    view = select_leaves(reader, options.select)
     select = _select_keys(view, {"step": None}, options)
-    return opened.restore(
-        mesh=options.mesh,
-        rules=options.rules,
-        indivisible=options.indivisible,
-        select=select,
-        cast=options.cast,
-        deadline=options.deadline,
-        progress=options.progress,
-    )
+    wanted = replace(options.request(None, select), cast=options.cast)
+    return reader.restore(wanted, options.deadline)
 
 
-def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
+def restore_opt_state(reader: TreeReader, state: Any) -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
     It is placed by the rules and the mesh of the state's model. Without, the shardings
@@ -726,42 +719,26 @@ def restore_opt_state(opened: OpenCheckpoint, state: Any) -> Any:
         MismatchError: The checkpoint has the state of another optimizer, of other
             parameters, or none.
     """
-    recipe = read_recipe(opened, "raise")
-    if not _holds_optimizer(opened, recipe):
+    recipe = read_recipe(reader, "raise")
+    if not _holds_optimizer(reader, recipe):
         raise MismatchError(
-            f"{opened.name}: expected the state of an optimizer, got a checkpoint "
+            f"{reader.name}: expected the state of an optimizer, got a checkpoint "
             "without one; initialise one with init_tx"
         )
-    like = {"opt_state": _abstract_opt_state(opened, state.tx, state.graphstate)}
+    like = {"opt_state": _abstract_opt_state(reader, state.tx, state.graphstate)}
     types = container_types(like["opt_state"], "opt_state")
     found = recipe.optimizer_differences(types) if recipe is not None else []
     advice = "; give the state the optimizer that was saved"
-    reject_differences(opened, [*map(str, found)], advice=advice)
+    reject_differences(reader, [*map(str, found)], advice=advice)
     mesh, rules = state.mesh, partition_rules_of(state.model)
     if mesh is None or rules is None:
         options = Options()
         like = _placed_like_parameters(like, state.graphstate, state.opt_state)
     else:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
-    select = _select_keys(opened, like, options)
-    request = options.request(_with_saved_dtypes(opened, like, options), select)
-    return restore_leaves(opened, request, options.deadline)["opt_state"]
-
-
-def restore_leaves(
-    opened: OpenCheckpoint, request: RestoreRequest, deadline: DurationLike
-) -> Any:
-    """Returns the leaves of a checkpoint that a request names."""
-    return opened.restore(
-        deadline=deadline,
-        like=request.like,
-        mesh=request.mesh,
-        rules=request.rules,
-        select=request.select,
-        cast=request.cast,
-        indivisible=request.indivisible,
-        progress=request.progress,
-    )
+    select = _select_keys(reader, like, options)
+    request = options.request(_with_saved_dtypes(reader, like, options), select)
+    return reader.restore(request, options.deadline)["opt_state"]
 
 
 def _drawn(
@@ -985,7 +962,7 @@ def _optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
 def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
     """Returns whether an optimizer was saved, possibly one without leaves."""
     saved = recipe is not None and recipe.opt_state is not None
-    all_keys = stored._tree.by_key  # noqa: SLF001 - not public
+    all_keys = stored.tree.by_key
     # An optimizer without leaves was saved, or select= leaves all of them out.
     is_empty = not any(key.startswith("opt_state") for key in all_keys)
     return bool(_opt_state_keys(stored)) or (saved and is_empty)

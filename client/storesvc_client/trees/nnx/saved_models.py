@@ -28,10 +28,10 @@ from flax import nnx
 from storesvc.format.names import Which
 from storesvc.format.trees import Leaf
 from storesvc_client._api.opening import Prepare
-from storesvc_client._api.run import Run, save_checked
+from storesvc_client._api.run import Run, get_parts
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.leaves import tracer_text
-from storesvc_client._restore.open_tree import OpenTree, rename_leaves
+from storesvc_client._restore.open_tree import OpenTree, TreeReader, get_reader
 from storesvc_client._save.saver import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
@@ -69,7 +69,6 @@ from storesvc_client.trees.nnx.restore_model import (
     plan_pytree,
     plan_state,
     rebuild_module,
-    restore_leaves,
 )
 from storesvc_client.trees.nnx.variable_sources import fill_rng_values
 
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._api.client import Client
-    from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._telemetry.progress import ProgressCallback
     from storesvc_client._values.arguments import DurationLike
     from storesvc_client._values.key_patterns import Patterns
@@ -239,11 +237,12 @@ def save_model(
 def _begin_save(run: Run, request: SaveRequest, rehearser: Rehearser | None) -> Save:
     """Starts the save and its rehearsal."""
     if rehearser is None:
-        return save_checked(run, request)
+        return Save(get_parts(run).begin(request))
     # 1. With "strict", the rehearsal precedes the save: a rejected save sends nothing.
-    save = save_checked(run, request, rehearser.check)
+    pending = get_parts(run).begin(request, rehearser.check)
+    save = Save(pending)
     # 2. With "warn", it follows the save, which it must not delay.
-    save.rehearsal = rehearser.after(save)
+    save.rehearsal = rehearser.after(pending)
     return save
 
 
@@ -310,7 +309,7 @@ def restore_model(
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    opened, _ = open_checkpoint(run, which, model, distributed, deadline)
+    reader, _ = open_checkpoint(run, which, model, distributed, deadline)
     wanted = Options(
         mesh=mesh,
         rules=rules,
@@ -324,7 +323,7 @@ def restore_model(
         progress=progress,
     )
     request = Request(model=model, allow=allow, options=wanted)
-    return rebuild_module(opened, request)
+    return rebuild_module(reader, request)
 
 
 def open_checkpoint(
@@ -333,29 +332,30 @@ def open_checkpoint(
     model: Any,
     distributed: Distributed,
     deadline: "DurationLike",
-) -> tuple[Any, int | None]:
-    """Opens a checkpoint, and returns it; with a model, see ``as_state``."""
+) -> tuple[TreeReader, int | None]:
+    """Opens a checkpoint, and returns its reader; with a model, see ``as_state``."""
     opened: OpenTree
     if isinstance(run, ForeignRun):
         opened = run.open(which)
     else:
         opened = run.open(which, distributed=distributed, deadline=deadline)
-    return (opened, None) if model is None else as_state(opened)
+    reader = get_reader(opened)
+    return (reader, None) if model is None else as_state(reader)
 
 
-def as_state(opened: Any) -> tuple[Any, int | None]:
+def as_state(reader: Any) -> tuple[TreeReader, int | None]:
     """Returns a checkpoint that EasyDeL wrote with the keys and the config of a state,
     and its step, for which it has no leaf; any other one unchanged, and None."""
-    trees = {leaf.path[:1] for leaf in opened.leaves.values()}
+    trees = {leaf.path[:1] for leaf in reader.leaves.values()}
     if ("model",) not in trees or trees - {("model",), ("tx",)}:
-        return opened, None
-    config = opened.items.get("config")
+        return reader, None
+    config = reader.items.get("config")
     try:
         config = json.loads(config) if isinstance(config, str) else None
     except ValueError:
         config = None  # an item of the caller's own
     document = b"" if config is None else Recipe.from_config(config).pack()
-    return rename_leaves(opened, _in_state, document), opened.info.step
+    return reader.rename_leaves(_in_state, document), reader.info.step
 
 
 def _in_state(leaf: Leaf) -> Leaf:
@@ -521,7 +521,7 @@ def save(
         distributed=distributed,
         progress=progress,
     )
-    return save_checked(run, request)
+    return Save(get_parts(run).begin(request))
 
 
 def _pair(model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -616,12 +616,12 @@ def restore_into(
     )
     request = _make_request(run, model, optimizer, options)
     opened = run.open(which, distributed=distributed, deadline=deadline)
-    source, step = as_state(opened)
+    source, step = as_state(get_reader(opened))
     if step is not None:
         request = replace(request, options=replace(options, step=step))
     with add_advice(source, request):
         wanted, put = planner(run, model, optimizer, request)(source)
-        restored = restore_leaves(source, wanted, deadline)
+        restored = source.restore(wanted, deadline)
     put(restored)
     return opened.info
 
@@ -642,14 +642,14 @@ def planner(
     request = request or _make_request(run, model, optimizer, options)
 
     def plan(
-        opened: "OpenCheckpoint",
+        reader: TreeReader,
     ) -> "tuple[RestoreRequest, Callable[[Any], None]]":
         others = [] if optimizer is None else [optimizer]
-        if is_pytree(opened):
+        if is_pytree(reader):
             states = map(nnx.state, others)
-            found, wanted = None, plan_pytree(opened, request, *states)[1]
+            found, wanted = None, plan_pytree(reader, request, *states)[1]
         else:
-            found = (plan_state if others else plan_module)(opened, request)
+            found = (plan_state if others else plan_module)(reader, request)
             wanted = found.restore_request
 
         def put(restored: Any) -> None:

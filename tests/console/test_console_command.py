@@ -71,7 +71,7 @@ def test_without_its_packages_it_names_the_extra(
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "storesvc_client.cli.commands.console.find_spec",
+        "storesvc_client.cli.commands.serve.find_spec",
         lambda name: None if name == "starlette" else found(name),
     )
 

@@ -1,6 +1,9 @@
-"""``storectl serve`` serves one store; ``demo`` runs the main job, end to end."""
+"""``storectl serve`` serves one store, ``console`` pages about one to the browser;
+``demo`` runs the main job, end to end.
+"""
 
 import os
+from contextlib import closing
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +19,13 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import print_note
 
 if TYPE_CHECKING:
     from storesvc_client.demo.job import Served
 
-_NEEDED: Final = ("flax", "jax", "optax", "tensorstore")
+
+_DEMO_NEEDS: Final = ("flax", "jax", "optax", "tensorstore")
 
 
 @click.command()
@@ -55,7 +60,7 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
             "expected --keep or --store, not both: --keep keeps the demo's own store"
         )
     # find_spec imports nothing: only the training processes need them.
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _DEMO_NEEDS if find_spec(name) is None]
     if missing:
         raise Refusal(
             f"the demo needs {', '.join(missing)}: pip install 'storesvc[server,jax]'"
@@ -296,3 +301,56 @@ def serve(
         raise Refusal(str(e)) from e
     except OSError as e:  # from the ready file: errors of the store are StoreErrors
         raise Refusal(f"{e.filename}: {e.strerror or e}") from e
+
+
+_CONSOLE_NEEDS: Final = ("jinja2", "starlette", "uvicorn")
+
+
+@click.command()
+@click.option(
+    "--port",
+    type=WholeNumber(0, 65535),
+    default=7080,
+    show_default=True,
+    help="Port on this machine; 0 chooses a free one.",
+)
+@pass_connection
+def console(connection: Connection, *, port: int) -> None:
+    """Serve pages about the store to your browser, until Ctrl-C.
+
+    Prints the address to open. Only this machine can connect; from another one, forward
+    the port: ssh -L 7080:127.0.0.1:7080 HOST. The pages show and change what you may:
+    the console uses the identity of storectl.
+
+    \b
+    Examples:
+      storectl console
+      storectl console --store file:///ckpts --port 0
+    """
+    missing = [name for name in _CONSOLE_NEEDS if find_spec(name) is None]
+    if missing:
+        raise Refusal(
+            f"the console needs {', '.join(missing)}, which is not installed: pip "
+            "install 'storesvc[console]'"
+        )
+    resolved = connection.resolve()
+    with resolved.open() as client:
+        import secrets
+
+        from storesvc_client.console.app import create_app
+        from storesvc_client.console.server import HOST, bound_socket
+        from storesvc_client.console.server import serve as serve_pages
+
+        try:
+            listening = bound_socket(port)
+        except OSError as e:
+            raise Refusal(
+                f"{HOST}:{port}: expected a free port, got an error of the system: "
+                f"{os.strerror(e.errno or 0)}; give another --port, or 0"
+            ) from e
+        with closing(listening):
+            key = secrets.token_urlsafe(24)
+            taken = listening.getsockname()[1]
+            click.echo(f"http://{HOST}:{taken}/?key={key}")
+            print_note(f"console of {resolved.target}; Ctrl-C ends it")
+            serve_pages(create_app(client, key=key, store=resolved.target), listening)

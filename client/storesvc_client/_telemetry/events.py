@@ -340,8 +340,17 @@ def emit(span: Span, *, upload: str = "") -> None:
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
-    tracer = trace.get_tracer("storesvc_client")
-    _emit(trace, tracer, span, _trace_context(trace, upload))
+    context = None  # the current one
+    ids = upload_trace(upload)
+    if ids is not None:
+        parent = trace.SpanContext(
+            ids.trace,
+            ids.span,
+            is_remote=True,
+            trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+        )
+        context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
+    _emit(trace, trace.get_tracer("storesvc_client"), span, context)
 
 
 def current_traceparent() -> str:
@@ -411,20 +420,6 @@ def _instrument(kind: str, name: str) -> Any:
         return meter.create_histogram(own.removesuffix("_secs"), unit="s").record
     unit = "By" if name.endswith("_bytes") else "1"
     return meter.create_counter(own, unit=unit).add
-
-
-def _trace_context(trace: Any, upload: str) -> Any:
-    """Returns the context of the trace of an upload; None: the current one."""
-    ids = upload_trace(upload)
-    if ids is None:
-        return None
-    parent = trace.SpanContext(
-        ids.trace,
-        ids.span,
-        is_remote=True,
-        trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
-    )
-    return trace.set_span_in_context(trace.NonRecordingSpan(parent))
 
 
 def _emit(trace: Any, tracer: Any, span: Span, context: Any) -> None:

@@ -426,7 +426,19 @@ def progress_bar() -> ProgressCallback:
     def show(progress: Progress) -> None:
         title = f"{progress.what} {progress.name}"
         if title not in bars:
-            bars[title] = _bar(title, progress.total_bytes)
+            # imported late, as it takes time
+            from tqdm.auto import tqdm
+
+            is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+            bars[title] = tqdm(
+                desc=title,
+                total=progress.total_bytes,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                file=sys.stderr,
+                disable=not is_seen,
+            )
         bar = bars[title]
         bar.set_postfix_str(progress.slowest, refresh=False)
         bar.update(progress.done_bytes - bar.n)
@@ -434,19 +446,3 @@ def progress_bar() -> ProgressCallback:
             bars.pop(title).close()
 
     return show
-
-
-def _bar(title: str, total_bytes: int) -> "tqdm":
-    # imported late, as it takes time
-    from tqdm.auto import tqdm
-
-    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return tqdm(
-        desc=title,
-        total=total_bytes,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        file=sys.stderr,
-        disable=not is_seen,
-    )

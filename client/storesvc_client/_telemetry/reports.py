@@ -6,7 +6,7 @@ reads a report gets finite numbers of possible sizes and short texts. Fields tha
 release does not know are ignored.
 
 Example:
-    >>> text = report_json(opened.report)
+    >>> text = opened.report.to_json()
     >>> parse_report(text).seconds == opened.report.seconds
     True
     >>> print(timeline_text(report.timeline, report.seconds, width=60))
@@ -18,14 +18,14 @@ Example:
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType, NoneType
 from typing import (
     Any,
     Final,
     NoReturn,
-    TypeVar,
+    Self,
     cast,
     get_args,
     get_origin,
@@ -42,8 +42,6 @@ from storesvc_client._views.texts import (
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import report_pb2 as pb
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +124,40 @@ class SaveTrace:
         return trace_html(self)
 
 
+class _Report:
+    """Texts of a report, of a save or of a restore."""
+
+    __slots__ = ()
+
+    seconds: float
+    timeline: tuple[PhaseSpan, ...]
+
+    def timeline_text(self, *, width: int = 100) -> str:
+        """Returns the phases as a table with bars of text, at most `width` wide."""
+        return timeline_text(self.timeline, self.seconds, width=width)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which ``storectl trace --report`` shows."""
+        return json.dumps(report_document(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Returns the report that ``to_json`` has written.
+
+        Raises:
+            InvalidRequestError: It is no report of this kind, or it is damaged.
+        """
+        found = parse_report(text)
+        if not isinstance(found, cls):
+            raise InvalidRequestError(
+                f"report: expected one of a {_KINDS[cls]}, got another one; use "
+                f"{type(found).__name__}.from_json"
+            )
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
+class SaveReport(_Report):
     """Bytes and timings of a save; from ``Save.report``. Bytes count stored chunks."""
 
     run: str
@@ -176,29 +206,6 @@ class SaveReport:
             f"{self.seconds:.3g} s>"
         )
 
-    def timeline_text(self, *, width: int = 100) -> str:
-        """Returns the phases as a table with bars of text, at most `width` wide."""
-        return timeline_text(self.timeline, self.seconds, width=width)
-
-    def to_json(self) -> str:
-        """Returns the report as JSON, which ``storectl trace --report`` shows."""
-        return report_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "SaveReport":
-        """Returns the report that ``to_json`` has written.
-
-        Raises:
-            InvalidRequestError: It is no report of a save, or it is damaged.
-        """
-        found = parse_report(text)
-        if not isinstance(found, cls):
-            raise InvalidRequestError(
-                "report: expected one of a save, got another one; use "
-                f"{type(found).__name__}.from_json"
-            )
-        return found
-
     def _repr_html_(self) -> str:
         from storesvc_client._views.notebook import save_report_html
 
@@ -223,7 +230,7 @@ class ProcessReading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
+class RestoreReport(_Report):
     """Bytes and timings of a restore; ``OpenCheckpoint.report``."""
 
     run: str
@@ -268,29 +275,6 @@ class RestoreReport:
             f"{self.seconds:.3g} s{unverified}>"
         )
 
-    def timeline_text(self, *, width: int = 100) -> str:
-        """Returns the phases as a table with bars of text, at most `width` wide."""
-        return timeline_text(self.timeline, self.seconds, width=width)
-
-    def to_json(self) -> str:
-        """Returns the report as JSON, which ``storectl trace --report`` shows."""
-        return report_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "RestoreReport":
-        """Returns the report that ``to_json`` has written.
-
-        Raises:
-            InvalidRequestError: It is no report of a restore, or it is damaged.
-        """
-        found = parse_report(text)
-        if not isinstance(found, cls):
-            raise InvalidRequestError(
-                "report: expected one of a restore, got another one; use "
-                f"{type(found).__name__}.from_json"
-            )
-        return found
-
     def _repr_html_(self) -> str:
         from storesvc_client._views.notebook import restore_report_html
 
@@ -316,18 +300,31 @@ _MAX_ROWS: Final = 1000
 _MAX_TEXT: Final = 4096
 _MAX_SECONDS: Final = 1e9
 _MAX_INTEGER: Final = (1 << 63) - 1
+_PLAIN: Final[Mapping[Any, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
+    {
+        str: (
+            f"a text of at most {_MAX_TEXT} characters",
+            lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT,
+        ),
+        bool: ("true or false", lambda value: isinstance(value, bool)),
+        int: (
+            "a whole number, at least 0",
+            lambda value: type(value) is int and 0 <= value <= _MAX_INTEGER,
+        ),
+        float: (
+            f"seconds, 0 to {_MAX_SECONDS:g}",
+            lambda value: type(value) in (int, float) and 0 <= value <= _MAX_SECONDS,
+        ),
+    }
+)
+"""For each plain type of a field, what its JSON value must be, and whether it is."""
 _SHOWN: Final = 40
 """Characters of a wrong value that an error shows."""
 
-_KINDS: Final = {SaveReport: "save", RestoreReport: "restore"}
+_KINDS: Final[Mapping[type[Any], str]] = {SaveReport: "save", RestoreReport: "restore"}
 
 
-def report_json(report: SaveReport | RestoreReport) -> str:
-    """Returns a report as one JSON object."""
-    return json.dumps(report_document(report), indent=1) + "\n"
-
-
-def report_document(report: SaveReport | RestoreReport) -> dict[str, Any]:
+def report_document(report: _Report) -> dict[str, Any]:
     """Returns a report as JSON types."""
     return {"report": _KINDS[type(report)], **json_value(report)}
 
@@ -335,7 +332,7 @@ def report_document(report: SaveReport | RestoreReport) -> dict[str, Any]:
 def parse_report(
     text: str | bytes, place: str = "report"
 ) -> SaveReport | RestoreReport:
-    """Returns the report that ``report_json`` has written.
+    """Returns the report that its ``to_json`` has written.
 
     Args:
         text: The JSON object.
@@ -348,7 +345,8 @@ def parse_report(
         found = _mapping(_load_json(text), "report")
         for cls, kind in _KINDS.items():
             if kind == found.get("report"):
-                return _parse_object(cls, found)
+                report: SaveReport | RestoreReport = _parse_object(cls, found)
+                return report
         _refuse("report", "'save' or 'restore'", found.get("report"))
     except _DamagedError as e:
         raise InvalidRequestError(
@@ -379,27 +377,36 @@ def _load_json(text: str | bytes) -> object:
         raise _DamagedError("expected a report as JSON, got something else") from None
 
 
-def _parse_object(cls: type[T], value: object, name: str = "report") -> T:
+def _parse_object(cls: type[Any], value: object, name: str = "report") -> Any:
     """Returns the value of a dataclass, from a JSON object with its fields."""
     found, kinds = _mapping(value, name), get_type_hints(cls)
-    return cls(**{each: _parse(kinds[each], found.get(each), each) for each in kinds})
+    names = [each.name for each in fields(cls)]
+    return cls(**{each: _parse(kinds[each], found.get(each), each) for each in names})
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
     """Returns the value of a field with an annotation."""
-    parse, parts = _PARSERS.get(get_origin(kind) or kind), get_args(kind)
-    if parse is not None:
-        return parse(value, name)
+    plain, parts = get_origin(kind) or kind, get_args(kind)
+    if plain in _PLAIN:
+        expected, is_valid = _PLAIN[plain]
+        if not is_valid(value):
+            _refuse(name, expected, value)
+        return float(value) if plain is float else value
+    if plain is datetime:
+        return _parse_time(value, name)
     if NoneType in parts:
         return None if value is None else _parse(parts[0], value, name)
     if is_dataclass(kind):
         return _parse_object(cast("type[Any]", kind), value, name)
-    if get_origin(kind) is tuple:
-        return tuple(_parse(parts[0], each, name) for each in _list(value, name))
+    if plain is tuple:
+        if not isinstance(value, list) or len(value) > _MAX_ROWS:
+            _refuse(name, f"a list of at most {_MAX_ROWS} entries", value)
+        return tuple(_parse(parts[0], each, name) for each in value)
     items = _mapping(value, name).items()
+    named = {key: _parse(parts[1], each, key) for key, each in items}
     if parts[0] is int:
-        return {_step(key, name): _parse(parts[1], each, key) for key, each in items}
-    return {key: _parse(parts[1], each, key) for key, each in items}
+        return {_parse_step(key, name): each for key, each in named.items()}
+    return named
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:
@@ -410,47 +417,13 @@ def _mapping(value: object, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _list(value: object, name: str) -> list[Any]:
-    if not isinstance(value, list) or len(value) > _MAX_ROWS:
-        _refuse(name, f"a list of at most {_MAX_ROWS} entries", value)
-    return value
-
-
-def _step(text: str, name: str) -> int:
+def _parse_step(text: str, name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         _refuse(name, "steps", text)
     return int(text)
 
 
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        _refuse(name, f"a text of at most {_MAX_TEXT} characters", value)
-    return value
-
-
-def _flag(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        _refuse(name, "true or false", value)
-    return value
-
-
-def _count(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
-        _refuse(name, "a whole number, at least 0", value)
-    return value
-
-
-def _seconds(value: object, name: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= _MAX_SECONDS  # no NaN is
-    ):
-        _refuse(name, f"seconds, 0 to {_MAX_SECONDS:g}", value)
-    return float(value)
-
-
-def _time(value: Any, name: str) -> datetime:
+def _parse_time(value: Any, name: str) -> datetime:
     try:
         found = datetime.fromisoformat(value)
         if found.tzinfo is not None:
@@ -458,11 +431,6 @@ def _time(value: Any, name: str) -> datetime:
     except (TypeError, ValueError, OverflowError):
         pass
     _refuse(name, "a time with its time zone", value)
-
-
-_PARSERS: Final[Mapping[Any, Callable[[Any, str], Any]]] = MappingProxyType(
-    {str: _text, bool: _flag, int: _count, float: _seconds, datetime: _time}
-)
 
 
 _LEAST_BAR: Final = 10

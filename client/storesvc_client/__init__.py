@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from storesvc_client._api.groups import Collected, Hold, Usage
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
-    from storesvc_client._export.report import ExportReport
+    from storesvc_client._export.exporting import ExportReport
     from storesvc_client._foreign.mount import (
         ForeignCheckpoint,
         ForeignInfo,
@@ -196,7 +196,7 @@ _HOMES: Final = {
     ),
     "Hold": "_api.groups",
     "Loop": "_api.loop",
-    "ExportReport": "_export.report",
+    "ExportReport": "_export.exporting",
     "OpenCheckpoint": "_restore.checkpoint",
     "Items": "_restore.items",
     **dict.fromkeys(("PerProcess", "Replicated"), "_items.values"),

@@ -101,8 +101,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._export.elements import RenameTable
-    from storesvc_client._export.exporting import Layout
-    from storesvc_client._export.report import ExportReport
+    from storesvc_client._export.exporting import ExportReport, Layout
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
     from storesvc_client._pictures.svg import Picture

@@ -1,4 +1,4 @@
-"""The arguments of an export, and the elements of leaves in the order of a format.
+"""Arguments and outcome of an export, and elements of leaves in the order of a format.
 
 The elements of a tensor are cut into windows: regions that follow each other in C
 order. A window ends where a row of chunks ends, so that each chunk is read once, unless
@@ -307,6 +307,22 @@ class ExportCall:
     """Opens the target."""
     meter: Meter
     """Gets the progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The files that a format wrote."""
+
+    files: tuple[str, ...]
+    """Paths relative to the target."""
+    size_bytes: int
+    """Bytes of the elements, as exported."""
+    renamed_count: int = 0
+    """Number of leaves that a rule of ``rename=`` named."""
+    linked_bytes: int = 0
+    """Bytes of the data files that are hard links."""
+    copied_bytes: int = 0
+    """Bytes of the data files that the bucket copied itself."""
 
 
 WINDOW_BYTES: Final = 64 << 20

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from storesvc.format.keys import parse_item_key
-from storesvc_client._export.elements import ExportCall, RenameTable, Source, read_table
-from storesvc_client._export.report import ExportReport, Written
+from storesvc_client._export.elements import (
+    ExportCall,
+    RenameTable,
+    Source,
+    Written,
+    read_table,
+)
 from storesvc_client._export.target import open_target
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import (
@@ -44,6 +49,34 @@ class ExportOptions:
     max_shard_bytes: int | None = None
     drop_items: bool = False
     storage_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """Returned by ``OpenCheckpoint.export`` and ``Run.export``."""
+
+    name: str
+    """Name of the checkpoint, ``namespace/run@step``."""
+    target: str
+    """The format and the URL or path, such as "safetensors:/models/llama"."""
+    files: tuple[str, ...]
+    """Files written, relative to the target."""
+    leaf_count: int
+    """Number of exported leaves."""
+    renamed_count: int
+    """Number of leaves that a rule of ``rename=`` named."""
+    size_bytes: int
+    """Bytes of their elements, as exported."""
+    linked_bytes: int
+    """Bytes of the data files that are hard links into the store; 0 if all bytes were
+    copied."""
+    copied_bytes: int
+    """Bytes of the data files that the store's bucket copied itself, without a transfer
+    to this process and back."""
+    dropped_items: tuple[str, ...]
+    """Items that the format cannot hold, and that ``drop_items=True`` left out."""
+    seconds: float
+    """Duration."""
 
 
 def export_checkpoint(
@@ -150,11 +183,8 @@ def _write(
 
 
 def _find_dropped(source: Source, kind: str, *, drop_items: bool) -> Sequence[str]:
-    """Returns the items that a flat format leaves out.
-
-    Raises:
-        PreconditionError: There are items, and they are not to be dropped.
-    """
+    """Returns the items that a flat format leaves out; rejects them if they are not to
+    be dropped."""
     rows = source.tree.leaves[source.tree.tree_count :] if source.is_whole else ()
     items = sorted({parse_item_key(row.key).item for row in rows})
     if items and not drop_items:

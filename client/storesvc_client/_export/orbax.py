@@ -63,11 +63,11 @@ from storesvc_client._export.elements import (
     ExportCall,
     Piece,
     Source,
+    Written,
     cast_array,
     raw_bytes,
     read_in_order,
 )
-from storesvc_client._export.report import Written
 from storesvc_client._export.safetensors import exported_dtype
 from storesvc_client._export.target import (
     MARK,
@@ -427,11 +427,8 @@ def link_data(
 
 
 def _checked_size(source: Source, name: str, end: int) -> int:
-    """Returns the size of a data file that holds `end` bytes or more.
-
-    Raises:
-        DataLossError: It is missing or too short.
-    """
+    """Returns the size of a data file; rejects one that is missing or shorter than
+    `end`."""
     assert source.pool is not None
     try:
         descriptor = rooted_files.open_file(source.pool, name)
@@ -662,11 +659,7 @@ def write_orbax(
 
 
 def _item_name(source: Source, name: str, others: Mapping[str, int]) -> str:
-    """Returns the name of the item that holds the tree.
-
-    Raises:
-        InvalidRequestError: It is no name, or another item has it.
-    """
+    """Rejects a name for the item of the tree that is none, or that of another item."""
     taken = {*others, *([METRICS] if source.info.metrics else [])}
     other = f", other than {', '.join(sorted(taken))}" if taken else ""
     if not _ITEM.fullmatch(name) or name in taken:
@@ -680,11 +673,7 @@ def _item_name(source: Source, name: str, others: Mapping[str, int]) -> str:
 def _json_rows(
     source: Source, *, drop_items: bool
 ) -> tuple[dict[str, int], Sequence[str]]:
-    """Returns the rows of the items that become JSON items, and the items left out.
-
-    Raises:
-        PreconditionError: Orbax cannot hold an item, and items are not to be dropped.
-    """
+    """Returns the rows of the items that become JSON items, and the items left out."""
     rows: dict[str, int] = {}
     others: dict[str, str] = {}
     items = range(source.tree.tree_count, len(source.tree.leaves))
@@ -792,11 +781,7 @@ def _put(target: Target, path: str, data: bytes) -> None:
 
 @contextmanager
 def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
-    """Yields the folder of a step, which is complete if the block succeeds.
-
-    Raises:
-        PreconditionError: The step exists, or another export writes it.
-    """
+    """Yields the folder of a step, which is complete if the block succeeds."""
     root = opened(url)
     if root.local is not None:
         with _new_directory(root.local / step) as directory:

@@ -59,16 +59,15 @@ from storesvc_client._export.elements import (
     Renamed,
     Renames,
     Source,
+    Written,
     cast_array,
     raw_bytes,
     read_in_order,
     windows,
 )
-from storesvc_client._export.report import Written
 from storesvc_client._export.target import (
     COPY_BYTES,
     NewFile,
-    OpenTarget,
     Target,
     split_file,
 )
@@ -600,10 +599,18 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
         dtypes=DTYPE_NAMES,
         target="safetensors",
     )
-    target, single = _target(call.where, call.opened)
+    folder, single = split_file(call.where)
+    if not single.endswith(SUFFIX):
+        folder, single = call.where, ""
+    target = call.opened(folder)
+    size = sum(tensor.size_bytes for tensor in tensors)
+    if single and max_shard_bytes is not None and size > max_shard_bytes:
+        raise InvalidRequestError(
+            f"export of {source.name}: expected at most {max_shard_bytes} bytes, the "
+            f"maximum of a shard, for one file, got {size}; give a folder as the target"
+        )
     limit = max_shard_bytes or MAX_SHARD_BYTES
     parts = [tensors] if single else cut_into_shards(tensors, limit)
-    _check_single(source, single, tensors, max_shard_bytes)
     shards = _shards(source, [single] if single else shard_names(len(parts)), parts)
     final = single or (SINGLE if len(shards) == 1 else INDEX)
     for name in (final,) if single else (SINGLE, INDEX):
@@ -617,28 +624,8 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
     else:
         _write_all(source, target, shards, meter)
     files = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
-    size = sum(tensor.size_bytes for tensor in tensors)
     renamed = sum(tensor.is_renamed for tensor in tensors)
     return Written(files=tuple(files), size_bytes=size, renamed_count=renamed)
-
-
-def _target(url: str, opened: OpenTarget) -> tuple[Target, str]:
-    """Returns the folder of a URL, and the name of the file if the URL names one."""
-    folder, name = split_file(url)
-    if not name.endswith(SUFFIX):
-        return opened(url), ""
-    return opened(folder), name
-
-
-def _check_single(
-    source: Source, single: str, tensors: Sequence[Tensor], limit: int | None
-) -> None:
-    size = sum(tensor.size_bytes for tensor in tensors)
-    if single and limit is not None and size > limit:
-        raise InvalidRequestError(
-            f"export of {source.name}: expected at most {limit} bytes, the maximum of "
-            f"a shard, for one file, got {size}; give a folder as the target"
-        )
 
 
 def _shards(

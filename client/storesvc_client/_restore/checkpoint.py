@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._export.elements import RenameTable, Source
-    from storesvc_client._export.exporting import Layout
-    from storesvc_client._export.report import ExportReport
+    from storesvc_client._export.exporting import ExportReport, Layout
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import Rules
 

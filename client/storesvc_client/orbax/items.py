@@ -340,6 +340,8 @@ def step_contents(
     Raises:
         InvalidRequestError: A tree is empty, or a handler wrote too much.
     """
+    import jax
+
     kinds = {name: content.kind for name, content in contents.items()}
     parts = plan_parts(kinds, default=default, is_default=is_default)
     tree: Any = {}
@@ -349,7 +351,10 @@ def step_contents(
         match content:
             case TreeContent(tree=found, custom_metadata=custom):
                 parts[name] = replace(part, custom_metadata=custom)
-                _check_filled(f"{place} item {name!r}", found)
+                if not jax.tree.leaves(found, is_leaf=lambda x: x is None):
+                    raise InvalidRequestError(  # as Orbax does
+                        f"{place} item {name!r}: expected a tree with leaves, got none"
+                    )
                 if part.place:
                     tree[part.place] = found
                 else:
@@ -408,14 +413,6 @@ def restore_files(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(contents)
         return read(folder)
-
-
-def _check_filled(place: str, tree: Any) -> None:
-    """Rejects a tree without leaves, as Orbax does."""
-    import jax
-
-    if not jax.tree.leaves(tree, is_leaf=lambda x: x is None):
-        raise InvalidRequestError(f"{place}: expected a tree with leaves, got none")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ class of argument that they belong to.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
@@ -113,7 +113,12 @@ def find_content(
             return JsonContent(args.item)
         case _:
             used = _find_handler(place, args, handler)
-            return FilesContent(_writer(used, args))
+
+            def write(folder: Path) -> None:
+                used.save(epath.Path(folder), args=args)
+                used.finalize(epath.Path(folder))
+
+            return FilesContent(write)
 
 
 def restore_part(
@@ -148,18 +153,19 @@ def restore_part(
         )
     check_handler(place, args, handler)
     match args:
-        case None:
-            pass
-        case ocp.args.StandardRestore() | ocp.args.PyTreeRestore():
-            _check_kind(place, part, "tree", args)
+        case None if part.kind == "tree":
+            return restore_tree(opened, part.place)
+        case ocp.args.StandardRestore() | ocp.args.PyTreeRestore() if (
+            part.kind == "tree"
+        ):
             return _restore_target(opened, place, part, args)
-        case ocp.args.JsonRestore():
-            _check_kind(place, part, "json", args)
+        case None | ocp.args.JsonRestore() if part.kind == "json":
+            return opened.items[part.place]
         case _:
-            raise _other_kind(place, part, args)
-    if part.kind == "json":
-        return opened.items[part.place]
-    return restore_tree(opened, part.place)
+            raise InvalidRequestError(
+                f"{place}: expected the argument of a restore of its kind, "
+                f"{part.kind}, got {type(args).__name__}"
+            )
 
 
 def _restore_target(opened: "OpenCheckpoint", place: str, part: Part, args: Any) -> Any:
@@ -244,26 +250,6 @@ def _default_arguments(handler: Any) -> Any:
             f"expected the argument of a restore for {type(handler).__name__}, got "
             f"none: {e}"
         ) from e
-
-
-def _writer(handler: Any, args: Any) -> Callable[[Path], object]:
-    def write(folder: Path) -> None:
-        handler.save(epath.Path(folder), args=args)
-        handler.finalize(epath.Path(folder))
-
-    return write
-
-
-def _check_kind(place: str, part: Part, kind: str, args: Any) -> None:
-    if part.kind != kind:
-        raise _other_kind(place, part, args)
-
-
-def _other_kind(place: str, part: Part, args: Any) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{place}: expected the argument of a restore of its kind, {part.kind}, got "
-        f"{type(args).__name__}"
-    )
 
 
 def items_arguments(

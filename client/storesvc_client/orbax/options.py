@@ -470,7 +470,7 @@ def metric_name(place: str, function: Callable[[Any], Any]) -> str:
     The function is called once with a mapping that records what it reads: whatever else
     it computes is visible, as its result is not the value that it was given.
 
-    >>> metric_of("best_fn", lambda metrics: metrics["loss"])
+    >>> metric_name("best_fn", lambda metrics: metrics["loss"])
     'loss'
 
     Args:

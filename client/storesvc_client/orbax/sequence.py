@@ -539,11 +539,7 @@ class StepSequence:
                 job.post(key, failed)
 
     def _await_leader(self, job: Job, key: str) -> None:
-        """Waits until process 0 has applied the retention policy.
-
-        Raises:
-            UnavailableError: It could not, or did not answer.
-        """
+        """Waits until process 0 has applied the retention policy."""
         failed = job.read(key, seconds=APPLY_SECONDS)
         if failed:
             raise UnavailableError(

@@ -36,6 +36,7 @@ from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.rpc.test_permissions import rpcs
 from tests.support.audited import Audited
+from tests.support.event_loop import in_event_loop
 from tests.support.server_process import EndedError
 from tests.support.small_disk import small_disk
 from tests.support.tokens import keys_document, signed
@@ -393,16 +394,13 @@ def test_a_full_disk_refuses_commits_and_deletions_and_serves_reads(
         assert verified(log.file).broken is None
 
 
-def test_concurrent_entries_share_syncs(tmp_path: Path) -> None:
-    async def run() -> int:
-        log = AuditLog(tmp_path / "audit.log", server="me")
-        before = log.syncs
-        await asyncio.gather(*(log.write({"number": n}) for n in range(200)))
-        syncs = log.syncs - before
-        await log.close()
-        return syncs
-
-    syncs = asyncio.run(run())
+@in_event_loop
+async def test_concurrent_entries_share_syncs(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.log", server="me")
+    before = log.syncs
+    await asyncio.gather(*(log.write({"number": n}) for n in range(200)))
+    syncs = log.syncs - before
+    await log.close()
 
     print(f"200 entries, {syncs} syncs")
     assert syncs < 20

@@ -13,6 +13,7 @@ from storesvc_client._storage.objects import (
     S3Secret,
 )
 from storesvc_client.errors import UnavailableError
+from tests.support.event_loop import in_event_loop
 
 LIFE = 100.0
 
@@ -53,149 +54,135 @@ async def ended(credential: LentCredential) -> None:
         await asyncio.sleep(0)  # its callback runs
 
 
-def test_a_credential_is_used_for_four_fifths_of_its_life(server: Server) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        first = await credential.current()
-        server.now += 0.79 * LIFE
+@in_event_loop
+async def test_a_credential_is_used_for_four_fifths_of_its_life(server: Server) -> None:
+    credential = server.credential()
+    first = await credential.current()
+    server.now += 0.79 * LIFE
 
-        assert first is await credential.current()
-        assert 1 == server.calls
-
-    asyncio.run(use())
-
-
-def test_then_it_is_renewed_while_requests_still_use_it(server: Server) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        first = await credential.current()
-        server.now += 0.81 * LIFE
-        server.may_answer.clear()
-
-        assert first is await credential.current()
-        assert first is await credential.current()
-        server.may_answer.set()
-        await ended(credential)
-
-        assert server.lent[1] is await credential.current()
-        assert 2 == server.calls
-
-    asyncio.run(use())
-
-
-def test_an_expired_credential_is_not_used(server: Server) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        first = await credential.current()
-        server.now += LIFE
-
-        second = await credential.current()
-
-        assert [first, second] == server.lent
-
-    asyncio.run(use())
-
-
-def test_concurrent_requests_share_one_renewal(server: Server) -> None:
-    async def use() -> None:
-        credential = server.credential()
-
-        found = await asyncio.gather(*(credential.current() for _ in range(50)))
-
-        assert {server.lent[0]} == set(found)
-
-    asyncio.run(use())
+    assert first is await credential.current()
     assert 1 == server.calls
 
 
-def test_a_rejected_credential_is_replaced_once_for_all_requests(
-    server: Server,
-) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        first = await credential.current()
+@in_event_loop
+async def test_then_it_is_renewed_while_requests_still_use_it(server: Server) -> None:
+    credential = server.credential()
+    first = await credential.current()
+    server.now += 0.81 * LIFE
+    server.may_answer.clear()
 
-        found = await asyncio.gather(
-            *(credential.replace_rejected(first) for _ in range(50)),
-        )
+    assert first is await credential.current()
+    assert first is await credential.current()
+    server.may_answer.set()
+    await ended(credential)
 
-        assert {server.lent[1]} == set(found)
-        # one that was rejected late finds the new one
-        assert server.lent[1] is await credential.replace_rejected(first)
-
-    asyncio.run(use())
+    assert server.lent[1] is await credential.current()
     assert 2 == server.calls
 
 
-def test_a_request_that_is_dropped_does_not_end_the_renewal_of_others(
+@in_event_loop
+async def test_an_expired_credential_is_not_used(server: Server) -> None:
+    credential = server.credential()
+    first = await credential.current()
+    server.now += LIFE
+
+    second = await credential.current()
+
+    assert [first, second] == server.lent
+
+
+@in_event_loop
+async def test_concurrent_requests_share_one_renewal(server: Server) -> None:
+    credential = server.credential()
+
+    found = await asyncio.gather(*(credential.current() for _ in range(50)))
+
+    assert {server.lent[0]} == set(found)
+
+    assert 1 == server.calls
+
+
+@in_event_loop
+async def test_a_rejected_credential_is_replaced_once_for_all_requests(
     server: Server,
 ) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        server.may_answer.clear()
-        dropped = asyncio.create_task(credential.current())
-        other = asyncio.create_task(credential.current())
-        await asyncio.sleep(0)
+    credential = server.credential()
+    first = await credential.current()
 
-        dropped.cancel()
-        server.may_answer.set()
+    found = await asyncio.gather(
+        *(credential.replace_rejected(first) for _ in range(50)),
+    )
 
-        found = await other
+    assert {server.lent[1]} == set(found)
+    # one that was rejected late finds the new one
+    assert server.lent[1] is await credential.replace_rejected(first)
 
-        assert [found] == server.lent
-        assert dropped.cancelled()
-
-    asyncio.run(use())
+    assert 2 == server.calls
 
 
-def test_while_the_server_fails_a_valid_credential_is_kept(server: Server) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        first = await credential.current()
-        server.now += 0.9 * LIFE
-        server.error = UnavailableError("down")
+@in_event_loop
+async def test_a_request_that_is_dropped_does_not_end_the_renewal_of_others(
+    server: Server,
+) -> None:
+    credential = server.credential()
+    server.may_answer.clear()
+    dropped = asyncio.create_task(credential.current())
+    other = asyncio.create_task(credential.current())
+    await asyncio.sleep(0)
 
-        assert first is await credential.current()
-        await ended(credential)
-        assert first is await credential.current()
-        assert 2 == server.calls  # not again at once
+    dropped.cancel()
+    server.may_answer.set()
 
-        server.error = None
-        server.now += PAUSE_SECONDS
+    found = await other
+
+    assert [found] == server.lent
+    assert dropped.cancelled()
+
+
+@in_event_loop
+async def test_while_the_server_fails_a_valid_credential_is_kept(
+    server: Server,
+) -> None:
+    credential = server.credential()
+    first = await credential.current()
+    server.now += 0.9 * LIFE
+    server.error = UnavailableError("down")
+
+    assert first is await credential.current()
+    await ended(credential)
+    assert first is await credential.current()
+    assert 2 == server.calls  # not again at once
+
+    server.error = None
+    server.now += PAUSE_SECONDS
+    await credential.current()
+    await ended(credential)
+    assert server.lent[1] is await credential.current()
+
+
+@in_event_loop
+async def test_without_a_valid_credential_the_error_of_the_server_is_raised(
+    server: Server,
+) -> None:
+    credential = server.credential()
+    server.error = UnavailableError("down")
+
+    with pytest.raises(UnavailableError, match="down"):
         await credential.current()
-        await ended(credential)
-        assert server.lent[1] is await credential.current()
 
-    asyncio.run(use())
-
-
-def test_without_a_valid_credential_the_error_of_the_server_is_raised(
-    server: Server,
-) -> None:
-    async def use() -> None:
-        credential = server.credential()
-        server.error = UnavailableError("down")
-
-        with pytest.raises(UnavailableError, match="down"):
-            await credential.current()
-
-        server.error = None
-        lent = await credential.current()
-        assert server.lent[0] is lent
-
-    asyncio.run(use())
+    server.error = None
+    lent = await credential.current()
+    assert server.lent[0] is lent
 
 
-def test_a_clock_that_is_ahead_does_not_stop_requests(server: Server) -> None:
-    async def use() -> None:
-        credential = LentCredential(server.lend, clock=lambda: server.now + 10 * LIFE)
+@in_event_loop
+async def test_a_clock_that_is_ahead_does_not_stop_requests(server: Server) -> None:
+    credential = LentCredential(server.lend, clock=lambda: server.now + 10 * LIFE)
 
-        lent = await credential.current()
+    lent = await credential.current()
 
-        assert lent is await credential.current()
-        assert 1 == server.calls
-
-    asyncio.run(use())
+    assert lent is await credential.current()
+    assert 1 == server.calls
 
 
 def test_no_text_of_a_credential_has_its_secret() -> None:

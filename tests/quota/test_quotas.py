@@ -25,6 +25,7 @@ from storesvc.quota import BURST_SECONDS, Bucket, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_permissions import reason_of
+from tests.support.event_loop import in_event_loop
 from tests.support.server_process import ServerProcess
 
 POLICY = """
@@ -94,118 +95,108 @@ METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetR
 
 
 @given(st.lists(st.tuples(st.sampled_from(METHODS), st.booleans()), max_size=40))
-def test_counts_return_to_zero_however_calls_end(
+@in_event_loop
+async def test_counts_return_to_zero_however_calls_end(
     made: list[tuple[str, bool]],
 ) -> None:
     rule = QuotaRule(
         namespaces=("*",), streams=3, watches=2, uploads=2, bytes_in_flight=100 << 20
     )
 
-    async def run() -> list[Any]:
-        found = Quotas(lambda: ((rule,), rule), nothing_stored)
-        open_calls = []
-        for number, (method, is_ended_early) in enumerate(made):
-            call = call_of(method, number)
-            error: Exception | None = None
-            try:
-                await found.on_permitted(call)
-            except QuotaExceededError as e:
-                error = e
-            if error is not None or is_ended_early:
-                await found.ended(call, error or asyncio.CancelledError())
-            else:
-                open_calls.append(call)
-        rows = await found.describe("limited")
-        assert all(row.used <= row.limit for row in rows)
-        for call in open_calls:
-            await found.ended(call, None)
-            end = call_of("AbortUpload", int(call.request_id))
-            await found.on_permitted(end)
-            await found.ended(end, None)
-        return [
-            row.used for row in await found.describe("limited") if row.name != "uploads"
-        ]
+    found = Quotas(lambda: ((rule,), rule), nothing_stored)
+    open_calls = []
+    for number, (method, is_ended_early) in enumerate(made):
+        call = call_of(method, number)
+        error: Exception | None = None
+        try:
+            await found.on_permitted(call)
+        except QuotaExceededError as e:
+            error = e
+        if error is not None or is_ended_early:
+            await found.ended(call, error or asyncio.CancelledError())
+        else:
+            open_calls.append(call)
+    rows = await found.describe("limited")
+    assert all(row.used <= row.limit for row in rows)
+    for call in open_calls:
+        await found.ended(call, None)
+        end = call_of("AbortUpload", int(call.request_id))
+        await found.on_permitted(end)
+        await found.ended(end, None)
 
-    assert not any(asyncio.run(run()))
+    rows = await found.describe("limited")
+    assert not any(row.used for row in rows if row.name != "uploads")
 
 
-def test_a_retry_of_a_begin_is_the_same_upload() -> None:
-    async def run() -> None:
-        rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), nothing_stored)
-        for _ in range(3):
-            await found.on_permitted(call_of("BeginUpload", 1))
-        with pytest.raises(QuotaExceededError, match="1 uploads"):
-            await found.on_permitted(call_of("BeginUpload", 2))
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_retry_of_a_begin_is_the_same_upload() -> None:
+    rule = QuotaRule(namespaces=("*",), uploads=1)
+    found = Quotas(lambda: ((rule,), None), nothing_stored)
+    for _ in range(3):
+        await found.on_permitted(call_of("BeginUpload", 1))
+    with pytest.raises(QuotaExceededError, match="1 uploads"):
+        await found.on_permitted(call_of("BeginUpload", 2))
 
 
 @pytest.mark.parametrize("is_permitted", [True, False])
-def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
+@in_event_loop
+async def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
     is_permitted: bool,
 ) -> None:
-    async def run() -> None:
-        rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), nothing_stored)
-        begun, again = call_of("BeginUpload", 1), call_of("BeginUpload", 1, "user:b")
-        await found.on_permitted(begun)
-        await found.ended(begun, None)
-        again.request_id = "another call"
-        if is_permitted:
-            await found.on_permitted(again)
-        await found.ended(again, PermissionDeniedError("denied"))
-        with pytest.raises(QuotaExceededError, match="1 uploads"):
-            await found.on_permitted(call_of("BeginUpload", 2))
-
-    asyncio.run(run())
+    rule = QuotaRule(namespaces=("*",), uploads=1)
+    found = Quotas(lambda: ((rule,), None), nothing_stored)
+    begun, again = call_of("BeginUpload", 1), call_of("BeginUpload", 1, "user:b")
+    await found.on_permitted(begun)
+    await found.ended(begun, None)
+    again.request_id = "another call"
+    if is_permitted:
+        await found.on_permitted(again)
+    await found.ended(again, PermissionDeniedError("denied"))
+    with pytest.raises(QuotaExceededError, match="1 uploads"):
+        await found.on_permitted(call_of("BeginUpload", 2))
 
 
 @pytest.mark.parametrize("first", ["cancelled", "ended"])
 @pytest.mark.parametrize("second", ["cancelled", "ended"])
-def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
+@in_event_loop
+async def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
     first: str, second: str
 ) -> None:
-    async def run() -> bool:
-        rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), None), nothing_stored)
-        begun, retry = call_of("BeginUpload", 1), call_of("BeginUpload", 1)
-        retry.request_id = "its retry"
-        await found.on_permitted(begun)
-        await found.on_permitted(retry)
-        for call, end in ((begun, first), (retry, second)):
-            is_lost = end == "cancelled"
-            await found.ended(call, asyncio.CancelledError() if is_lost else None)
-        (row,) = await found.describe("limited")
-        return row.used == 1
+    rule = QuotaRule(namespaces=("*",), uploads=1)
+    found = Quotas(lambda: ((rule,), None), nothing_stored)
+    begun, retry = call_of("BeginUpload", 1), call_of("BeginUpload", 1)
+    retry.request_id = "its retry"
+    await found.on_permitted(begun)
+    await found.on_permitted(retry)
+    for call, end in ((begun, first), (retry, second)):
+        is_lost = end == "cancelled"
+        await found.ended(call, asyncio.CancelledError() if is_lost else None)
+    (row,) = await found.describe("limited")
 
-    assert asyncio.run(run()) == ("ended" in (first, second))
+    assert (row.used == 1) == ("ended" in (first, second))
 
 
-def test_a_begin_that_fails_is_no_longer_counted() -> None:
-    async def run() -> None:
-        rule = QuotaRule(namespaces=("*",), uploads=1)
-        found = Quotas(lambda: ((rule,), rule), nothing_stored)
-        failed = call_of("BeginUpload", 1)
-        await found.on_permitted(failed)
-        await found.ended(failed, asyncio.CancelledError())
-        await found.on_permitted(call_of("BeginUpload", 2))
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_begin_that_fails_is_no_longer_counted() -> None:
+    rule = QuotaRule(namespaces=("*",), uploads=1)
+    found = Quotas(lambda: ((rule,), rule), nothing_stored)
+    failed = call_of("BeginUpload", 1)
+    await found.on_permitted(failed)
+    await found.ended(failed, asyncio.CancelledError())
+    await found.on_permitted(call_of("BeginUpload", 2))
 
 
-def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "MAX_SCOPES", 10)
 
-    async def run() -> int:
-        found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), nothing_stored)
-        for number in range(1000):
-            call = call_of("GetRun", number, f"user:{number}")
-            await found.on_permitted(call)
-            await found.ended(call, None)
-        return len(found._scopes)
+    found = Quotas(lambda: ((), QuotaRule(requests_per_second=5)), nothing_stored)
+    for number in range(1000):
+        call = call_of("GetRun", number, f"user:{number}")
+        await found.on_permitted(call)
+        await found.ended(call, None)
 
-    assert asyncio.run(run()) <= 11
+    assert len(found._scopes) <= 11
 
 
 @pytest.fixture

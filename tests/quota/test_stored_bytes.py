@@ -20,6 +20,7 @@ from storesvc.quota import Quotas
 from storesvc.server.security import make_security
 from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_server import serving
 
 LIMIT = 1_000_000
@@ -221,38 +222,36 @@ def test_stored_bytes_above_the_soft_quota_are_logged(
     assert caplog.text.count("above its soft quota of 300000") == 1
 
 
-def test_one_call_alone_waits_for_a_list() -> None:
-    async def run() -> None:
-        lists, now = list[asyncio.Event](), 0.0
+@in_event_loop
+async def test_one_call_alone_waits_for_a_list() -> None:
+    lists, now = list[asyncio.Event](), 0.0
 
-        async def stored(_: str) -> StoredBytes:
-            lists.append(asyncio.Event())
-            await lists[-1].wait()
-            return StoredBytes(total=1000)
+    async def stored(_: str) -> StoredBytes:
+        lists.append(asyncio.Event())
+        await lists[-1].wait()
+        return StoredBytes(total=1000)
 
-        rule = QuotaRule(namespaces=("limited",), stored_bytes=2000)
-        found = Quotas(lambda: ((rule,), None), stored, clock=lambda: now)
-        uploads = [UploadName(RunName("limited", "r"), f"{n:032x}") for n in range(5)]
+    rule = QuotaRule(namespaces=("limited",), stored_bytes=2000)
+    found = Quotas(lambda: ((rule,), None), stored, clock=lambda: now)
+    uploads = [UploadName(RunName("limited", "r"), f"{n:032x}") for n in range(5)]
 
-        async def begun(number: int, size: int) -> asyncio.Task[None]:
-            task = asyncio.create_task(found.reserve(uploads[number], size))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            return task
+    async def begun(number: int, size: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(found.reserve(uploads[number], size))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
 
-        first, second = await begun(0, 200), await begun(1, 200)
-        lists[0].set()
-        await asyncio.gather(first, second)
-        now = quota.USAGE_SECONDS + 1
-        third, fourth = await begun(2, 200), await begun(3, 200)
-        assert fourth.done()
-        assert not third.done()
-        fifth = await begun(4, 600)  # it may have room by a newer list
-        assert not fifth.done()
-        lists[1].set()
-        await third
-        with pytest.raises(QuotaExceededError, match=r"got 1800.* and 600 more"):
-            await fifth
-        assert len(lists) == 2
-
-    asyncio.run(run())
+    first, second = await begun(0, 200), await begun(1, 200)
+    lists[0].set()
+    await asyncio.gather(first, second)
+    now = quota.USAGE_SECONDS + 1
+    third, fourth = await begun(2, 200), await begun(3, 200)
+    assert fourth.done()
+    assert not third.done()
+    fifth = await begun(4, 600)  # it may have room by a newer list
+    assert not fifth.done()
+    lists[1].set()
+    await third
+    with pytest.raises(QuotaExceededError, match=r"got 1800.* and 600 more"):
+        await fifth
+    assert len(lists) == 2

@@ -34,6 +34,7 @@ from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support.contract import Writer, frame, received, stored, sums, tree_of
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 from tests.support.faulty_server import serving
 
@@ -88,137 +89,115 @@ async def frames_of(*frames: api.ChunkFrame) -> AsyncIterator[Frame]:
         yield received(one)
 
 
-Test = Callable[[Store, list[Caller]], Coroutine[Any, Any, None]]
+async def open_callers(tmp_path: Path) -> tuple[Store, list[Caller]]:
+    """Returns a fresh store, with two callers."""
+    store = await Store.open(await TensorStoreBucket.open(tmp_path.as_uri()))
+    return store, [Caller(store, UploadName(RUN, i)) for i in IDS]
 
 
-@pytest.fixture
-def within(tmp_path: Path) -> Callable[[Test], None]:
-    """Runs a test on a fresh store, with two callers."""
-
-    def run(test: Test) -> None:
-        async def main() -> None:
-            bucket = await TensorStoreBucket.open(tmp_path.as_uri())
-            store = await Store.open(bucket)
-            await test(store, [Caller(store, UploadName(RUN, i)) for i in IDS])
-
-        asyncio.run(main())
-
-    return run
-
-
-def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
-    within: Callable[[Test], None],
+@in_event_loop
+async def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
+    tmp_path: Path,
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        first, second = callers
-        await first.ready()
-        await second.begin()
-        await store.uploads.abort(second.name)
+    store, (first, second) = await open_callers(tmp_path)
+    await first.ready()
+    await second.begin()
+    await store.uploads.abort(second.name)
 
-        for call in (first.begin, first.commit):
-            with pytest.raises(UploadSupersededError):
-                await call()
-
-    within(test)
+    for call in (first.begin, first.commit):
+        with pytest.raises(UploadSupersededError):
+            await call()
 
 
-def test_an_aborted_upload_has_no_second_life(within: Callable[[Test], None]) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        first, second = callers
-        await first.ready()
-        await store.uploads.abort(first.name)
+@in_event_loop
+async def test_an_aborted_upload_has_no_second_life(tmp_path: Path) -> None:
+    store, (first, second) = await open_callers(tmp_path)
+    await first.ready()
+    await store.uploads.abort(first.name)
 
-        for call in (first.begin, first.commit):
-            with pytest.raises(UploadNotFoundError):
-                await call()
-        await second.begin()
-        assert first.epoch + 1 == second.epoch
-
-    within(test)
+    for call in (first.begin, first.commit):
+        with pytest.raises(UploadNotFoundError):
+            await call()
+    await second.begin()
+    assert first.epoch + 1 == second.epoch
 
 
-def test_overlapping_commits_of_one_upload_give_one_answer(
-    within: Callable[[Test], None],
+@in_event_loop
+async def test_overlapping_commits_of_one_upload_give_one_answer(
+    tmp_path: Path,
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        await callers[0].ready()
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.ready()
 
-        records = await asyncio.gather(*(callers[0].commit() for _ in range(6)))
+    records = await asyncio.gather(*(caller.commit() for _ in range(6)))
 
-        assert all(record == records[0] for record in records)
-        record = await store.catalog.checkpoint(CheckpointName(RUN, 1))
-        assert record == records[0]
-        await store.catalog.manifest(RUN, record)
-
-    within(test)
+    assert all(record == records[0] for record in records)
+    record = await store.catalog.checkpoint(CheckpointName(RUN, 1))
+    assert record == records[0]
+    await store.catalog.manifest(RUN, record)
 
 
-def test_a_commit_that_another_overtook_gives_its_answer(
-    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_commit_that_another_overtook_gives_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        caller = callers[0]
-        await caller.ready()
-        commits = store.commits
-        prepare = commits._prepare
-        first = True
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.ready()
+    commits = store.commits
+    prepare = commits._prepare
+    first = True
 
-        async def overtaken(*arguments: Any) -> Any:
-            nonlocal first
-            if first:
-                first = False
-                await caller.commit()  # and with it the receipts are gone
-            return await prepare(*arguments)
+    async def overtaken(*arguments: Any) -> Any:
+        nonlocal first
+        if first:
+            first = False
+            await caller.commit()  # and with it the receipts are gone
+        return await prepare(*arguments)
 
-        monkeypatch.setattr(commits, "_prepare", overtaken)
-        record = await caller.commit()
+    monkeypatch.setattr(commits, "_prepare", overtaken)
+    record = await caller.commit()
 
-        assert slots.COMMITTED == record.state
-        # and leaves what the other has committed, for plain TensorStore too
-        places = RunPaths(RUN)
-        space = commits._bucket.key_space(
-            path=places.key_space(record.upload, record.attempt), pool=places.pool
-        )
-        found = await space.places()
-        assert found is not None
-        assert {"x/zarr.json", "x/c/0", "x/c/1", "x/c/2"} == found.keys()
-
-    within(test)
+    assert slots.COMMITTED == record.state
+    # and leaves what the other has committed, for plain TensorStore too
+    places = RunPaths(RUN)
+    space = commits._bucket.key_space(
+        path=places.key_space(record.upload, record.attempt), pool=places.pool
+    )
+    found = await space.places()
+    assert found is not None
+    assert {"x/zarr.json", "x/c/0", "x/c/1", "x/c/2"} == found.keys()
 
 
-def test_chunks_that_come_after_their_receipt_change_nothing(
-    within: Callable[[Test], None],
+@in_event_loop
+async def test_chunks_that_come_after_their_receipt_change_nothing(
+    tmp_path: Path,
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        caller = callers[0]
-        await caller.ready()
-        await caller.write(frames_of(frame(1, version=1)))
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.ready()
+    await caller.write(frames_of(frame(1, version=1)))
 
-        record = await caller.commit()
-        manifest = await store.catalog.manifest(RUN, record)
-        assert (sums(0, 1, 2).digests == manifest.sums.digests).all()
-
-    within(test)
+    record = await caller.commit()
+    manifest = await store.catalog.manifest(RUN, record)
+    assert (sums(0, 1, 2).digests == manifest.sums.digests).all()
 
 
-def test_a_commit_that_dies_before_its_record_leaves_no_run(
-    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_commit_that_dies_before_its_record_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        await callers[0].ready()
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.ready()
 
-        def dies(*_: Any) -> Any:
-            raise RuntimeError
+    def dies(*_: Any) -> Any:
+        raise RuntimeError
 
-        monkeypatch.setattr(store.commits, "_committed_record", dies)
-        with pytest.raises(RuntimeError):
-            await callers[0].commit()
+    monkeypatch.setattr(store.commits, "_committed_record", dies)
+    with pytest.raises(RuntimeError):
+        await caller.commit()
 
-        assert [] == await store.catalog.runs(None, after=None, limit=9)
-        with pytest.raises(RunNotFoundError):
-            await store.catalog.run(RUN)
-
-    within(test)
+    assert [] == await store.catalog.runs(None, after=None, limit=9)
+    with pytest.raises(RunNotFoundError):
+        await store.catalog.run(RUN)
 
 
 async def all_permits_free(store: Store) -> None:
@@ -230,65 +209,62 @@ async def all_permits_free(store: Store) -> None:
 
 
 @pytest.mark.parametrize("pause", [0, 0.001, 0.003, 0.01])
-def test_cancelled_streams_release_their_permits(
-    within: Callable[[Test], None], pause: float
+@in_event_loop
+async def test_cancelled_streams_release_their_permits(
+    tmp_path: Path, pause: float
 ) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        await callers[0].begin()
-        for _ in range(3 * receiver.MAX_BATCHES):
-            many = frames_of(*(frame(0, 1, 2) for _ in range(20)))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(callers[0].write(many), pause)
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.begin()
+    for _ in range(3 * receiver.MAX_BATCHES):
+        many = frames_of(*(frame(0, 1, 2) for _ in range(20)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(caller.write(many), pause)
 
-        await asyncio.wait_for(callers[0].write(frames_of(frame(0))), 20)
-        await all_permits_free(store)
-
-    within(test)
+    await asyncio.wait_for(caller.write(frames_of(frame(0))), 20)
+    await all_permits_free(store)
 
 
-def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
-    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "BATCH_SECONDS", 0.2)
     monkeypatch.setattr(receiver, "TICK_SECONDS", 0.1)
 
-    async def test(store: Store, callers: list[Caller]) -> None:
-        await callers[0].begin()
-        upload = await callers[0].open()
-        going_on = asyncio.Event()
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.begin()
+    upload = await caller.open()
+    going_on = asyncio.Event()
 
-        async def frames() -> AsyncIterator[Frame]:
-            yield received(frame(0))
-            await going_on.wait()
-            yield received(frame(1))
+    async def frames() -> AsyncIterator[Frame]:
+        yield received(frame(0))
+        await going_on.wait()
+        yield received(frame(1))
 
-        acknowledged = store.receiver.write(upload, 0, frames())
-        assert 1 == await asyncio.wait_for(anext(acknowledged), 20)
-        await all_permits_free(store)
-        going_on.set()
-        assert [2] == [n async for n in acknowledged]
-
-    within(test)
+    acknowledged = store.receiver.write(upload, 0, frames())
+    assert 1 == await asyncio.wait_for(anext(acknowledged), 20)
+    await all_permits_free(store)
+    going_on.set()
+    assert [2] == [n async for n in acknowledged]
 
 
-def test_a_chunk_that_never_ends_is_stalled(
-    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_chunk_that_never_ends_is_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "CHUNK_SECONDS", 0.3)
     monkeypatch.setattr(receiver, "TICK_SECONDS", 0.1)
 
-    async def test(store: Store, callers: list[Caller]) -> None:
-        await callers[0].begin()
+    store, (caller, _) = await open_callers(tmp_path)
+    await caller.begin()
 
-        async def frames() -> AsyncIterator[Frame]:
-            yield received(api.ChunkFrame(chunk=[0], offset=[0], length=[1], data=b"x"))
-            await asyncio.Event().wait()
+    async def frames() -> AsyncIterator[Frame]:
+        yield received(api.ChunkFrame(chunk=[0], offset=[0], length=[1], data=b"x"))
+        await asyncio.Event().wait()
 
-        with pytest.raises(StalledError, match="leaf 'x' chunk 0 was not complete"):
-            await asyncio.wait_for(callers[0].write(frames()), 20)
-        await all_permits_free(store)
-
-    within(test)
+    with pytest.raises(StalledError, match="leaf 'x' chunk 0 was not complete"):
+        await asyncio.wait_for(caller.write(frames()), 20)
+    await all_permits_free(store)
 
 
 class WaitingBucket(TensorStoreBucket):
@@ -305,61 +281,56 @@ class WaitingBucket(TensorStoreBucket):
     ("storage", "most"),
     [("files", receiver.MAX_BATCHES), ("memory", receiver.MAX_TABLES)],
 )
-def test_no_more_tables_are_taken_than_can_be_stored(
+@in_event_loop
+async def test_no_more_tables_are_taken_than_can_be_stored(
     tmp_path: Path, storage: str, most: int
 ) -> None:
     root = tmp_path.as_uri() if storage == "files" else "memory://"
     count = 3 * most
     taken = 0
 
-    async def main() -> None:
-        bucket = await WaitingBucket.open(root)
-        assert isinstance(bucket, WaitingBucket)
-        bucket.may_go_on = asyncio.Event()
-        store = await Store.open(bucket)
-        caller = Caller(store, UploadName(RUN, IDS[0]))
-        await caller.begin()
-        upload = await caller.open()
-        file = upload.places.data_prefix(IDS[0]) + "f" * 32
-        await bucket.write(upload.places.data_file(file), stored(0))
-        places = ChunkLocations.of_rows([(file, 0, len(stored(0)))])
-        (table,) = pack_placed(sums(0), places, with_ordinals=True)
+    bucket = await WaitingBucket.open(root)
+    assert isinstance(bucket, WaitingBucket)
+    bucket.may_go_on = asyncio.Event()
+    store = await Store.open(bucket)
+    caller = Caller(store, UploadName(RUN, IDS[0]))
+    await caller.begin()
+    upload = await caller.open()
+    file = upload.places.data_prefix(IDS[0]) + "f" * 32
+    await bucket.write(upload.places.data_file(file), stored(0))
+    places = ChunkLocations.of_rows([(file, 0, len(stored(0)))])
+    (table,) = pack_placed(sums(0), places, with_ordinals=True)
 
-        async def tables() -> AsyncIterator[tree_pb2.ChunkTable]:
-            nonlocal taken
-            for _ in range(count):
-                taken += 1
-                yield table
+    async def tables() -> AsyncIterator[tree_pb2.ChunkTable]:
+        nonlocal taken
+        for _ in range(count):
+            taken += 1
+            yield table
 
-        async def all_of_it() -> list[int]:
-            return [n async for n in store.receiver.write(upload, 0, tables())]
+    async def all_of_it() -> list[int]:
+        return [n async for n in store.receiver.write(upload, 0, tables())]
 
-        writing = asyncio.ensure_future(all_of_it())
-        before = -1
-        while before < taken or not taken:  # until it takes no more
-            before = taken
-            await asyncio.sleep(0.2)
-        assert most <= taken <= most + 2  # one that waits, and the next
-        bucket.may_go_on.set()
-        assert count == (await writing)[-1]
-
-    asyncio.run(main())
+    writing = asyncio.ensure_future(all_of_it())
+    before = -1
+    while before < taken or not taken:  # until it takes no more
+        before = taken
+        await asyncio.sleep(0.2)
+    assert most <= taken <= most + 2  # one that waits, and the next
+    bucket.may_go_on.set()
+    assert count == (await writing)[-1]
 
 
-def test_a_chunk_sent_twice_counts_twice(within: Callable[[Test], None]) -> None:
-    async def test(store: Store, callers: list[Caller]) -> None:
-        del store
-        await callers[0].begin()
+@in_event_loop
+async def test_a_chunk_sent_twice_counts_twice(tmp_path: Path) -> None:
+    _, (caller, _) = await open_callers(tmp_path)
+    await caller.begin()
 
-        assert (
-            3 == (await callers[0].write(frames_of(frame(0), frame(0), frame(1))))[-1]
-        )
-
-    within(test)
+    assert 3 == (await caller.write(frames_of(frame(0), frame(0), frame(1))))[-1]
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST, Fault.RETRIED])
-def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
+@in_event_loop
+async def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
     tmp_path: Path, fault: Fault
 ) -> None:
     """The record may be seen before it would survive a power cut."""
@@ -371,16 +342,14 @@ def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
         is_record = call.operation == "write" and "/checkpoints/" in call.path
         return fault if is_record and not settled else Fault.NONE
 
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty(tmp_path.as_uri())
-        caller = Caller(await Store.open(bucket), UploadName(RUN, IDS[0]))
-        await caller.ready()
-        bucket.calls.follow(plan)
-        with contextlib.suppress(StorageUnavailableError):
-            await caller.commit()
+    bucket = await FaultyBucket.faulty(tmp_path.as_uri())
+    caller = Caller(await Store.open(bucket), UploadName(RUN, IDS[0]))
+    await caller.ready()
+    bucket.calls.follow(plan)
+    with contextlib.suppress(StorageUnavailableError):
         await caller.commit()
+    await caller.commit()
 
-    asyncio.run(main())
     assert {RunPaths(RUN).checkpoint(1)} == set(settled)
 
 
@@ -398,51 +367,55 @@ class BusyBucket(TensorStoreBucket):
         return await super().write(place, data, condition=condition)
 
 
+async def open_busy(tmp_path: Path) -> tuple[BusyBucket, Store, list[Caller]]:
+    """Returns a busy bucket and its store, with two callers."""
+    bucket = await BusyBucket.open(tmp_path.as_uri())
+    assert isinstance(bucket, BusyBucket)
+    store = await Store.open(bucket)
+    return bucket, store, [Caller(store, UploadName(RUN, i)) for i in IDS]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("freed", ["live", "emptied", "emptied far above"])
-def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
+@in_event_loop
+async def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
     tmp_path: Path, freed: str, *, fails: bool
 ) -> None:
     """The collector ends dead uploads, and empties slots. None of that is a rival, but
     what it has read of the upload must stay true: its record is written once."""
 
-    async def main() -> int:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        first, second, third = (
-            Caller(store, UploadName(RUN, i)) for i in (*IDS, "c" * 32)
-        )
-        place = RunPaths(RUN).upload(second.name.upload)
-        await first.begin()
-        if freed != "live":
+    bucket = await BusyBucket.open(tmp_path.as_uri())
+    assert isinstance(bucket, BusyBucket)
+    store = await Store.open(bucket)
+    first, second, third = (Caller(store, UploadName(RUN, i)) for i in (*IDS, "c" * 32))
+    place = RunPaths(RUN).upload(second.name.upload)
+    await first.begin()
+    if freed != "live":
+        await store.uploads.abort(first.name)
+
+    async def collect() -> None:
+        if freed == "live":
             await store.uploads.abort(first.name)
+        else:
+            floor = 1 if freed == "emptied" else 7
+            await store.runs.raise_epoch_floor(RUN, floor)
+            await bucket.delete(RunPaths(RUN).checkpoint(1))
+        if fails:
+            raise StorageUnavailableError("as if")
 
-        async def collect() -> None:
-            if freed == "live":
-                await store.uploads.abort(first.name)
-            else:
-                floor = 1 if freed == "emptied" else 7
-                await store.runs.raise_epoch_floor(RUN, floor)
-                await bucket.delete(RunPaths(RUN).checkpoint(1))
-            if fails:
-                raise StorageUnavailableError("as if")
-
-        bucket.during_read = collect
-        with pytest.raises(StorageUnavailableError if fails else UploadNotFoundError):
+    bucket.during_read = collect
+    with pytest.raises(StorageUnavailableError if fails else UploadNotFoundError):
+        await second.begin()
+    record = await bucket.read(place)
+    if freed != "emptied":  # else it finds what it found before
+        with pytest.raises(UploadNotFoundError):
             await second.begin()
-        record = await bucket.read(place)
-        if freed != "emptied":  # else it finds what it found before
-            with pytest.raises(UploadNotFoundError):
-                await second.begin()
-        assert record == await bucket.read(place)
-        await third.ready()
-        await third.finish()
-        await third.commit()
-        return third.epoch
-
+    assert record == await bucket.read(place)
+    await third.ready()
+    await third.finish()
+    await third.commit()
     expected = 8 if freed == "emptied far above" else 2
-    assert expected == asyncio.run(main())
+    assert expected == third.epoch
 
 
 def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
@@ -469,111 +442,87 @@ def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
     assert emptied
 
 
-def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch(
+@in_event_loop
+async def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch(
     tmp_path: Path,
 ) -> None:
     """The floor of epochs was raised in between, so that the rival's is lower."""
 
-    async def main() -> None:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        rival, late = (Caller(store, UploadName(RUN, i)) for i in IDS)
+    bucket, store, (rival, late) = await open_busy(tmp_path)
 
-        async def begin_late() -> None:  # before the rival's slot is written
-            await store.runs.raise_epoch_floor(RUN, 100)
-            bucket.during_read = fail
-            with pytest.raises(StorageUnavailableError):
-                await late.begin()
-
-        async def fail() -> None:
-            raise StorageUnavailableError("as if")
-
-        bucket.during_read = begin_late
-        await rival.begin()
-        with pytest.raises(UploadSupersededError):
+    async def begin_late() -> None:  # before the rival's slot is written
+        await store.runs.raise_epoch_floor(RUN, 100)
+        bucket.during_read = fail
+        with pytest.raises(StorageUnavailableError):
             await late.begin()
-        await rival.open()
 
-    asyncio.run(main())
+    async def fail() -> None:
+        raise StorageUnavailableError("as if")
 
-
-def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
-    async def main() -> None:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
-        bucket.during_read = first.begin
-        with pytest.raises(ConflictError, match="at the same moment"):
-            await second.begin()
-        await first.open()
-
-    asyncio.run(main())
+    bucket.during_read = begin_late
+    await rival.begin()
+    with pytest.raises(UploadSupersededError):
+        await late.begin()
+    await rival.open()
 
 
-def test_an_upload_that_an_earlier_try_of_its_request_reserved_has_begun(
+@in_event_loop
+async def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
+    bucket, _, (first, second) = await open_busy(tmp_path)
+    bucket.during_read = first.begin
+    with pytest.raises(ConflictError, match="at the same moment"):
+        await second.begin()
+    await first.open()
+
+
+@in_event_loop
+async def test_an_upload_that_an_earlier_try_of_its_request_reserved_has_begun(
     tmp_path: Path,
 ) -> None:
     """The server of that try was killed while its write was on its way."""
 
-    async def main() -> None:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        for upload in IDS:  # onto an absent slot, and onto that of another upload
-            caller = Caller(store, UploadName(RUN, upload))
-            bucket.during_read = Caller(store, caller.name).begin
-            await caller.begin()
-            await caller.open()
+    bucket, store, _ = await open_busy(tmp_path)
+    for upload in IDS:  # onto an absent slot, and onto that of another upload
+        caller = Caller(store, UploadName(RUN, upload))
+        bucket.during_read = Caller(store, caller.name).begin
+        await caller.begin()
+        await caller.open()
 
-        await caller.ready()
-        assert slots.COMMITTED == (await caller.commit()).state
-
-    asyncio.run(main())
+    await caller.ready()
+    assert slots.COMMITTED == (await caller.commit()).state
 
 
 @pytest.mark.parametrize("times", [1, 3, 9])
-def test_a_commit_stands_although_its_reservation_was_written_again(
+@in_event_loop
+async def test_a_commit_stands_although_its_reservation_was_written_again(
     tmp_path: Path, times: int
 ) -> None:
-    async def main() -> None:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        caller = Caller(store, UploadName(RUN, IDS[0]))
-        await caller.ready()
-        place, left = RunPaths(RUN).checkpoint(1), times
+    bucket, _, (caller, _) = await open_busy(tmp_path)
+    await caller.ready()
+    place, left = RunPaths(RUN).checkpoint(1), times
 
-        async def write_again() -> None:
-            nonlocal left
-            found, left = await bucket.read(place), left - 1
-            assert found is not None
-            await bucket.write(place, found.data, condition=found.generation)
-            bucket.during_read = write_again if left else None
+    async def write_again() -> None:
+        nonlocal left
+        found, left = await bucket.read(place), left - 1
+        assert found is not None
+        await bucket.write(place, found.data, condition=found.generation)
+        bucket.during_read = write_again if left else None
 
-        bucket.during_read = write_again
-        if times < 4:
-            assert slots.COMMITTED == (await caller.commit()).state
-        else:
-            with pytest.raises(ConflictError, match="commit it again"):
-                await caller.commit()
-            bucket.during_read = None
-            assert slots.COMMITTED == (await caller.commit()).state
-
-    asyncio.run(main())
+    bucket.during_read = write_again
+    if times < 4:
+        assert slots.COMMITTED == (await caller.commit()).state
+    else:
+        with pytest.raises(ConflictError, match="commit it again"):
+            await caller.commit()
+        bucket.during_read = None
+        assert slots.COMMITTED == (await caller.commit()).state
 
 
-def test_a_commit_does_not_take_the_step_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        bucket = await BusyBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, BusyBucket)
-        store = await Store.open(bucket)
-        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
-        await first.ready()
-        bucket.during_read = second.begin
-        with pytest.raises(UploadSupersededError):
-            await first.commit()
-        await second.open()
-
-    asyncio.run(main())
+@in_event_loop
+async def test_a_commit_does_not_take_the_step_back(tmp_path: Path) -> None:
+    bucket, _, (first, second) = await open_busy(tmp_path)
+    await first.ready()
+    bucket.during_read = second.begin
+    with pytest.raises(UploadSupersededError):
+        await first.commit()
+    await second.open()

@@ -26,6 +26,7 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_request_limits import begin_chunks
 from tests.support.contract import Writer
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
@@ -139,7 +140,8 @@ def test_the_slowest_client_is_cut_where_others_need_the_memory(
     assert 1 == retry.retry_delay.seconds
 
 
-def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
+@in_event_loop
+async def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
     async def gather(budget: MessageBudget, size: int) -> str:
         with budget.share("peer") as share:
             try:
@@ -150,14 +152,14 @@ def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
                 return "rejected"
         return "gathered"
 
-    async def main() -> list[str]:
-        budget = MessageBudget(1 << 20, 1 << 20, purpose="tables")
-        return await asyncio.gather(*(gather(budget, 200 << 10) for _ in range(3)))
+    budget = MessageBudget(1 << 20, 1 << 20, purpose="tables")
 
-    assert "gathered" in asyncio.run(main())
+    found = await asyncio.gather(*(gather(budget, 200 << 10) for _ in range(3)))
+    assert "gathered" in found
 
 
-def test_peers_are_served_in_turn() -> None:
+@in_event_loop
+async def test_peers_are_served_in_turn() -> None:
     served: list[str] = []
 
     async def work(semaphore: FairSemaphore, peer: str) -> None:
@@ -165,32 +167,27 @@ def test_peers_are_served_in_turn() -> None:
             served.append(peer)
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        semaphore = FairSemaphore(1, purpose="works")
-        peers = ["many"] * 4 + ["one"]
-        await asyncio.gather(*(work(semaphore, peer) for peer in peers))
-
-    asyncio.run(main())
+    semaphore = FairSemaphore(1, purpose="works")
+    peers = ["many"] * 4 + ["one"]
+    await asyncio.gather(*(work(semaphore, peer) for peer in peers))
 
     assert ["many", "one", "many", "many", "many"] == served
 
 
-def test_a_call_that_finds_no_place_is_rejected_with_a_delay(
+@in_event_loop
+async def test_a_call_that_finds_no_place_is_rejected_with_a_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(concurrency, "WAIT_SECONDS", 0.01)
 
-    async def main() -> None:
-        semaphore = FairSemaphore(1, purpose="works")
-        async with semaphore.held("one"):
-            with pytest.raises(LimitExceededError) as caught:
-                async with semaphore.held("other"):
-                    pass
-        assert 1 == caught.value.retry_seconds
-        async with semaphore.held("other"):
-            pass
-
-    asyncio.run(main())
+    semaphore = FairSemaphore(1, purpose="works")
+    async with semaphore.held("one"):
+        with pytest.raises(LimitExceededError) as caught:
+            async with semaphore.held("other"):
+                pass
+    assert 1 == caught.value.retry_seconds
+    async with semaphore.held("other"):
+        pass
 
 
 def save_chunks(address: str, count: int) -> str:

@@ -6,16 +6,16 @@ import threading
 import pytest
 
 from storesvc.concurrency import ROW_BYTES, SMALL_ROWS, offload, rows_in
+from tests.support.event_loop import in_event_loop
 
 
-def test_few_rows_are_worked_on_in_the_event_loop_and_many_in_a_thread() -> None:
-    async def threads() -> tuple[bool, bool]:
-        here = threading.get_ident()
-        few = await offload(SMALL_ROWS, threading.get_ident)
-        many = await offload(SMALL_ROWS + 1, threading.get_ident)
-        return few == here, many == here
+@in_event_loop
+async def test_few_rows_are_worked_on_in_the_event_loop_and_many_in_a_thread() -> None:
+    here = threading.get_ident()
+    few = await offload(SMALL_ROWS, threading.get_ident)
+    many = await offload(SMALL_ROWS + 1, threading.get_ident)
 
-    assert (True, False) == asyncio.run(threads())
+    assert (True, False) == (few == here, many == here)
 
 
 @pytest.mark.parametrize("rows", [0, SMALL_ROWS + 1])

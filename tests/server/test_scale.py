@@ -9,7 +9,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterator,
     Sequence,
 )
@@ -37,6 +36,7 @@ from storesvc_client._chunks.memory import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from tests.support.contract import frame, received, sums, tree_of
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 from tests.support.server_process import ServerProcess
 
@@ -292,20 +292,12 @@ class Loads:
         return text
 
 
-def in_a_loop(
-    test: Callable[[Loads], Coroutine[Any, Any, None]],
-) -> Callable[[], None]:
-    def run() -> None:
-        async def main() -> None:
-            await test(Loads())
-
-        asyncio.run(main())
-
-    run.__name__ = test.__name__
-    return run
+@pytest.fixture
+def loads() -> Loads:
+    return Loads()
 
 
-@in_a_loop
+@in_event_loop
 async def test_concurrent_requests_share_one_load(loads: Loads) -> None:
     waiting = [asyncio.create_task(loads.get("text")) for _ in range(9)]
     await asyncio.sleep(0)
@@ -318,7 +310,7 @@ async def test_concurrent_requests_share_one_load(loads: Loads) -> None:
     assert 1 == loads.count
 
 
-@in_a_loop
+@in_event_loop
 async def test_the_cache_stays_within_its_bound(loads: Loads) -> None:
     loads.go.set()
     for text in ("aaaa", "bbbb", "aaaa", "cccc"):
@@ -332,7 +324,7 @@ async def test_the_cache_stays_within_its_bound(loads: Loads) -> None:
     assert 4 == loads.count
 
 
-@in_a_loop
+@in_event_loop
 async def test_a_value_larger_than_the_bound_is_returned_and_not_cached(
     loads: Loads,
 ) -> None:
@@ -344,7 +336,7 @@ async def test_a_value_larger_than_the_bound_is_returned_and_not_cached(
     assert "aaaa" in loads.cache
 
 
-@in_a_loop
+@in_event_loop
 async def test_a_failed_load_raises_for_all_waiters_and_is_not_cached(
     loads: Loads,
 ) -> None:
@@ -359,25 +351,24 @@ async def test_a_failed_load_raises_for_all_waiters_and_is_not_cached(
     assert 2 == loads.count
 
 
-def test_concurrent_requests_read_a_manifest_once() -> None:
+@in_event_loop
+async def test_concurrent_requests_read_a_manifest_once() -> None:
     calls: list[Call] = []
 
     def recorded(call: Call) -> Fault:
         calls.append(call)
         return Fault.NONE
 
-    async def main() -> None:
-        made = await FaultyBucket.faulty("memory://")
-        opened = await Store.open(made)
-        await save(LARGE, 1)(opened)
-        record = await opened.catalog.checkpoint(CheckpointName(LARGE, 1))
-        made.calls.follow(recorded)
-        manifests = [opened.catalog.manifest(LARGE, record) for _ in range(8)]
+    made = await FaultyBucket.faulty("memory://")
+    opened = await Store.open(made)
+    await save(LARGE, 1)(opened)
+    record = await opened.catalog.checkpoint(CheckpointName(LARGE, 1))
+    made.calls.follow(recorded)
+    manifests = [opened.catalog.manifest(LARGE, record) for _ in range(8)]
 
-        assert 1 == len(set(map(id, await asyncio.gather(*manifests))))
-        await opened.catalog.manifest(LARGE, record)
+    assert 1 == len(set(map(id, await asyncio.gather(*manifests))))
+    await opened.catalog.manifest(LARGE, record)
 
-    asyncio.run(main())
     assert ["read"] == [call.operation for call in calls]
 
 

@@ -11,15 +11,15 @@ and the token service exchanges one for another that is limited to a prefix.
 
 | module | holds |
 |---|---|
-| contents, objects, listing | stored objects and preconditions, without I/O |
-| messages, multipart | requests and responses as values |
-| parameters, resources, uploads, batches, json_api | the JSON API |
-| xml_api | the XML API |
-| tokens, grants, sts | tokens, their limits, and the exchange |
-| faults, outcomes, log, control | faults and log, for tests |
+| objects | stored objects, preconditions and lists, without I/O |
+| messages | requests and responses as values |
+| resources, uploads, json_api | the JSON API, and what is needed of the XML API |
+| tokens | tokens, their limits, and the exchange |
+| faults, control | faults and log, for tests |
 | http, server, emulator | HTTP and the server |
 """
 
+from tests.fake_gcs.control import Logged
 from tests.fake_gcs.emulator import FakeGcs
 from tests.fake_gcs.faults import (
     ALWAYS,
@@ -33,7 +33,6 @@ from tests.fake_gcs.faults import (
     Status,
     Truncate,
 )
-from tests.fake_gcs.log import Logged
 from tests.fake_gcs.tokens import Tokens
 
 __all__ = [

@@ -13,11 +13,10 @@ from contextlib import suppress
 from socket import socket
 from typing import Self
 
-from tests.fake_gcs.control import Control
+from tests.fake_gcs.control import Control, Log, Logged
 from tests.fake_gcs.faults import Action, Faults
 from tests.fake_gcs.http import Network
 from tests.fake_gcs.json_api import JsonApi
-from tests.fake_gcs.log import Log, Logged
 from tests.fake_gcs.objects import Buckets
 from tests.fake_gcs.server import Api, Server, listening, url_of
 from tests.fake_gcs.tokens import Tokens

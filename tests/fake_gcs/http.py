@@ -12,9 +12,8 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
-from tests.fake_gcs.contents import Data
-from tests.fake_gcs.messages import Answer, Body, Request, formatted_head
-from tests.fake_gcs.multipart import parse_headers
+from tests.fake_gcs.messages import Answer, Body, Request, formatted_head, parse_headers
+from tests.fake_gcs.objects import Data
 
 HEAD_BYTES: Final = 1 << 16
 PIECE_BYTES: Final = 1 << 20

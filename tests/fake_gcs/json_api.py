@@ -1,4 +1,5 @@
-"""The JSON API: routes requests to operations on the buckets.
+"""The JSON API: routes requests to operations on the buckets; batches of requests; and
+the part of the XML API that obstore uses: whole objects, ranges, creation.
 
 Requests are executed without waiting, so each is atomic.
 """
@@ -12,17 +13,46 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import unquote
+from xml.sax.saxutils import escape
 
-from tests.fake_gcs import grants, sts, xml_api
-from tests.fake_gcs.batches import answer_batch
-from tests.fake_gcs.contents import Content
-from tests.fake_gcs.listing import Range, list_names
-from tests.fake_gcs.messages import Answer, Request, json_answer, refusal
-from tests.fake_gcs.objects import Bucket, Buckets, Conditions, StoredObject
-from tests.fake_gcs.parameters import PROPERTIES, conditions_of, properties_of
-from tests.fake_gcs.refusals import RefusedError, error_document
-from tests.fake_gcs.resources import bucket_document, media_answer, object_document
-from tests.fake_gcs.tokens import Tokens
+from tests.fake_gcs.messages import (
+    Answer,
+    Part,
+    Request,
+    boundary,
+    formatted_head,
+    json_answer,
+    parse_headers,
+    parse_parts,
+    refusal,
+)
+from tests.fake_gcs.objects import (
+    NO_CONDITIONS,
+    Bucket,
+    Buckets,
+    Conditions,
+    Content,
+    Range,
+    RefusedError,
+    StoredObject,
+    error_document,
+    list_names,
+)
+from tests.fake_gcs.resources import (
+    PROPERTIES,
+    bucket_document,
+    conditions_of,
+    media_answer,
+    object_document,
+    properties_of,
+)
+from tests.fake_gcs.tokens import (
+    TOKEN_PATH,
+    Tokens,
+    check_grants,
+    exchange_token,
+    xml_object,
+)
 from tests.fake_gcs.uploads import Uploads
 
 MOST_LISTED: Final = 1000
@@ -78,14 +108,14 @@ class JsonApi:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._tokens is None:
             return self._answer_known(request)
-        if request.method == "POST" and request.path == sts.PATH:
-            return sts.exchange(request, self._tokens)
+        if request.method == "POST" and request.path == TOKEN_PATH:
+            return exchange_token(request, self._tokens)
         if not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
         self._tokens.uses.append((given, request.line))
         try:
             for limit in self._tokens.limits(given):
-                grants.check(request, limit, self._buckets)
+                check_grants(request, limit, self._buckets)
         except RefusedError as e:
             return refusal(e)
         return self._answer_known(request)
@@ -95,11 +125,11 @@ class JsonApi:
         return json_answer(error_document(status, message), status=status)
 
     def _answer_known(self, request: Request) -> Answer:
-        if found := grants.xml_object(request):
+        if found := xml_object(request):
             try:
-                return xml_api.answer(request, self._buckets, *found)
+                return answer_xml(request, self._buckets, *found)
             except RefusedError as e:
-                return xml_api.refused(e)
+                return refuse_xml(e)
         try:
             return self._route(request.without(self._ignored))()
         except RefusedError as e:
@@ -280,3 +310,95 @@ def _parse_token(token: str) -> str:
         raise RefusedError(
             HTTPStatus.BAD_REQUEST, f"pageToken: expected ours, got {token!r}"
         ) from e
+
+
+MOST_REQUESTS: Final = 100
+"""Most requests of a batch, as in the real storage."""
+
+
+def answer_batch(request: Request, answer: Callable[[Request], Answer]) -> Answer:
+    """Executes a batch.
+
+    Args:
+        request: The batch.
+        answer: Executes one of its requests.
+
+    Raises:
+        RefusedError: It is not a batch, or too large.
+    """
+    content_type = request.headers.get("content-type", "")
+    parts = parse_parts(request.body, content_type)
+    if len(parts) > MOST_REQUESTS:
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST,
+            f"a batch: expected at most {MOST_REQUESTS} requests, got {len(parts)}",
+        )
+    line = b"--" + boundary(content_type)
+    answered = [
+        _format_answer(part, answer(_parse_request(part, request))) for part in parts
+    ]
+    body = b"".join(line + b"\r\n" + text + b"\r\n" for text in answered)
+    return Answer(
+        headers={"content-type": f"multipart/mixed; boundary={line[2:].decode()}"},
+        body=body + line + b"--\r\n",
+    )
+
+
+def _parse_request(part: Part, batch: Request) -> Request:
+    text = bytes(part.data).replace(b"\r\n", b"\n").lstrip()
+    head, _, body = text.partition(b"\n\n")
+    first, _, headers = head.decode().partition("\n")
+    method, target, *_ = first.split()
+    if target.startswith("http"):
+        target = "/" + target.split("/", 3)[3]
+    own = parse_headers(headers) | {"host": batch.headers.get("host", "localhost")}
+    return Request.of(method, target, own, body)
+
+
+def _format_answer(part: Part, answer: Answer) -> bytes:
+    lines = ["Content-Type: application/http"]
+    if "content-id" in part.headers:
+        # <x> is answered by <response-x>
+        named = part.headers["content-id"].strip("<>")
+        lines.append(f"Content-ID: <response-{named}>")
+    headers = {**answer.headers, "content-length": str(len(answer.body))}
+    head = "\r\n".join(lines) + "\r\n\r\n"
+    return head.encode() + formatted_head(answer.status, headers) + bytes(answer.body)
+
+
+_ONLY_IF = "x-goog-if-generation-match"
+
+
+def answer_xml(request: Request, buckets: Buckets, bucket: str, name: str) -> Answer:
+    """Executes a request on an object.
+
+    Raises:
+        RefusedError: The request fails, or the method is not known.
+    """
+    where = buckets.get(bucket)
+    match request.method:
+        case "GET" | "HEAD":
+            found = where.read(name, NO_CONDITIONS)
+            return media_answer(found, request.headers.get("range", ""))
+        case "PUT":
+            wanted = request.headers.get(_ONLY_IF)
+            conditions = Conditions(generation=None if wanted is None else int(wanted))
+            kind = {"contentType": "application/octet-stream"}
+            made = where.insert(name, Content.of(request.body, {}), kind, conditions)
+            headers = {
+                "etag": f'"{made.generation:x}"',
+                "x-goog-generation": str(made.generation),
+            }
+            return Answer(headers=headers, stored_bytes=len(request.body))
+        case "DELETE":
+            where.delete(name, NO_CONDITIONS)
+            return Answer(status=HTTPStatus.NO_CONTENT)
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    raise RefusedError(status, f"no {request.method} {request.path}")
+
+
+def refuse_xml(e: RefusedError) -> Answer:
+    """Returns the error response of the XML API."""
+    text = f"<Error><Message>{escape(str(e))}</Message></Error>"
+    headers = {"content-type": "application/xml"}
+    return Answer(status=e.status, headers=headers, body=text.encode())

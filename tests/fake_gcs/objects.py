@@ -9,14 +9,108 @@ the last write.
     bucket.read("a", Conditions()).generation
 """
 
+import base64
 import bisect
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from tests.fake_gcs.contents import Content
-from tests.fake_gcs.refusals import RefusedError
+import crc32c as crc32c_of
+
+_REASONS: Final = {
+    HTTPStatus.NOT_MODIFIED: "conditionNotMet",
+    HTTPStatus.BAD_REQUEST: "invalid",
+    HTTPStatus.UNAUTHORIZED: "required",
+    HTTPStatus.FORBIDDEN: "forbidden",
+    HTTPStatus.NOT_FOUND: "notFound",
+    HTTPStatus.CONFLICT: "conflict",
+    HTTPStatus.PRECONDITION_FAILED: "conditionNotMet",
+    HTTPStatus.TOO_MANY_REQUESTS: "rateLimitExceeded",
+    HTTPStatus.SERVICE_UNAVAILABLE: "backendError",
+}
+
+
+class RefusedError(Exception):
+    """A request that gets an error response, and changed nothing."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def document(self) -> dict[str, object]:
+        """Body of the response."""
+        return error_document(self.status, str(self))
+
+
+def error_document(status: int, message: str) -> dict[str, object]:
+    """Returns the body of an error response."""
+    reason = _REASONS.get(HTTPStatus(status), "backendError")
+    detail = {"domain": "global", "reason": reason, "message": message}
+    return {"error": {"code": status, "message": message, "errors": [detail]}}
+
+
+Data: TypeAlias = bytes | bytearray | memoryview
+
+MD5_MOST_BYTES: Final = 1 << 20
+"""Largest object that gets an MD5 which no client sent: an MD5 takes ten times as long
+as a CRC-32C. Clients work without one, as composed objects never have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """Immutable data of an object, and its checksums."""
+
+    data: Data
+    crc32c: str
+    md5: str | None
+
+    @classmethod
+    def of(cls, data: Data, claims: Mapping[str, str]) -> "Content":
+        """Returns data with its checksums.
+
+        Args:
+            data: The data; it is referenced, not copied.
+            claims: Checksums that the client announced, by name: "crc32c", "md5".
+
+        Raises:
+            RefusedError: A checksum differs from the data's.
+        """
+        has_md5 = len(data) <= MD5_MOST_BYTES or "md5" in claims
+        content = cls(
+            data=data, crc32c=_crc32c(data), md5=_md5(data) if has_md5 else None
+        )
+        for name, computed in (("crc32c", content.crc32c), ("md5", content.md5)):
+            claimed = claims.get(name, computed)
+            if claimed != computed:
+                raise RefusedError(
+                    HTTPStatus.BAD_REQUEST,
+                    f"{name} of the upload: expected {claimed}, got {computed}",
+                )
+        return content
+
+    @classmethod
+    def composed(cls, contents: list["Content"]) -> "Content":
+        """Returns the concatenation of contents, without an MD5."""
+        data = b"".join(content.data for content in contents)
+        return cls(data=data, crc32c=_crc32c(data), md5=None)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Checksums by name."""
+        known = {"crc32c": self.crc32c}
+        return known if self.md5 is None else known | {"md5": self.md5}
+
+
+def _crc32c(data: Data) -> str:
+    return base64.b64encode(crc32c_of.crc32c(data).to_bytes(4, "big")).decode()
+
+
+def _md5(data: Data) -> str:
+    return base64.b64encode(hashlib.md5(data).digest()).decode()
+
 
 Clock: TypeAlias = Callable[[], float]
 """Returns seconds since 1970."""
@@ -277,3 +371,70 @@ class Buckets:
     def allow(self, name: str) -> None:
         """Allows access to a bucket again."""
         self._denied.discard(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Bounds of the names that a listing returns."""
+
+    prefix: str = ""
+    delimiter: str = ""
+    """Names that contain it after the prefix are listed as one group that ends with it.
+    """
+    first: str = ""
+    before: str = ""
+    """Exclusive upper bound of the names; empty: no bound."""
+
+    def group(self, name: str) -> str:
+        """Returns the entry for a name: the name itself, or its group."""
+        if not self.delimiter:
+            return name
+        found = name.find(self.delimiter, len(self.prefix))
+        return name if found < 0 else name[: found + len(self.delimiter)]
+
+    def is_group(self, listed: str) -> bool:
+        """Returns whether an entry is a group."""
+        return bool(self.delimiter) and self.delimiter in listed[len(self.prefix) :]
+
+
+@dataclass(slots=True)
+class Page:
+    """One page of a listing."""
+
+    names: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    more_after: str | None = None
+    """The last entry if more follow."""
+
+
+def list_names(names: Sequence[str], where: Range, *, after: str, most: int) -> Page:
+    """Returns the next page of a listing.
+
+    Args:
+        names: All names, sorted.
+        where: Bounds of the listing.
+        after: Last entry of the page before; empty: this is the first page.
+        most: Most entries of the page, groups included.
+    """
+    page, last = Page(), after
+    at = bisect.bisect_left(names, max(where.prefix, where.first))
+    if after:
+        at = max(at, _behind(names, where, after))
+    while at < len(names) and names[at].startswith(where.prefix):
+        name = names[at]
+        if where.before and name >= where.before:
+            break
+        if len(page.names) + len(page.groups) == most:
+            page.more_after = last
+            break
+        last = where.group(name)
+        (page.groups if where.is_group(last) else page.names).append(last)
+        at = _behind(names, where, last)
+    return page
+
+
+def _behind(names: Sequence[str], where: Range, listed: str) -> int:
+    """Returns the index of the first name after an entry, or after all of its group."""
+    if not where.is_group(listed):
+        return bisect.bisect_right(names, listed)
+    return bisect.bisect_right(names, listed, key=lambda name: name[: len(listed)])

@@ -10,12 +10,19 @@ import socket
 import time
 from typing import Protocol
 
-from tests.fake_gcs.control import PREFIX, Control
-from tests.fake_gcs.faults import Action, Delay, Faults, Late, Mute, Stall
+from tests.fake_gcs.control import PREFIX, Control, Log, Logged
+from tests.fake_gcs.faults import (
+    Action,
+    Delay,
+    Faults,
+    Late,
+    Mute,
+    Outcome,
+    Stall,
+    outcome_of,
+)
 from tests.fake_gcs.http import Connection, EndedError, Network, pieces_of
-from tests.fake_gcs.log import Log, Logged
 from tests.fake_gcs.messages import Answer, Request
-from tests.fake_gcs.outcomes import Outcome, outcome_of
 
 _logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-from tests.fake_gcs.contents import Content, Data
 from tests.fake_gcs.messages import (
     CLIENT_CLOSED_REQUEST,
     Answer,
@@ -19,12 +18,17 @@ from tests.fake_gcs.messages import (
     Request,
     json_answer,
     parse_document,
+    parse_parts,
 )
-from tests.fake_gcs.multipart import parse_parts
-from tests.fake_gcs.objects import Buckets, Conditions, StoredObject
-from tests.fake_gcs.parameters import conditions_of, properties_of
-from tests.fake_gcs.refusals import RefusedError
-from tests.fake_gcs.resources import object_document
+from tests.fake_gcs.objects import (
+    Buckets,
+    Conditions,
+    Content,
+    Data,
+    RefusedError,
+    StoredObject,
+)
+from tests.fake_gcs.resources import conditions_of, object_document, properties_of
 
 _HASHES: Final = (("crc32c", "crc32c"), ("md5Hash", "md5"))
 

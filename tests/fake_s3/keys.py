@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote
 from xml.sax.saxutils import escape
 
 from tests.fake_gcs.messages import Answer, Request
-from tests.fake_gcs.refusals import RefusedError
+from tests.fake_gcs.objects import RefusedError
 
 LENT_SECONDS: Final = 3600.0
 MOST_CHARACTERS: Final = 2048

@@ -13,11 +13,18 @@ from typing import Final
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
-from tests.fake_gcs.contents import Content
-from tests.fake_gcs.listing import Page, Range, list_names
 from tests.fake_gcs.messages import Answer, Request
-from tests.fake_gcs.objects import NO_CONDITIONS, Bucket, Buckets, StoredObject
-from tests.fake_gcs.refusals import RefusedError
+from tests.fake_gcs.objects import (
+    NO_CONDITIONS,
+    Bucket,
+    Buckets,
+    Content,
+    Page,
+    Range,
+    RefusedError,
+    StoredObject,
+    list_names,
+)
 from tests.fake_gcs.resources import part_of
 from tests.fake_s3.keys import ExpiredTokenError, Keys
 

@@ -19,8 +19,7 @@ from storesvc.lending.boundary import (
 )
 from storesvc.lending.lender import session_name
 from storesvc.storage.location import storage_at
-from tests.fake_gcs.grants import CREATE, DELETE, GET, LIST
-from tests.fake_gcs.sts import grants_of
+from tests.fake_gcs.tokens import CREATE, DELETE, GET, LIST, grants_of
 
 RUN = RunName("prod", "llama-8b")
 UPLOAD = UploadName(RUN, "0123456789abcdef" * 2)

@@ -19,7 +19,7 @@ from tests.fake_gcs import (
     Status,
     Truncate,
 )
-from tests.fake_gcs.listing import Range, list_names
+from tests.fake_gcs.objects import Range, list_names
 from tests.support.gcs_calls import (
     BUCKET,
     CHUNK,

@@ -513,20 +513,16 @@ class _Rows:
         else:
             self._remember(path, child)
             self._add(path, _title(path, tag, child))
-            self._add_parts(path, tag, child)
-
-    def _add_parts(self, path: str, tag: str, child: JSON) -> None:
-        for key, item in parse_pairs(child.get(_CHILDREN[tag], []), path):
-            is_value = tag == "variable" or (
-                isinstance(item, dict) and "static" in item
-            )
-            # settings only, never a module of that name
-            if is_value and self._is_ignored(key):
-                continue
-            if tag == "variable":
-                self._add_value(_bound_path(f"{path}@{_key_text(key)}"), item)
-            else:
-                self.add_child(_join_path(path, _child_key(key)), item)
+            for key, item in parse_pairs(child.get(_CHILDREN[tag], []), path):
+                is_metadata = tag == "variable"
+                is_static = isinstance(item, dict) and "static" in item
+                # settings only, never a module of that name
+                if (is_metadata or is_static) and self._is_ignored(key):
+                    continue
+                if is_metadata:
+                    self._add_value(_bound_path(f"{path}@{_key_text(key)}"), item)
+                else:
+                    self.add_child(_join_path(path, _child_key(key)), item)
 
     def _add_value(self, path: str, value: JSON) -> None:
         """Adds the row of a value, or the rows of its parts."""
@@ -540,8 +536,10 @@ class _Rows:
             self.references.add(path)
         self._add(path, parts.title)
         for key, item in parts.pairs:
-            if not self._is_ignored(key):
-                self._add_value(_join_path(path, self._value_key(key, path)), item)
+            if self._is_ignored(key):
+                continue
+            name = key if isinstance(key, str) else self._texts.format_value(key, path)
+            self._add_value(_join_path(path, _key_text(name or "...")), item)
 
     def _add(self, path: str, text: str) -> None:
         own = path
@@ -552,10 +550,6 @@ class _Rows:
         self._size += len(own) + len(text)
         if self._size > _MAX_ROWS:
             raise structure_error(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
-
-    def _value_key(self, key: JSON, path: str) -> str:
-        text = key if isinstance(key, str) else self._texts.format_value(key, path)
-        return _key_text(text or "...")
 
     def _is_ignored(self, key: JSON) -> bool:
         return isinstance(key, str) and key in self._ignored

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from flax import nnx
+from flax.nnx.pytreelib import PytreeState
 from flax.typing import HashableMapping
 
 from storesvc_client._pytree.leaves import list_problems, mapping_leaves
@@ -34,7 +35,6 @@ from storesvc_client.trees.structure.encoder import (
     key_order,
     make_skeleton,
     placeholder,
-    setup_state,
     stored_key,
     with_placeholders,
 )
@@ -108,7 +108,10 @@ class Builder:
         node = object.__new__(cls)  # not cls(): no constructor runs for a document
         self._keep(value, node)  # before its children, which may refer to it
         attributes = vars(node)
-        attributes[STATE] = setup_state(self._flags(value.get("state", [False, False])))
+        flags = parse_items(value.get("state", [False, False]), self._here)
+        if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
+            raise structure_error(self._here, "two flags", shown(flags))
+        attributes[STATE] = PytreeState(*flags)
         attributes[NODES] = self._data(cls, value.get("data"))
         names: set[str] = set()
         for key, child in self._children(value.get("attributes")):
@@ -147,12 +150,6 @@ class Builder:
                 GIVE_CODE,
             )
         self._attributes.add((cls, key))
-
-    def _flags(self, value: JSON) -> list[bool]:
-        flags = parse_items(value, self._here)
-        if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
-            raise structure_error(self._here, "two flags", shown(value))
-        return flags
 
     def _data(self, cls: type[Any], value: JSON) -> Any:
         flags: dict[Any, bool] = {}

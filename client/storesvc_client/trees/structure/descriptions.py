@@ -403,7 +403,11 @@ def _code_facts(function: FunctionType) -> list[list[Any]] | None:
         names.update(dict.fromkeys(code.co_names))
         for constant in _constants(code):
             constants[type(constant).__name__, repr(constant)] = constant
-        operators += _operators(code)
+        operators += [
+            step.argrepr or step.opname
+            for step in dis.get_instructions(code)
+            if step.opname in _OPERATIONS or step.opname.startswith("UNARY_")
+        ]
     return [list(names), list(constants.values()), operators]
 
 
@@ -415,21 +419,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _constants(code: CodeType) -> list[Any]:
+    if sys.version_info >= (3, 13):
+        has_docstring = bool(code.co_flags & _HAS_DOCSTRING)
+    else:
+        has_docstring = not code.co_name.startswith("<")  # for example, <lambda>
     constants = code.co_consts
-    if constants and isinstance(constants[0], str) and _has_docstring(code):
+    if constants and isinstance(constants[0], str) and has_docstring:
         constants = constants[1:]
     return [c for c in constants if c is not None and not isinstance(c, CodeType)]
-
-
-def _has_docstring(code: CodeType) -> bool:
-    if sys.version_info >= (3, 13):
-        return bool(code.co_flags & _HAS_DOCSTRING)
-    return not code.co_name.startswith("<")  # for example, <lambda>
-
-
-def _operators(code: CodeType) -> list[str]:
-    return [
-        step.argrepr or step.opname
-        for step in dis.get_instructions(code)
-        if step.opname in _OPERATIONS or step.opname.startswith("UNARY_")
-    ]

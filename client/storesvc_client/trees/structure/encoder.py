@@ -57,7 +57,6 @@ import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
 from flax.errors import FlaxError
-from flax.nnx.pytreelib import PytreeState
 from flax.typing import HashableMapping
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
@@ -216,11 +215,6 @@ def setup_flags(state: Any) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def setup_state(flags: list[bool]) -> PytreeState:
-    """Returns the ``PytreeState`` with these flags."""
-    return PytreeState(*flags)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
     """A function of jax that creates initializers."""
@@ -271,7 +265,8 @@ def initializer_call(function: Any) -> tuple[str, dict[str, Any]] | None:
     factory."""
     if not isinstance(function, FunctionType):
         return None
-    cells = _cells(function)
+    contents = (cell.cell_contents for cell in function.__closure__ or ())
+    cells = dict(zip(function.__code__.co_freevars, contents, strict=True))
     if function.__code__ is _WITH_METADATA_CODE:
         return _metadata_call(cells)
     factory = _BY_CODE.get(function.__code__)
@@ -282,11 +277,6 @@ def initializer_call(function: Any) -> tuple[str, dict[str, Any]] | None:
     if dtype is not None and "dtype" in factory.parameters:
         arguments["dtype"] = dtype
     return factory.name, arguments
-
-
-def _cells(function: FunctionType) -> dict[str, Any]:
-    contents = (cell.cell_contents for cell in function.__closure__ or ())
-    return dict(zip(function.__code__.co_freevars, contents, strict=True))
 
 
 def _metadata_call(cells: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -355,19 +345,16 @@ class ValueEncoder:
         if kind in SCALARS and not (kind is int and value.bit_length() > MAX_BITS):
             return value
         if self._described:
-            return self._encode_part(value)
+            self._parts += 1
+            if self._parts > MAX_PARTS:
+                return {"opaque": truncated_description(value)}
+            return self._encode_guarded(value)
         # Thousands of layers share their settings. The cache keeps the value alive, so
         # its id stays unique.
         known = self._known.get(id(value))
         if known is None:
             known = self._known[id(value)] = (value, self._encode_guarded(value))
         return known[1]
-
-    def _encode_part(self, value: Any) -> JSON:
-        self._parts += 1
-        if self._parts > MAX_PARTS:
-            return {"opaque": truncated_description(value)}
-        return self._encode_guarded(value)
 
     def _encode_guarded(self, value: Any) -> JSON:
         """Encodes a value once; a value that contains itself is described by its
@@ -378,16 +365,13 @@ class ValueEncoder:
             return {"opaque": truncated_description(value)}
         self._busy.add(id(value))
         try:
-            return self._encode(value)
+            encoded = encode_plain(value, self.encode)
+            if encoded is NOT_PLAIN:
+                encoded = self.encode_object(value)
+            missing = encoded is None or encoded is NOT_PLAIN
+            return self._opaque(value) if missing else encoded
         finally:
             self._busy.discard(id(value))
-
-    def _encode(self, value: Any) -> JSON:
-        encoded = encode_plain(value, self.encode)
-        if encoded is NOT_PLAIN:
-            encoded = self.encode_object(value)
-        missing = encoded is None or encoded is NOT_PLAIN
-        return self._opaque(value) if missing else encoded
 
     def encode_object(self, value: Any) -> JSON | None:
         """Returns an object as JSON, or None if only a description can represent it."""
@@ -773,13 +757,10 @@ def _find_kind(value: Any) -> _Kind:
         return _Kind.NODE
     if isinstance(value, jax.ShapeDtypeStruct):
         return _Kind.ABSTRACT
-    return _Kind.CONTAINER if _is_container(value) else _Kind.VALUE
-
-
-def _is_container(value: Any) -> bool:
     if value is None:  # jax calls it a container without items
-        return False
-    return type(value) in _CONTAINER_NAMES or not jax.tree_util.all_leaves([value])
+        return _Kind.VALUE
+    is_leaf = type(value) not in _CONTAINER_NAMES and jax.tree_util.all_leaves([value])
+    return _Kind.VALUE if is_leaf else _Kind.CONTAINER
 
 
 def _items(value: Any) -> dict[Any, Any]:

@@ -51,20 +51,19 @@ _SHOWN: Final = 80
 class Within:
     """A place inside another; its text is computed only for a message."""
 
-    __slots__ = ("_key", "_outer")
+    __slots__ = ("key", "outer")
 
     def __init__(self, outer: Place, key: object) -> None:
-        self._outer = outer
-        self._key = key
+        self.outer = outer
+        self.key = key
 
     def __str__(self) -> str:
         """Returns the keys from the outermost on, joined by "/"."""
         parts: list[str] = []
         place: Place = self
         while isinstance(place, Within):
-            key = place._key  # noqa: SLF001 - its own class
-            parts.append(str(key) if type(key) is int else shown(key))
-            place = place._outer  # noqa: SLF001 - its own class
+            parts.append(str(place.key) if type(place.key) is int else shown(place.key))
+            place = place.outer
         return "/".join([str(place), *reversed(parts)])
 
 
@@ -259,12 +258,8 @@ def _default(function: Callable[..., Any], parameter: str) -> Any:
     return (function.__kwdefaults__ or {}).get(parameter)
 
 
-def _named_tuples() -> dict[str, type[Any]]:
-    found = _subclasses("optax", optax, tuple)
-    return {name: cls for name, cls in found.items() if hasattr(cls, "_fields")}
-
-
 def _built_in() -> dict[str, Any]:
+    tuples = _subclasses("optax", optax, tuple)
     table: dict[str, Any] = {
         **_list_names("jax.nn", jax.nn, _ACTIVATIONS),
         **_list_names("jax.nn.initializers", jax.nn.initializers, _INITIALIZERS),
@@ -279,7 +274,7 @@ def _built_in() -> dict[str, Any]:
         **_subclasses("flax.nnx.metrics", nnx.metrics, nnx.Pytree, nnx.Variable),
         **_subclasses("flax.nnx.bridge", bridge, nnx.Pytree, nnx.Variable),
         **_subclasses("flax.linen", nn, nn.Module),
-        **_named_tuples(),
+        **{name: cls for name, cls in tuples.items() if hasattr(cls, "_fields")},
         "builtins:NoneType": type(None),
         "jax.sharding:AxisType": jax.sharding.AxisType,
         "flax.nnx:promote_dtype": _default(nnx.Linear.__init__, "promote_dtype"),

@@ -247,22 +247,18 @@ def _decode_ellipsis(value: JSON, place: Place, _: Decode) -> Any:
     return Ellipsis
 
 
-def _dtype(name: JSON, place: Place) -> "np.dtype[Any]":
+def _decode_dtype(value: JSON, place: Place, _: Decode) -> Any:
+    name = value["dtype"]
     if not isinstance(name, str) or name not in DTYPES:
         raise structure_error(place, "the name of a dtype", shown(name))
-    dtype: np.dtype[Any] = DTYPES[name]
-    return dtype
-
-
-def _decode_dtype(value: JSON, place: Place, _: Decode) -> Any:
-    dtype = _dtype(value["dtype"], place)
+    dtype = DTYPES[name]
     match value.get("as"):
         case "numpy":
             return dtype
         case "type":
             return dtype.type
-        case "jax" if value["dtype"] in _JAX_DTYPES:
-            return _JAX_DTYPES[value["dtype"]]
+        case "jax" if name in _JAX_DTYPES:
+            return _JAX_DTYPES[name]
     raise structure_error(place, "a form of dtype", shown(value.get("as")))
 
 

@@ -30,8 +30,14 @@ from joserfc.jwk import KeySet
 import storesvc_client as store
 from storesvc.format.audit_chain import split_lines, verify
 from storesvc_client.demo.job import TOLERANCE, Claim, History, relative_difference
-from storesvc_client.demo.kill_point import is_kill_point
-from storesvc_client.demo.processes import DemoError, Event, Restored, Trainer, storectl
+from storesvc_client.demo.processes import (
+    DemoError,
+    Event,
+    Restored,
+    Trainer,
+    is_kill_point,
+    storectl,
+)
 from tests.fake_gcs import FakeGcs
 from tests.support.certificates import Authority
 from tests.support.server_process import ServerProcess

@@ -7,12 +7,19 @@ import time
 
 import pytest
 
-from storesvc_client.demo.kill_point import is_kill_point
-from storesvc_client.demo.processes import Committed, Event, SaveBegun, Step, parse
+from storesvc_client.demo.processes import (
+    Committed,
+    Event,
+    SaveBegun,
+    Step,
+    is_kill_point,
+    parse,
+)
 
 JOB = """
-from storesvc_client.demo.processes import Committed, SaveBegun, Step, line
-from storesvc_client.demo.kill_point import stop_at_kill_point
+from storesvc_client.demo.processes import (
+    Committed, SaveBegun, Step, line, stop_at_kill_point
+)
 
 def trained():
     for step in range(1, 61):

@@ -28,9 +28,9 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._views.axes import Place, Ticks, scale
 from storesvc_client._views.notebook import heading, table
 from storesvc_client._views.notebook import note as notebook_note
+from storesvc_client._views.plots import Place, Ticks, scale
 from storesvc_client._views.tables import Column
 from storesvc_client._views.texts import (
     count_text,

@@ -36,7 +36,7 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
-from storesvc_client._views.axes import Place, Ticks, scale
+from storesvc_client._views.plots import Place, Ticks, scale
 from storesvc_client._views.texts import count_text, printable, time_text
 
 _GAP: Final = 6.0

@@ -366,7 +366,7 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     Raises:
         Refusal: It has no runs.
     """
-    from storesvc_client._documents.checkpoints import list_usages
+    from storesvc_client._documents import list_usages
 
     damaged: list[DataLossError] = []
     usages = list_usages(client, namespace, damaged.append)

@@ -29,7 +29,7 @@ from storesvc_client import (
     Run,
     WriterReport,
 )
-from storesvc_client._documents.checkpoints import (
+from storesvc_client._documents import (
     checkpoint_document,
     chunk_grid,
     find_base_step,

@@ -34,7 +34,7 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
-from storesvc_client._views.axes import scale
+from storesvc_client._views.plots import scale
 from storesvc_client._views.texts import json_value, order_metrics
 from storesvc_client.console.rendering import (
     RUNS,

@@ -17,7 +17,7 @@ from typing import Final, cast
 from storesvc.format.names import InvalidNameError, RunName
 from storesvc_client import AuditEntry, Collected, DataLossError, UploadInfo, Usage
 from storesvc_client._api.client import newest
-from storesvc_client._documents.checkpoints import list_usages
+from storesvc_client._documents import list_usages
 from storesvc_client._values.arguments import parse_past
 from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
 from storesvc_client.console.rendering import Page, command, with_values

@@ -30,7 +30,7 @@ from storesvc_client import (
     Run,
     StoreError,
 )
-from storesvc_client._documents.checkpoints import deleted_checkpoint
+from storesvc_client._documents import deleted_checkpoint
 from storesvc_client._views.texts import ENCODED, Node, grow, number_text
 
 if TYPE_CHECKING:

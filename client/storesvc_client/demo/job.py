@@ -23,7 +23,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from storesvc_client.demo.kill_point import is_kill_point
 from storesvc_client.demo.processes import (
     Committed,
     DemoError,
@@ -33,6 +32,7 @@ from storesvc_client.demo.processes import (
     Server,
     Step,
     Trainer,
+    is_kill_point,
     storectl,
 )
 

@@ -3,14 +3,17 @@
 Each is a context manager and ends with its block. They run in their own sessions, so
 that Ctrl-C reaches them only through these blocks.
 
-Formats and parses the lines of a training process: one JSON object each.
-
-Floats travel as hexadecimal text, so that equal text means equal bits.
+A training process prints a line of JSON for each event. Floats travel as hexadecimal
+text, so that equal text means equal bits.
 
 >>> parse(line(Step(step=3, loss=2.5, mesh="dp=2,fsdp=2,tp=2")))
 Step(step=3, loss=2.5, mesh='dp=2,fsdp=2,tp=2')
 >>> parse("a warning of some library") is None
 True
+
+The job that will be killed waits at the kill point: on a slow machine the kill may
+arrive late, when the job would have begun its next save or have ended. The process that
+kills it finds the same point from the same events.
 """
 
 import dataclasses
@@ -19,11 +22,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,3 +257,47 @@ def storectl(*arguments: str, width: int) -> subprocess.CompletedProcess[str]:
         raise DemoError(
             f"storectl {arguments}: timed out after {e.timeout:.0f} s"
         ) from e
+
+
+STEPS_SINCE: Final = 2
+"""Steps between the last acknowledged save and the kill; a resumed job repeats them."""
+
+_POLL_SECONDS: Final = 0.5
+"""Interval of checks that the parent process still runs."""
+
+
+def is_kill_point(events: Sequence[Event], *, checkpoint: int) -> bool:
+    """Returns whether a job is at its kill point.
+
+    The kill point is two steps after an acknowledged save, with no save begun since.
+
+    Args:
+        events: The events of the job so far.
+        checkpoint: The step of the save, or of an earlier one.
+    """
+    since = [
+        at for at, event in enumerate(reversed(events)) if not isinstance(event, Step)
+    ]
+    if not since or since[0] < STEPS_SINCE:
+        return False
+    last = events[-1 - since[0]]
+    return isinstance(last, Committed) and last.step >= checkpoint
+
+
+def stop_at_kill_point(events: Iterable[Event], *, checkpoint: int) -> Iterator[Event]:
+    """Yields the events of a job, and stops it at its kill point.
+
+    The job waits there until its parent process ends.
+
+    Args:
+        events: The events of the job; the iterator does its work.
+        checkpoint: See ``is_kill_point``.
+    """
+    parent, seen = os.getppid(), list[Event]()
+    for event in events:
+        seen.append(event)
+        yield event
+        if is_kill_point(seen, checkpoint=checkpoint):
+            while os.getppid() == parent:
+                time.sleep(_POLL_SECONDS)
+            return

@@ -380,7 +380,7 @@ def _events(arguments: argparse.Namespace) -> Iterator[Event]:
 def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
-    from storesvc_client.demo.kill_point import stop_at_kill_point
+    from storesvc_client.demo.processes import stop_at_kill_point
 
     with connect(
         arguments.store,

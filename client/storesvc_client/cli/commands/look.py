@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._documents.checkpoints import (
+from storesvc_client._documents import (
     checkpoint_document,
     chunk_grid,
     contents,

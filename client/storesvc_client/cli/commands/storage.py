@@ -218,7 +218,7 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    from storesvc_client._documents.checkpoints import list_usages
+    from storesvc_client._documents import list_usages
 
     damaged: list[DataLossError] = []
     usages = list_usages(client, namespace, damaged.append)

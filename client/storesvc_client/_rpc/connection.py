@@ -470,7 +470,15 @@ def open_connection(
         )
     servers = Target.parse(target)
     tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)
-    source = None if token is None else _source(servers, tls, token)
+    source = None
+    if token is not None:
+        if tls is None and not servers.is_loopback:
+            raise InvalidRequestError(
+                f"store {servers.text}: expected TLS with a token, which plaintext "
+                "would show to others; omit insecure and give ca, or omit the token"
+            )
+        source = token_source(token)
+        source()  # a mistyped path is an error now, not in the first save
 
     def dial(number: int) -> grpc.Channel:
         return MetadataChannel(
@@ -514,23 +522,6 @@ def _tls(
     if insecure or (servers.is_loopback and not is_given):
         return None
     return Tls(ca=ca, cert=cert, key=key)
-
-
-def _source(servers: Target, tls: Tls | None, token: "Token") -> TokenSource:
-    """Returns the source of the tokens of a connection.
-
-    Raises:
-        InvalidRequestError: The token would be sent to another machine in plaintext.
-        UnauthenticatedError: There is no token, or it cannot be used.
-    """
-    if tls is None and not servers.is_loopback:
-        raise InvalidRequestError(
-            f"store {servers.text}: expected TLS with a token, which plaintext would "
-            "show to others; omit insecure and give ca, or omit the token"
-        )
-    source = token_source(token)
-    source()  # a mistyped path is an error now, not in the first save
-    return source
 
 
 def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:

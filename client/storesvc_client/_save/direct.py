@@ -202,27 +202,6 @@ COPIED_IN_FLIGHT_BYTES: Final = 120 << 20
 """The same where TensorStore writes them, which copies each of them twice more."""
 
 
-class NewObject(Protocol):
-    """An object that is assembled in memory."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes appended so far."""
-
-    @property
-    def copied_bytes(self) -> int:
-        """The part of these bytes that is in memory of the object itself."""
-
-    def append(self, parts: Sequence[memoryview]) -> None:
-        """Appends a copy of each part."""
-
-    def refer(self, parts: Sequence[memoryview]) -> None:
-        """Appends parts whose memory stays unchanged until the save has ended."""
-
-    def data(self) -> Sequence[Buffer]:
-        """Returns the parts of the whole object, without a copy."""
-
-
 class _ReferringObject:
     """An object that refers to memory that stays, and copies the rest into memory that
     is used again once no request refers to it."""
@@ -241,10 +220,12 @@ class _ReferringObject:
         self._few = bytearray()
         """Small parts between two large ones that are referred to."""
         self.size_bytes = 0
+        """Bytes appended so far."""
         self.copied_bytes = 0
+        """The part of these bytes that is in memory of the object itself."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """See ``NewObject.append``."""
+        """Appends a copy of each part."""
         self._end_few()
         if self._memory is None:
             self._memory = self._take().data
@@ -258,7 +239,7 @@ class _ReferringObject:
         self.copied_bytes += self._used_bytes - start
 
     def refer(self, parts: Sequence[memoryview]) -> None:
-        """See ``NewObject.refer``."""
+        """Appends parts whose memory stays unchanged until the save has ended."""
         for part in parts:
             self.size_bytes += len(part)
             if len(part) < REFERRED_BYTES:
@@ -269,7 +250,7 @@ class _ReferringObject:
                 self._parts.append(part)
 
     def data(self) -> Sequence[Buffer]:
-        """See ``NewObject.data``."""
+        """Returns the parts of the whole object, without a copy."""
         self._end_few()
         return self._parts
 
@@ -280,7 +261,7 @@ class _ReferringObject:
 
 
 class _GrowingObject:
-    """An object in memory of its own, for TensorStore, which takes only such."""
+    """The same in memory of its own, for TensorStore, which takes only such."""
 
     def __init__(self) -> None:
         self._data = BytesIO()
@@ -288,18 +269,18 @@ class _GrowingObject:
 
     @property
     def copied_bytes(self) -> int:
-        """See ``NewObject.copied_bytes``."""
+        """See ``_ReferringObject``."""
         return self.size_bytes
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """See ``NewObject.append``."""
+        """See ``_ReferringObject``."""
         for part in parts:
             self.size_bytes += self._data.write(part)
 
     refer = append
 
     def data(self) -> Sequence[Buffer]:
-        """See ``NewObject.data``."""
+        """See ``_ReferringObject``."""
         return [self._data.getvalue()]
 
 
@@ -395,9 +376,9 @@ class BucketPool:
             self._budget.give_back()
 
     @contextmanager
-    def create(self, name: str) -> Generator[NewObject]:
+    def create(self, name: str) -> Generator[NewFile]:
         """See ``Pool.create``."""
-        new: NewObject = _GrowingObject()
+        new: _ReferringObject | _GrowingObject = _GrowingObject()
         if self._memory is not None:
             new = _ReferringObject(partial(self._memory.take, self._most_bytes))
         yield new

@@ -197,9 +197,14 @@ class Upload:
         Raises:
             StoreError: As the contract states for each call.
         """
+        ahead: AbstractContextManager[object] = nullcontext()
+        if not (self._data_root is None or isinstance(self._data_root, Path)):
+            # To begin takes long on a bucket. Elsewhere checksums are computed while
+            # the bytes are sent or written, so that memory is read once.
+            ahead = SumsAhead(self._slab_queue, self._sums, self._meter)
         try:
             # 1. Begin.
-            with self._meter.phase("begin"), self._in_the_meantime():
+            with self._meter.phase("begin"), ahead:
                 upload = self._writer.begin()
             self._begun.set_result(upload)
             with LeaseRenewer(self._stub, upload):
@@ -332,17 +337,6 @@ class Upload:
         except PreconditionError as e:
             self._explain(e)
             raise
-
-    def _in_the_meantime(self) -> AbstractContextManager[object]:
-        """Returns a context that computes checksums while the upload begins, which
-        takes long on a bucket.
-
-        Elsewhere they are computed while the bytes are sent or written, so that memory
-        is read once.
-        """
-        if self._data_root is None or isinstance(self._data_root, Path):
-            return nullcontext()
-        return SumsAhead(self._slab_queue, self._sums, self._meter)
 
     def _explain(self, e: PreconditionError) -> None:
         """Raises a clearer error if a precondition failed because the base has

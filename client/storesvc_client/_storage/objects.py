@@ -399,10 +399,20 @@ class LentStore:
         return start_request(self._sent(path, partial(_create, self._key(path), data)))
 
     async def _read(self, path: str, span: slice | None) -> ReadResult:
+        import obstore
         from obstore.exceptions import NotFoundError
 
+        key = self._key(path)
+
+        async def send(objects: "Objects") -> Any:
+            if span is None:
+                return await (await obstore.get_async(objects, key)).bytes_async()
+            return await obstore.get_range_async(
+                objects, key, start=span.start, end=span.stop
+            )
+
         try:
-            data = await self._sent(path, partial(_bytes, self._key(path), span))
+            data = await self._sent(path, send)
         except (NotFoundError, FileNotFoundError):  # which of them: by its version
             return ReadResult("missing", b"")
         if span is not None and len(data) != span.stop - span.start:
@@ -452,15 +462,6 @@ class LentStore:
             "let the server's own account read and create objects there",
             storage=self._storage.name,
         )
-
-
-async def _bytes(key: str, span: slice | None, objects: "Objects") -> Any:
-    """Reads an object, or bytes of it; returns a buffer."""
-    import obstore
-
-    if span is None:
-        return await (await obstore.get_async(objects, key)).bytes_async()
-    return await obstore.get_range_async(objects, key, start=span.start, end=span.stop)
 
 
 async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
@@ -602,20 +603,15 @@ def _make_objects(storage: Storage) -> "Objects | None":
 
 def _gcs_objects(storage: Storage) -> "GCSStore | None":
     try:
-        found = own_credentials(storage)
+        credentials = own_credentials(storage)
     except InvalidFieldError:
         return None
     from google.auth.credentials import AnonymousCredentials
 
-    if not isinstance(found, AnonymousCredentials):
-        return gcs_objects(storage, _gcs_provider(found))
-    # obstore sends a token in any case; only emulators accept an empty one.
-    nothing: GCSCredential = {"token": "", "expires_at": None}
-    return gcs_objects(storage, lambda: nothing) if find_endpoint(storage) else None
-
-
-def _gcs_provider(credentials: "GcsCredentials") -> "GCSCredentialProvider":
-    """Returns a function that returns a valid token; it renews one that expires."""
+    if isinstance(credentials, AnonymousCredentials):
+        # obstore sends a token in any case; only emulators accept an empty one.
+        nothing: GCSCredential = {"token": "", "expires_at": None}
+        return gcs_objects(storage, lambda: nothing) if find_endpoint(storage) else None
     from google.auth.transport.requests import Request
 
     request, renewing = Request(), threading.Lock()
@@ -630,7 +626,7 @@ def _gcs_provider(credentials: "GcsCredentials") -> "GCSCredentialProvider":
                 "expires_at": expiry and expiry.replace(tzinfo=UTC),
             }
 
-    return token
+    return gcs_objects(storage, token)
 
 
 def _refresh(credentials: "GcsCredentials", request: "Request") -> None:

@@ -133,12 +133,14 @@ def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideF
         ) from e
     except (TypeError, ValueError) as e:
         raise InvalidRequestError(f"{noun} {plain}: {e}") from e
+    inner = given.get("client_kwargs") or {}
+    endpoint = inner.get("endpoint_url") or given.get("endpoint_url")
     return OutsideFiles(
         url=plain,
         files=files,
         folder=folder,
         storage=storage,
-        endpoint=_endpoint(given),
+        endpoint=None if endpoint is None else str(endpoint).rstrip("/"),
     )
 
 
@@ -207,13 +209,6 @@ def _bucket(url: str, noun: str) -> Storage:
             "checkpoints are read and written over HTTP, leave it out"
         )
     return storage
-
-
-def _endpoint(options: Mapping[str, Any]) -> str | None:
-    """Returns the endpoint among the options of a file system."""
-    inner = options.get("client_kwargs") or {}
-    found = inner.get("endpoint_url") or options.get("endpoint_url")
-    return None if found is None else str(found).rstrip("/")
 
 
 def _file_system(scheme: str) -> Callable[..., Any]:

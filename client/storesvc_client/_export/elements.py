@@ -148,10 +148,6 @@ def read_table(table: RenameTable | None) -> Renames:
 def parse_table(table: object, place: str) -> Renames:
     """Returns the table of a value.
 
-    Args:
-        table: Value of JSON.
-        place: Its place, for messages.
-
     Raises:
         InvalidRequestError: It, or a rule, has another form; the message names it.
     """
@@ -442,11 +438,6 @@ def _read(
 
 def cast_array(array: NDArray[Any], dtype: str, place: str) -> NDArray[Any]:
     """Returns an array of another floating-point dtype.
-
-    Args:
-        array: The array.
-        dtype: Name of the dtype.
-        place: Name of the leaf, for the message.
 
     Raises:
         InvalidRequestError: A finite element exceeds the range of the dtype.

@@ -236,12 +236,7 @@ def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
 def tree_metadata(
     leaves: Sequence[OrbaxLeaf], containers: Sequence[Container]
 ) -> dict[str, Any]:
-    """Returns ``_METADATA``.
-
-    Args:
-        leaves: The leaves.
-        containers: The containers that no leaf shows.
-    """
+    """Returns ``_METADATA``."""
     entries = [
         _entry(leaf.keys, leaf.path_kinds, leaf.value_type, is_empty=False)
         for leaf in leaves
@@ -335,13 +330,7 @@ def array_metadatas(leaves: Sequence[OrbaxLeaf]) -> dict[str, Any]:
 def step_metadata(
     info: Checkpoint, item_handlers: Mapping[str, str], *, commit_time_ns: int
 ) -> dict[str, Any]:
-    """Returns ``_CHECKPOINT_METADATA``.
-
-    Args:
-        info: The checkpoint; its labels become custom metadata.
-        item_handlers: Class of each item's handler, as a text.
-        commit_time_ns: Nanoseconds since the epoch.
-    """
+    """Returns ``_CHECKPOINT_METADATA``."""
     created = int(info.create_time.timestamp() * 1e9)
     return {
         "item_handlers": dict(item_handlers),

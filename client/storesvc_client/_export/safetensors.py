@@ -503,11 +503,6 @@ def header_bytes(
 ) -> bytes:
     """Returns the length of the header and the header.
 
-    Args:
-        ordered: Tensors in the order of their elements.
-        metadata: Texts for ``__metadata__``.
-        place: Name of the file, for messages.
-
     Raises:
         PreconditionError: A name is reserved, or the header is too long.
     """
@@ -536,11 +531,7 @@ def header_bytes(
 
 
 def index_bytes(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """Returns the index of an export of several files.
-
-    Args:
-        shards: Tensors of each file.
-    """
+    """Returns the index of an export of several files."""
     weight_map = {
         tensor.name: file for file, tensors in shards.items() for tensor in tensors
     }
@@ -580,10 +571,6 @@ class _Shard:
 def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors".
-
-    Args:
-        call: The export.
-        max_shard_bytes: Maximum bytes of the elements in a file; None for the default.
 
     Raises:
         InvalidRequestError: The target is one file, and the leaves are larger.

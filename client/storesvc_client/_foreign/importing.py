@@ -62,16 +62,6 @@ def import_steps(
 ) -> Iterator[Transfer]:
     """Imports steps in ascending order; yields each once it is committed or skipped.
 
-    Args:
-        session: Resources of the store.
-        stub: The run.
-        root: The location of the steps.
-        steps: Finished steps to import, ascending; see ``wanted_steps``.
-        labels: Labels to add to each checkpoint.
-        progress: Called with a ``Progress`` of each step.
-        jobs: Maximum reads in flight.
-        now: Returns the time of the import.
-
     Raises:
         AlreadyExistsError: The run has another checkpoint at one of the steps, or one
             that was imported before the files changed; nothing was imported.

@@ -450,10 +450,6 @@ class RemoteLocation:
     def at(cls, url: str, options: Mapping[str, Any]) -> Self:
         """Returns the location at a URL.
 
-        Args:
-            url: URL of a scheme of ``roots.PACKAGES``.
-            options: Options of the file system.
-
         Raises:
             InvalidRequestError: The URL or an option is invalid, or a package is
                 missing.

@@ -63,11 +63,7 @@ def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
 
 
 def error_in(text: str) -> Exception | None:
-    """Returns the error of a location that made a read of TensorStore fail.
-
-    Args:
-        text: Message of TensorStore's error.
-    """
+    """Returns the error of a location that made a read of TensorStore fail."""
     found = _ERROR.search(text)
     server = _Server.find_started()
     return server.error(found[1], int(found[2])) if found and server else None

@@ -93,13 +93,6 @@ def explain(
 ) -> NotFoundError:
     """Returns the error of a location without checkpoints of a format, with what is
     there instead.
-
-    Args:
-        kind: The format.
-        url: URL of the location, as it was given.
-        location: The location.
-        options: Options of fsspec's file system.
-        error: The error.
     """
     if found := _file_advice(url, options):
         return NotFoundError(

@@ -62,13 +62,7 @@ class Piece:
 
 
 def pieces(shape: tuple[int, ...], region: Region, *, itemsize: int) -> Iterator[Piece]:
-    """Yields the pieces of a region, ascending.
-
-    Args:
-        shape: Shape of the array.
-        region: Region within it.
-        itemsize: Bytes of an element.
-    """
+    """Yields the pieces of a region, ascending."""
     if any(start >= stop for start, stop in region):
         return
     strides = count_strides(shape, itemsize=itemsize)
@@ -218,11 +212,7 @@ class OcdbtPlaces:
     """The values of an OCDBT database in a folder. Thread-safe."""
 
     def __init__(self, folder: str) -> None:
-        """Reads nothing yet.
-
-        Args:
-            folder: Path of the folder.
-        """
+        """Reads nothing yet."""
         self.location = LocalLocation(Path(folder))
         self._lock = threading.Lock()
         self._found: Mapping[str, StoredRange] | None = None
@@ -364,10 +354,6 @@ def raw_form(metadata: Mapping[str, Any], dtype: str) -> RawForm | None:
     >>> raw_form({"chunks": [4], "compressor": None, "order": "C", "dtype": "<f4"},
     ...     "float32")
     RawForm(chunk_shape=(4,), is_shard=False)
-
-    Args:
-        metadata: Metadata of zarr 2 or 3, as TensorStore describes it.
-        dtype: Name of the dtype.
     """
     if dtype == "bool":  # its bytes must be checked
         return None
@@ -424,16 +410,7 @@ class RawChunks:
         dtype: str,
         row: str,
     ) -> None:
-        """Reads nothing yet.
-
-        Args:
-            form: Form of the chunks.
-            metadata: Metadata of the array, which states the keys of its chunks.
-            places: Finds their bytes.
-            prefix: Beginning of the keys.
-            dtype: Name of the dtype.
-            row: Name of the array for messages.
-        """
+        """Reads nothing yet."""
         self._form = form
         self._metadata = metadata
         self._places = places
@@ -445,10 +422,6 @@ class RawChunks:
 
     def read(self, region: Region, into: NDArray[Any]) -> bool:
         """Reads a region; returns False if a chunk of it is not stored as expected.
-
-        Args:
-            region: The region.
-            into: Receives the elements.
 
         Raises:
             DataLossError: A file has become shorter.

@@ -408,12 +408,7 @@ class StepSource:
     """Reads the chunks of one step."""
 
     def __init__(self, step: ForeignStep, *, name: str) -> None:
-        """Creates the source; nothing is read yet.
-
-        Args:
-            step: The step.
-            name: Name of the checkpoint in messages.
-        """
+        """Creates the source; nothing is read yet."""
         self._step = step
         self._name = name
         self._scratch = _Scratch()

@@ -221,15 +221,11 @@ def stated_steps(
     is_finished: Callable[[str, Sequence[str]], bool],
     expected: str,
 ) -> dict[int, str]:
-    """Returns the folder of each step that a ``metadata.json`` states.
+    """Returns the folder of each step that a ``metadata.json`` states; takes what
+    ``named_steps`` does.
 
     The name of at least one of the folders must be that of a step, else each is a
     checkpoint by itself, such as the best ones of several runs.
-
-    Args:
-        location: Where to search.
-        is_finished: As for ``named_steps``.
-        expected: As for ``named_steps``.
 
     Raises:
         DataLossError: A ``metadata.json`` is damaged.
@@ -424,16 +420,8 @@ def array_row(
     chunk_shape: tuple[int, ...],
     path_kinds: str | None = None,
 ) -> Row:
-    """Returns the row of a device array.
-
-    Args:
-        parts: Its path.
-        array: Its elements.
-        name: Its name in its format, for messages.
-        dtype: Its dtype, by the name of the format.
-        shape: Its shape.
-        chunk_shape: Shape of the pieces in which it is read.
-        path_kinds: One letter for each part; None: all are keys of mappings.
+    """Returns the row of a device array, read in pieces of `chunk_shape`; without
+    `path_kinds` all parts of its path are keys of mappings.
 
     Raises:
         PreconditionError: Its path is too long for a key, or is no Unicode.
@@ -456,15 +444,7 @@ def array_row(
 def encoded_row(
     key: str, path_kinds: str, kind: "pb.LeafKind.ValueType", data: bytes, *, name: str
 ) -> Row:
-    """Returns the row of an encoded value, such as a text in a tree.
-
-    Args:
-        key: Its key.
-        path_kinds: One letter for each part of the key.
-        kind: Kind of the value.
-        data: Its bytes.
-        name: Its name in its format, for messages.
-    """
+    """Returns the row of an encoded value, such as a text in a tree."""
     leaf = _byte_leaf(key, path_kinds, kind, len(data), chunk_bytes=len(data))
     return Row(leaf=leaf, array=BytesArray(data), name=name)
 
@@ -484,11 +464,6 @@ def item_name(path: str) -> str:
 def item_row(item: str, value: Any, *, name: str) -> Row:
     """Returns the row of an item that holds a document next to the arrays.
 
-    Args:
-        item: Name of the item.
-        value: A text, bytes, or a value of JSON.
-        name: Name of the file for messages.
-
     Raises:
         DataLossError: An item cannot hold the value.
     """
@@ -505,11 +480,6 @@ def item_row(item: str, value: Any, *, name: str) -> Row:
 def text_row(item: str, data: bytes, *, name: str) -> Row:
     """Returns the row of an item that holds a text file next to the arrays.
 
-    Args:
-        item: Name of the item.
-        data: Contents of the file.
-        name: Its name for messages.
-
     Raises:
         DataLossError: It is no UTF-8.
     """
@@ -522,13 +492,8 @@ def text_row(item: str, data: bytes, *, name: str) -> Row:
 def file_item_row(
     location: Location, path: str, item: str, process: int | None = None
 ) -> Row:
-    """Returns the row of an item that has the bytes of a file, read on demand.
-
-    Args:
-        location: Location of the file.
-        path: Path of the file.
-        item: Name of the item.
-        process: Number of the process whose value it is; None: of all.
+    """Returns the row of an item that has the bytes of a file, read on demand: the
+    value of a process, or of all.
 
     Raises:
         NotFoundError: There is no such file.

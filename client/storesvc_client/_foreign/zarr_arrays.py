@@ -127,12 +127,6 @@ def check_stored(
 
     What is absent or cannot be read is left to the read.
 
-    Args:
-        values: Key-value store of TensorStore.
-        keys: Their keys.
-        most: Maximum bytes of each.
-        what: Returns the name of a value for messages.
-
     Raises:
         DataLossError: A value is longer.
         PreconditionError: The storage serves no ranges.
@@ -165,10 +159,6 @@ class ChunkBounds:
 
     def __init__(self, store: "ts.TensorStore", *, row: str) -> None:
         """Reads no chunk yet.
-
-        Args:
-            store: The array.
-            row: Name of the array for messages.
 
         Raises:
             PreconditionError: Its chunks are compressed or in shards in a way whose
@@ -254,10 +244,6 @@ def is_blosc(codec: Mapping[str, Any], *, row: str) -> bool:
 
     >>> is_blosc({"compressor": {"id": "blosc"}}, row="array 'w'")
     True
-
-    Args:
-        codec: The codec of the array, as TensorStore describes it.
-        row: Name of the array for messages.
 
     Raises:
         PreconditionError: Blosc compressed what the header of a stored value does not
@@ -480,22 +466,13 @@ class TensorStoreRead:
 
 
 def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Returns the spec of the keys of an OCDBT database that begin with a path.
-
-    Args:
-        base: Spec of the folder of the database, ``Location.kvstore``.
-        path: Prefix of the keys.
-    """
+    """Returns the spec of the keys of an OCDBT database that begin with a path."""
     shared = {"driver": "ocdbt", "cache_pool": _NODE_CACHE}
     return {**shared, "base": dict(base), "path": path}
 
 
 def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
     """Returns all keys of a key-value store, such as an OCDBT database, sorted.
-
-    Args:
-        kvstore: Its spec.
-        what: Its name in messages.
 
     Raises:
         DataLossError: It is damaged, or a key is no text.
@@ -516,9 +493,6 @@ def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
 @contextmanager
 def translate_errors(what: str) -> Iterator[None]:
     """Translates errors of TensorStore that are raised inside.
-
-    Args:
-        what: Row or file for messages.
 
     Raises:
         DataLossError: Stored bytes are missing or damaged.

@@ -56,13 +56,7 @@ _PLAIN: Final = (handlers.PyTreeHandler, handlers.JsonHandler)
 
 
 def checkpointable_content(name: str, value: Any, registry: Any) -> Content:
-    """Returns the content of a checkpointable.
-
-    Args:
-        name: Its name, which may have a handler of its own.
-        value: The checkpointable.
-        registry: Orbax's handlers of the context.
-    """
+    """Returns the content of a checkpointable."""
     handler = None
     with suppress(registration.NoEntryError):  # the save says which leaf is none
         if value is not None:

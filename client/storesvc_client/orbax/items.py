@@ -59,10 +59,6 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 def pack_files(place: str, folder: Path) -> bytes:
     """Returns the files below a folder as an archive.
 
-    Args:
-        place: Name of the item, for messages.
-        folder: The folder.
-
     Raises:
         InvalidRequestError: There is something other than files, too many of them, or
             too many bytes.
@@ -95,10 +91,6 @@ def pack_files(place: str, folder: Path) -> bytes:
 
 def read_files(place: str, archives: Sequence[bytes]) -> dict[str, bytes]:
     """Returns the contents of the files in archives, by name.
-
-    Args:
-        place: Name of the item, for messages.
-        archives: The archive of each process that saved one.
 
     Raises:
         DataLossError: One is no archive of ``pack_files``.

@@ -85,12 +85,6 @@ def find_content(
 ) -> Content:
     """Returns the content that an argument of a save describes.
 
-    Args:
-        place: Name of the item, for messages.
-        args: The argument.
-        handler: Handler of the item, if one was given to the manager.
-        ignored: Logs options without an effect.
-
     Raises:
         InvalidRequestError: The argument has no equal; says what to use.
     """

@@ -473,10 +473,6 @@ def metric_name(place: str, function: Callable[[Any], Any]) -> str:
     >>> metric_name("best_fn", lambda metrics: metrics["loss"])
     'loss'
 
-    Args:
-        place: Name of the option, for the message.
-        function: The function.
-
     Raises:
         InvalidRequestError: It returns another value than one metric.
     """

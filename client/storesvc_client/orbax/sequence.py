@@ -76,11 +76,6 @@ def timestamps(found: "Checkpoint") -> dict[str, int]:
 def rank_numbers(place: str, metrics: Any, best: str | None) -> dict[str, float]:
     """Returns the metrics that retention policies can rank by: the numbers at the top.
 
-    Args:
-        place: Name of the step, for messages.
-        metrics: What the caller passes; None: no metrics.
-        best: Metric of ``best_fn``; None if there is none.
-
     Raises:
         InvalidRequestError: The metric of ``best_fn`` is missing, or no number.
     """

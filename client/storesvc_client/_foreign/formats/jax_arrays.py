@@ -73,10 +73,6 @@ class Node:
 def parse_nodes(data: bytes, *, what: str) -> Iterator[Node]:
     """Yields the leaves in jax's order, and the containers between them.
 
-    Args:
-        data: The FlatBuffer.
-        what: Name of the file for messages.
-
     Raises:
         DataLossError: It is damaged.
     """

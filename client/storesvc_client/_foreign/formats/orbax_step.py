@@ -127,11 +127,6 @@ def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str,
     """Yields the rows of an item that is no tree, each with the path that its name is
     for.
 
-    Args:
-        location: Location of the checkpoints.
-        folder: Folder of the item.
-        item: Name of the item.
-
     Raises:
         PreconditionError: It has too many files, or the states of some processes only.
     """

@@ -62,10 +62,6 @@ def find_file(names: Sequence[str], *, what: str) -> str | None:
     """Returns the index or the file that is the checkpoint of a folder; None if there
     is none, as in a folder whose index is not written yet.
 
-    Args:
-        names: Names in the folder.
-        what: The folder, for messages.
-
     Raises:
         PreconditionError: Several files match.
     """
@@ -89,11 +85,6 @@ def find_file(names: Sequence[str], *, what: str) -> str | None:
 
 def parse_index(data: bytes, *, names: Sequence[str], what: str) -> dict[str, set[str]]:
     """Returns the names of the tensors in each file.
-
-    Args:
-        data: Contents of the index.
-        names: Names in its folder.
-        what: Name of the index for messages.
 
     Raises:
         DataLossError: It is damaged, names a file of another folder, or a file is
@@ -189,11 +180,6 @@ class Header:
 def header_bytes(length: bytes, *, size: int, what: str) -> int:
     """Returns the bytes of a header.
 
-    Args:
-        length: The first 8 bytes of the file.
-        size: Bytes of the file.
-        what: Name of the file for messages.
-
     Raises:
         DataLossError: The header would be larger than the format, or the file, allows.
     """
@@ -209,11 +195,6 @@ def header_bytes(length: bytes, *, size: int, what: str) -> int:
 
 def parse_header(header: bytes, *, size: int, what: str) -> Header:
     """Returns the contents of a header.
-
-    Args:
-        header: Its bytes.
-        size: Bytes of the file.
-        what: Name of the file for messages.
 
     Raises:
         DataLossError: It breaks a rule of the format, or the file is shorter or longer
@@ -407,14 +388,7 @@ class PackedArray:
 def read_step(
     location: Location, folder: str, *, step: int, file: str, keep_names: bool
 ) -> ForeignStep:
-    """Reads what describes a checkpoint in a folder.
-
-    Args:
-        location: Location of the folder.
-        folder: Path of the folder; "": the location itself.
-        step: Its step.
-        file: Name of its file, or "" to find it.
-        keep_names: As for ``open_root``.
+    """Reads what describes a checkpoint in a folder; takes what ``tensor_rows`` does.
 
     Raises:
         DataLossError: A file is damaged or missing.

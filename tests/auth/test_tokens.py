@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -65,14 +66,20 @@ class Served(NamedTuple):
             return reason_of(e)
 
 
+@contextmanager
+def trusting(folder: Path, issuer: Issuer, text: str = POLICY) -> Iterator[Served]:
+    """Serves a store with a policy that names an issuer."""
+    policy = folder / "policy.toml"
+    policy.write_text(text.format(url=issuer.url))
+    with serving(folder / "store", security=make_security(policy)) as address:
+        yield Served(address, issuer)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("tokens")
-    with issuing() as issuer:
-        policy = folder / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(folder / "store", security=make_security(policy)) as address:
-            yield Served(address, issuer)
+    with issuing() as issuer, trusting(folder, issuer) as server:
+        yield server
 
 
 @pytest.mark.filterwarnings("ignore:EdDSA is deprecated")  # issuers use it
@@ -154,62 +161,60 @@ def changed(issuer: Issuer) -> str:
 
 NOW: Final = int(time.time())
 
+INVALID: Final[dict[str, Callable[[Issuer], str]]] = {
+    "empty": lambda _: "",
+    "two parts": lambda i: i.token().rpartition(".")[0],
+    "four parts": lambda i: i.token() + ".x",
+    "no base64": lambda _: "!.!.!",
+    "no JSON": lambda _: f"{encoded(b'x')}.{encoded(b'y')}.z",
+    "JSON list": lambda _: f"{encoded([])}.{encoded([])}.z",
+    "deep JSON": lambda _: f"{encoded(b'[' * 2900)}.{encoded({})}.",
+    "huge": lambda i: i.token(extra="x" * 6000),
+    "alg none": lambda i: unsigned(i, {"alg": "none"}),
+    "alg None": lambda i: unsigned(i, {"alg": "None"}),
+    "no alg": lambda i: unsigned(i, {"typ": "JWT"}),
+    "alg number": lambda i: unsigned(i, {"alg": 7}),
+    "HS256 with the public key": confused,
+    "key of a stranger": lambda i: i.token(key=OTHER),
+    "changed claims": changed,
+    "no signature": lambda i: i.token().rpartition(".")[0] + ".",
+    "kid number": lambda i: unsigned(i, {"alg": "RS256", "kid": 1}),
+    "crit": lambda i: unsigned(i, {"alg": "RS256", "crit": ["exp"], "exp": 1}),
+    "other typ": lambda i: i.token(header={"typ": "logout+jwt"}),
+    "claim twice": twice,
+    "no aud": lambda i: i.token(aud=None),
+    "no exp": lambda i: i.token(exp=None),
+    "exp text": lambda i: i.token(exp="tomorrow"),
+    "exp true": lambda i: i.token(exp=True),
+    "exp far": lambda i: i.token(exp=1e300),
+    "no iat": lambda i: i.token(iat=None),
+    "future iat": lambda i: i.token(iat=NOW + 900, exp=NOW + 1500),
+    "future nbf": lambda i: i.token(nbf=NOW + 900),
+    "a lifetime of years": lambda i: i.token(exp=NOW + 10**8),
+    "no sub": lambda i: i.token(sub=None),
+    "sub number": lambda i: i.token(sub=7),
+    "no email": lambda i: i.token(email=None),
+    "email list": lambda i: i.token(email=["a@b"]),
+    "email with a star": lambda i: i.token(email="*"),
+    "email with a line": lambda i: i.token(email="a\nb@c"),
+    "email too long": lambda i: i.token(email="a" * 300),
+    "email that is not verified": lambda i: i.token(email_verified=False),
+    "email with a text": lambda i: i.token(email_verified="no"),
+    "groups text": lambda i: i.token(groups="ml"),
+    "groups of all": lambda i: i.token(groups=["*"]),
+    "too many groups": lambda i: i.token(groups=["g"] * 257),
+}
+
 HOSTILE: Final[dict[str, tuple[str, Callable[[Issuer], str]]]] = {
-    "empty": ("TOKEN_INVALID", lambda _: ""),
-    "two parts": ("TOKEN_INVALID", lambda i: i.token().rpartition(".")[0]),
-    "four parts": ("TOKEN_INVALID", lambda i: i.token() + ".x"),
-    "no base64": ("TOKEN_INVALID", lambda _: "!.!.!"),
-    "no JSON": ("TOKEN_INVALID", lambda _: f"{encoded(b'x')}.{encoded(b'y')}.z"),
-    "JSON list": ("TOKEN_INVALID", lambda _: f"{encoded([])}.{encoded([])}.z"),
-    "deep JSON": ("TOKEN_INVALID", lambda _: f"{encoded(b'[' * 2900)}.{encoded({})}."),
-    "huge": ("TOKEN_INVALID", lambda i: i.token(extra="x" * 6000)),
-    "alg none": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "none"})),
-    "alg None": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "None"})),
-    "no alg": ("TOKEN_INVALID", lambda i: unsigned(i, {"typ": "JWT"})),
-    "alg number": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": 7})),
-    "HS256 with the public key": ("TOKEN_INVALID", confused),
-    "key of a stranger": ("TOKEN_INVALID", lambda i: i.token(key=OTHER)),
-    "changed claims": ("TOKEN_INVALID", changed),
-    "no signature": ("TOKEN_INVALID", lambda i: i.token().rpartition(".")[0] + "."),
-    "kid number": ("TOKEN_INVALID", lambda i: unsigned(i, {"alg": "RS256", "kid": 1})),
-    "crit": (
-        "TOKEN_INVALID",
-        lambda i: unsigned(i, {"alg": "RS256", "crit": ["exp"], "exp": 1}),
-    ),
-    "other typ": ("TOKEN_INVALID", lambda i: i.token(header={"typ": "logout+jwt"})),
-    "claim twice": ("TOKEN_INVALID", twice),
+    **{name: ("TOKEN_INVALID", make) for name, make in INVALID.items()},
     "no iss": ("ISSUER_UNKNOWN", lambda i: i.token(iss=None)),
     "other iss": ("ISSUER_UNKNOWN", lambda i: i.token(iss="https://evil.example")),
     "iss with a slash": ("ISSUER_UNKNOWN", lambda i: i.token(iss=i.url + "/")),
     "iss list": ("ISSUER_UNKNOWN", lambda i: i.token(iss=[i.url])),
-    "no aud": ("TOKEN_INVALID", lambda i: i.token(aud=None)),
     "other aud": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud="grafana")),
     "aud prefix": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud="storesvc2")),
     "aud numbers": ("TOKEN_AUDIENCE_MISMATCH", lambda i: i.token(aud=[1])),
     "expired": ("TOKEN_EXPIRED", lambda i: i.token(iat=NOW - 900, exp=NOW - 300)),
-    "no exp": ("TOKEN_INVALID", lambda i: i.token(exp=None)),
-    "exp text": ("TOKEN_INVALID", lambda i: i.token(exp="tomorrow")),
-    "exp true": ("TOKEN_INVALID", lambda i: i.token(exp=True)),
-    "exp far": ("TOKEN_INVALID", lambda i: i.token(exp=1e300)),
-    "no iat": ("TOKEN_INVALID", lambda i: i.token(iat=None)),
-    "future iat": ("TOKEN_INVALID", lambda i: i.token(iat=NOW + 900, exp=NOW + 1500)),
-    "future nbf": ("TOKEN_INVALID", lambda i: i.token(nbf=NOW + 900)),
-    "a lifetime of years": ("TOKEN_INVALID", lambda i: i.token(exp=NOW + 10**8)),
-    "no sub": ("TOKEN_INVALID", lambda i: i.token(sub=None)),
-    "sub number": ("TOKEN_INVALID", lambda i: i.token(sub=7)),
-    "no email": ("TOKEN_INVALID", lambda i: i.token(email=None)),
-    "email list": ("TOKEN_INVALID", lambda i: i.token(email=["a@b"])),
-    "email with a star": ("TOKEN_INVALID", lambda i: i.token(email="*")),
-    "email with a line": ("TOKEN_INVALID", lambda i: i.token(email="a\nb@c")),
-    "email too long": ("TOKEN_INVALID", lambda i: i.token(email="a" * 300)),
-    "email that is not verified": (
-        "TOKEN_INVALID",
-        lambda i: i.token(email_verified=False),
-    ),
-    "email with a text": ("TOKEN_INVALID", lambda i: i.token(email_verified="no")),
-    "groups text": ("TOKEN_INVALID", lambda i: i.token(groups="ml")),
-    "groups of all": ("TOKEN_INVALID", lambda i: i.token(groups=["*"])),
-    "too many groups": ("TOKEN_INVALID", lambda i: i.token(groups=["g"] * 257)),
 }
 
 
@@ -260,18 +265,14 @@ def test_a_changed_character_of_a_token_gives_no_other_principal(
 
 
 def test_unknown_keys_cause_one_read_of_the_issuer(tmp_path: Path) -> None:
-    with issuing() as issuer:
-        policy = tmp_path / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server = Served(address, issuer)
-            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
-            before = len(issuer.requests)
-            for number in range(20):
-                token = issuer.token(header={"kid": f"../../unknown-{number}"})
-                assert server.outcome(f"Bearer {token}") == "ISSUER_UNREACHABLE"
+    with issuing() as issuer, trusting(tmp_path, issuer) as server:
+        assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+        before = len(issuer.requests)
+        for number in range(20):
+            token = issuer.token(header={"kid": f"../../unknown-{number}"})
+            assert server.outcome(f"Bearer {token}") == "ISSUER_UNREACHABLE"
 
-            assert len(issuer.requests) - before <= 2
+        assert len(issuer.requests) - before <= 2
 
 
 @pytest.mark.slow
@@ -280,28 +281,25 @@ def test_a_new_key_after_an_unknown_one_is_waited_for(
 ) -> None:
     monkeypatch.setattr(tokens, "RETRY_SECONDS", 1.0)
     new = RSAKey.generate_key(2048, {"kid": "rsa-2", "use": "sig"})
-    with issuing() as issuer:
-        policy = tmp_path / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server, file = Served(address, issuer), tmp_path / "token"
-            file.write_text(issuer.token())
-            with store.connect(address, token=file) as client:
-                time.sleep(1)
-                forged = issuer.token(header={"kid": "unknown"})
-                assert server.outcome(f"Bearer {forged}") == "TOKEN_INVALID"
-                issuer.keys.append(new)
-                file.write_text(issuer.token(key=new))
-                found = server.outcome(f"Bearer {file.read_text()}")
-                assert found == "ISSUER_UNREACHABLE"
+    file = tmp_path / "token"
+    with issuing() as issuer, trusting(tmp_path, issuer) as server:
+        file.write_text(issuer.token())
+        with store.connect(server.address, token=file) as client:
+            time.sleep(1)
+            forged = issuer.token(header={"kid": "unknown"})
+            assert server.outcome(f"Bearer {forged}") == "TOKEN_INVALID"
+            issuer.keys.append(new)
+            file.write_text(issuer.token(key=new))
+            found = server.outcome(f"Bearer {file.read_text()}")
+            assert found == "ISSUER_UNREACHABLE"
 
-                client.run("prod/a").save(1, {"w": 1}).result()
+            client.run("prod/a").save(1, {"w": 1}).result()
 
-            newer = RSAKey.generate_key(2048, {"kid": "rsa-3", "use": "sig"})
-            assert server.outcome(f"Bearer {forged}") == "ISSUER_UNREACHABLE"
-            issuer.keys.append(newer)
-            with store.connect(address, token=issuer.token(key=newer)) as client:
-                assert client.run("prod/a").steps() == [1]
+        newer = RSAKey.generate_key(2048, {"kid": "rsa-3", "use": "sig"})
+        assert server.outcome(f"Bearer {forged}") == "ISSUER_UNREACHABLE"
+        issuer.keys.append(newer)
+        with store.connect(server.address, token=issuer.token(key=newer)) as client:
+            assert client.run("prod/a").steps() == [1]
 
 
 def test_a_key_that_was_withdrawn_serves_no_token_after_its_time(
@@ -309,41 +307,29 @@ def test_a_key_that_was_withdrawn_serves_no_token_after_its_time(
 ) -> None:
     monkeypatch.setattr(tokens, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(tokens, "FRESH_SECONDS", 0.0)
-    with issuing() as issuer:
-        policy = tmp_path / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server = Served(address, issuer)
-            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
-            issuer.keys.remove(KEYS["RS256"])
+    with issuing() as issuer, trusting(tmp_path, issuer) as server:
+        assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+        issuer.keys.remove(KEYS["RS256"])
 
-            token = issuer.token(email="bob@corp.example")
-            assert server.outcome(f"Bearer {token}") == "TOKEN_INVALID"
+        token = issuer.token(email="bob@corp.example")
+        assert server.outcome(f"Bearer {token}") == "TOKEN_INVALID"
 
 
 def test_an_issuer_that_is_down_fails_its_calls_and_no_start(tmp_path: Path) -> None:
     with issuing() as issuer:
         issuer.is_down = True
-        policy = tmp_path / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server = Served(address, issuer)
-
+        with trusting(tmp_path, issuer) as server:
             assert server.outcome(f"Bearer {issuer.token()}") == "ISSUER_UNREACHABLE"
             assert server.outcome() == "local"
 
 
 def test_keys_that_were_read_serve_while_the_issuer_is_down(tmp_path: Path) -> None:
-    with issuing() as issuer:
-        policy = tmp_path / "policy.toml"
-        policy.write_text(POLICY.format(url=issuer.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server = Served(address, issuer)
-            assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
-            issuer.is_down = True
+    with issuing() as issuer, trusting(tmp_path, issuer) as server:
+        assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
+        issuer.is_down = True
 
-            token = issuer.token(email="bob@corp.example")
-            assert server.outcome(f"Bearer {token}") == "user:bob@corp.example"
+        token = issuer.token(email="bob@corp.example")
+        assert server.outcome(f"Bearer {token}") == "user:bob@corp.example"
 
 
 def test_a_file_of_keys_needs_no_issuer(tmp_path: Path) -> None:
@@ -352,11 +338,8 @@ def test_a_file_of_keys_needs_no_issuer(tmp_path: Path) -> None:
     with issuing() as issuer:
         keys = tmp_path / "keys.json"
         keys.write_text(json.dumps(KeySet(issuer.keys).as_dict(private=False)))
-        policy = tmp_path / "policy.toml"
-        text = POLICY.format(url=issuer.url)
-        policy.write_text(text.replace('groups = "groups"', f'jwks_file = "{keys}"'))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            server = Served(address, issuer)
+        text = POLICY.replace('groups = "groups"', f'jwks_file = "{keys}"')
+        with trusting(tmp_path, issuer, text) as server:
             assert server.outcome(f"Bearer {issuer.token()}").startswith("user:")
         assert issuer.requests == []
 
@@ -441,12 +424,10 @@ def test_required_claims_must_have_their_values(claims: dict[str, Any]) -> None:
 
 def test_groups_of_another_issuer_are_not_those_of_the_first(tmp_path: Path) -> None:
     with issuing() as corp, issuing() as partner:
-        policy = tmp_path / "policy.toml"
-        other = POLICY.format(url=partner.url).partition("[[bindings]]")[0]
+        other = POLICY.replace("{url}", partner.url).partition("[[bindings]]")[0]
         other = other.replace('"corp"', '"partner"').replace("user:", "partner:")
-        policy.write_text(other + POLICY.format(url=corp.url))
-        with serving(tmp_path / "store", security=make_security(policy)) as address:
-            stub = AccessServiceStub(grpc.insecure_channel(address))
+        with trusting(tmp_path, corp, other + POLICY) as server:
+            stub = AccessServiceStub(grpc.insecure_channel(server.address))
             request = api.TestPermissionsRequest(
                 resource="namespaces/prod", permissions=["uploads.begin"]
             )

@@ -34,9 +34,9 @@ from storesvc.format.audit_chain import (
 from storesvc_client.cli import main
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
-from tests.rpc.test_permissions import rpcs
 from tests.support.audited import Audited
 from tests.support.event_loop import in_event_loop
+from tests.support.rpcs import NAMES
 from tests.support.server_process import EndedError
 from tests.support.small_disk import small_disk
 from tests.support.tokens import keys_document, signed
@@ -50,7 +50,7 @@ def verified(*files: Path) -> Any:
 
 
 def test_each_rpc_of_the_contract_has_a_row() -> None:
-    assert rpcs() == RPCS.keys()
+    assert NAMES == RPCS.keys()
 
 
 def test_changes_are_recorded_with_caller_and_object(

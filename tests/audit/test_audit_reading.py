@@ -39,10 +39,10 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.rpc.test_permissions import reason_of
 from tests.support.audited import Audited
 from tests.support.contract import Writer
 from tests.support.policies import Restricted, restricted
+from tests.support.rpcs import reason_of
 
 
 def line_values(line: bytes) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from storesvc.errors import InvalidTokenError
 from storesvc.server.security import make_security
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
-from tests.rpc.test_permissions import reason_of
 from tests.support.faulty_server import serving
+from tests.support.rpcs import reason_of
 from tests.support.tokens import AUDIENCE, KEYS, OTHER, Issuer, encoded, issuing
 
 POLICY: Final = """

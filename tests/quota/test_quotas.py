@@ -24,8 +24,8 @@ from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import BURST_SECONDS, Bucket, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.rpc.test_permissions import reason_of
 from tests.support.event_loop import in_event_loop
+from tests.support.rpcs import reason_of
 from tests.support.server_process import ServerProcess
 
 POLICY = """

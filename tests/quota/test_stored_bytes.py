@@ -18,10 +18,10 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import Quotas
 from storesvc.server.security import make_security
-from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame
 from tests.support.event_loop import in_event_loop
 from tests.support.faulty_server import serving
+from tests.support.rpcs import reason_of
 
 LIMIT = 1_000_000
 CHUNKS = 100

@@ -11,8 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from storesvc.errors import RunNotFoundError
 from storesvc.format.names import InvalidNameError
@@ -22,24 +20,14 @@ from storesvc.rpc.checkpoint_service import CheckpointService
 from storesvc.rpc.maintenance_service import ChunkService, MaintenanceService
 from storesvc.rpc.status import ErrorInterceptor
 from storesvc.rpc.upload_service import UploadService
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
+from tests.support.rpcs import METHODS, SERVICES, reason_of
 
-SERVICES: Final = {
-    service: servicer
-    for file, servicer in (
-        (checkpoint_service_pb2, CheckpointService),
-        (chunk_service_pb2, ChunkService),
-        (maintenance_service_pb2, MaintenanceService),
-        (upload_service_pb2, UploadService),
-        (access_service_pb2, AccessService),
+SERVICERS: Final = {
+    servicer.__name__: servicer
+    for servicer in (
+        *(CheckpointService, ChunkService, MaintenanceService, UploadService),
+        AccessService,
     )
-    for service in file.DESCRIPTOR.services_by_name.values()
 }
 
 
@@ -87,35 +75,23 @@ async def _errors(error: Exception) -> dict[str, grpc.aio.AioRpcError]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     server.add_generic_rpc_handlers(
         [
-            registry.make_handler(service, Raising(servicer, error))
-            for service, servicer in SERVICES.items()
+            registry.make_handler(service, Raising(SERVICERS[service.name], error))
+            for service in SERVICES
         ]
     )
     address = f"localhost:{server.add_insecure_port('localhost:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        found = {
-            method.name: await _error(channel, method)
-            for service in SERVICES
-            for method in service.methods
-        }
+        found = {method.name: await _error(channel, method) for method in METHODS}
     await server.stop(None)
     return found
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has both methods
-    assert status is not None
-    info = error_details_pb2.ErrorInfo()
-    status.details[0].Unpack(info)
-    return str(info.reason)
 
 
 def test_an_error_of_the_service_ends_each_rpc_with_its_reason() -> None:
     errors = asyncio.run(_errors(RunNotFoundError("run a/b does not exist")))
 
     assert dict.fromkeys(errors, "RUN_NOT_FOUND") == {
-        rpc: _reason(error) for rpc, error in errors.items()
+        rpc: reason_of(error) for rpc, error in errors.items()
     }
     assert {"run a/b does not exist"} == {e.details() for e in errors.values()}
 
@@ -123,7 +99,7 @@ def test_an_error_of_the_service_ends_each_rpc_with_its_reason() -> None:
 def test_an_invalid_name_ends_each_rpc_as_an_invalid_field() -> None:
     errors = asyncio.run(_errors(InvalidNameError("run 'A': expected lower case")))
 
-    assert {"INVALID_FIELD"} == {_reason(error) for error in errors.values()}
+    assert {"INVALID_FIELD"} == {reason_of(error) for error in errors.values()}
 
 
 def test_a_bug_ends_each_rpc_with_an_id_and_without_its_details(
@@ -139,9 +115,10 @@ def test_a_bug_ends_each_rpc_with_an_id_and_without_its_details(
 def test_every_handler_is_ten_statements_at_most() -> None:
     """It translates, calls and translates back; checks and rules are elsewhere."""
     counts = {
-        method.name: _statement_count(getattr(servicer, method.name))
-        for service, servicer in SERVICES.items()
-        for method in service.methods
+        method.name: _statement_count(
+            getattr(SERVICERS[method.containing_service.name], method.name)
+        )
+        for method in METHODS
     }
 
     assert {} == {rpc: count for rpc, count in counts.items() if count > 10}

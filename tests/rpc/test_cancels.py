@@ -8,13 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
 from tests.support.cancels import CancellingServer
 from tests.support.every_call import (
     CALLS,
@@ -25,6 +18,7 @@ from tests.support.every_call import (
     write_within_a_chunk,
 )
 from tests.support.examples import sampled, soaked
+from tests.support.rpcs import NAMES
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +88,4 @@ def test_a_call_that_is_cancelled_holds_nothing(
 
 
 def test_every_call_of_the_contract_is_swept() -> None:
-    modules = (
-        access_service_pb2,
-        checkpoint_service_pb2,
-        chunk_service_pb2,
-        maintenance_service_pb2,
-        upload_service_pb2,
-    )
-    methods = {
-        method.name
-        for module in modules
-        for service in module.DESCRIPTOR.services_by_name.values()
-        for method in service.methods
-    }
-
-    assert methods == set(CALLS)
+    assert NAMES == set(CALLS)

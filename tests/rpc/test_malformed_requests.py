@@ -5,31 +5,12 @@ from collections.abc import Callable
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
+from storesvc_proto.v1 import upload_service_pb2
 from tests.support.contract import Writer
+from tests.support.rpcs import METHODS, error_info
 from tests.support.server_process import ServerProcess
 
-METHODS: list[MethodDescriptor] = [
-    method
-    for file in (
-        access_service_pb2,
-        checkpoint_service_pb2,
-        chunk_service_pb2,
-        maintenance_service_pb2,
-        upload_service_pb2,
-    )
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-]
 MALFORMED = b"\xff\xff\xff\xff"
 
 
@@ -95,9 +76,7 @@ def answer_of(
     call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
     with pytest.raises(grpc.RpcError) as caught:
         list(call(iter(requests), timeout=30))
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]  # it is a call too
-    if status is None:
+    info = error_info(caught.value)
+    if info is None:
         return caught.value.code().name, "", ""
-    info = error_details_pb2.ErrorInfo()
-    status.details[0].Unpack(info)
     return caught.value.code().name, info.reason, info.metadata.get("message_type", "")

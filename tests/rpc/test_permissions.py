@@ -2,24 +2,15 @@
 
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from storesvc.auth.policy import ROLES, Policy
+from storesvc.rpc import registry
 from storesvc.rpc.methods import RULES
-from storesvc.rpc.registry import SERVICES
 from storesvc.telemetry.events import CallEnded, Event, subscribe, unsubscribe
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
 from storesvc_proto.v1.maintenance_service_pb2 import CollectGarbageRequest
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2 import KeepUploadAliveRequest
@@ -27,6 +18,7 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.every_call import CALLS, Saved
 from tests.support.examples import sampled
 from tests.support.policies import Restricted, restricted
+from tests.support.rpcs import NAMES, SERVICES, reason_of
 
 ME: Final = "user:me"
 
@@ -91,35 +83,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restricted]:
         yield server
 
 
-def rpcs() -> set[str]:
-    """Returns the names of all rpcs of the contract."""
-    files = (
-        access_service_pb2,
-        checkpoint_service_pb2,
-        chunk_service_pb2,
-        maintenance_service_pb2,
-        upload_service_pb2,
-    )
-    services = [
-        service
-        for file in files
-        for service in file.DESCRIPTOR.services_by_name.values()
-    ]
-    assert set(SERVICES) == {service.full_name for service in services}
-    return {method.name for service in services for method in service.methods}
-
-
 def test_each_rpc_of_the_contract_has_a_rule() -> None:
-    assert rpcs() == set(RULES) == set(LEAST)
-
-
-def reason_of(error: Any) -> str:
-    """Returns the reason of an error."""
-    status = rpc_status.from_call(error)
-    assert status is not None, error
-    info = error_details_pb2.ErrorInfo()
-    status.details[0].Unpack(info)
-    return str(info.reason)
+    assert NAMES == set(RULES) == set(LEAST)
+    assert {service.full_name for service in SERVICES} == set(registry.SERVICES)
 
 
 def outcome(server: Restricted, rpc: str, role: str, place: str) -> str:

@@ -17,8 +17,9 @@ from storesvc_proto.v1 import checkpoint_service_pb2, tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.support.amplified_requests import SERVICES, all_amplified
+from tests.support.amplified_requests import all_amplified
 from tests.support.contract import Writer
+from tests.support.rpcs import METHODS
 from tests.support.server_process import ServerProcess
 
 AMPLIFIED = list(all_amplified())
@@ -37,12 +38,7 @@ def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(
 ) -> None:
     """Parsing would occupy the event loop, and with it all other clients."""
     server = start_server()
-    unary = [
-        method
-        for service in SERVICES
-        for method in service.methods
-        if not method.client_streaming
-    ]
+    unary = [method for method in METHODS if not method.client_streaming]
 
     with grpc.insecure_channel(server.address) as channel:
         for method in unary:

@@ -30,10 +30,10 @@ from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer, frame, sums
 from tests.support.faulty_server import serving
 from tests.support.policies import Restricted, restricted
+from tests.support.rpcs import reason_of
 
 
 @pytest.fixture(scope="module")

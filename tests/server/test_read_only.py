@@ -11,13 +11,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.auth.call import Effect, rpcs_with
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
+from tests.support.rpcs import NAMES
 from tests.support.server_process import EndedError, ServerProcess
 
 WRITING = {
@@ -161,14 +155,5 @@ def test_a_root_without_a_store_is_not_served_read_only(tmp_path: Path) -> None:
 
 
 def test_every_rpc_is_classified_as_reading_or_writing() -> None:
-    files = (
-        *(access_service_pb2, checkpoint_service_pb2, chunk_service_pb2),
-        *(maintenance_service_pb2, upload_service_pb2),
-    )
-    services = [
-        each for file in files for each in file.DESCRIPTOR.services_by_name.values()
-    ]
-
-    rpcs = {method.name for service in services for method in service.methods}
-    assert rpcs - WRITING == rpcs_with(lambda rpc: rpc.effect is Effect.NONE)
-    assert WRITING <= rpcs
+    assert NAMES - WRITING == rpcs_with(lambda rpc: rpc.effect is Effect.NONE)
+    assert WRITING <= NAMES

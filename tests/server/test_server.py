@@ -14,20 +14,14 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 import storesvc_client as store
-from storesvc.rpc.registry import SERVICES
+from storesvc.rpc import registry
 from storesvc.server.app import OPTIONS
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support.examples import sampled
+from tests.support.rpcs import SERVICES
 from tests.support.server_process import ServerProcess
 
 
@@ -98,22 +92,11 @@ def test_two_servers_of_one_root_serve_one_store(
 def test_health_is_reported_for_the_process_and_each_service(
     start_server: Callable[..., ServerProcess],
 ) -> None:
-    files = (
-        access_service_pb2,
-        checkpoint_service_pb2,
-        chunk_service_pb2,
-        maintenance_service_pb2,
-        upload_service_pb2,
-    )
-    declared = {
-        service.full_name
-        for file in files
-        for service in file.DESCRIPTOR.services_by_name.values()
-    }
     stub = HealthStub(grpc.insecure_channel(start_server().address))
+    declared = {service.full_name for service in SERVICES}
 
-    assert declared == set(SERVICES)
-    for name in ("", *SERVICES):
+    assert declared == set(registry.SERVICES)
+    for name in ("", *declared):
         request = health_pb2.HealthCheckRequest(service=name)
         answer = stub.Check(request, timeout=10)  # type: ignore[attr-defined]  # its stubs lack it
         assert health_pb2.HealthCheckResponse.SERVING == answer.status

@@ -11,24 +11,10 @@ from typing import Final
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 
-from storesvc_proto.v1 import (
-    access_service_pb2,
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support import restrictions
 from tests.support.contract import Writer
-
-SERVICES: Final = (
-    *access_service_pb2.DESCRIPTOR.services_by_name.values(),
-    *checkpoint_service_pb2.DESCRIPTOR.services_by_name.values(),
-    *chunk_service_pb2.DESCRIPTOR.services_by_name.values(),
-    *maintenance_service_pb2.DESCRIPTOR.services_by_name.values(),
-    *upload_service_pb2.DESCRIPTOR.services_by_name.values(),
-)
+from tests.support.rpcs import METHODS
 
 MESSAGE_BYTES: Final = (4 << 20) - 200
 """Bytes of the entries in a message, with room for the rest of it."""
@@ -114,10 +100,9 @@ def opening_of(method: str, writer: Writer) -> bytes:
 
 def all_amplified() -> Iterator[Amplified]:
     """Yields each call with each repeated field of its request."""
-    for service in SERVICES:
-        for method in service.methods:
-            for path in repeated_fields(method.input_type):
-                yield Amplified(method=method, path=path)
+    for method in METHODS:
+        for path in repeated_fields(method.input_type):
+            yield Amplified(method=method, path=path)
 
 
 def repeated_fields(

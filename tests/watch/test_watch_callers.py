@@ -12,10 +12,10 @@ from storesvc.rpc import registry
 from storesvc.watch import watcher
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.rpc.test_permissions import reason_of
 from tests.support.contract import Writer
 from tests.support.faulty_server import serving
 from tests.support.policies import Restricted, restricted
+from tests.support.rpcs import reason_of
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import itertools
 import os
 import random
@@ -97,6 +98,24 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine in an event loop of its own, in which fixtures
+    that return coroutines are awaited first."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def run() -> None:
+        taken = inspect.signature(pyfuncitem.obj).parameters
+        given = {name: pyfuncitem.funcargs[name] for name in taken}
+        for name, value in given.items():
+            if inspect.iscoroutine(value):
+                given[name] = await value
+        await pyfuncitem.obj(**given)
+
+    asyncio.run(run())
+    return True
 
 
 def pytest_terminal_summary(

@@ -69,11 +69,13 @@ _log = logging.getLogger(__name__)
 class Journal:
     """Reads and appends the journals of a bucket."""
 
-    def __init__(self, bucket: Bucket, *, clock: Clock) -> None:
+    def __init__(
+        self, bucket: Bucket, *, clock: Clock, max_known: int = MAX_KNOWN
+    ) -> None:
         self._bucket = bucket
         self._clock = clock
         # Number of an announcement that exists or existed; 0 for none.
-        self._known: LRUCache[str, int] = LRUCache(MAX_KNOWN)
+        self._known: LRUCache[str, int] = LRUCache(max_known)
         # Entries live as long as a caller holds them.
         self._announcing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._landings: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()

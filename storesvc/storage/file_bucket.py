@@ -92,13 +92,23 @@ class _Call(Generic[T]):
 class FileThreads:
     """Runs the blocking calls of one storage."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_abandoned: int = MAX_ABANDONED,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
         """Creates no thread yet.
 
         Args:
             name: The storage's name in errors.
+            max_abandoned: Maximum threads of calls past their deadline.
+            idle_seconds: Time after which an idle thread ends.
         """
         self._name = name
+        self._max_abandoned = max_abandoned
+        self._idle_seconds = idle_seconds
         self._queue: deque[_Call[Any]] = deque()
         self._changed = threading.Condition()
         self._threads = 0
@@ -164,10 +174,10 @@ class FileThreads:
                     "check the disk or the network that holds it, and try again",
                     storage=self._name,
                 )
-            if self._abandoned.total() >= MAX_ABANDONED:
+            if self._abandoned.total() >= self._max_abandoned:
                 raise StorageUnavailableError(
-                    f"{call.path}: {MAX_ABANDONED} calls for other files have not "
-                    "returned; check the disk or the network that holds the store",
+                    f"{call.path}: {self._max_abandoned} calls for other files have "
+                    "not returned; check the disk or the network that holds the store",
                     storage=self._name,
                 )
             self._queue.append(call)
@@ -218,7 +228,7 @@ class FileThreads:
         with self._changed:
             while (call := self._dequeue()) is None:
                 self._idle += 1
-                is_awake = self._changed.wait(IDLE_SECONDS)
+                is_awake = self._changed.wait(self._idle_seconds)
                 self._idle -= 1
                 if not is_awake and not self._queue:
                     self._threads -= 1

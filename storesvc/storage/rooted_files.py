@@ -392,9 +392,9 @@ _FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class Directories:
     """The directories below one root. Every method blocks: call it from a thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, kept: int = KEPT) -> None:
         self._root = root
-        self._synced: LRUCache[str, bool] = LRUCache(KEPT)
+        self._synced: LRUCache[str, bool] = LRUCache(kept)
         self._lock = threading.Lock()  # LRUCache is not thread-safe
 
     def first_names(self, limit: int) -> list[str]:

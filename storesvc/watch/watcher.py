@@ -51,9 +51,6 @@ from storesvc.watch.events import (
 )
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-KEPT: Final = 512
-"""Maximum changes that are kept."""
-
 YOUNG_SECONDS: Final = 60.0
 """Age up to which a pending change is resolved again at every poll."""
 
@@ -93,11 +90,27 @@ class ChangeCache:
     """The changes of one namespace."""
 
     def __init__(
-        self, namespace: str, catalog: Catalog, journal: Journal, *, clock: Clock
+        self,
+        namespace: str,
+        catalog: Catalog,
+        journal: Journal,
+        *,
+        kept: int,
+        clock: Clock,
     ) -> None:
+        """Creates it, empty.
+
+        Args:
+            namespace: The namespace.
+            catalog: Reads the objects that announcements name.
+            journal: Reads announcements.
+            kept: Maximum changes that are kept.
+            clock: The clock.
+        """
         self._namespace = namespace
         self._catalog = catalog
         self._journal = journal
+        self._kept = kept
         self._clock = clock
         self._poll = 0
         self._announced: OrderedDict[int, pb.Announcement] = OrderedDict()
@@ -108,7 +121,7 @@ class ChangeCache:
         self._poll += 1
         for number, announcement in found:
             if announcement is not None:
-                _keep(self._announced, number, announcement)
+                self._keep(self._announced, number, announcement)
 
     async def change(self, number: int, run: str | None = None) -> Change | None:
         """Returns a change; None: its announcement was trimmed.
@@ -139,7 +152,7 @@ class ChangeCache:
             now = self._clock.elapsed()
             first = now if resolved is None else resolved.first
             resolved = _Resolved(change, self._poll, first, now)
-            _keep(self._resolved, number, resolved)
+            self._keep(self._resolved, number, resolved)
         return resolved.change
 
     async def _resolve(
@@ -174,23 +187,27 @@ class ChangeCache:
         now = self._clock.elapsed()
         return now - found.first < YOUNG_SECONDS or now - found.last >= OLD_SECONDS
 
+    def _keep(self, found: OrderedDict[int, T], number: int, value: T) -> None:
+        found[number] = value
+        found.move_to_end(number)
+        if len(found) > self._kept:
+            found.popitem(last=False)
 
-def _keep(kept: OrderedDict[int, T], number: int, value: T) -> None:
-    kept[number] = value
-    kept.move_to_end(number)
-    if len(kept) > KEPT:
-        kept.popitem(last=False)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    """Limits of the watches of a process."""
 
-POLL_SECONDS: Final = 1.0
-"""Interval at which a process polls for changes that other processes announced."""
+    poll_seconds: float = 1.0
+    """Interval at which it polls for changes that other processes announced."""
+    token_seconds: float = 20.0
+    """Maximum interval between the resume tokens of a watch."""
+    max_watches: int = 1000
+    """Maximum watches. With a policy, a caller may have as many as it leaves free for
+    others."""
+    kept: int = 512
+    """Maximum changes of a namespace that are kept."""
 
-TOKEN_SECONDS: Final = 20.0
-"""Maximum interval between the resume tokens of a watch."""
-
-MAX_WATCHES: Final = 1000
-"""Maximum watches of a process. With a policy, a caller may have as many as it leaves
-free for others."""
 
 BEFORE: Final = MAX_PENDING
 """Number of earlier announcements that a watch without a token considers: their changes
@@ -217,16 +234,14 @@ class Watcher:
         *,
         bucket: Bucket,
         clock: Clock,
-        poll_seconds: float = POLL_SECONDS,
-        token_seconds: float = TOKEN_SECONDS,
+        limits: WatchLimits = WatchLimits(),
     ) -> None:
         self._catalog = catalog
         self._journal = journal
         self._bucket = bucket
         self._key = b""
         self._clock = clock
-        self._poll_seconds = poll_seconds
-        self._token_seconds = token_seconds
+        self._limits = limits
         self._feeds: dict[str, _Feed] = {}
         self._watches = Counter[str]()
         self._is_closed = False
@@ -264,7 +279,7 @@ class Watcher:
             else:  # joined first: the feed must have come at least this far
                 await self._journal.following(namespace, position.last, limit=1)
             yield WatchEvent(None, self._token(position, parent))
-            beat = self._clock.elapsed() + self._token_seconds
+            beat = self._clock.elapsed() + self._limits.token_seconds
             while True:
                 moved = feed.moved
                 async for at, change in feed.changes(position, run):
@@ -277,14 +292,14 @@ class Watcher:
                         Permission.CHECKPOINTS_WATCH, change.run
                     ):
                         yield WatchEvent(change, self._token(position, parent))
-                        beat = self._clock.elapsed() + self._token_seconds
+                        beat = self._clock.elapsed() + self._limits.token_seconds
                 left = beat - self._clock.elapsed()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(moved.wait(), max(0, left))
                 self._check(feed)
                 if self._clock.elapsed() >= beat:
                     yield WatchEvent(None, self._token(position, parent))
-                    beat = self._clock.elapsed() + self._token_seconds
+                    beat = self._clock.elapsed() + self._limits.token_seconds
 
     def close(self) -> None:
         """Ends all watches, and rejects new ones."""
@@ -299,17 +314,22 @@ class Watcher:
     @asynccontextmanager
     async def _join_feed(self, namespace: str) -> "AsyncIterator[_Feed]":
         """Yields the feed of a namespace, just polled, while the context lasts."""
-        caller, free = principal_name(), MAX_WATCHES - self._watches.total()
+        caller, most = principal_name(), self._limits.max_watches
+        free = most - self._watches.total()
         if not free or (is_restricted() and self._watches[caller] >= free):
             raise LimitExceededError(
-                f"expected at most {MAX_WATCHES} watches, and as many of one caller as "
-                "are left for others, got more; watch at another server",
-                limit=str(MAX_WATCHES),
+                f"expected at most {most} watches, and as many of one caller as are "
+                "left for others, got more; watch at another server",
+                limit=str(most),
             )
         feed = self._feeds.get(namespace)
         if feed is None or feed.has_ended:
             cache = ChangeCache(
-                namespace, self._catalog, self._journal, clock=self._clock
+                namespace,
+                self._catalog,
+                self._journal,
+                kept=self._limits.kept,
+                clock=self._clock,
             )
             feed = _Feed(namespace, cache, self._journal, clock=self._clock)
             self._feeds[namespace] = feed
@@ -317,7 +337,7 @@ class Watcher:
         self._watches[caller] += 1
         try:
             await feed.poll()
-            feed.poll_every(self._poll_seconds)
+            feed.poll_every(self._limits.poll_seconds)
             self._check(feed)
             yield feed
         finally:

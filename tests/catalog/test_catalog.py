@@ -220,32 +220,29 @@ def test_a_deleted_checkpoint_is_read_by_its_uid_until_it_is_purged(
         list(chunk_stub.ReadChunks(chunks))
 
 
-def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) -> None:
-    async def main() -> None:
-        opened = await Store.open(await TensorStoreBucket.open(tmp_path.as_uri()))
-        set_up, begun = RunName("tests", "set-up"), RunName("tests", "begun")
-        record = pb.RunRecord(uid="u", labels={"a": "b"})
-        place = layout.run_record(set_up)
-        await opened.bucket.write(place, seal(record, place=place))
-        record.ClearField("labels")
-        place = layout.run_record(begun)
-        await opened.bucket.write(place, seal(record, place=place))
+async def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    opened = await Store.open(await TensorStoreBucket.open(tmp_path.as_uri()))
+    set_up, begun = RunName("tests", "set-up"), RunName("tests", "begun")
+    record = pb.RunRecord(uid="u", labels={"a": "b"})
+    place = layout.run_record(set_up)
+    await opened.bucket.write(place, seal(record, place=place))
+    record.ClearField("labels")
+    place = layout.run_record(begun)
+    await opened.bucket.write(place, seal(record, place=place))
 
-        listed = await opened.catalog.runs(None, after=None, limit=9)
-        assert [set_up] == [name for name, _ in listed]
-        assert (await opened.catalog.run(set_up)).latest is None
-        assert [] == await opened.catalog.checkpoints(set_up, before=None, limit=1)
-        latest = opened.catalog.checkpoint(CheckpointName(set_up, "latest"))
-        with pytest.raises(CheckpointNotFoundError, match="save one"):
-            await latest
-        with pytest.raises(RunNotFoundError, match="begun has no checkpoint: none was"):
-            await opened.catalog.run(begun)
-        with pytest.raises(
-            RunNotFoundError, match=r"begin does not exist.*tests/begun"
-        ):
-            await opened.catalog.run(RunName("tests", "begin"))
-
-    asyncio.run(main())
+    listed = await opened.catalog.runs(None, after=None, limit=9)
+    assert [set_up] == [name for name, _ in listed]
+    assert (await opened.catalog.run(set_up)).latest is None
+    assert [] == await opened.catalog.checkpoints(set_up, before=None, limit=1)
+    latest = opened.catalog.checkpoint(CheckpointName(set_up, "latest"))
+    with pytest.raises(CheckpointNotFoundError, match="save one"):
+        await latest
+    with pytest.raises(RunNotFoundError, match="begun has no checkpoint: none was"):
+        await opened.catalog.run(begun)
+    with pytest.raises(RunNotFoundError, match=r"begin does not exist.*tests/begun"):
+        await opened.catalog.run(RunName("tests", "begin"))
 
 
 def test_a_token_of_another_list_is_rejected(stub: CheckpointServiceStub) -> None:
@@ -463,79 +460,69 @@ async def overtaken(
 
 
 @pytest.mark.parametrize("limit", [None, 1, 9])
-def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
+async def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
     limit: int | None,
 ) -> None:
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 4, 5, state=COMMITTED)
-        await put(bucket, 6, state=UPLOADING)
+    bucket = await FaultyBucket.faulty("memory://")
+    await put(bucket, 4, 5, state=COMMITTED)
+    await put(bucket, 6, state=UPLOADING)
 
-        async def overtake() -> None:  # a policy keeps the newest
-            await put(bucket, 6, state=COMMITTED)
-            await put(bucket, 5, 4, state=DELETED)
+    async def overtake() -> None:  # a policy keeps the newest
+        await put(bucket, 6, state=COMMITTED)
+        await put(bucket, 5, 4, state=DELETED)
 
-        catalog = Catalog(await overtaken(bucket, 6, overtake))
-        if limit is None:
-            assert 6 == (await catalog.checkpoint(NEWEST)).step
-        else:
-            listed = await catalog.checkpoints(RUN, before=None, limit=limit)
-            assert 6 == listed[0].step
-
-    asyncio.run(main())
+    catalog = Catalog(await overtaken(bucket, 6, overtake))
+    if limit is None:
+        assert 6 == (await catalog.checkpoint(NEWEST)).step
+    else:
+        listed = await catalog.checkpoints(RUN, before=None, limit=limit)
+        assert 6 == listed[0].step
 
 
-def test_a_checkpoint_that_was_never_the_latest_is_not_returned_as_such() -> None:
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 4, 5, 6, state=COMMITTED)
-        await put(bucket, 7, state=UPLOADING)
+async def test_a_checkpoint_that_was_never_the_latest_is_not_returned_as_such() -> None:
+    bucket = await FaultyBucket.faulty("memory://")
+    await put(bucket, 4, 5, 6, state=COMMITTED)
+    await put(bucket, 7, state=UPLOADING)
 
-        async def overtake() -> None:  # a policy keeps every fourth, and the newest
-            await put(bucket, 8, state=COMMITTED)
-            await put(bucket, 6, 5, state=DELETED)
+    async def overtake() -> None:  # a policy keeps every fourth, and the newest
+        await put(bucket, 8, state=COMMITTED)
+        await put(bucket, 6, 5, state=DELETED)
 
-        catalog = Catalog(await overtaken(bucket, 7, overtake))
-        assert 8 == (await catalog.checkpoint(NEWEST)).step
-
-    asyncio.run(main())
+    catalog = Catalog(await overtaken(bucket, 7, overtake))
+    assert 8 == (await catalog.checkpoint(NEWEST)).step
 
 
 @pytest.mark.parametrize("age", [timedelta(hours=1), timedelta(days=30)])
-def test_what_is_undeleted_while_it_is_passed_over_is_found(age: timedelta) -> None:
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 4, state=COMMITTED)
-        deleted = pb.CheckpointRecord(state=DELETED, step=5, upload="u")
-        deleted.delete_time.CopyFrom(timestamp(datetime.now(UTC) - age))
-        place = RunPaths(RUN).checkpoint(5)
-        await bucket.write(place, seal(deleted, place=place))
+async def test_what_is_undeleted_while_it_is_passed_over_is_found(
+    age: timedelta,
+) -> None:
+    bucket = await FaultyBucket.faulty("memory://")
+    await put(bucket, 4, state=COMMITTED)
+    deleted = pb.CheckpointRecord(state=DELETED, step=5, upload="u")
+    deleted.delete_time.CopyFrom(timestamp(datetime.now(UTC) - age))
+    place = RunPaths(RUN).checkpoint(5)
+    await bucket.write(place, seal(deleted, place=place))
 
-        async def overtake() -> None:
-            await put(bucket, 5, state=COMMITTED)
-            await put(bucket, 4, state=DELETED)
+    async def overtake() -> None:
+        await put(bucket, 5, state=COMMITTED)
+        await put(bucket, 4, state=DELETED)
 
-        catalog = Catalog(await overtaken(bucket, 5, overtake))
-        assert 5 == (await catalog.checkpoint(NEWEST)).step
-
-    asyncio.run(main())
+    catalog = Catalog(await overtaken(bucket, 5, overtake))
+    assert 5 == (await catalog.checkpoint(NEWEST)).step
 
 
-def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 4, 5, state=COMMITTED)
-        await put(bucket, 6, state=UPLOADING)
+async def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
+    bucket = await FaultyBucket.faulty("memory://")
+    await put(bucket, 4, 5, state=COMMITTED)
+    await put(bucket, 6, state=UPLOADING)
 
-        async def overtake() -> None:
-            await bucket.write(RunPaths(RUN).checkpoint(6), b"noise")
+    async def overtake() -> None:
+        await bucket.write(RunPaths(RUN).checkpoint(6), b"noise")
 
-        catalog = Catalog(await overtaken(bucket, 6, overtake))
-        rows = await catalog.checkpoint_rows(RUN, before=None, limit=9)
-        assert [6, 5, 4] == [step for step, _ in rows]
-        assert isinstance(rows[0][1], CorruptDataError)
-
-    asyncio.run(main())
+    catalog = Catalog(await overtaken(bucket, 6, overtake))
+    rows = await catalog.checkpoint_rows(RUN, before=None, limit=9)
+    assert [6, 5, 4] == [step for step, _ in rows]
+    assert isinstance(rows[0][1], CorruptDataError)
 
 
 @pytest.mark.parametrize("turns", [40, 1_000_000])
@@ -567,17 +554,14 @@ def test_no_checkpoint_is_not_reported_before_it_is_certain(
             asyncio.run(main())
 
 
-def test_a_run_that_never_stands_still_is_answered_all_the_same() -> None:
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 4, state=COMMITTED)
+async def test_a_run_that_never_stands_still_is_answered_all_the_same() -> None:
+    bucket = await FaultyBucket.faulty("memory://")
+    await put(bucket, 4, state=COMMITTED)
+    await put(bucket, 5, state=UPLOADING)
+
+    async def again() -> None:
         await put(bucket, 5, state=UPLOADING)
+        process.overtake = again
 
-        async def again() -> None:
-            await put(bucket, 5, state=UPLOADING)
-            process.overtake = again
-
-        process = await overtaken(bucket, 5, again)
-        assert 4 == (await Catalog(process).checkpoint(NEWEST)).step
-
-    asyncio.run(main())
+    process = await overtaken(bucket, 5, again)
+    assert 4 == (await Catalog(process).checkpoint(NEWEST)).step

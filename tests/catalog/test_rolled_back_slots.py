@@ -1,6 +1,5 @@
 """A slot that is put back to before its commit is damage, and costs no data."""
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
@@ -123,200 +122,172 @@ async def collect_often(
         (announced, "put back"),
     ],
 )
-def test_a_committed_upload_is_never_ended_whatever_its_slot_says(
+async def test_a_committed_upload_is_never_ended_whatever_its_slot_says(
     name: Naming, back_to: str, leaf_table: str
 ) -> None:
-    async def main() -> None:
-        process = await started()
-        upload, early, late = await committed(process)
-        await name(process)
-        await process.delete(1)  # what it shares with it has no other owner
-        newest = await objects(process)
-        (tree,) = (
-            p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6])
-        )
-        if leaf_table == "put back":
-            await put(process, tree, late[tree])
-        await put(process, SLOT, (late if back_to == "its own upload" else early)[SLOT])
-        before = await objects(process)
+    process = await started()
+    upload, early, late = await committed(process)
+    await name(process)
+    await process.delete(1)  # what it shares with it has no other owner
+    newest = await objects(process)
+    (tree,) = (p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6]))
+    if leaf_table == "put back":
+        await put(process, tree, late[tree])
+    await put(process, SLOT, (late if back_to == "its own upload" else early)[SLOT])
+    before = await objects(process)
 
-        reasons = await collect_often(process)
+    reasons = await collect_often(process)
 
-        # The journal is read only for what is about to end.
-        needs_journal = name is announced and leaf_table == "put back"
-        for reason in reasons[-1:] if needs_journal else reasons:
-            reported = (
-                f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
-            )
-            assert reported in reason
-            assert upload.upload in reason
-        own = {place for place in before if upload.upload in place}
-        assert own <= set(await objects(process))
-        await put(process, SLOT, newest[SLOT])
-        await process.check()
-        assert STEP in await process.steps()
-
-    asyncio.run(main())
+    # The journal is read only for what is about to end.
+    needs_journal = name is announced and leaf_table == "put back"
+    for reason in reasons[-1:] if needs_journal else reasons:
+        reported = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+        assert reported in reason
+        assert upload.upload in reason
+    own = {place for place in before if upload.upload in place}
+    assert own <= set(await objects(process))
+    await put(process, SLOT, newest[SLOT])
+    await process.check()
+    assert STEP in await process.steps()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
-    async def main() -> None:
-        process = await started()
-        upload, early, _ = await committed(process)
-        for _ in range(2):
-            process.clock.turn(2 * RETRY_PERIOD)
-            await process.collect()
-        assert PLACES.upload(upload.upload) not in await objects(process)
-        newest = await objects(process)
-        if deleted:
-            await process.delete(STEP)
-        await put(process, SLOT, early[SLOT])
+async def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
+    process = await started()
+    upload, early, _ = await committed(process)
+    for _ in range(2):
+        process.clock.turn(2 * RETRY_PERIOD)
+        await process.collect()
+    assert PLACES.upload(upload.upload) not in await objects(process)
+    newest = await objects(process)
+    if deleted:
+        await process.delete(STEP)
+    await put(process, SLOT, early[SLOT])
 
-        reasons = await collect_often(process)
+    reasons = await collect_often(process)
 
-        reported = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
-        assert [not deleted] * 4 == [reported in reason for reason in reasons]
-        if not deleted:
-            await put(process, SLOT, newest[SLOT])
-            await process.check()
-            assert [2, 1] == await process.steps()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", [tagged, held])
-def test_a_slot_that_was_removed_gives_nothing_up_that_is_named(name: Naming) -> None:
-    async def main() -> None:
-        process = await started()
-        upload, _, _ = await committed(process)
-        await name(process)
-        newest = await objects(process)
-        await put(process, SLOT, None)
-
-        reasons = await collect_often(process)
-
-        for reason in reasons:
-            assert f"the record of {RUN}@{STEP} is missing ({SLOT}), but " in reason
+    reported = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+    assert [not deleted] * 4 == [reported in reason for reason in reasons]
+    if not deleted:
         await put(process, SLOT, newest[SLOT])
         await process.check()
-
-        await put(process, SLOT, None)
-        for place in newest:
-            if place.startswith((PLACES.tags, PLACES.holds)):
-                await put(process, place, None)
-        assert [""] * 4 == await collect_often(process)
-        assert [] == await process.objects(upload)
-
-    asyncio.run(main())
+        assert [2, 1] == await process.steps()
 
 
 @pytest.mark.parametrize("name", [tagged, held])
-def test_what_is_named_outlives_the_upload_that_takes_its_step_over(
+async def test_a_slot_that_was_removed_gives_nothing_up_that_is_named(
     name: Naming,
 ) -> None:
-    async def main() -> None:
-        process = await started()
-        upload, _, late = await committed(process)
-        await name(process)
-        await process.delete(1)
-        newest = await objects(process)
-        await put(process, SLOT, late[SLOT])
-        # Nothing shows the next upload that this was committed.
-        (tree,) = (
-            p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6])
-        )
-        await put(process, tree, late[tree])
-        await process.save(STEP, (1, 1, 1))
+    process = await started()
+    upload, _, _ = await committed(process)
+    await name(process)
+    newest = await objects(process)
+    await put(process, SLOT, None)
 
-        reasons = await collect_often(process)
+    reasons = await collect_often(process)
 
-        for reason in reasons:
-            assert f"upload {upload.upload} lost its step to another one, and" in reason
-        await process.check()
-        process.contents[STEP] = CONTENT
-        await put(process, SLOT, newest[SLOT])
-        await process.check()
+    for reason in reasons:
+        assert f"the record of {RUN}@{STEP} is missing ({SLOT}), but " in reason
+    await put(process, SLOT, newest[SLOT])
+    await process.check()
 
-    asyncio.run(main())
+    await put(process, SLOT, None)
+    for place in newest:
+        if place.startswith((PLACES.tags, PLACES.holds)):
+            await put(process, place, None)
+    assert [""] * 4 == await collect_often(process)
+    assert [] == await process.objects(upload)
 
 
-def test_nothing_takes_over_or_aborts_what_was_committed() -> None:
-    async def main() -> None:
-        process = await started()
-        upload, _, late = await committed(process)
-        newest = await objects(process)
-        await put(process, SLOT, late[SLOT])
+@pytest.mark.parametrize("name", [tagged, held])
+async def test_what_is_named_outlives_the_upload_that_takes_its_step_over(
+    name: Naming,
+) -> None:
+    process = await started()
+    upload, _, late = await committed(process)
+    await name(process)
+    await process.delete(1)
+    newest = await objects(process)
+    await put(process, SLOT, late[SLOT])
+    # Nothing shows the next upload that this was committed.
+    (tree,) = (p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6]))
+    await put(process, tree, late[tree])
+    await process.save(STEP, (1, 1, 1))
 
-        for call in (
-            process.begin(STEP),
-            process.store.uploads.abort(upload),
-            process.store.catalog.checkpoint(CheckpointName(RUN, LATEST)),
-            process.store.catalog.checkpoint(CheckpointName(RUN, STEP)),
-            process.store.catalog.checkpoints(RUN, before=None, limit=9),
-        ):
-            with pytest.raises(CorruptDataError, match="an earlier version of it was"):
-                await call
-        await process.save(STEP + 1)  # other steps can be used as before
-        await put(process, SLOT, newest[SLOT])
-        await process.check()
+    reasons = await collect_often(process)
 
-    asyncio.run(main())
-
-
-def test_a_slot_that_was_rolled_back_is_abandoned_by_removing_it() -> None:
-    async def main() -> None:
-        process = await started()
-        upload, _, late = await committed(process)
-        await put(process, SLOT, late[SLOT])
-        await put(process, SLOT, None)
-
-        assert [""] * 4 == await collect_often(process)
-        assert [] == await process.objects(upload)
-        await process.save(STEP, (2, 2, 2))
-        await process.check()
-
-    asyncio.run(main())
+    for reason in reasons:
+        assert f"upload {upload.upload} lost its step to another one, and" in reason
+    await process.check()
+    process.contents[STEP] = CONTENT
+    await put(process, SLOT, newest[SLOT])
+    await process.check()
 
 
-def test_an_upload_that_was_aborted_and_rolled_back_ends_as_any_other() -> None:
-    async def main() -> None:
-        process = await started()
-        await process.save(1)
-        upload = await process.begin(STEP)
-        await process.send(upload, {0: 1})
-        late = await objects(process)
-        await process.store.uploads.abort(upload)
-        await put(process, SLOT, late[SLOT])
+async def test_nothing_takes_over_or_aborts_what_was_committed() -> None:
+    process = await started()
+    upload, _, late = await committed(process)
+    newest = await objects(process)
+    await put(process, SLOT, late[SLOT])
 
-        with pytest.raises(CheckpointNotFoundError):
-            await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
-        assert "" == (await collect_often(process))[-1]
-        assert [] == await process.objects(upload)
-        await process.save(STEP)
-        await process.check()
+    for call in (
+        process.begin(STEP),
+        process.store.uploads.abort(upload),
+        process.store.catalog.checkpoint(CheckpointName(RUN, LATEST)),
+        process.store.catalog.checkpoint(CheckpointName(RUN, STEP)),
+        process.store.catalog.checkpoints(RUN, before=None, limit=9),
+    ):
+        with pytest.raises(CorruptDataError, match="an earlier version of it was"):
+            await call
+    await process.save(STEP + 1)  # other steps can be used as before
+    await put(process, SLOT, newest[SLOT])
+    await process.check()
 
-    asyncio.run(main())
+
+async def test_a_slot_that_was_rolled_back_is_abandoned_by_removing_it() -> None:
+    process = await started()
+    upload, _, late = await committed(process)
+    await put(process, SLOT, late[SLOT])
+    await put(process, SLOT, None)
+
+    assert [""] * 4 == await collect_often(process)
+    assert [] == await process.objects(upload)
+    await process.save(STEP, (2, 2, 2))
+    await process.check()
 
 
-def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
-    async def main() -> None:
-        process = await started()
-        await process.save(1)
-        upload = await process.begin(STEP, base=1)
-        await process.send(upload, {1: 2})
-        await process.finish(upload, CONTENT)
-        collector = process.store.collector
-        seen = await collector._reader.read_once(RUN)
-        await process.commit(upload, CONTENT)
-        await tagged(process)
-        await held(process)
+async def test_an_upload_that_was_aborted_and_rolled_back_ends_as_any_other() -> None:
+    process = await started()
+    await process.save(1)
+    upload = await process.begin(STEP)
+    await process.send(upload, {0: 1})
+    late = await objects(process)
+    await process.store.uploads.abort(upload)
+    await put(process, SLOT, late[SLOT])
 
-        assert [] == (await collector._expiry.apply(RUN, seen)).slots
-        assert "" == (await process.collect()).postponed
-        await process.check()
+    with pytest.raises(CheckpointNotFoundError):
+        await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
+    assert "" == (await collect_often(process))[-1]
+    assert [] == await process.objects(upload)
+    await process.save(STEP)
+    await process.check()
 
-    asyncio.run(main())
+
+async def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
+    process = await started()
+    await process.save(1)
+    upload = await process.begin(STEP, base=1)
+    await process.send(upload, {1: 2})
+    await process.finish(upload, CONTENT)
+    collector = process.store.collector
+    seen = await collector._reader.read_once(RUN)
+    await process.commit(upload, CONTENT)
+    await tagged(process)
+    await held(process)
+
+    assert [] == (await collector._expiry.apply(RUN, seen)).slots
+    assert "" == (await process.collect()).postponed
+    await process.check()
 
 
 def no_state(slot: pb.CheckpointRecord, other: str) -> None:
@@ -355,56 +326,46 @@ def without_file_table(slot: pb.CheckpointRecord, other: str) -> None:
         (without_file_table, ".binpb: expected the digest of a file table"),
     ],
 )
-def test_a_slot_that_no_release_writes_costs_no_data(
+async def test_a_slot_that_no_release_writes_costs_no_data(
     change: Callable[[pb.CheckpointRecord, str], None], said: str
 ) -> None:
-    async def main() -> None:
-        process = await started()
-        other = await process.save(3)
-        await committed(process)
-        newest = await objects(process)
-        slot = unseal(newest[SLOT], pb.CheckpointRecord, place=SLOT)
-        change(slot, other.upload)
-        await put(process, SLOT, seal(slot, place=SLOT))
+    process = await started()
+    other = await process.save(3)
+    await committed(process)
+    newest = await objects(process)
+    slot = unseal(newest[SLOT], pb.CheckpointRecord, place=SLOT)
+    change(slot, other.upload)
+    await put(process, SLOT, seal(slot, place=SLOT))
 
-        # The records of uploads are collected by then.
-        reasons = await collect_often(process, apart=2 * RETRY_PERIOD)
+    # The records of uploads are collected by then.
+    reasons = await collect_often(process, apart=2 * RETRY_PERIOD)
 
-        for reason in reasons:
-            assert said in reason
-        await put(process, SLOT, newest[SLOT])
-        await process.check()
-        assert [3, 2, 1] == await process.steps()
-
-    asyncio.run(main())
+    for reason in reasons:
+        assert said in reason
+    await put(process, SLOT, newest[SLOT])
+    await process.check()
+    assert [3, 2, 1] == await process.steps()
 
 
-def test_a_purged_checkpoint_whose_record_is_rolled_back_reports_what_it_lacks() -> (
-    None
-):
-    async def main() -> None:
-        process = await started()
-        _, _, _ = await committed(process)
-        newest = await objects(process)
-        await process.delete(STEP)
-        await process.collect()
-        await put(process, SLOT, newest[SLOT])
+async def test_a_rolled_back_record_of_a_purged_checkpoint_says_what_it_lacks() -> None:
+    process = await started()
+    _, _, _ = await committed(process)
+    newest = await objects(process)
+    await process.delete(STEP)
+    await process.collect()
+    await put(process, SLOT, newest[SLOT])
 
-        found = await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
-        reported = (
-            f"{RUN}@{STEP}: its manifest is missing, like all that its record names"
-        )
-        with pytest.raises(CorruptDataError, match=reported):
-            await process.store.catalog.manifest_bytes(RUN, found)
-        assert reported in (await process.collect()).postponed
+    found = await process.store.catalog.checkpoint(CheckpointName(RUN, STEP))
+    reported = f"{RUN}@{STEP}: its manifest is missing, like all that its record names"
+    with pytest.raises(CorruptDataError, match=reported):
+        await process.store.catalog.manifest_bytes(RUN, found)
+    assert reported in (await process.collect()).postponed
 
-        await process.delete(STEP)
-        assert "" == (await process.collect()).postponed
-        assert [1] == await process.steps()
-        await process.save(STEP, (2, 2, 2))
-        await process.check()
-
-    asyncio.run(main())
+    await process.delete(STEP)
+    assert "" == (await process.collect()).postponed
+    assert [1] == await process.steps()
+    await process.save(STEP, (2, 2, 2))
+    await process.check()
 
 
 @pytest.fixture

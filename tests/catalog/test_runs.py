@@ -274,22 +274,19 @@ def test_of_several_updates_by_one_etag_one_lands(seed: int) -> None:
     assert str(winner) == asyncio.run(_read(world)).write_id
 
 
-def test_a_floor_leaves_the_etag_alone() -> None:
-    async def main() -> None:
-        world = World(random.Random(0), slow_share=0.1)
-        runs = runs_of(world)
-        await _update(runs, 1)
-        etag = run_etag(await runs.create(RUN))
-        await runs.raise_epoch_floor(RUN, 4)
-        await runs.raise_epoch_floor(RUN, 2)
-        record = await runs.create(RUN)
-        assert (4, etag) == (record.epoch_floor, run_etag(record))
+async def test_a_floor_leaves_the_etag_alone() -> None:
+    world = World(random.Random(0), slow_share=0.1)
+    runs = runs_of(world)
+    await _update(runs, 1)
+    etag = run_etag(await runs.create(RUN))
+    await runs.raise_epoch_floor(RUN, 4)
+    await runs.raise_epoch_floor(RUN, 2)
+    record = await runs.create(RUN)
+    assert (4, etag) == (record.epoch_floor, run_etag(record))
 
-        other = RunName("tests", "none-yet")
-        await runs.raise_epoch_floor(other, 1)
-        assert 1 == (await runs.create(other)).epoch_floor
-
-    asyncio.run(main())
+    other = RunName("tests", "none-yet")
+    await runs.raise_epoch_floor(other, 1)
+    assert 1 == (await runs.create(other)).epoch_floor
 
 
 def test_a_run_that_only_case_distinguishes_from_another_is_rejected() -> None:

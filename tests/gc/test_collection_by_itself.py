@@ -34,115 +34,96 @@ async def _purged(process: Process, *runs: RunName) -> list[bool]:
     return [slot is None or slot[0].state == slots.FREE for slot in found]
 
 
-def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
-    async def main() -> None:
-        process = await started()
-        runs = [RunName(name, "run") for name in "abcde"]
-        await _deleted_in(process, *runs)
-        bad = {RunPaths(runs[at]).checkpoint(1) for at in (0, 1, 3)}
-        process.bucket.calls.follow(
-            lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
-        )
+async def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
+    process = await started()
+    runs = [RunName(name, "run") for name in "abcde"]
+    await _deleted_in(process, *runs)
+    bad = {RunPaths(runs[at]).checkpoint(1) for at in (0, 1, 3)}
+    process.bucket.calls.follow(
+        lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
+    )
 
-        await _collect_all(
-            process.store, Lease(process.store, length=timedelta(hours=1))
-        )
+    await _collect_all(process.store, Lease(process.store, length=timedelta(hours=1)))
 
-        assert [False, False, True, False, True] == await _purged(process, *runs)
-
-    asyncio.run(main())
+    assert [False, False, True, False, True] == await _purged(process, *runs)
 
 
-def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
-    async def main() -> None:
-        process = await started()
-        runs = [RunName(name, "run") for name in "abcde"]
-        await _deleted_in(process, *runs)
-        asked = []
+async def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
+    process = await started()
+    runs = [RunName(name, "run") for name in "abcde"]
+    await _deleted_in(process, *runs)
+    asked = []
 
-        def fail(call: Call) -> Fault:
-            if not call.path.startswith("data/"):
-                return Fault.NONE
-            asked.append(call.path.split("/")[1])
-            return Fault.UNAVAILABLE
+    def fail(call: Call) -> Fault:
+        if not call.path.startswith("data/"):
+            return Fault.NONE
+        asked.append(call.path.split("/")[1])
+        return Fault.UNAVAILABLE
 
-        process.bucket.calls.follow(fail)
-        await _collect_all(
-            process.store, Lease(process.store, length=timedelta(hours=1))
-        )
+    process.bucket.calls.follow(fail)
+    await _collect_all(process.store, Lease(process.store, length=timedelta(hours=1)))
 
-        assert {"a", "b", "c"} == set(asked)
-
-    asyncio.run(main())
+    assert {"a", "b", "c"} == set(asked)
 
 
 @pytest.mark.slow
-def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
-    async def main() -> None:
-        process = await started()
-        bad = RunName("tests", "a-bad-one")
-        await process.store.runs.create(bad)
-        for step in (1, 2):
-            await process.save(step)
-        place = layout.run_record(RUN)
-        found = await read_record(process.bucket, place, pb.RunRecord)
-        assert found is not None
-        found[0].retention.latest.count = 1
-        await process.bucket.write(place, seal(found[0], place=place))
-        process.bucket.calls.follow(
-            lambda call: (
-                Fault.UNAVAILABLE if call.path == layout.run_record(bad) else Fault.NONE
-            )
+async def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
+    process = await started()
+    bad = RunName("tests", "a-bad-one")
+    await process.store.runs.create(bad)
+    for step in (1, 2):
+        await process.save(step)
+    place = layout.run_record(RUN)
+    found = await read_record(process.bucket, place, pb.RunRecord)
+    assert found is not None
+    found[0].retention.latest.count = 1
+    await process.bucket.write(place, seal(found[0], place=place))
+    process.bucket.calls.follow(
+        lambda call: (
+            Fault.UNAVAILABLE if call.path == layout.run_record(bad) else Fault.NONE
         )
-        process.store.recent_commits.remove(RUN)
+    )
+    process.store.recent_commits.remove(RUN)
 
-        async with collecting(process.store, timedelta(hours=1)):
-            process.store.recent_commits.add(bad)
-            process.store.recent_commits.add(RUN)
-            async with asyncio.timeout(20):
-                while await process.steps() != [2]:  # noqa: ASYNC110 - as watchers do
-                    await asyncio.sleep(0.02)
-
-    asyncio.run(main())
-
-
-def test_of_several_servers_one_collects_and_another_follows_it() -> None:
-    async def main() -> None:
-        process = await started()
-        other = await process.beside()
-        length = timedelta(minutes=20)
-        ours = Lease(process.store, length=length)
-        theirs = Lease(other.store, length=length)
-
-        assert await ours.take()
-        assert not await theirs.take()
-        process.clock.turn(length / 2)
-        assert await ours.take()
-        process.clock.turn(length / 2)
-        assert not await theirs.take()  # it was renewed in the meantime
-        process.clock.turn(length)
-        assert await theirs.take()
-        assert not await ours.take()
-        await theirs.release()
-        assert await ours.take()
-
-    asyncio.run(main())
+    async with collecting(process.store, timedelta(hours=1)):
+        process.store.recent_commits.add(bad)
+        process.store.recent_commits.add(RUN)
+        async with asyncio.timeout(20):
+            while await process.steps() != [2]:  # noqa: ASYNC110 - as watchers do
+                await asyncio.sleep(0.02)
 
 
-def test_a_server_collects_by_itself_and_stops_at_once() -> None:
-    async def main() -> None:
-        process = await started()
-        upload = await process.save(1)
-        await process.delete(1)
-        process.clock.turn(DEFAULT_GRACE)
-        await process.collect(grace=timedelta(days=1))
-        process.clock.turn(DEFAULT_GRACE)
-        async with collecting(process.store, timedelta(milliseconds=20)):
-            async with asyncio.timeout(20):
-                while await process.objects(upload):  # noqa: ASYNC110 - as watchers do
-                    await asyncio.sleep(0.02)
-        assert await process.bucket.read(layout.COLLECTOR) is None
-        async with collecting(process.store, timedelta(hours=1)):
-            pass  # a script that is short
+async def test_of_several_servers_one_collects_and_another_follows_it() -> None:
+    process = await started()
+    other = await process.beside()
+    length = timedelta(minutes=20)
+    ours = Lease(process.store, length=length)
+    theirs = Lease(other.store, length=length)
 
-    asyncio.run(main())
+    assert await ours.take()
+    assert not await theirs.take()
+    process.clock.turn(length / 2)
+    assert await ours.take()
+    process.clock.turn(length / 2)
+    assert not await theirs.take()  # it was renewed in the meantime
+    process.clock.turn(length)
+    assert await theirs.take()
+    assert not await ours.take()
+    await theirs.release()
+    assert await ours.take()
+
+
+async def test_a_server_collects_by_itself_and_stops_at_once() -> None:
+    process = await started()
+    upload = await process.save(1)
+    await process.delete(1)
+    process.clock.turn(DEFAULT_GRACE)
+    await process.collect(grace=timedelta(days=1))
+    process.clock.turn(DEFAULT_GRACE)
+    async with collecting(process.store, timedelta(milliseconds=20)):
+        async with asyncio.timeout(20):
+            while await process.objects(upload):  # noqa: ASYNC110 - as watchers do
+                await asyncio.sleep(0.02)
+    assert await process.bucket.read(layout.COLLECTOR) is None
+    async with collecting(process.store, timedelta(hours=1)):
+        pass  # a script that is short

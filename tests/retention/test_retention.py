@@ -362,20 +362,17 @@ def test_what_changes_between_the_decision_and_the_deletion_is_left() -> None:
     assert COMMITTED == slot_of(world, 3).state == slot_of(world, 4).state
 
 
-def test_what_another_pass_deletes_first_counts_as_deleted() -> None:
+async def test_what_another_pass_deletes_first_counts_as_deleted() -> None:
     world = retained(world_of(0, steps=PAGE + 5), store.KeepLatest(PAGE))
     process, other = Process(world), Process(world)
 
-    async def main() -> None:
-        pages = retaining(process).apply(RUN)
-        await anext(pages)
-        await _apply(other)
-        (second,) = [page async for page in pages]
-        assert [(step, ()) for step in (4, 3, 2, 1, 0)] == [
-            (outcome.step, outcome.reasons) for outcome in second
-        ]
-
-    asyncio.run(main())
+    pages = retaining(process).apply(RUN)
+    await anext(pages)
+    await _apply(other)
+    (second,) = [page async for page in pages]
+    assert [(step, ()) for step in (4, 3, 2, 1, 0)] == [
+        (outcome.step, outcome.reasons) for outcome in second
+    ]
 
 
 @given(st.integers(0, 2**63))
@@ -486,18 +483,15 @@ def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None
 
 
 @pytest.mark.slow
-def test_a_preview_of_a_long_run_comes_in_pages() -> None:
+async def test_a_preview_of_a_long_run_comes_in_pages() -> None:
     world = retained(world_of(0, steps=2 * PAGE + 500), None)
 
-    async def main() -> None:
-        policy = policy_message(store.KeepEvery(steps=5))
-        pages = [page async for page in retaining(Process(world)).preview(RUN, policy)]
-        assert [PAGE, PAGE, 500] == [len(page) for page in pages]
-        outcomes = [outcome for page in pages for outcome in page]
-        assert list(range(2 * PAGE + 500))[::-1] == [v.step for v in outcomes]
-        assert (2 * PAGE + 500) // 5 + 1 == sum(v.kept for v in outcomes)
-
-    asyncio.run(main())
+    policy = policy_message(store.KeepEvery(steps=5))
+    pages = [page async for page in retaining(Process(world)).preview(RUN, policy)]
+    assert [PAGE, PAGE, 500] == [len(page) for page in pages]
+    outcomes = [outcome for page in pages for outcome in page]
+    assert list(range(2 * PAGE + 500))[::-1] == [v.step for v in outcomes]
+    assert (2 * PAGE + 500) // 5 + 1 == sum(v.kept for v in outcomes)
 
 
 def test_a_stored_policy_with_an_unknown_rule_deletes_nothing() -> None:

@@ -47,7 +47,7 @@ from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, Up
 from storesvc.format.trees import pack_leaves
 from storesvc.save.uploads import NewUpload
 from storesvc.store import Store
-from storesvc.watch.watcher import Watcher
+from storesvc.watch.watcher import Watcher, WatchLimits
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
@@ -699,7 +699,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._store.journal,
             bucket=self._store.bucket,
             clock=self._clock,
-            token_seconds=0,
+            limits=WatchLimits(token_seconds=0),
         )
         watch = watcher.watch(RUN, self._token)
         self._token = (await anext(watch)).token

@@ -10,16 +10,12 @@ from typing import Final
 
 import pytest
 
-from storesvc.storage import rooted_files
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.rooted_files import Directories
 
 
-def test_the_cache_of_known_directories_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rooted_files, "KEPT", 10)
-    kept = Directories(tmp_path)
+def test_the_cache_of_known_directories_is_bounded(tmp_path: Path) -> None:
+    kept = Directories(tmp_path, kept=10)
     for number in range(25):
         kept.make(f"{number}/file")
 

@@ -3,9 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -30,15 +29,18 @@ class Hanging:
         self._may_return.set()
 
 
-def with_hanging(
-    main: Callable[[FileThreads, Hanging], Coroutine[Any, Any, None]],
-) -> None:
-    """Runs a test, and releases hanging calls after it."""
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    """A call that hangs until the end of the test."""
     hanging = Hanging()
-    try:
-        asyncio.run(main(FileThreads("file:///store"), hanging))
-    finally:
-        hanging.go_on()
+    yield hanging
+    hanging.go_on()
+
+
+@pytest.fixture
+def threads() -> FileThreads:
+    """Threads of a storage."""
+    return FileThreads("file:///store")
 
 
 async def becomes_true(is_so: Callable[[], bool]) -> None:
@@ -52,118 +54,102 @@ async def refused_late(threads: FileThreads, place: str, call: Hanging) -> None:
         await threads.run(place, call, seconds=SOON)
 
 
-def test_a_call_returns_the_result_of_its_function() -> None:
-    async def main() -> None:
-        threads = FileThreads("file:///store")
-        calls = (threads.run("a", partial(pow, 2, n), seconds=60) for n in range(100))
-        assert [2**n for n in range(100)] == await asyncio.gather(*calls)
+async def test_a_call_returns_the_result_of_its_function(threads: FileThreads) -> None:
+    calls = (threads.run("a", partial(pow, 2, n), seconds=60) for n in range(100))
+    assert [2**n for n in range(100)] == await asyncio.gather(*calls)
 
-        def fail() -> None:
-            raise FileNotFoundError("a")
+    def fail() -> None:
+        raise FileNotFoundError("a")
 
-        with pytest.raises(FileNotFoundError, match="a"):
-            await threads.run("a", fail, seconds=None)
-
-    asyncio.run(main())
+    with pytest.raises(FileNotFoundError, match="a"):
+        await threads.run("a", fail, seconds=None)
 
 
-def test_calls_of_a_hanging_file_fail_at_once_until_it_returns() -> None:
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        await refused_late(threads, "a", hanging)
+async def test_calls_of_a_hanging_file_fail_at_once_until_it_returns(
+    threads: FileThreads, hanging: Hanging
+) -> None:
+    await refused_late(threads, "a", hanging)
 
-        for _ in range(1000):
-            with pytest.raises(
-                StorageUnavailableError,
-                match="a: an earlier call for this file has not returned; check",
-            ):
-                await threads.run("a", hanging, seconds=60)
-        assert 1 == await threads.run("b", lambda: 1, seconds=60)
+    for _ in range(1000):
+        with pytest.raises(
+            StorageUnavailableError,
+            match="a: an earlier call for this file has not returned; check",
+        ):
+            await threads.run("a", hanging, seconds=60)
+    assert 1 == await threads.run("b", lambda: 1, seconds=60)
 
-        hanging.go_on()
-        await becomes_true(lambda: not threads._abandoned)
-        assert 2 == await threads.run("a", lambda: 2, seconds=60)
-
-    with_hanging(main)
+    hanging.go_on()
+    await becomes_true(lambda: not threads._abandoned)
+    assert 2 == await threads.run("a", lambda: 2, seconds=60)
 
 
 @pytest.mark.slow
-def test_more_files_may_hang_than_there_are_threads() -> None:
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        for at in range(file_bucket.THREADS + 3):
-            await refused_late(threads, str(at), hanging)
-
-        assert "well" == await threads.run("a", lambda: "well", seconds=60)
-
-    with_hanging(main)
-
-
-def test_a_call_waits_for_a_thread_until_its_deadline() -> None:
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        others = [
-            asyncio.ensure_future(threads.run(str(at), hanging, seconds=None))
-            for at in range(file_bucket.THREADS)
-        ]
-        await asyncio.sleep(0)
-        ran = []
-        with pytest.raises(TimeoutError):
-            await threads.run("a", lambda: ran.append(1), seconds=SOON)
-        hanging.go_on()
-        assert ["late"] * file_bucket.THREADS == await asyncio.gather(*others)
-        assert [] == ran  # its caller has stopped waiting
-
-        assert 1 == await threads.run("a", lambda: 1, seconds=60)
-
-    with_hanging(main)
-
-
-def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        calls = [
-            asyncio.ensure_future(threads.run("a", hanging, seconds=60))
-            for _ in range(file_bucket.THREADS * 2)
-        ]
-        assert 1 == await threads.run("b", lambda: 1, seconds=60)
-        assert file_bucket.CALLS_PER_PATH == threads._running["a"]
-
-        hanging.go_on()
-        assert ["late"] * len(calls) == await asyncio.gather(*calls)
-
-    with_hanging(main)
-
-
-def test_the_number_of_abandoned_threads_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_more_files_may_hang_than_there_are_threads(
+    threads: FileThreads, hanging: Hanging
 ) -> None:
-    monkeypatch.setattr(file_bucket, "MAX_ABANDONED", 5)
+    for at in range(file_bucket.THREADS + 3):
+        await refused_late(threads, str(at), hanging)
 
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        before = threading.active_count()
-        for at in range(5):
-            await refused_late(threads, str(at), hanging)
-        for at in range(100):
-            with pytest.raises(StorageUnavailableError, match="5 calls for other"):
-                await threads.run(f"other-{at}", hanging, seconds=60)
-
-        assert threading.active_count() <= before + 6
-
-    with_hanging(main)
+    assert "well" == await threads.run("a", lambda: "well", seconds=60)
 
 
-def test_a_result_after_the_deadline_is_discarded() -> None:
+async def test_a_call_waits_for_a_thread_until_its_deadline(
+    threads: FileThreads, hanging: Hanging
+) -> None:
+    others = [
+        asyncio.ensure_future(threads.run(str(at), hanging, seconds=None))
+        for at in range(file_bucket.THREADS)
+    ]
+    await asyncio.sleep(0)
+    ran = []
+    with pytest.raises(TimeoutError):
+        await threads.run("a", lambda: ran.append(1), seconds=SOON)
+    hanging.go_on()
+    assert ["late"] * file_bucket.THREADS == await asyncio.gather(*others)
+    assert [] == ran  # its caller has stopped waiting
+
+    assert 1 == await threads.run("a", lambda: 1, seconds=60)
+
+
+async def test_a_file_that_hangs_occupies_few_threads_before_its_deadline(
+    threads: FileThreads, hanging: Hanging
+) -> None:
+    calls = [
+        asyncio.ensure_future(threads.run("a", hanging, seconds=60))
+        for _ in range(file_bucket.THREADS * 2)
+    ]
+    assert 1 == await threads.run("b", lambda: 1, seconds=60)
+    assert file_bucket.CALLS_PER_PATH == threads._running["a"]
+
+    hanging.go_on()
+    assert ["late"] * len(calls) == await asyncio.gather(*calls)
+
+
+async def test_the_number_of_abandoned_threads_is_bounded(hanging: Hanging) -> None:
+    threads = FileThreads("file:///store", max_abandoned=5)
+    before = threading.active_count()
+    for at in range(5):
+        await refused_late(threads, str(at), hanging)
+    for at in range(100):
+        with pytest.raises(StorageUnavailableError, match="5 calls for other"):
+            await threads.run(f"other-{at}", hanging, seconds=60)
+
+    assert threading.active_count() <= before + 6
+
+
+async def test_a_result_after_the_deadline_is_discarded(
+    threads: FileThreads, hanging: Hanging
+) -> None:
     discarded = threading.Event()
-
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        call = asyncio.ensure_future(
-            threads.run("a", hanging, seconds=60, discard=lambda _: discarded.set())
-        )
-        await asyncio.sleep(SOON)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        hanging.go_on()
-        await becomes_true(discarded.is_set)
-
-    with_hanging(main)
+    call = asyncio.ensure_future(
+        threads.run("a", hanging, seconds=60, discard=lambda _: discarded.set())
+    )
+    await asyncio.sleep(SOON)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    hanging.go_on()
+    await becomes_true(discarded.is_set)
 
 
 def test_a_result_that_arrives_with_the_cancellation_is_discarded() -> None:
@@ -185,25 +171,19 @@ def test_a_result_that_arrives_with_the_cancellation_is_discarded() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_call_that_hangs_past_the_deadline_is_abandoned() -> None:
-    async def main(threads: FileThreads, hanging: Hanging) -> None:
-        call = asyncio.ensure_future(threads.run("a", hanging, seconds=SOON * 4))
-        await asyncio.sleep(SOON)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await becomes_true(lambda: bool(threads._abandoned))
+async def test_a_call_that_hangs_past_the_deadline_is_abandoned(
+    threads: FileThreads, hanging: Hanging
+) -> None:
+    call = asyncio.ensure_future(threads.run("a", hanging, seconds=SOON * 4))
+    await asyncio.sleep(SOON)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await becomes_true(lambda: bool(threads._abandoned))
 
-    with_hanging(main)
 
-
-def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_bucket, "IDLE_SECONDS", SOON)
-
-    async def main() -> None:
-        threads = FileThreads("file:///store")
-        await threads.run("a", lambda: time.sleep(SOON), seconds=60)
-        await becomes_true(lambda: not threads._threads)
-        assert 1 == await threads.run("a", lambda: 1, seconds=60)
-
-    asyncio.run(main())
+async def test_idle_threads_end() -> None:
+    threads = FileThreads("file:///store", idle_seconds=SOON)
+    await threads.run("a", lambda: time.sleep(SOON), seconds=60)
+    await becomes_true(lambda: not threads._threads)
+    assert 1 == await threads.run("a", lambda: 1, seconds=60)

@@ -1,6 +1,5 @@
 """Files that hang, as on a lost network, block neither other calls nor an exit."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -135,7 +134,7 @@ def test_hanging_records_do_not_block_other_calls(
     Writer(server.address, "tests/others", 1).save()
 
 
-def test_a_read_that_hangs_fails_at_its_deadline_and_names_the_file(
+async def test_a_read_that_hangs_fails_at_its_deadline_and_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "DISK_SECONDS", 0.2)
@@ -146,38 +145,31 @@ def test_a_read_that_hangs_fails_at_its_deadline_and_names_the_file(
         may_go_on.wait()
         return open_file(root, place)
 
-    async def main() -> None:
-        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
-        await bucket.write_new("data/n/r/pool/a", [b"123"])
-        monkeypatch.setattr(rooted_files, "open_file", hanging)
-        try:
-            with pytest.raises(StorageUnavailableError, match=r"pool/a: .*not answer"):
-                await bucket.read_range("data/n/r/pool/a", 0, 3)
-            with pytest.raises(StorageUnavailableError, match="pool/a: an earlier"):
-                await bucket.read_range("data/n/r/pool/a", 0, 3)
-        finally:
-            may_go_on.set()
-
-    asyncio.run(main())
+    bucket = await TensorStoreBucket.open(tmp_path.as_uri())
+    await bucket.write_new("data/n/r/pool/a", [b"123"])
+    monkeypatch.setattr(rooted_files, "open_file", hanging)
+    try:
+        with pytest.raises(StorageUnavailableError, match=r"pool/a: .*not answer"):
+            await bucket.read_range("data/n/r/pool/a", 0, 3)
+        with pytest.raises(StorageUnavailableError, match="pool/a: an earlier"):
+            await bucket.read_range("data/n/r/pool/a", 0, 3)
+    finally:
+        may_go_on.set()
 
 
-def test_generations_of_records_are_those_that_tensorstore_makes(
+async def test_generations_of_records_are_those_that_tensorstore_makes(
     tmp_path: Path,
 ) -> None:
     """If they differed, each record would be read twice, again by TensorStore."""
-
-    async def main() -> None:
-        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
-        written = await bucket.write("a/b", b"1")
-        for _ in range(2):
-            stored = await bucket.read("a/b")
-            assert stored is not None
-            assert (b"1", written) == (stored.data, stored.generation)
-            assert isinstance(bucket._backend, FileBackend)
-            assert bucket._backend._makes_generations
-        await bucket.write("a/b", b"2", condition=written)
-
-    asyncio.run(main())
+    bucket = await TensorStoreBucket.open(tmp_path.as_uri())
+    written = await bucket.write("a/b", b"1")
+    for _ in range(2):
+        stored = await bucket.read("a/b")
+        assert stored is not None
+        assert (b"1", written) == (stored.data, stored.generation)
+        assert isinstance(bucket._backend, FileBackend)
+        assert bucket._backend._makes_generations
+    await bucket.write("a/b", b"2", condition=written)
 
 
 CLIENT = """

@@ -7,7 +7,7 @@ Google Cloud Storage.
 import asyncio
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,9 @@ def root(s3: FakeS3) -> Iterator[str]:
 
 
 @pytest.fixture
-def within(root: str) -> Callable[..., None]:
-    """Runs a test within an event loop, on a fresh bucket."""
-
-    def run(test: Callable[[TensorStoreBucket], Coroutine[Any, Any, None]]) -> None:
-        async def main() -> None:
-            await test(await TensorStoreBucket.open(root))
-
-        asyncio.run(main())
-
-    return run
+def bucket(root: str) -> Awaitable[TensorStoreBucket]:
+    """A fresh bucket."""
+    return TensorStoreBucket.open(root)
 
 
 def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
@@ -152,77 +145,63 @@ def test_a_save_and_a_restore_outlast_transient_errors(
 @pytest.mark.slow
 @pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=4))
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_list_with_a_failed_page_is_an_error(
-    within: Callable[..., None], s3: FakeS3, code: int, after: int
+async def test_a_list_with_a_failed_page_is_an_error(
+    bucket: TensorStoreBucket, s3: FakeS3, code: int, after: int
 ) -> None:
-    async def test(bucket: TensorStoreBucket) -> None:
-        names = [f"a/{n:04}" for n in range(PAGE + 100)]
-        await asyncio.gather(*(bucket.write(name, b"") for name in names))
-        for call in (bucket.list, bucket.delete_below, bucket.sizes):
-            s3.fault("list-type", Status(code), after=after)
-            with pytest.raises(StoreError):
-                await call("a/")
-        assert names == await bucket.list("a/")
-
-    within(test)
+    names = [f"a/{n:04}" for n in range(PAGE + 100)]
+    await asyncio.gather(*(bucket.write(name, b"") for name in names))
+    for call in (bucket.list, bucket.delete_below, bucket.sizes):
+        s3.fault("list-type", Status(code), after=after)
+        with pytest.raises(StoreError):
+            await call("a/")
+    assert names == await bucket.list("a/")
 
 
-def test_a_concurrent_write_wins_against_a_conditional_deletion(
-    within: Callable[..., None], s3: FakeS3
+async def test_a_concurrent_write_wins_against_a_conditional_deletion(
+    bucket: TensorStoreBucket, s3: FakeS3
 ) -> None:
     """TensorStore's own deletion checks the generation, then deletes any generation."""
-
-    async def test(bucket: TensorStoreBucket) -> None:
-        first = await bucket.write("a", b"1", condition=IF_ABSENT)
-        second = await bucket.write("a", b"2", condition=first)
-        s3.clear()
-        with pytest.raises(PreconditionError):
-            await bucket.delete("a", generation=first)
-        assert ["DELETE", "GET"] == [asked.method for asked in s3.log]
-        await bucket.delete("a", generation=second)
-        assert await bucket.read("a") is None
-
-    within(test)
+    first = await bucket.write("a", b"1", condition=IF_ABSENT)
+    second = await bucket.write("a", b"2", condition=first)
+    s3.clear()
+    with pytest.raises(PreconditionError):
+        await bucket.delete("a", generation=first)
+    assert ["DELETE", "GET"] == [asked.method for asked in s3.log]
+    await bucket.delete("a", generation=second)
+    assert await bucket.read("a") is None
 
 
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
-def test_a_deletion_outlasts_transient_errors(
-    within: Callable[..., None], s3: FakeS3, action: Any
+async def test_a_deletion_outlasts_transient_errors(
+    bucket: TensorStoreBucket, s3: FakeS3, action: Any
 ) -> None:
-    async def test(bucket: TensorStoreBucket) -> None:
-        generation = await bucket.write("a", b"1")
-        s3.fault("DELETE ", action)
-        await bucket.delete("a", generation=generation)
-        assert await bucket.read("a") is None
-
-    within(test)
+    generation = await bucket.write("a", b"1")
+    s3.fault("DELETE ", action)
+    await bucket.delete("a", generation=generation)
+    assert await bucket.read("a") is None
 
 
 @pytest.mark.slow
-def test_stalled_deletions_do_not_block_other_calls(
-    within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
+async def test_stalled_deletions_do_not_block_other_calls(
+    bucket: TensorStoreBucket, s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_deletes, "DELETE_TIMEOUT_SECONDS", 1.0)
+    names = [f"a/{n}" for n in range(s3_deletes.AT_ONCE)]
+    made = [await bucket.write(name, b"1") for name in names]
+    s3.clear()
+    s3.fault("DELETE ", Stall(), times=len(names))
+    stalled = [
+        asyncio.ensure_future(bucket.delete(name, generation=generation))
+        for name, generation in zip(names, made, strict=True)
+    ]
+    while s3.pending < len(names):  # noqa: ASYNC110 - it is no event of ours
+        await asyncio.sleep(0.01)
 
-    async def test(bucket: TensorStoreBucket) -> None:
-        names = [f"a/{n}" for n in range(s3_deletes.AT_ONCE)]
-        made = [await bucket.write(name, b"1") for name in names]
-        s3.clear()
-        s3.fault("DELETE ", Stall(), times=len(names))
-        stalled = [
-            asyncio.ensure_future(bucket.delete(name, generation=generation))
-            for name, generation in zip(names, made, strict=True)
-        ]
-        while s3.pending < len(names):  # noqa: ASYNC110 - it is no event of ours
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(lambda: None)
 
-        await asyncio.to_thread(lambda: None)
-
-        assert not any(one.done() for one in stalled)
-        await asyncio.gather(*stalled)
-        assert [] == await bucket.list("a/")
-
-    within(test)
+    assert not any(one.done() for one in stalled)
+    await asyncio.gather(*stalled)
+    assert [] == await bucket.list("a/")
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -236,26 +215,20 @@ def test_a_store_is_created_after_a_lost_response_to_its_probe(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
-def test_unanswered_writes_are_retried(
-    within: Callable[..., None],
-    s3: FakeS3,
-    action: Any,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_unanswered_writes_are_retried(
+    root: str, s3: FakeS3, action: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=1)
     monkeypatch.setattr(hedging, "CHANGES", limits)
     monkeypatch.setattr(s3_deletes, "DELETE_TIMEOUT_SECONDS", 1.0)
-
-    async def test(bucket: TensorStoreBucket) -> None:
-        record = pb.StoreRecord(uid="1")
-        generation = await bucket.write("a", b"1")
-        s3.fault("PUT ", action)
-        generation = await write_record(bucket, "a", record, condition=generation)
-        s3.fault("DELETE ", action)
-        await bucket.delete("a", generation=generation)
-        assert await bucket.read("a") is None
-
-    within(test)
+    bucket = await TensorStoreBucket.open(root)
+    record = pb.StoreRecord(uid="1")
+    generation = await bucket.write("a", b"1")
+    s3.fault("PUT ", action)
+    generation = await write_record(bucket, "a", record, condition=generation)
+    s3.fault("DELETE ", action)
+    await bucket.delete("a", generation=generation)
+    assert await bucket.read("a") is None
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
@@ -293,8 +266,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refused", "error", "said"), REFUSALS)
-def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
-    within: Callable[..., None],
+async def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
+    bucket: TensorStoreBucket,
     s3: FakeS3,
     root: str,
     refused: Status,
@@ -302,28 +275,24 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     said: str,
 ) -> None:
     name = root.partition("?")[0]
-
-    async def test(bucket: TensorStoreBucket) -> None:
-        generation = await bucket.write("a/b", b"")
-        for ask in (
-            lambda: bucket.read("a/b"),
-            lambda: bucket.write("a/b", b""),
-            lambda: bucket.delete("a/b"),
-            lambda: bucket.delete("a/b", generation=generation),
-            lambda: bucket.list("a/b"),
-            lambda: TensorStoreBucket.open(root),
-        ):
-            s3.clear()
-            s3.fault(".", refused, times=ALWAYS)
-            with pytest.raises(error) as reported:
-                await ask()
-            sentence = str(reported.value)
-            assert sentence.startswith(f"{name}/")
-            assert said in sentence
-            assert refused.message in sentence
-            assert 1 == len(s3.log)
-
-    within(test)
+    generation = await bucket.write("a/b", b"")
+    for ask in (
+        lambda: bucket.read("a/b"),
+        lambda: bucket.write("a/b", b""),
+        lambda: bucket.delete("a/b"),
+        lambda: bucket.delete("a/b", generation=generation),
+        lambda: bucket.list("a/b"),
+        lambda: TensorStoreBucket.open(root),
+    ):
+        s3.clear()
+        s3.fault(".", refused, times=ALWAYS)
+        with pytest.raises(error) as reported:
+            await ask()
+        sentence = str(reported.value)
+        assert sentence.startswith(f"{name}/")
+        assert said in sentence
+        assert refused.message in sentence
+        assert 1 == len(s3.log)
 
 
 def test_an_invalid_root_of_a_bucket_is_rejected_in_one_sentence(

@@ -1,6 +1,7 @@
 """Watches of restricted callers: who may watch, how many, and what tokens show."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from storesvc.rpc import registry
-from storesvc.watch import watcher
+from storesvc.watch.watcher import Watcher, WatchLimits
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.contract import Writer
@@ -65,10 +66,16 @@ def test_a_namespace_is_watched_by_those_who_may_see_a_run_of_it(
             assert reason_for(server, caller, parent) == expected
 
 
+@pytest.fixture
+def few_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each server have eight watches at most."""
+    limited = partial(Watcher, limits=WatchLimits(max_watches=8))
+    monkeypatch.setattr("storesvc.store.Watcher", limited)
+
+
 def test_one_caller_leaves_watches_to_others(
-    server: Restricted, monkeypatch: pytest.MonkeyPatch
+    few_watches: None, server: Restricted
 ) -> None:
-    monkeypatch.setattr(watcher, "MAX_WATCHES", 8)
     streams, parent = [], "namespaces/a"
     for caller, count in (("user:one", 4), ("user:all", 2), ("user:root", 1)):
         streams += [watch(server, caller, parent)[0] for _ in range(count)]

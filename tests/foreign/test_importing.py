@@ -20,7 +20,7 @@ from storesvc.format.trees import Tree
 from storesvc_client import ForeignRun
 from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading
-from tests.support.foreign_parts import ZarrArray, ZarrRoot, sample_arrays
+from tests.foreign.zarr_format import ZarrArray, ZarrRoot, sample_arrays
 
 CHUNKS = {"params/dense/kernel": (10, 5), "params/table": (3000, 1000)}
 TABLE = np.arange(6_000_000, dtype=np.float32).reshape(3000, 2000)
@@ -410,7 +410,7 @@ from pathlib import Path
 import storesvc_client as store
 from tests.foreign.test_importing import KillingRoot
 from storesvc_client import ForeignRun
-from tests.support.foreign_parts import ZarrRoot
+from tests.foreign.zarr_format import ZarrRoot
 folder = Path({str(tmp_path / "foreign")!r})
 with store.connect({uri!r}) as client:
     run = client.run("a/b")
@@ -470,7 +470,7 @@ import sys
 from pathlib import Path
 import storesvc_client as store
 from storesvc_client import ForeignRun
-from tests.support.foreign_parts import ZarrRoot
+from tests.foreign.zarr_format import ZarrRoot
 with store.connect({(tmp_path / "store").as_uri()!r}) as client:
     root = ZarrRoot(Path({str(tmp_path / "foreign")!r}))
     client.run("a/b").import_from(ForeignRun(root))

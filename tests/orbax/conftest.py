@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,56 +34,62 @@ def runs(orbax_store: store.Client) -> Callable[[], store.Run]:
 _NUMBERS = itertools.count()
 
 
-def _new(cls: Any, place: Callable[[], Any], stack: ExitStack) -> NewManager:
-    """Returns a function that creates a manager; "again" opens the last place again."""
+def commit(manager: Any, step: int, argument: Any, **options: Any) -> None:
+    """Saves a step, and waits for its commit."""
+    manager.save(step, args=argument, **options)
+    manager.wait_until_finished()
+
+
+@contextmanager
+def _creating(cls: Any, place: Callable[[], Any]) -> Iterator[NewManager]:
+    """Yields a function that creates a manager; "again" opens the last place again."""
     places: list[Any] = []
+    with ExitStack() as stack:
 
-    def create(*, again: bool = False, **options: Any) -> Any:
-        if not again:
-            places.append(place())
-        manager = cls(places[-1], **options)
-        stack.callback(manager.close)
-        return manager
+        def create(*, again: bool = False, **options: Any) -> Any:
+            if not again:
+                places.append(place())
+            manager = cls(places[-1], **options)
+            stack.callback(manager.close)
+            return manager
 
-    return create
+        yield create
 
 
 @pytest.fixture(params=sampled(["storesvc", "orbax"], every=2))
-def new_manager(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    runs: Callable[[], store.Run],
-) -> Iterator[NewManager]:
+def owner(request: pytest.FixtureRequest) -> str:
+    """The library whose classes a test creates."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def new_place(
+    owner: str, tmp_path: Path, runs: Callable[[], store.Run]
+) -> Callable[[], Any]:
+    """Returns a directory for Orbax, or a run for this library."""
+    names = itertools.count()
+    return runs if owner == "storesvc" else lambda: tmp_path / f"{next(names)}"
+
+
+@pytest.fixture
+def new_manager(owner: str, new_place: Callable[[], Any]) -> Iterator[NewManager]:
     """Creates a ``CheckpointManager``: of Orbax in a directory, or of this library."""
-    with ExitStack() as stack:
-        if request.param == "orbax":
-            names = itertools.count()
-            yield _new(
-                ocp.CheckpointManager, lambda: tmp_path / f"{next(names)}", stack
-            )
-        else:
-            yield _new(orbax.CheckpointManager, runs, stack)
+    module = orbax if owner == "storesvc" else ocp
+    with _creating(module.CheckpointManager, new_place) as create:
+        yield create
 
 
-@pytest.fixture(params=sampled(["storesvc", "orbax"], every=2))
-def new_checkpointer(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    runs: Callable[[], store.Run],
-) -> Iterator[NewManager]:
+@pytest.fixture
+def new_checkpointer(owner: str, new_place: Callable[[], Any]) -> Iterator[NewManager]:
     """Creates a ``Checkpointer`` of version 1: of Orbax, or of this library."""
-    with ExitStack() as stack:
-        if request.param == "orbax":
-            names = itertools.count()
-            yield _new(
-                training.Checkpointer, lambda: tmp_path / f"{next(names)}", stack
-            )
-        else:
-            yield _new(orbax.Checkpointer, runs, stack)
+    module = orbax if owner == "storesvc" else training
+    with _creating(module.Checkpointer, new_place) as create:
+        yield create
 
 
 @pytest.fixture
 def our_manager(runs: Callable[[], store.Run]) -> Iterator[NewManager]:
     """Creates a ``CheckpointManager`` of this library."""
-    with ExitStack() as stack:
-        yield _new(orbax.CheckpointManager, runs, stack)
+    with _creating(orbax.CheckpointManager, runs) as create:
+        yield create

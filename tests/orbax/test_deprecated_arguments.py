@@ -13,7 +13,7 @@ from orbax.checkpoint.experimental.v1 import training
 
 import storesvc_client as store
 from storesvc_client import orbax
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 
 TREE = {"w": jnp.ones(1)}
 
@@ -81,8 +81,7 @@ def test_a_logger_receives_each_save_and_restore(tmp_path: Path, name: str) -> N
     cls: Any = orbax.CheckpointManager if name == "storesvc" else ocp.CheckpointManager
     manager = cls(place if name == "storesvc" else tmp_path / "steps", logger=logger)
     with manager:
-        manager.save(3, args=args.StandardSave(TREE))
-        manager.wait_until_finished()
+        commit(manager, 3, args.StandardSave(TREE))
         manager.restore(3, args=args.StandardRestore(TREE))
     found = [(entry["event_type"], entry["step"]) for entry in logger.entries]
     assert found == [("save", 3), ("restore", 3)]

@@ -11,7 +11,7 @@ from orbax.checkpoint import args
 
 import storesvc_client as store
 from storesvc_client import orbax
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 
 
 def tree(value: float) -> Any:
@@ -24,8 +24,7 @@ def test_a_restore_waits_for_the_save(
     new_manager: NewManager, step: int | None
 ) -> None:
     manager = new_manager()
-    manager.save(0, args=args.StandardSave(tree(0.0)))
-    manager.wait_until_finished()
+    commit(manager, 0, args.StandardSave(tree(0.0)))
     manager.save(1, args=args.StandardSave(tree(1.0)))
     assert manager.restore(step, args=args.StandardRestore())["w"][0] == 1.0
 
@@ -110,6 +109,5 @@ def test_a_callback_reads_the_step_that_it_is_called_for(
         async_options=ocp.options.AsyncOptions(post_finalization_callback=read)
     )
     manager = our_manager(options=options)
-    manager.save(1, args=args.StandardSave(tree(7.0)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.StandardSave(tree(7.0)))
     assert seen == [7.0]

@@ -14,7 +14,7 @@ from orbax.checkpoint import args
 
 import storesvc_client as store
 from storesvc_client.orbax.items import pack_files, read_files
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 
 
 class TextHandler(ocp.CheckpointHandler):  # type: ignore[misc]  # no annotations
@@ -53,23 +53,20 @@ TEXTS = {"a.txt": "one", "deep/b.txt": "two", "empty": ""}
 def test_a_registered_handler_reads_what_it_wrote(new_manager: NewManager) -> None:
     manager = new_manager()
     state = args.StandardSave({"w": jnp.ones(1)})
-    manager.save(1, args=args.Composite(state=state, notes=TextSave(TEXTS)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(state=state, notes=TextSave(TEXTS)))
     found = manager.restore(1, args=args.Composite(notes=TextRestore()))
     assert found.notes == TEXTS
 
 
 def test_a_handler_of_an_item_needs_no_argument(new_manager: NewManager) -> None:
     manager = new_manager(item_names=("notes",), item_handlers={"notes": TextHandler()})
-    manager.save(1, args=args.Composite(notes=TextSave(TEXTS)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(notes=TextSave(TEXTS)))
     assert manager.restore(1).notes == TEXTS
 
 
 def test_the_file_of_a_handler_exists(new_manager: NewManager) -> None:
     manager = new_manager()
-    manager.save(1, args=args.Composite(notes=TextSave(TEXTS)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(notes=TextSave(TEXTS)))
     path = manager.directory / "1" / "notes"
     assert (path / "a.txt").exists()
     assert (path / "deep" / "b.txt").exists()
@@ -84,8 +81,7 @@ def test_an_iterator_of_grain_goes_on_where_it_was(new_manager: NewManager) -> N
     manager = new_manager()
     iterator = batches()
     passed = [next(iterator) for _ in range(3)]
-    manager.save(1, args=args.Composite(iter=grain.PyGrainCheckpointSave(iterator)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(iter=grain.PyGrainCheckpointSave(iterator)))
     assert (manager.directory / "1" / "iter" / "process_0-of-1.json").exists()
     again = batches()
     restored = grain.PyGrainCheckpointRestore(again)
@@ -99,8 +95,7 @@ def test_names_of_items_that_differ_only_in_signs_stay_apart(
     manager = our_manager()
     given = {"my_notes": "a", "my.notes": "b", "orbax": "c", "_1": "d"}
     saves = {name: TextSave({"x": text}) for name, text in given.items()}
-    manager.save(1, args=args.Composite(**saves))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(**saves))
     found = manager.restore(
         1, args=args.Composite(**dict.fromkeys(given, TextRestore()))
     )

@@ -11,7 +11,7 @@ from orbax.checkpoint.experimental.v1 import Context
 
 import storesvc_client as store
 from storesvc_client import orbax
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 from tests.support.stable_ids import stable_id
 
 TREE = {"w": jnp.ones(1)}
@@ -91,8 +91,7 @@ def test_a_handler_that_would_not_be_called_is_rejected(
     with pytest.raises(store.InvalidRequestError, match="OtherHandler"):
         our_manager(item_handlers=OtherHandler()).save(1, args=save)
     plain = our_manager()
-    plain.save(1, args=save)
-    plain.wait_until_finished()
+    commit(plain, 1, save)
     other = our_manager(again=True, item_handlers=OtherHandler())
     with pytest.raises(store.InvalidRequestError, match="OtherHandler"):
         other.restore(1, args=restore)
@@ -186,8 +185,7 @@ def test_a_callback_is_called_after_each_commit(our_manager: NewManager) -> None
     )
     manager = our_manager(options=options)
     for step in (1, 2):
-        manager.save(step, args=args.StandardSave(TREE))
-        manager.wait_until_finished()
+        commit(manager, step, args.StandardSave(TREE))
 
     assert [step in steps for step, steps in enumerate(seen, 1)] == [True, True]
 

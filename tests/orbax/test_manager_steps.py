@@ -11,7 +11,7 @@ from orbax.checkpoint import args, checkpoint_manager
 from orbax.checkpoint import checkpoint_managers as managers
 from orbax.checkpoint.abstract_checkpoint_manager import AbstractCheckpointManager
 
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 from tests.support.examples import sampled
 
 TREE = {"w": np.arange(4.0, dtype=np.float32)}
@@ -157,8 +157,7 @@ def test_a_missing_step_cannot_be_restored(new_manager: NewManager) -> None:
 def test_without_a_step_the_newest_is_restored(new_manager: NewManager) -> None:
     manager = new_manager()
     save(manager, 1)
-    manager.save(2, args=args.StandardSave({"w": np.ones(4, np.float32)}))
-    manager.wait_until_finished()
+    commit(manager, 2, args.StandardSave({"w": np.ones(4, np.float32)}))
     found = manager.restore(None, args=args.StandardRestore())
     assert found["w"].tolist() == [1.0] * 4
 
@@ -211,8 +210,7 @@ def test_the_path_of_a_step_and_an_item_exists_once_saved(
     new_manager: NewManager,
 ) -> None:
     manager = new_manager()
-    manager.save(100, args=args.Composite(state=args.StandardSave(TREE)))
-    manager.wait_until_finished()
+    commit(manager, 100, args.Composite(state=args.StandardSave(TREE)))
     path = manager.directory / "100" / "state"
     assert path.exists()
     assert not (manager.directory / "100" / "iter").exists()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import args
 
 from storesvc_client import orbax
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 from tests.support.stable_ids import stable_id
 
 
@@ -38,8 +38,7 @@ STATE = {
 
 
 def saved(manager: Any, tree: Any, **options: Any) -> Any:
-    manager.save(1, args=args.StandardSave(tree, **options))
-    manager.wait_until_finished()
+    commit(manager, 1, args.StandardSave(tree, **options))
     return manager
 
 
@@ -199,16 +198,17 @@ def test_states_of_nnx_come_back(new_manager: NewManager) -> None:
     assert described(found) == described(state)
 
 
-def pytree_manager(new_manager: NewManager) -> Any:
-    """Returns a manager whose only item is read with ``PyTreeRestore``."""
-    return new_manager(item_handlers=ocp.PyTreeCheckpointHandler())
+def pytree_manager(new_manager: NewManager, tree: Any) -> Any:
+    """Returns a manager whose only item, a tree that it has saved as step 1, is read
+    with ``PyTreeRestore``."""
+    manager = new_manager(item_handlers=ocp.PyTreeCheckpointHandler())
+    commit(manager, 1, args.PyTreeSave(tree))
+    return manager
 
 
 def test_a_part_of_a_tree_is_restored(new_manager: NewManager) -> None:
-    manager = pytree_manager(new_manager)
     tree = {"params": {"w": jnp.ones(4)}, "opt": {"m": jnp.zeros(4)}}
-    manager.save(1, args=args.PyTreeSave(tree))
-    manager.wait_until_finished()
+    manager = pytree_manager(new_manager, tree)
     target = {"params": {"w": jnp.zeros(4)}}
     found = manager.restore(
         1,
@@ -256,9 +256,7 @@ def test_a_partial_restore_keeps_what_the_step_lacks(
     restore_args: Any,
     expected: Any,
 ) -> None:
-    manager = pytree_manager(new_manager)
-    manager.save(1, args=args.PyTreeSave(SAVED))
-    manager.wait_until_finished()
+    manager = pytree_manager(new_manager, SAVED)
     found = manager.restore(
         1,
         args=args.PyTreeRestore(
@@ -285,9 +283,7 @@ def test_a_partial_restore_keeps_what_the_step_lacks(
 def test_a_partial_restore_into_other_containers_is_rejected(
     new_manager: NewManager, target: Any, named: str
 ) -> None:
-    manager = pytree_manager(new_manager)
-    manager.save(1, args=args.PyTreeSave(SAVED))
-    manager.wait_until_finished()
+    manager = pytree_manager(new_manager, SAVED)
     wanted = args.PyTreeRestore(target, partial_restore=True)
     with pytest.raises((ValueError, TypeError), match=named):
         manager.restore(1, args=wanted)
@@ -297,8 +293,7 @@ def test_a_target_with_other_leaves_is_rejected_with_advice_that_works(
     our_manager: NewManager,
 ) -> None:
     manager = our_manager()
-    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4), "b": jnp.ones(2)}))
-    manager.wait_until_finished()
+    commit(manager, 1, args.PyTreeSave({"w": jnp.ones(4), "b": jnp.ones(2)}))
     target = {"w": 0, "z": ABSTRACT}
     with pytest.raises(orbax.TreeMismatchError) as caught:
         manager.restore(1, args=args.PyTreeRestore(target))
@@ -315,8 +310,7 @@ def test_of_many_leaves_that_the_step_lacks_the_first_are_named(
     our_manager: NewManager,
 ) -> None:
     manager = our_manager()
-    manager.save(1, args=args.PyTreeSave({"w": jnp.ones(4)}))
-    manager.wait_until_finished()
+    commit(manager, 1, args.PyTreeSave({"w": jnp.ones(4)}))
     target = {"w": 0, **{f"x{number:02}": 0 for number in range(25)}}
     with pytest.raises(orbax.TreeMismatchError) as caught:
         manager.restore(1, args=args.PyTreeRestore(target))
@@ -327,9 +321,7 @@ def test_of_many_leaves_that_the_step_lacks_the_first_are_named(
 
 
 def test_arguments_that_lack_a_leaf_are_rejected(new_manager: NewManager) -> None:
-    manager = pytree_manager(new_manager)
-    manager.save(1, args=args.PyTreeSave(SAVED))
-    manager.wait_until_finished()
+    manager = pytree_manager(new_manager, SAVED)
     wanted = args.PyTreeRestore(
         {"w": 0, "opt": {"m": 0}},
         restore_args={"w": ocp.RestoreArgs()},
@@ -340,10 +332,8 @@ def test_arguments_that_lack_a_leaf_are_rejected(new_manager: NewManager) -> Non
 
 
 def test_restore_args_decide_dtype_sharding_and_type(new_manager: NewManager) -> None:
-    manager = pytree_manager(new_manager)
     tree = {"w": jnp.arange(8.0), "n": jnp.int32(4), "h": jnp.ones(2)}
-    manager.save(1, args=args.PyTreeSave(tree))
-    manager.wait_until_finished()
+    manager = pytree_manager(new_manager, tree)
     split = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
     found = manager.restore(
         1,
@@ -374,14 +364,14 @@ def test_save_args_decide_the_stored_dtype(new_manager: NewManager) -> None:
 
 def test_items_come_back_by_name(new_manager: NewManager) -> None:
     manager = new_manager(item_names=("state", "meta_data"))
-    manager.save(
+    commit(
+        manager,
         5,
-        args=args.Composite(
+        args.Composite(
             state=args.StandardSave({"w": jnp.ones(2)}),
             meta_data=args.JsonSave({"layers": [1, None, "x"]}),
         ),
     )
-    manager.wait_until_finished()
     found = manager.restore(5)
     assert sorted(found.keys()) == ["meta_data", "state"]
     assert found.meta_data == {"layers": [1, None, "x"]}
@@ -443,16 +433,16 @@ def test_metadata_of_the_only_tree_is_kept(new_manager: NewManager) -> None:
 def test_metadata_of_each_tree_is_kept(new_manager: NewManager) -> None:
     manager = new_manager(item_names=("a", "b", "c"))
     tree = {"w": jnp.ones(1)}
-    manager.save(
+    commit(
+        manager,
         1,
-        args=args.Composite(
+        args.Composite(
             a=args.PyTreeSave(tree, custom_metadata={"of": "a"}),
             b=args.StandardSave(tree, custom_metadata={"of": ["b"]}),
             c=args.StandardSave(tree),
         ),
         custom_metadata={"of": "step"},
     )
-    manager.wait_until_finished()
     found = manager.item_metadata(1)
     expected = [{"of": "a"}, {"of": ["b"]}, None]
     assert [found[name].custom_metadata for name in "abc"] == expected
@@ -518,7 +508,6 @@ def test_a_step_of_a_manager_is_restored_by_other_means(
 ) -> None:
     manager = our_manager()
     tree = {"w": jnp.ones(2)}
-    manager.save(1, args=args.Composite(state=args.StandardSave(tree)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(state=args.StandardSave(tree)))
     run = manager.directory.run
     assert described(run.restore(1)) == described({"state": tree})

@@ -22,7 +22,7 @@ from storesvc_client.orbax.options import (
     policy_retention,
 )
 from storesvc_client.orbax.sequence import split_target
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 from tests.support.stable_ids import stable_id
 
 TREE = {"w": jnp.ones(1)}
@@ -159,8 +159,7 @@ def test_another_policy_of_the_run_is_not_overwritten(
 
 def test_a_deleted_step_is_taken_until_it_is_purged(our_manager: NewManager) -> None:
     manager = our_manager()
-    manager.save(1, args=args.StandardSave(TREE))
-    manager.wait_until_finished()
+    commit(manager, 1, args.StandardSave(TREE))
     manager.delete(1)
     with pytest.raises(orbax.StepExistsError, match="purge"):
         manager.save(1, args=args.StandardSave(TREE))
@@ -181,8 +180,7 @@ def test_a_metric_of_best_fn_that_is_missing_is_rejected(
 @pytest.mark.parametrize("length", [1, 3])
 def test_arrays_are_never_cut_or_padded(our_manager: NewManager, length: int) -> None:
     manager = our_manager()
-    manager.save(1, args=args.StandardSave({"w": jnp.ones(2)}))
-    manager.wait_until_finished()
+    commit(manager, 1, args.StandardSave({"w": jnp.ones(2)}))
     same = args.StandardRestore({"w": jnp.zeros(2)}, strict=False)
     assert manager.restore(1, args=same)["w"].tolist() == [1.0, 1.0]
     target = {"w": jnp.zeros(length)}
@@ -200,8 +198,7 @@ def test_the_error_of_a_save_in_the_background_is_raised_once(
 ) -> None:
     manager = our_manager()
     run = manager.directory.run
-    manager.save(1, args=args.StandardSave(TREE))
-    manager.wait_until_finished()
+    commit(manager, 1, args.StandardSave(TREE))
     assert manager.all_steps() == [1]
     run.save(2, TREE).result()  # another job takes the step
     manager.save(2, args=args.StandardSave({"w": jnp.zeros(1)}))

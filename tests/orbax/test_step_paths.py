@@ -12,7 +12,7 @@ from orbax.checkpoint import args
 
 import storesvc_client as store
 import storesvc_client.orbax as store_orbax
-from tests.orbax.conftest import NewManager
+from tests.orbax.conftest import NewManager, commit
 from tests.orbax.test_handlers import TextRestore, TextSave
 
 TREE = {"w": np.arange(4.0, dtype=np.float32)}
@@ -28,8 +28,7 @@ def manager(new_manager: NewManager) -> Any:
     """A manager with a step of a tree, and of files that a handler wrote."""
     made = new_manager()
     items = args.Composite(state=args.StandardSave(TREE), iter=TextSave(FILES))
-    made.save(100, args=items)
-    made.wait_until_finished()
+    commit(made, 100, items)
     return made
 
 
@@ -80,8 +79,7 @@ def test_what_is_not_there_is_a_missing_file(manager: Any) -> None:
 
 def test_a_step_is_not_written_through_its_path(our_manager: NewManager) -> None:
     manager = our_manager()
-    manager.save(1, args=args.Composite(notes=TextSave(FILES)))
-    manager.wait_until_finished()
+    commit(manager, 1, args.Composite(notes=TextSave(FILES)))
     path = manager.directory / 1 / "notes" / "deep" / "notes.txt"
     with pytest.raises(store.InvalidRequestError, match="written once"):
         path.open("w")
@@ -116,8 +114,7 @@ class NamedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]  # no annotat
 def test_the_folder_of_a_handler_is_named_as_the_step(our_manager: NewManager) -> None:
     manager = our_manager()  # Orbax's has the name of a temporary folder at a save
     items = {"iter": NamedSave(), "../out": NamedSave()}
-    manager.save(100, args=args.Composite(**items))
-    manager.wait_until_finished()
+    commit(manager, 100, args.Composite(**items))
     found = manager.restore(
         100, args=args.Composite(**dict.fromkeys(items, NamedRestore()))
     )

@@ -1,4 +1,4 @@
-"""A foreign format for tests: zarr arrays on disk, written and read by TensorStore."""
+"""A format of another project: zarr arrays that TensorStore writes and reads."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from storesvc.storage.location import CONCURRENCY
-from storesvc_client._restore.bucket_source import BUCKET_BLOCK_BYTES, READ_BYTES
+from storesvc_client._restore.sources import BUCKET_BLOCK_BYTES, BUCKET_READ_BYTES
 
 LATENCY_SECONDS: Final = 0.03
 STREAM_MBPS: Final = 400
@@ -46,7 +46,7 @@ def save_bound_seconds(size_bytes: float) -> float:
 
 def bounds(size_bytes: float) -> Mapping[str, float]:
     """Returns the bytes a second of this store for a state of a size, by phase."""
-    in_flight = min(CONCURRENCY, READ_BYTES // BUCKET_BLOCK_BYTES)
+    in_flight = min(CONCURRENCY, BUCKET_READ_BYTES // BUCKET_BLOCK_BYTES)
     return {
         "save": size_bytes / save_bound_seconds(size_bytes),
         "restore": bound(in_flight, BUCKET_BLOCK_BYTES),

@@ -22,7 +22,7 @@ from storesvc.storage import hedging
 from storesvc.storage.hedging import Hedging, Limits
 from storesvc_client._chunks import memory
 from storesvc_client._chunks.buffers import Buffer
-from storesvc_client._restore import bucket_source
+from storesvc_client._restore import sources
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct as data_files
@@ -260,7 +260,7 @@ def test_a_resumed_save_does_not_rewrite_stored_chunks(
 def test_bytes_in_flight_are_bounded(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_source, "READ_BYTES", 12 * MIB)
+    monkeypatch.setattr(sources, "BUCKET_READ_BYTES", 12 * MIB)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/bounded")
     run.save(0, tree).result()

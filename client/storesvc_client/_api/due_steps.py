@@ -112,7 +112,12 @@ class LoopSaves:
     def settle(self) -> None:
         """Counts the saves that have ended, and logs failures. Does not wait."""
         while self.pending and self.pending[0].is_done:
-            self._count(self.pending.popleft())
+            save = self.pending.popleft()
+            if (error := save.error(None)) is not None:
+                self.fail(save.step, error)
+                continue
+            self.error, self._in_a_row, self.saved_step = None, 0, save.step
+            _log.info("saved %s@%d", self._run, save.step)
 
     def wait(self) -> None:
         """Waits for all saves, and counts them."""
@@ -130,14 +135,6 @@ class LoopSaves:
             goes_on = f"; training continues, failure {self._in_a_row} in a row of "
             goes_on += f"{self._tolerated} that are tolerated"
         _log.error("save of %s@%d failed%s: %s", self._run, step, goes_on, error)
-
-    def _count(self, save: PendingSave) -> None:
-        error = save.error(None)
-        if error is None:
-            self.error, self._in_a_row, self.saved_step = None, 0, save.step
-            _log.info("saved %s@%d", self._run, save.step)
-        else:
-            self.fail(save.step, error)
 
 
 def is_argument_error(error: BaseException) -> bool:
@@ -424,7 +421,13 @@ class DueSteps:
         self.asks_at = self._schedule.asks_next(step, decision.look_at)
         if not decision.saves:
             if self._schedule.is_due_at(step):
-                self._skip(step)
+                self.skipped += 1
+                why = self._trouble() or "it is not written yet"
+                _log.warning(
+                    "save of %s@%d skipped, because of the save of step %s before it: "
+                    "%s",
+                    *(self._run, step, self._saves.writing_step, why),
+                )
             return False
         self._is_owed = self._taken.has(step)
         if self._is_owed:
@@ -464,11 +467,3 @@ class DueSteps:
                 return is_multiple and saves.await_written(self._trouble)
             case _:
                 assert_never(self._if_busy)
-
-    def _skip(self, step: int) -> None:
-        self.skipped += 1
-        why = self._trouble() or "it is not written yet"
-        _log.warning(
-            "save of %s@%d skipped, because of the save of step %s before it: %s",
-            *(self._run, step, self._saves.writing_step, why),
-        )

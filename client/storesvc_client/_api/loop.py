@@ -508,7 +508,11 @@ class Loop:
             check_restorable(f"{self._run.name}@{step}", state, self._initial)
             self._initial = None
         if self._saves.pending or not self._policy.is_settled:  # 1.
-            self._settle()
+            self._saves.settle()
+            lost = self._saves.lost(counts=self._is_leader)
+            if lost is not None and (self._decisions is None or not self._is_leader):
+                raise lost
+            self._policy.set_late(self.saved_step, writes=self._is_leader)
         if self._sigterm_step is None and self._termination.is_due():  # 2.
             self._note_sigterm(step)
         if self._sigterm_step is not None or step == self._last_step:  # 3.
@@ -675,18 +679,6 @@ class Loop:
             raise InvalidRequestError(
                 f"loop of {self._run.name}: expected {method} within its with block"
             )
-
-    def _settle(self) -> None:
-        """Counts the save before, if it has ended.
-
-        Raises:
-            StoreError: It failed, and is not tolerated.
-        """
-        self._saves.settle()
-        lost = self._saves.lost(counts=self._is_leader)
-        if lost is not None and (self._decisions is None or not self._is_leader):
-            raise lost
-        self._policy.set_late(self.saved_step, writes=self._is_leader)
 
     @property
     def _is_leader(self) -> bool:

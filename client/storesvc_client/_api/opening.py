@@ -122,27 +122,24 @@ class NewestWhole:
         report it: an update of labels is in the journal. A damaged record cannot be
         changed, nor can a store that is read-only; this is logged."""
         for step, damage in self.damaged.items():
+            name = self.stub.checkpoint_name(step).resource
+            request = api.GetCheckpointRequest(name=name)
             try:
-                self._mark(step, damage)
+                found = self.stub.ask(self.stub.service.GetCheckpoint, request)
+                checkpoint = Checkpoint.from_message(found.checkpoint)
+                if DAMAGE_LABEL in checkpoint.labels:
+                    continue
+                text = damage.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+                update_checkpoint(
+                    self.stub,
+                    step,
+                    labels={**checkpoint.labels, DAMAGE_LABEL: text},
+                    metrics=None,
+                    pinned=None,
+                    etag=checkpoint.etag,
+                )
             except StoreError as e:
                 _log.info("%s@%d was not labelled: %s", self.stub.name, step, e)
-
-    def _mark(self, step: int, damage: str) -> None:
-        name = self.stub.checkpoint_name(step).resource
-        request = api.GetCheckpointRequest(name=name)
-        found = self.stub.ask(self.stub.service.GetCheckpoint, request).checkpoint
-        checkpoint = Checkpoint.from_message(found)
-        if DAMAGE_LABEL in checkpoint.labels:
-            return
-        text = damage.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
-        update_checkpoint(
-            self.stub,
-            step,
-            labels={**checkpoint.labels, DAMAGE_LABEL: text},
-            metrics=None,
-            pinned=None,
-            etag=checkpoint.etag,
-        )
 
     def _note_record(self, error: DataLossError) -> None:
         name = parse_received(CheckpointName.from_resource, error.metadata["name"])
@@ -276,8 +273,15 @@ class Opening:
             self._check()
         name = self._stub.checkpoint_name(self._which)
         newest, ends = self._newest, self._ends
-        if newest is not None:
-            name = self._chosen(newest, name, joint)
+        if newest is not None and joint is None:
+            name = newest.choose(ends)
+        elif newest is not None and joint is not None:  # process 0 chooses for all
+            text = joint.begin(
+                f"{name} or an older one",
+                lambda: newest.to_text(newest.choose(ends)),
+                ends,
+            )
+            name = newest.take(text)
         elif joint is not None:
             found = joint.begin(
                 str(name),
@@ -306,22 +310,6 @@ class Opening:
                 )
             self._newest = NewestWhole(self._stub)
         self._ends = Deadline.after(length.total_seconds())
-
-    def _chosen(
-        self,
-        newest: NewestWhole,
-        name: CheckpointName,
-        joint: "JointRestore | None",
-    ) -> CheckpointName:
-        """Returns the newest checkpoint not known to be damaged; process 0's choice."""
-        if joint is None:
-            return newest.choose(self._ends)
-        text = joint.begin(
-            f"{name} or an older one",
-            lambda: newest.to_text(newest.choose(self._ends)),
-            self._ends,
-        )
-        return newest.take(text)
 
     def _steps_back(self, joint: "JointRestore | None", error: StoreError) -> bool:
         """Returns whether an older checkpoint is to be tried after an error."""

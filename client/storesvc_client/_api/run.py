@@ -24,7 +24,6 @@ from typing import (
 
 from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, RunName, Which
-from storesvc_client._api.copying import RunCopy
 from storesvc_client._api.due_steps import deleted_steps
 from storesvc_client._api.groups import (
     Holds,
@@ -100,6 +99,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._api.copying import RunCopy
     from storesvc_client._export.elements import RenameTable
     from storesvc_client._export.exporting import ExportReport, Layout
     from storesvc_client._foreign.mount import ForeignRun
@@ -1114,7 +1114,7 @@ def run_import(
 
 def run_copy(
     source: Run, target: Run, progress: ProgressCallback | None = None
-) -> RunCopy:
+) -> "RunCopy":
     """Returns the copy from a run to another.
 
     Raises:
@@ -1124,6 +1124,8 @@ def run_copy(
         raise InvalidRequestError(
             f"copy of {source.name}: expected a run to copy to, got {target!r}"
         )
+    from storesvc_client._api.copying import RunCopy
+
     return RunCopy(get_parts(source), get_parts(target), progress)
 
 

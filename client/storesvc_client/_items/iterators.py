@@ -46,6 +46,7 @@ import math
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -333,7 +334,10 @@ def take_state(owner: Any) -> State | None:
     Raises:
         ValueError: The state cannot be kept; the message says where in it.
     """
-    shards = _shard_states(owner)
+    shards, shard_methods = None, _shard_methods(owner)
+    if shard_methods is not None:
+        with suppress(NotImplementedError):  # Grain's ElasticIterator of a MapDataset
+            shards = shard_methods.get()
     methods = _methods(owner) if shards is None else None
     if shards is None and methods is None:
         return None
@@ -432,15 +436,6 @@ def _pair(owner: Any, getter: str, setter: str) -> _Methods | None:
     if callable(get) and callable(set_):
         return _Methods(get, set_, is_dict=getter != "get_state")
     return None
-
-
-def _shard_states(owner: Any) -> Any:
-    """Returns the shard states of an object; None if it has none."""
-    methods = _shard_methods(owner)
-    try:
-        return None if methods is None else methods.get()
-    except NotImplementedError:  # Grain's ElasticIterator of a MapDataset
-        return None
 
 
 def _by_text(shards: Any) -> dict[str, Any]:

@@ -311,9 +311,22 @@ def encode_item(value: Any) -> Encoded:
         ValueError: It is another value, or too large; the message says where.
     """
     encoded = encode_python(value)
-    if encoded is None or encoded.kind == pb.LEAF_KIND_INTEGER:
-        encoded = _encode_json(value)
-    return encoded
+    if encoded is not None and encoded.kind != pb.LEAF_KIND_INTEGER:
+        return encoded
+    problem = next(_problems(value, "", 0), None)
+    if problem:
+        raise ValueError(problem)
+    try:
+        text = json.dumps(
+            value,
+            ensure_ascii=False,
+            allow_nan=False,
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+    except ValueError as e:  # an integer of more digits than Python converts
+        raise ValueError(f"JSON: {e}; store it as text") from e
+    return _check_encoded(Encoded(pb.LEAF_KIND_JSON, _utf8(text)))
 
 
 def encode_python(value: Any) -> Encoded | None:
@@ -378,23 +391,6 @@ def decode_value(key: str, kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
             f"({e}); its writer did not follow the contract, use another checkpoint",
             reason="CORRUPT_DATA",
         ) from e
-
-
-def _encode_json(value: Any) -> Encoded:
-    problem = next(_problems(value, "", 0), None)
-    if problem:
-        raise ValueError(problem)
-    try:
-        text = json.dumps(
-            value,
-            ensure_ascii=False,
-            allow_nan=False,
-            sort_keys=True,
-            separators=(",", ":"),
-        )
-    except ValueError as e:  # an integer of more digits than Python converts
-        raise ValueError(f"JSON: {e}; store it as text") from e
-    return _check_encoded(Encoded(pb.LEAF_KIND_JSON, _utf8(text)))
 
 
 def _problems(value: Any, where: str, depth: int) -> Iterator[str]:

@@ -27,11 +27,10 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
-from storesvc_client._restore.bucket_source import BucketSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, together
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
-from storesvc_client._restore.sources import FileSource, ServerSource
+from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import clear_variables

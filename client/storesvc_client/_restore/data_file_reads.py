@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64, ChunkLocations, Read, plan_reads
+from storesvc.format.chunks import I64, Read, plan_reads
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
 from storesvc_client._chunks.buffers import Bytes
@@ -197,7 +197,11 @@ def plan_file_reads(
         gap_bytes: Largest gap between two neighbours in one read.
     """
     tree, places = manifest.tree, manifest.places
-    reads = list(_apart(places, alone))
+    columns = (alone, places.file[alone], places.offset[alone], places.length[alone])
+    reads = [
+        Read(places.files[file], at, at + length, (chunk,), (length,), (at,))
+        for chunk, file, at, length in zip(*(c.tolist() for c in columns), strict=True)
+    ]
     reads += plan_reads(places, together, at_most=at_most, gap_bytes=gap_bytes)
     first = np.array([read.chunks[0] for read in reads], np.int64)
     file, offset = places.file[first], places.offset[first]
@@ -212,19 +216,6 @@ def plan_file_reads(
 def describe(manifest: Manifest, read: Read) -> str:
     """Returns the names of a read's chunks, for messages."""
     return ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
-
-
-def _apart(places: ChunkLocations, chunks: I64) -> Iterator[Read]:
-    """Yields one read for each chunk."""
-    columns = (
-        chunks,
-        places.file[chunks],
-        places.offset[chunks],
-        places.length[chunks],
-    )
-    for chunk, file, offset, length in zip(*(c.tolist() for c in columns), strict=True):
-        stop = offset + length
-        yield Read(places.files[file], offset, stop, (chunk,), (length,), (offset,))
 
 
 PIECE_BYTES: Final = 1 << 20

@@ -86,7 +86,11 @@ class Items(Mapping[str, Any]):
         self._tree = tree
         self._read = read
         self._index, self._count = (0, 1) if job is None else (job.index, job.count)
-        self._items = _by_name(tree)
+        found: dict[str, _Item] = {}
+        for row in range(tree.tree_count, len(tree.leaves)):
+            item = parse_item_key(tree.leaves[row].key)
+            found.setdefault(item.item, _Item({})).rows[item.process] = row
+        self._items = dict(sorted(found.items()))
 
     def __repr__(self) -> str:
         return f"<Items of {self._name}: {', '.join(self._items) or 'none'}>"
@@ -305,12 +309,3 @@ def _unfit_as_mismatch(place: str) -> Iterator[None]:
         yield
     except UnfitStateError as e:
         raise MismatchError(f"{place}: {e}") from e
-
-
-def _by_name(tree: Tree) -> dict[str, _Item]:
-    """Returns the items of a tree by name, in the order of the names."""
-    found: dict[str, _Item] = {}
-    for row in range(tree.tree_count, len(tree.leaves)):
-        name = parse_item_key(tree.leaves[row].key)
-        found.setdefault(name.item, _Item({})).rows[name.process] = row
-    return dict(sorted(found.items()))

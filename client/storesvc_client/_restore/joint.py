@@ -130,11 +130,6 @@ _SHOWN: Final = 4
 """Maximum processes listed in a message."""
 
 
-def make_outcome(reading: ProcessReading) -> Outcome:
-    """Returns the outcome of a process that has restored successfully."""
-    return Outcome(name=json.dumps(asdict(reading)))
-
-
 def list_failures(failures: Sequence[str]) -> str:
     """Returns the first few failures as one text, for messages."""
     more = f"; and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
@@ -315,9 +310,14 @@ class JointRestore:
         # 2. Meet after the last byte.
         end = time.monotonic() + seconds + GRACE_SECONDS
         if self.job.index == 0:
-            verdict = self._publish_verdict("end", self._slowest(own, end))
+            readings, failures = self._collect(end)
+            slowest = max([own, *readings], key=lambda each: each.seconds)
+            outcome = Outcome(name=json.dumps(asdict(slowest)))
+            if failures:
+                outcome = self._failure_outcome(*failures)
+            verdict = self._publish_verdict("end", outcome)
         else:
-            self._publish("end", make_outcome(own))
+            self._publish("end", Outcome(name=json.dumps(asdict(own))))
             # process 0 may have started later, by at most the time it was waited for
             end += self._seconds + GRACE_SECONDS
             text, progress = self._await_key(
@@ -539,13 +539,6 @@ class JointRestore:
                     kind=InvalidRequestError.__name__,
                 )
         return Outcome(name=choice)
-
-    def _slowest(self, own: ProcessReading, end: float) -> Outcome:
-        """Returns process 0's verdict on the end."""
-        readings, failures = self._collect(end)
-        if failures:
-            return self._failure_outcome(*failures)
-        return make_outcome(max([own, *readings], key=lambda each: each.seconds))
 
     def _collect(self, end: float) -> tuple[list[ProcessReading], list[str]]:
         """Returns what the others read, and the failures: processes that published a

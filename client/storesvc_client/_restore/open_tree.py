@@ -32,7 +32,7 @@ from storesvc_client._items.values import (
     unpack_containers,
 )
 from storesvc_client._job.job import Job
-from storesvc_client._restore.assembly import Assembly, ChunkSource
+from storesvc_client._restore.assembly import Assembly, ChunkSource, cut_batches
 from storesvc_client._restore.items import Items
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import (
@@ -151,7 +151,8 @@ class TreeReader:
         """Yields the arrays of rows, as ``read`` does."""
         tree = self.tree
         with self.hold():
-            for batch in _cut_batches(rows, [grid.leaf_bytes for grid in tree.grids]):
+            sizes = [grid.leaf_bytes for grid in tree.grids]
+            for batch in cut_batches(rows, sizes, READ_AT_ONCE_BYTES):
                 arrays: dict[int, NDArray[Any]] = {}
                 self.read_regions(
                     [(row, [whole(tree.leaves[row].shape)]) for row in batch],
@@ -362,17 +363,3 @@ def get_reader(opened: OpenTree) -> TreeReader:
 
 def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
     (arrays[buffer.row],) = buffer.arrays
-
-
-def _cut_batches(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cuts rows into batches of at most ``READ_AT_ONCE_BYTES``, or one larger row."""
-    batch: list[int] = []
-    held = 0
-    for row in rows:
-        if batch and held + sizes[row] > READ_AT_ONCE_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += sizes[row]
-    if batch:
-        yield batch

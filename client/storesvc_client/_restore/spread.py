@@ -49,7 +49,7 @@ from storesvc_client._chunks.buffers import Buffer, Bytes
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._job.assignment import Holders, assign_chunks, needers_of_chunks
 from storesvc_client._job.job import Job, process_name
-from storesvc_client._restore.assembly import Assembly, ChunkSource
+from storesvc_client._restore.assembly import Assembly, ChunkSource, cut_batches
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
@@ -472,7 +472,8 @@ class PeerSource:
     ) -> Iterator[Bytes]:
         """Yields the stored bytes of the chunks of an exchange one after another;
         takes the elements of each of their batches."""
-        for batch in self._batches(chunks):
+        sizes = self._manifest.tree.stored_lengths
+        for batch in cut_batches(chunks, sizes, BATCH_BYTES):
             found = next(elements, None)
             if found is None or self._error is not None:
                 return
@@ -487,12 +488,13 @@ class PeerSource:
     ) -> Generator[dict[int, Bytes]]:
         """Yields the elements of all batches that this process sends; reads the next
         batch while one is used, also that of the next exchange."""
+        sizes = self._manifest.tree.stored_lengths
         batches = deque(
             batch
             for stage in stages
             for each in stage.exchanges
-            for batch in self._batches(
-                each.chunks[each.processes.index(self._job.index)]
+            for batch in cut_batches(
+                each.chunks[each.processes.index(self._job.index)], sizes, BATCH_BYTES
             )
         )
         coming: deque[Future[dict[int, Bytes]]] = deque()
@@ -501,19 +503,6 @@ class PeerSource:
                 batch = batches.popleft()
                 coming.append(ahead.submit(self._elements, batch, assembly))
             yield coming.popleft().result()
-
-    def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """Cuts chunks into batches that are read at a time."""
-        lengths, batch, held = self._manifest.tree.stored_lengths, list[int](), 0
-        for chunk in chunks:
-            length = int(lengths[chunk])
-            if batch and held + length > BATCH_BYTES:
-                yield batch
-                batch, held = [], 0
-            batch.append(chunk)
-            held += length
-        if batch:
-            yield batch
 
     def _elements(self, chunks: Sequence[int], assembly: Assembly) -> dict[int, Bytes]:
         """Reads the elements of chunks; returns them in the given order."""

@@ -92,7 +92,7 @@ def _past_stars(reached: set[int], *, pattern: tuple[str, ...]) -> frozenset[int
 def find_patterns(keys: Collection[str], wanted: Container[str]) -> list[str]:
     """Returns the fewest globs that match the wanted keys and no other.
 
-    >>> patterns_of(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})
+    >>> find_patterns(["a/0/x", "a/1/x", "a/1/y", "b"], {"a/1/x", "a/1/y", "b"})
     ['a/1/**', 'b']
     """
     return list(_patterns(keys, wanted, ""))

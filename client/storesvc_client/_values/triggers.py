@@ -3,9 +3,9 @@
 >>> every = Steps(1000) | Minutes(15)
 >>> every
 Steps(1000) | Minutes(15)
->>> schedule_of(every)
+>>> make_schedule(every)
 Schedule(steps=(1000,), seconds=900.0)
->>> schedule_of(Steps(10) | timedelta(seconds=90))
+>>> make_schedule(Steps(10) | timedelta(seconds=90))
 Schedule(steps=(10,), seconds=90.0)
 """
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from tests.support.examples import sampled
+from tests.support.leaf_bits import leaf_bytes
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -84,12 +85,7 @@ def tree() -> dict[str, Any]:
 
 
 def contents(found: Any) -> dict[str, bytes]:
-    return {
-        name: np.asarray(
-            jax.random.key_data(x) if name.startswith("key") else x
-        ).tobytes()
-        for name, x in found.items()
-    }
+    return {name: leaf_bytes(leaf) for name, leaf in found.items()}
 
 
 @each_context

@@ -20,6 +20,7 @@ import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._items.values import CONTAINERS, pack_document
 from tests.support.examples import examples, sampled
+from tests.support.leaf_bits import leaf_bytes as raw
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
 
@@ -67,12 +68,6 @@ def some_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, 
         return raw.view(dtype).reshape(shape)
     raw = rng.integers(0, 256, size * dtype.itemsize, dtype=np.uint16)
     return raw.astype(np.uint8).view(dtype).reshape(shape)
-
-
-def raw(value: Any) -> bytes:
-    if jnp.issubdtype(getattr(value, "dtype", np.int32), jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value).tobytes()
 
 
 def assert_same(expected: Any, actual: Any) -> None:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 import storesvc_client.nnx
-from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import (
     restore_model,
     restore_state,
@@ -25,6 +24,7 @@ from storesvc_client.easydel import (
 )
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.blueprints import shardings_by_key
+from tests.support.leaf_bits import leaf_bits
 
 RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]
 
@@ -84,19 +84,11 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
 
-def leaves(state: Any) -> dict[str, tuple[Any, bytes]]:
-    """Returns dtype and bytes of each leaf, by key."""
-
-    def raw(value: Any) -> bytes:
-        if jnp.issubdtype(dtype_of(value), jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        return np.asarray(value).tobytes()
-
-    def dtype_of(value: Any) -> Any:
-        return getattr(value, "dtype", type(value))
-
-    named, _ = named_leaves(state)
-    return {leaf.key: (dtype_of(leaf.value), raw(leaf.value)) for leaf in named}
+@pytest.fixture
+def saved(run: store.Run, state: EasyDeLState) -> store.Run:
+    """Returns a run with a checkpoint of the state."""
+    save_state(run, state).result()
+    return run
 
 
 @pytest.mark.slow
@@ -108,8 +100,8 @@ def test_a_state_is_rebuilt_bit_by_bit_and_goes_on_alike(
 
     back = restore_state(run, model=make_model, tx=TX)
 
-    assert leaves(state) == leaves(back)
-    assert leaves(advance(state)) == leaves(advance(back))
+    assert leaf_bits(state) == leaf_bits(back)
+    assert leaf_bits(advance(state)) == leaf_bits(advance(back))
     assert len(back.model.layers) == 12
 
 
@@ -127,7 +119,7 @@ def test_a_state_is_saved_and_restored_as_any_other_tree_is(
     report = saved.report()
     back = restore_state(run, model=make_model, tx=TX, progress=restoring.append)
 
-    assert leaves(later) == leaves(back)
+    assert leaf_bits(later) == leaf_bits(back)
     assert report.sent_bytes == report.total_bytes == saving[-1].done_bytes
     assert restoring[-1].is_done
     with pytest.raises(store.InvalidRequestError, match="snapshot="):
@@ -135,13 +127,11 @@ def test_a_state_is_saved_and_restored_as_any_other_tree_is(
 
 
 def test_a_state_is_rebuilt_on_a_mesh(
-    run: store.Run, state: EasyDeLState, mesh: Mesh
+    saved: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:
-    save_state(run, state).result()
+    back = restore_state(saved, 2, model=make_model, tx=TX, mesh=mesh, rules=RULES)
 
-    back = restore_state(run, 2, model=make_model, tx=TX, mesh=mesh, rules=RULES)
-
-    assert leaves(state) == leaves(back)
+    assert leaf_bits(state) == leaf_bits(back)
     placed: Any = back
     kernel = placed.graphstate["fc1"]["kernel"].get_value()
     assert (mesh, P("a", "b")) == (kernel.sharding.mesh, kernel.sharding.spec)
@@ -158,7 +148,7 @@ def test_only_rng_values_that_a_checkpoint_lacks_are_recreated(
 
     back = restore_state(run, model=make_model, tx=TX)
 
-    expected, actual = leaves(state), leaves(back)
+    expected, actual = leaf_bits(state), leaf_bits(back)
     assert set(expected) == set(actual)
     fresh = {key for key in expected if "rngs" in key}
     assert fresh
@@ -205,23 +195,19 @@ def test_a_step_that_was_a_python_number_is_restored_as_one(run: store.Run) -> N
 
 
 @pytest.mark.slow
-def test_another_model_is_rejected_by_what_differs(
-    run: store.Run, state: EasyDeLState
-) -> None:
-    save_state(run, state).result()
-
+def test_another_model_is_rejected_by_what_differs(saved: store.Run) -> None:
     with pytest.raises(
         store.MismatchError, match="fc1/out_features: expected 8 as saved, got"
     ):
-        restore_state(run, model=lambda: make_model(width=16), tx=TX)
+        restore_state(saved, model=lambda: make_model(width=16), tx=TX)
     with pytest.raises(
         store.MismatchError, match=r"layers/11: expected flax\.nnx\.Linear as"
     ):
-        restore_state(run, model=lambda: make_model(depth=11), tx=TX)
+        restore_state(saved, model=lambda: make_model(depth=11), tx=TX)
     with pytest.raises(
         store.MismatchError, match="norm/epsilon: expected 1e-05 as saved"
     ):
-        restore_state(run, model=lambda: make_model(epsilon=1e-3), tx=TX)
+        restore_state(saved, model=lambda: make_model(epsilon=1e-3), tx=TX)
 
 
 @pytest.mark.parametrize(
@@ -239,19 +225,15 @@ def test_another_model_is_rejected_by_what_differs(
     ids=["lion", "order"],
 )
 def test_another_optimizer_is_rejected_by_its_containers(
-    run: store.Run, state: EasyDeLState, tx: Any, match: str
+    saved: store.Run, tx: Any, match: str
 ) -> None:
-    save_state(run, state).result()
-
     with pytest.raises(store.MismatchError, match=match):
-        restore_state(run, model=make_model, tx=tx)
+        restore_state(saved, model=make_model, tx=tx)
 
 
-def test_a_missing_optimizer_is_asked_for(run: store.Run, state: EasyDeLState) -> None:
-    save_state(run, state).result()
-
+def test_a_missing_optimizer_is_asked_for(saved: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected tx=, got None"):
-        restore_state(run, model=make_model)
+        restore_state(saved, model=make_model)
 
 
 @pytest.mark.slow
@@ -271,14 +253,12 @@ def test_a_stateless_optimizer_is_restored(run: store.Run) -> None:
 
 
 def test_parameters_are_restored_without_the_optimizer(
-    run: store.Run, state: EasyDeLState
+    saved: store.Run, state: EasyDeLState
 ) -> None:
-    save_state(run, state).result()
-
-    back = restore_state(run, model=make_model, opt_state="skip")
+    back = restore_state(saved, model=make_model, opt_state="skip")
 
     assert back.opt_state is None
-    assert leaves(state.replace(opt_state=None)) == leaves(back)
+    assert leaf_bits(state.replace(opt_state=None)) == leaf_bits(back)
 
 
 def test_parameters_are_restored_in_another_dtype(
@@ -299,56 +279,51 @@ def test_parameters_are_restored_in_another_dtype(
 
 
 def test_another_dtype_without_a_cast_is_rejected_with_the_cast_that_works(
-    run: store.Run, state: EasyDeLState
+    saved: store.Run,
 ) -> None:
-    save_state(run, state).result()
-
     with pytest.raises(
         store.MismatchError,
         match=r"leaf 'graphstate/fc1/bias/value': in the checkpoint \(8,\) float32, in "
         r"the target \(8,\) bfloat16.*add cast='like', to restore what fits$",
     ):
-        restore_state(run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX)
+        restore_state(saved, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX)
     back: Any = restore_state(
-        run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX, cast="like"
+        saved, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX, cast="like"
     )
     assert jnp.bfloat16 == back.graphstate["fc1"]["bias"].get_value().dtype
 
 
 def test_a_difference_may_be_reported_instead(
-    run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
+    saved: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_state(run, state).result()
-
     back = restore_state(
-        run, model=lambda: make_model(epsilon=1e-3), tx=TX, on_mismatch="log"
+        saved, model=lambda: make_model(epsilon=1e-3), tx=TX, on_mismatch="log"
     )
 
-    assert leaves(state) == leaves(back)
+    assert leaf_bits(state) == leaf_bits(back)
     assert 1e-3 == back.model.norm.epsilon
     assert "norm/epsilon: expected 1e-05 as saved, got 0.001" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_model_may_be_a_class_a_factory_a_module_or_a_state(
-    run: store.Run, state: EasyDeLState, mesh: Mesh
+    saved: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:
-    save_state(run, state).result()
     abstract = nnx.eval_shape(make_model)
     spread = state.shard_state(RULES, mesh)
 
-    by_module = restore_state(run, model=abstract, tx=TX)
-    by_state = restore_state(run, model=spread, tx=TX, opt_state="skip")
+    by_module = restore_state(saved, model=abstract, tx=TX)
+    by_state = restore_state(saved, model=spread, tx=TX, opt_state="skip")
 
-    assert leaves(state) == leaves(by_module)
+    assert leaf_bits(state) == leaf_bits(by_module)
     assert shardings_by_key(spread.graphstate) == shardings_by_key(by_state.graphstate)
-    made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(3)))
-    save_state(run, made.replace(step=9)).result()
-    assert leaves(made.replace(step=9)) == leaves(restore_state(run, model=Plain))
+    made = EasyDeLState.create(step=9, model=Plain(rngs=nnx.Rngs(3)))
+    save_state(saved, made).result()
+    assert leaf_bits(made) == leaf_bits(restore_state(saved, model=Plain))
     with pytest.raises(store.InvalidRequestError, match="expected model= a module"):
-        restore_state(run, model="Plain")
+        restore_state(saved, model="Plain")
     with pytest.raises(store.InvalidRequestError, match="needs width, depth, epsilon"):
-        restore_state(run, model=Model)
+        restore_state(saved, model=Model)
 
 
 class Plain(nnx.Module):
@@ -403,8 +378,8 @@ def test_parameters_that_a_save_cast_come_back_as_written_and_moments_keep_their
 
     back = EasyDeLState.load_state(run, tx=TX, **CAST[route])
 
-    assert leaves(state.replace(graphstate=cast)) == leaves(back)
-    assert leaves(state.opt_state) == leaves(back.opt_state)
+    assert leaf_bits(state.replace(graphstate=cast)) == leaf_bits(back)
+    assert leaf_bits(state.opt_state) == leaf_bits(back.opt_state)
 
 
 def test_a_class_is_built_of_the_config_and_dtypes_that_were_saved(
@@ -416,7 +391,7 @@ def test_a_class_is_built_of_the_config_and_dtypes_that_were_saved(
 
     back = restore_state(run, model=Configured)
 
-    assert leaves(made) == leaves(back)
+    assert leaf_bits(made) == leaf_bits(back)
     assert Config(width=5) == back.model.config
     other = Configured(Config(width=5, axes=("a",)), jnp.bfloat16, rngs=nnx.Rngs(0))
     with pytest.raises(
@@ -484,14 +459,12 @@ class Owner:
 
 
 def test_another_class_is_built_by_its_create(
-    run: store.Run, state: EasyDeLState
+    saved: store.Run, state: EasyDeLState
 ) -> None:
-    save_state(run, state).result()
-
-    back = restore_state(run, model=make_model, tx=TX, state_class=Owner)
+    back = restore_state(saved, model=make_model, tx=TX, state_class=Owner)
 
     assert isinstance(back, Owner)
-    assert leaves(state) == leaves(EasyDeLState.create(**back.fields))
+    assert leaf_bits(state) == leaf_bits(EasyDeLState.create(**back.fields))
 
 
 @pytest.mark.parametrize("option", ["missing", "on_mismatch", "opt_state"])
@@ -520,7 +493,7 @@ def test_a_state_without_a_recipe_is_restored_by_its_leaves(
 ) -> None:
     run.save(2, state).result()
 
-    assert leaves(state) == leaves(restore_state(run, model=make_model, tx=TX))
+    assert leaf_bits(state) == leaf_bits(restore_state(run, model=make_model, tx=TX))
 
 
 @pytest.mark.parametrize(
@@ -545,11 +518,9 @@ def test_a_document_that_is_not_a_recipe_is_rejected(
         restore_state(run, model=make_model, tx=TX)
 
 
-def test_an_unknown_step_is_not_found(run: store.Run, state: EasyDeLState) -> None:
-    save_state(run, state).result()
-
+def test_an_unknown_step_is_not_found(saved: store.Run) -> None:
     with pytest.raises(store.NotFoundError, match="nearest"):
-        restore_state(run, 5, model=make_model, tx=TX)
+        restore_state(saved, 5, model=make_model, tx=TX)
 
 
 @pytest.mark.slow
@@ -564,7 +535,7 @@ def test_a_state_is_placed_and_trained_like_a_given_one(
         back = restore_state(run, model=model, tx=TX)
 
         assert shardings_by_key(spread) == shardings_by_key(back)
-        assert leaves(jax.jit(advance)(spread)) == leaves(jax.jit(advance)(back))
+        assert leaf_bits(jax.jit(advance)(spread)) == leaf_bits(jax.jit(advance)(back))
 
 
 class Odd(nnx.Module):
@@ -586,7 +557,7 @@ def test_host_values_are_restored_unchanged(run: store.Run) -> None:
     for model in (Odd, lambda: Odd(rngs=nnx.Rngs(0)), Odd(rngs=nnx.Rngs(0))):
         back: Any = restore_state(run, model=model)
 
-        assert leaves(made) == leaves(back)
+        assert leaf_bits(made) == leaf_bits(back)
         number, wide = (
             back.graphother[name].get_value() for name in ("number", "wide")
         )
@@ -682,7 +653,7 @@ def test_an_optimizer_is_initialised_if_none_was_saved(run: store.Run) -> None:
         run, model=make_model, tx=TX, missing="init", opt_state="skip"
     )
 
-    assert leaves(made.init_tx(TX)) == leaves(begun)
+    assert leaf_bits(made.init_tx(TX)) == leaf_bits(begun)
     assert skipped.opt_state is None
 
 
@@ -693,7 +664,7 @@ def test_a_corrupt_document_does_not_block_a_restore_with_code(
 
     back = restore_state(run, model=make_model, tx=TX, on_mismatch="log")
 
-    assert leaves(state) == leaves(back)
+    assert leaf_bits(state) == leaf_bits(back)
     assert "its model is not compared" in caplog.text
 
 

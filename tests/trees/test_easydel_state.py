@@ -15,6 +15,7 @@ from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.blueprints import shardings_by_key
 from storesvc_client.trees.traversals import graph_leaves, refine_graphs
+from tests.support.leaf_bits import key_data
 
 TX = optax.adam(0.1)
 
@@ -51,16 +52,11 @@ def dropout_count(of: EasyDeLState) -> int:
     return int(others["dropout"]["rngs"]["count"][...])
 
 
-def host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
 def assert_equal_leaves(expected: Any, actual: Any) -> None:
     assert len(jax.tree.leaves(expected)) == len(jax.tree.leaves(actual))
-    for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        np.testing.assert_array_equal(host(e), host(a), strict=True)
+    for leaves in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        e, a = (np.asarray(key_data(leaf)) for leaf in leaves)
+        np.testing.assert_array_equal(e, a, strict=True)
 
 
 class TestCreate:

@@ -12,27 +12,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
-from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.graphs import split_module
 from tests.modules import ALLOW, CASES, Case, modules
 from tests.support.examples import examples, sampled
+from tests.support.leaf_bits import leaf_bits
 
 
-def leaves(module: Any) -> dict[str, tuple[str, bytes]]:
-    """Returns type, dtype and bytes of each leaf, by path."""
-    _, *states = split_module(module)
-
-    def raw(value: Any) -> bytes:
-        if jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        return np.asarray(value).tobytes()
-
-    return {
-        leaf.key: (str(getattr(leaf.value, "dtype", "")), raw(leaf.value))
-        for leaf in named_leaves(states)[0]
-    }
+def leaves(module: Any) -> Any:
+    return leaf_bits(split_module(module)[1:])
 
 
 def assert_equal_outputs(expected: Any, actual: Any) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state
 from storesvc_client.nnx import restore_into, save
+from tests.support.leaf_bits import leaf_bytes
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 RULES = [("kernel", P("b", "c")), ("", P())]
@@ -72,16 +73,7 @@ def losses(model: Any, optimizer: Any, count: int = 3) -> list[float]:
 
 def values(*of: Any) -> list[bytes]:
     """Returns the bytes of all leaves."""
-    states = [nnx.state(one) for one in of]
-    leaves = jax.tree.leaves(states)
-    return [
-        np.asarray(
-            jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        ).tobytes()
-        for leaf in leaves
-    ]
+    return [leaf_bytes(leaf) for leaf in jax.tree.leaves([*map(nnx.state, of)])]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.support.examples import sampled
+from tests.support.leaf_bits import key_data
 from tests.support.optimizers import (
     NOT_MADE,
     annotated_names,
@@ -68,9 +69,7 @@ def stepped(state: Any, grad_dtype: str) -> Any:
 def bits_of(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = jnp.asarray(leaf)
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
+        array = key_data(jnp.asarray(leaf))
         kind = f"{type(leaf).__name__} {array.dtype}"
         key = jax.tree_util.keystr(path)
         found[key] = kind, array.shape, jax.device_get(array).tobytes()

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
+from tests.support.leaf_bits import key_data
 
 
 @pytest.fixture
@@ -117,18 +118,13 @@ def test_parameters_of_another_dtype_are_rejected(run: store.Run) -> None:
         restore_state(run, model=Model, tx=optax.adamw(1e-3))
 
 
-def _raw(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, (2, 4)])
 def test_raw_keys_are_restored_raw_and_typed_ones_typed(
     run: store.Run, mesh: tuple[int, ...] | None
 ) -> None:
     typed = trained(jnp.bfloat16)
-    raw = typed.replace(graphother=jax.tree.map(_raw, typed.graphother))
+    raw = typed.replace(graphother=jax.tree.map(key_data, typed.graphother))
     save_state(run, typed.replace(step=1), rehearse="strict").result()
     save_state(run, raw.replace(step=2), rehearse="strict").result()
     options: dict[str, Any] = {}
@@ -147,9 +143,8 @@ def test_raw_keys_are_restored_raw_and_typed_ones_typed(
 
 def test_keys_of_another_shape_are_rejected(run: store.Run) -> None:
     state = trained(jnp.bfloat16)
-    wrong = jax.tree.map(
-        lambda x: jnp.zeros(3, jnp.uint32) if _raw(x) is not x else x, state.graphother
-    )
+    bad = jnp.zeros(3, jnp.uint32)
+    wrong = jax.tree.map(lambda x: x if key_data(x) is x else bad, state.graphother)
     save_state(run, state.replace(graphother=wrong), rehearse="off").result()
 
     with pytest.raises(store.MismatchError, match="in the target PRNG keys"):

@@ -16,14 +16,13 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from tests.support.contract import Writer, elements, frame, sums
+from tests.support.contract import WHOLE, Writer, frame, sums
 from tests.support.faulty_bucket import Call, Fault, dies_before
 from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
-WHOLE = elements(0) + elements(1) + elements(2)
 RUN = "tests/crash"
 
 

@@ -10,21 +10,26 @@ from typing import Any, Protocol
 import pytest
 
 import storesvc_client as store
-from storesvc.format.chunks import ChunkLocations, pack_placed
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.save.test_uploads import refused
-from tests.support.contract import Writer, elements, frame, stored, sums
+from tests.support.contract import (
+    LENGTH,
+    WHOLE,
+    Writer,
+    frame,
+    placed_table,
+    refused,
+    stored,
+    sums,
+)
 from tests.support.faulty_bucket import Call, Fault
 from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
 _names = itertools.count()
 FILE = "a" * 32
-LENGTH = 1004
-"""Bytes of a stored chunk."""
 
 
 class Served(Protocol):
@@ -77,11 +82,8 @@ class Placer:
 
     def table(self, *chunks: int, file: str = FILE) -> tree_pb2.ChunkTable:
         """Returns the table of chunks."""
-        rows = [(self.prefix + file, LENGTH * at, LENGTH) for at in range(len(chunks))]
-        (table,) = pack_placed(
-            sums(*chunks), ChunkLocations.of_rows(rows), with_ordinals=True
-        )
-        return table
+        name = self.prefix + file
+        return placed_table(*((name, at, chunk) for at, chunk in enumerate(chunks)))
 
     def report(self, *tables: tree_pb2.ChunkTable) -> list[int]:
         requests = [
@@ -110,7 +112,7 @@ def test_chunks_in_the_pool_are_acknowledged_found_and_committed(
 
     run = client.run(placer.name)
     ((_, array),) = run.open(1).read(["x"])
-    assert elements(0) + elements(1) + elements(2) == array.tobytes()
+    assert WHOLE == array.tobytes()
     assert run.verify(1).ok
 
 

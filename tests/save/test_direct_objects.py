@@ -3,8 +3,8 @@ while the table is written, so a table that is rejected must leave nothing."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,19 +14,17 @@ from storesvc.errors import (
     InvalidChunkError,
     StorageUnavailableError,
 )
-from storesvc.format.chunks import ChunkLocations, pack_placed
 from storesvc.format.names import RunName
 from storesvc.save.receiver import CHECKED_AT_ONCE
 from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
-from tests.support.contract import stored, sums
+from tests.support.contract import placed_table, stored, sums
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket, Plan
 from tests.support.uploads_in_process import begin, committed_chunks, finish
 
 RUN = RunName("tests", "objects")
-LENGTH = 1004
-"""Bytes of a stored chunk."""
 
 
 @dataclasses.dataclass
@@ -48,11 +46,7 @@ class Placer:
 
     def table(self, *chunks: int) -> tree_pb2.ChunkTable:
         """Returns the table of chunks, each in an object of its own."""
-        rows = [(self.file(chunk), 0, LENGTH) for chunk in chunks]
-        (table,) = pack_placed(
-            sums(*chunks), ChunkLocations.of_rows(rows), with_ordinals=True
-        )
-        return table
+        return placed_table(*((self.file(chunk), 0, chunk) for chunk in chunks))
 
     async def report(self, *chunks: int) -> int:
         """Reports the table of chunks; returns the number of acknowledged ones."""
@@ -70,18 +64,12 @@ class Placer:
         )
 
 
-def within(
-    test: Callable[[Placer], Coroutine[Any, Any, None]], *, chunks: int = 3
-) -> None:
-    """Runs a test on an upload in a fresh store in memory."""
-
-    async def main() -> None:
-        bucket = await FaultyBucket.faulty("memory://")
-        store = await Store.open(bucket)
-        upload = await begin(store, RUN, 1, chunks=chunks)
-        await test(Placer(store, bucket, upload))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def placing(chunks: int = 3) -> AsyncIterator[Placer]:
+    """Yields the writer of an upload in a fresh store in memory."""
+    bucket = await FaultyBucket.faulty("memory://")
+    store = await Store.open(bucket)
+    yield Placer(store, bucket, await begin(store, RUN, 1, chunks=chunks))
 
 
 def on(operation: str, part: str, fault: Fault) -> Plan:
@@ -94,10 +82,9 @@ def on(operation: str, part: str, fault: Fault) -> Plan:
     return plan
 
 
-def test_the_first_missing_object_of_a_table_is_named_even_if_its_check_is_slow() -> (
-    None
-):
-    async def test(placer: Placer) -> None:
+@in_event_loop
+async def test_the_first_missing_object_is_named_even_if_its_check_is_slow() -> None:
+    async with placing() as placer:
         await placer.put(0)
         placer.bucket.calls.follow(on("read_range", placer.file(1), Fault.LATE))
 
@@ -108,11 +95,10 @@ def test_the_first_missing_object_of_a_table_is_named_even_if_its_check_is_slow(
         ):
             await placer.report(0, 1, 2)
 
-    within(test)
 
-
-def test_a_rejected_table_leaves_nothing_behind() -> None:
-    async def test(placer: Placer) -> None:
+@in_event_loop
+async def test_a_rejected_table_leaves_nothing_behind() -> None:
+    async with placing() as placer:
         await placer.put(0)
         with pytest.raises(InvalidChunkError, match="missing or shorter"):
             await placer.report(0, 1)
@@ -124,11 +110,10 @@ def test_a_rejected_table_leaves_nothing_behind() -> None:
         ):
             await finish(placer.store, placer.upload, sums(0, 1, 2))
 
-    within(test)
 
-
-def test_a_rejected_table_is_deleted_even_if_its_write_takes_longest() -> None:
-    async def test(placer: Placer) -> None:
+@in_event_loop
+async def test_a_rejected_table_is_deleted_even_if_its_write_takes_longest() -> None:
+    async with placing() as placer:
         placer.bucket.calls.follow(on("write", "/staging/", Fault.LATE))
 
         with pytest.raises(InvalidChunkError, match="missing or shorter"):
@@ -136,14 +121,13 @@ def test_a_rejected_table_is_deleted_even_if_its_write_takes_longest() -> None:
 
         assert [] == await placer.tables()
 
-    within(test)
-
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST])
-def test_a_table_that_cannot_be_deleted_does_no_harm_and_goes_with_the_upload(
+@in_event_loop
+async def test_a_table_that_cannot_be_deleted_does_no_harm_and_goes_with_the_upload(
     fault: Fault,
 ) -> None:
-    async def test(placer: Placer) -> None:
+    async with placing() as placer:
         await placer.put(0)
         placer.bucket.calls.follow(on("delete", "/staging/", fault))
         with pytest.raises(InvalidChunkError, match="missing or shorter"):
@@ -162,12 +146,11 @@ def test_a_table_that_cannot_be_deleted_does_no_harm_and_goes_with_the_upload(
         assert [stored(n) for n in range(3)] == await committed_chunks(other, RUN, 1)
         assert [] == await placer.tables()
 
-    within(test)
-
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST])
-def test_a_table_that_was_not_written_is_not_acknowledged(fault: Fault) -> None:
-    async def test(placer: Placer) -> None:
+@in_event_loop
+async def test_a_table_that_was_not_written_is_not_acknowledged(fault: Fault) -> None:
+    async with placing() as placer:
         await placer.put(0, 1, 2)
         placer.bucket.calls.follow(on("write", "/staging/", fault))
 
@@ -177,21 +160,19 @@ def test_a_table_that_was_not_written_is_not_acknowledged(fault: Fault) -> None:
         placer.bucket.calls.follow(lambda _: Fault.NONE)
         assert 3 == await placer.report(0, 1, 2)
 
-    within(test)
 
-
-def test_a_missing_object_is_the_error_even_if_the_table_is_not_written() -> None:
-    async def test(placer: Placer) -> None:
+@in_event_loop
+async def test_a_missing_object_is_the_error_even_if_the_table_is_not_written() -> None:
+    async with placing() as placer:
         await placer.put(0)
         placer.bucket.calls.follow(on("write", "/staging/", Fault.UNAVAILABLE))
 
         with pytest.raises(InvalidChunkError, match=placer.file(1)):
             await placer.report(0, 1)
 
-    within(test)
 
-
-def test_checks_of_a_table_are_bounded_and_have_ended_when_it_is_rejected() -> None:
+@in_event_loop
+async def test_checks_of_a_table_are_bounded_and_end_before_it_is_rejected() -> None:
     chunks, checked = range(3 * CHECKED_AT_ONCE), list[str]()
 
     def plan(call: Call) -> Fault:
@@ -199,7 +180,7 @@ def test_checks_of_a_table_are_bounded_and_have_ended_when_it_is_rejected() -> N
             checked.append(call.path)
         return Fault.LATE
 
-    async def test(placer: Placer) -> None:
+    async with placing(chunks=len(chunks)) as placer:
         placer.bucket.calls.follow(plan)
         with pytest.raises(InvalidChunkError, match=placer.file(0)):
             await placer.report(*chunks)
@@ -209,5 +190,3 @@ def test_checks_of_a_table_are_bounded_and_have_ended_when_it_is_rejected() -> N
         placer.bucket.calls.follow(plan)
         await placer.put(*chunks)
         assert len(chunks) == await placer.report(*chunks)
-
-    within(test, chunks=len(chunks))

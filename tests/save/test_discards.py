@@ -7,6 +7,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.save.commit import MAX_DEFERRED, Discards
 from storesvc.storage.object_bucket import TensorStoreBucket
+from tests.support.event_loop import in_event_loop
 
 RUN = RunName.parse("tests/discards")
 
@@ -42,49 +43,43 @@ async def left(bucket: TensorStoreBucket) -> int:
     return len(await bucket.list(RunPaths(RUN).root))
 
 
-def test_a_deletion_is_waited_for_unless_it_is_deferred() -> None:
-    async def check() -> None:
-        bucket, (name,) = await opened(1)
-        deletion = asyncio.create_task(Discards(bucket).delete(name))
-        assert 2 == await left(bucket)
-        assert not deletion.done()
-        bucket.released.set()
-        await deletion
-        assert 0 == await left(bucket)
-
-    asyncio.run(check())
+@in_event_loop
+async def test_a_deletion_is_waited_for_unless_it_is_deferred() -> None:
+    bucket, (name,) = await opened(1)
+    deletion = asyncio.create_task(Discards(bucket).delete(name))
+    assert 2 == await left(bucket)
+    assert not deletion.done()
+    bucket.released.set()
+    await deletion
+    assert 0 == await left(bucket)
 
 
-def test_a_deferred_deletion_is_not_waited_for_and_drained() -> None:
-    async def check() -> None:
-        bucket, (name,) = await opened(1)
-        discards = Discards(bucket)
-        discards.defer()
+@in_event_loop
+async def test_a_deferred_deletion_is_not_waited_for_and_drained() -> None:
+    bucket, (name,) = await opened(1)
+    discards = Discards(bucket)
+    discards.defer()
+    await discards.delete(name)
+    assert 2 == await left(bucket)
+
+    await discards.drain(0.01)  # gives up
+    assert 2 == await left(bucket)
+    bucket.released.set()
+    await discards.drain(60)
+    assert 0 == await left(bucket)
+
+
+@in_event_loop
+async def test_a_commit_waits_for_its_own_deletion_if_too_many_are_left() -> None:
+    bucket, names = await opened(MAX_DEFERRED + 1)
+    discards = Discards(bucket)
+    discards.defer()
+    for name in names[:-1]:
         await discards.delete(name)
-        assert 2 == await left(bucket)
-
-        await discards.drain(0.01)  # gives up
-        assert 2 == await left(bucket)
-        bucket.released.set()
-        await discards.drain(60)
-        assert 0 == await left(bucket)
-
-    asyncio.run(check())
-
-
-def test_a_commit_waits_for_its_own_deletion_if_too_many_are_left() -> None:
-    async def check() -> None:
-        bucket, names = await opened(MAX_DEFERRED + 1)
-        discards = Discards(bucket)
-        discards.defer()
-        for name in names[:-1]:
-            await discards.delete(name)
-        last = asyncio.create_task(discards.delete(names[-1]))
-        assert 2 * len(names) == await left(bucket)
-        assert not last.done()
-        bucket.released.set()
-        await last
-        await discards.drain(60)
-        assert 0 == await left(bucket)
-
-    asyncio.run(check())
+    last = asyncio.create_task(discards.delete(names[-1]))
+    assert 2 * len(names) == await left(bucket)
+    assert not last.done()
+    bucket.released.set()
+    await last
+    await discards.drain(60)
+    assert 0 == await left(bucket)

@@ -2,28 +2,15 @@
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-import storesvc_client as store
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc.save.rules import first_difference
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.support.contract import Writer, frame, sums, tree_of
-
-
-@contextmanager
-def refused(reason: str, match: str | None = None) -> Iterator[None]:
-    with (
-        pytest.raises(store.StoreError, match=match) as caught,
-        translate_rpc_errors("here"),
-    ):
-        yield
-    assert reason == caught.value.reason
+from tests.support.contract import Writer, frame, refused, sums, tree_of
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The lease of an upload is written once for all calls that renew it at a time."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,6 +15,7 @@ from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
+from tests.support.event_loop import in_event_loop
 from tests.support.uploads_in_process import begin, name_of
 
 RUN = RunName("tests", "leases")
@@ -45,24 +46,19 @@ class HeldBucket(TensorStoreBucket):
         return await super().write(path, data, condition=condition)
 
 
-Test = Callable[[Store, HeldBucket, OpenUpload], Coroutine[Any, Any, None]]
+@asynccontextmanager
+async def stored_lease() -> AsyncIterator[tuple[Store, HeldBucket, OpenUpload]]:
+    """Yields an upload in a fresh store in memory."""
+    bucket = await HeldBucket.open("memory://")
+    store = await Store.open(bucket)
+    upload = await begin(store, RUN, 1)
+    async with asyncio.timeout(SECONDS):
+        yield store, bucket, upload
 
 
-def within(test: Test) -> None:
-    """Runs a test on an upload in a fresh store in memory."""
-
-    async def main() -> None:
-        bucket = await HeldBucket.open("memory://")
-        store = await Store.open(bucket)
-        upload = await begin(store, RUN, 1)
-        async with asyncio.timeout(SECONDS):
-            await test(store, bucket, upload)
-
-    asyncio.run(main())
-
-
-def test_calls_at_the_same_time_share_one_write() -> None:
-    async def test(store: Store, bucket: HeldBucket, upload: OpenUpload) -> None:
+@in_event_loop
+async def test_calls_at_the_same_time_share_one_write() -> None:
+    async with stored_lease() as (store, bucket, upload):
         calls = [asyncio.create_task(store.uploads.renew(upload)) for _ in range(5)]
         await bucket.is_writing.wait()
         bucket.may_write.set()
@@ -70,11 +66,10 @@ def test_calls_at_the_same_time_share_one_write() -> None:
         assert 1 == len({await call for call in calls})
         assert (1, 1) == (bucket.asked, bucket.written)
 
-    within(test)
 
-
-def test_a_call_that_is_cancelled_leaves_the_write_to_the_others() -> None:
-    async def test(store: Store, bucket: HeldBucket, upload: OpenUpload) -> None:
+@in_event_loop
+async def test_a_call_that_is_cancelled_leaves_the_write_to_the_others() -> None:
+    async with stored_lease() as (store, bucket, upload):
         first, second = (
             asyncio.create_task(store.uploads.renew(upload)) for _ in range(2)
         )
@@ -86,11 +81,10 @@ def test_a_call_that_is_cancelled_leaves_the_write_to_the_others() -> None:
         assert first.cancelled()
         assert 1 == bucket.written
 
-    within(test)
 
-
-def test_a_write_that_fails_fails_each_call_and_the_next_call_writes_again() -> None:
-    async def test(store: Store, bucket: HeldBucket, upload: OpenUpload) -> None:
+@in_event_loop
+async def test_a_write_that_fails_fails_each_call_and_the_next_writes_again() -> None:
+    async with stored_lease() as (store, bucket, upload):
         bucket.fails = True
         bucket.may_write.set()
         calls = [asyncio.create_task(store.uploads.renew(upload)) for _ in range(2)]
@@ -102,11 +96,10 @@ def test_a_write_that_fails_fails_each_call_and_the_next_call_writes_again() -> 
         await store.uploads.renew(upload)
         assert (2, 1) == (bucket.asked, bucket.written)
 
-    within(test)
 
-
-def test_a_server_that_stops_leaves_no_write_of_a_lease_behind() -> None:
-    async def test(store: Store, bucket: HeldBucket, upload: OpenUpload) -> None:
+@in_event_loop
+async def test_a_server_that_stops_leaves_no_write_of_a_lease_behind() -> None:
+    async with stored_lease() as (store, bucket, upload):
         async with app.running(store, "127.0.0.1:0"):
             call = asyncio.create_task(store.uploads.renew(upload))
             await bucket.is_writing.wait()
@@ -117,5 +110,3 @@ def test_a_server_that_stops_leaves_no_write_of_a_lease_behind() -> None:
         bucket.may_write.set()
         await asyncio.sleep(0)
         assert 0 == bucket.written
-
-    within(test)

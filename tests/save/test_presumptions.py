@@ -1,12 +1,10 @@
 """What a server over a bucket presumes without a request, and that it does so for a
 minute only."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from tests.catalog.test_journal import HandClock
 from tests.support.contract import stored, sums
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 from tests.support.uploads_in_process import begin, committed_chunks, finish, send
 
@@ -68,21 +67,12 @@ async def stored_upload() -> AsyncIterator[Served]:
     yield served
 
 
-def within(test: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
-    """Runs a test on an upload whose chunks are stored."""
-
-    async def main() -> None:
-        async with stored_upload() as served:
-            await test(served)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(("later", "is_asked"), [(MINUTE, False), (LONGER, True)])
-def test_the_bucket_is_asked_for_what_was_stored_if_that_was_over_a_minute_ago(
+@in_event_loop
+async def test_the_bucket_is_asked_for_what_was_stored_if_that_was_over_a_minute_ago(
     later: timedelta, *, is_asked: bool
 ) -> None:
-    async def test(served: Served) -> None:
+    async with stored_upload() as served:
         served.clock.turn(later)
         await served.finish()
 
@@ -96,11 +86,10 @@ def test_the_bucket_is_asked_for_what_was_stored_if_that_was_over_a_minute_ago(
             served.there, RUN, 1
         )
 
-    within(test)
 
-
-def test_a_data_file_that_is_gone_is_found_after_a_minute() -> None:
-    async def test(served: Served) -> None:
+@in_event_loop
+async def test_a_data_file_that_is_gone_is_found_after_a_minute() -> None:
+    async with stored_upload() as served:
         await served.here.bucket.delete_below(served.upload.places.pool)
         served.clock.turn(LONGER)
 
@@ -110,14 +99,13 @@ def test_a_data_file_that_is_gone_is_found_after_a_minute() -> None:
         await send(served.here, served.upload, (0, 1, 2))
         await served.finish()
 
-    within(test)
-
 
 @pytest.mark.parametrize(("later", "is_presumed"), [(MINUTE, True), (LONGER, False)])
-def test_work_of_an_upload_that_has_ended_is_not_begun_after_a_minute(
+@in_event_loop
+async def test_work_of_an_upload_that_has_ended_is_not_begun_after_a_minute(
     later: timedelta, *, is_presumed: bool
 ) -> None:
-    async def test(served: Served) -> None:
+    async with stored_upload() as served:
         await served.take_over()
         served.clock.turn(later)
         entered: list[str] = []
@@ -130,14 +118,13 @@ def test_work_of_an_upload_that_has_ended_is_not_begun_after_a_minute(
 
         assert is_presumed == bool(entered)
 
-    within(test)
-
 
 @pytest.mark.parametrize(("later", "is_early"), [(MINUTE, True), (LONGER, False)])
-def test_a_commit_is_prepared_early_for_a_minute_and_its_objects_are_collected(
+@in_event_loop
+async def test_a_commit_is_prepared_early_for_a_minute_and_its_objects_are_collected(
     later: timedelta, *, is_early: bool
 ) -> None:
-    async def test(served: Served) -> None:
+    async with stored_upload() as served:
         await served.finish()
         other = await served.take_over()
         served.clock.turn(later)
@@ -156,5 +143,3 @@ def test_a_commit_is_prepared_early_for_a_minute_and_its_objects_are_collected(
         assert [stored(n) for n in range(3)] == await committed_chunks(
             served.there, RUN, 1
         )
-
-    within(test)

@@ -15,7 +15,6 @@ import pytest
 
 import storesvc_client as store
 from storesvc.catalog import slots
-from storesvc.format.chunks import ChunkLocations, pack_placed
 from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.save.uploads import OpenUpload
 from storesvc.storage import hedging
@@ -24,7 +23,7 @@ from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Logged
-from tests.support.contract import stored, sums
+from tests.support.contract import placed_table, stored, sums
 from tests.support.faulty_bucket import Calls, FaultyBucket, no_faults
 from tests.support.thread_server import ThreadServer
 from tests.support.uploads_in_process import begin, finish
@@ -215,9 +214,6 @@ class CallsInSteps(Calls):
 
 _TURNS = 200
 
-LENGTH = 1004
-"""Bytes of a stored chunk."""
-
 CHUNKS = (0, 1, 2)
 
 
@@ -225,9 +221,7 @@ async def report(opened: Store, upload: OpenUpload) -> None:
     """Opens the upload, and reports the object of its chunks, as a direct client
     does."""
     upload = await opened.uploads.open(upload.name, upload.record.epoch)
-    rows = [(file_of(upload), LENGTH * n, LENGTH) for n in CHUNKS]
-    places = ChunkLocations.of_rows(rows)
-    (table,) = pack_placed(sums(*CHUNKS), places, with_ordinals=True)
+    table = placed_table(*((file_of(upload), n, n) for n in CHUNKS))
 
     async def parts() -> AsyncIterator[tree_pb2.ChunkTable]:
         yield table

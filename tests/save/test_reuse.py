@@ -1,6 +1,5 @@
 """Reuse: stored chunks are neither sent nor stored again, and stay safe."""
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,18 @@ from storesvc.save.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
-from tests.save.test_uploads import refused
 from tests.support import stored_records
 from tests.support.collecting_process import PLACES, Process
-from tests.support.contract import Writer, elements, frame, mixed_sums, sums
+from tests.support.contract import (
+    WHOLE,
+    Writer,
+    elements,
+    frame,
+    mixed_sums,
+    refused,
+    sums,
+)
+from tests.support.event_loop import in_event_loop
 from tests.support.examples import examples, sampled
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.server_process import ServerProcess
@@ -127,12 +134,18 @@ def test_leaves_of_another_shape_are_sent_though_their_bytes_are_the_same(
     assert (20, 10) == run.restore(2)["x"].shape
 
 
+def begin_on_base(address: str, name: str) -> Writer:
+    """Saves step 1, and begins an upload of step 2 with it as the base."""
+    Writer(address, name, 1).save()
+    writer = Writer(address, name, 2)
+    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    return writer
+
+
 def test_a_chunk_is_claimed_by_its_row_in_the_receipt(
     server_address: str, client: store.Client, name: str
 ) -> None:
-    Writer(server_address, name, 1).save()
-    writer = Writer(server_address, name, 2)
-    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    writer = begin_on_base(server_address, name)
 
     assert [0, 2] == writer.find(sums(0, 2))
     assert [] == writer.find(sums(0, 1, 2, version=1))
@@ -148,9 +161,7 @@ def test_a_chunk_is_claimed_by_its_row_in_the_receipt(
 def test_a_chunk_that_was_sent_does_not_prevent_a_claim(
     server_address: str, client: store.Client, name: str
 ) -> None:
-    Writer(server_address, name, 1).save()
-    writer = Writer(server_address, name, 2)
-    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    writer = begin_on_base(server_address, name)
     writer.write(frame(1, version=1))
 
     assert [0, 1, 2] == writer.find(sums(0, 1, 2))
@@ -158,13 +169,11 @@ def test_a_chunk_that_was_sent_does_not_prevent_a_claim(
     writer.commit()
 
     ((_, array),) = client.run(name).open(2).read(["x"])
-    assert b"".join(map(elements, range(3))) == array.tobytes()
+    assert WHOLE == array.tobytes()
 
 
 def test_a_claim_of_other_bytes_is_rejected(server_address: str, name: str) -> None:
-    Writer(server_address, name, 1).save()
-    writer = Writer(server_address, name, 2)
-    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    writer = begin_on_base(server_address, name)
 
     with refused("CHUNKS_INCOMPLETE", match="leaf 'x' chunk 0"):
         writer.finish(sums(0, 1, 2, version=1))
@@ -191,17 +200,13 @@ def purge_by_force(server: ServerProcess, name: str, step: int) -> None:
 def test_claims_are_looked_up_again_by_the_commit(
     server: ServerProcess, server_address: str, name: str
 ) -> None:
-    Writer(server_address, name, 1).save()
-    writer = Writer(server_address, name, 2)
-    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    writer = begin_on_base(server_address, name)
     writer.finish(sums(0, 1, 2))
     purge_by_force(server, name, 1)
 
     with refused("CHUNKS_INCOMPLETE", match="3 claimed chunks are no longer"):
         writer.commit()
-    writer.write(frame(0, 1, 2))
-    writer.finish(sums(0, 1, 2))
-    writer.commit()
+    writer.complete()
 
 
 def test_a_receipt_for_other_bytes_than_arrived_is_rejected(
@@ -265,34 +270,30 @@ def test_a_damaged_base_is_none(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_what_rots_after_a_save_began_costs_it_its_claims(
+@in_event_loop
+async def test_what_rots_after_a_save_began_costs_it_its_claims(
     tmp_path: Path, step: int
 ) -> None:
     """The base, or the upload that it took its step over from."""
 
-    async def main() -> None:
-        process = await Process.over(await FaultyBucket.faulty(tmp_path.as_uri()))
-        await process.save(1)
-        await process.send(await process.begin(2), {0: 0, 1: 0})
-        upload = await process.begin(2, base=1)
-        record = await process.store.uploads.record(upload)
-        assert record.base
-        assert record.predecessor
-        rotten = (
-            PLACES.checkpoint(1) if step == 1 else PLACES.upload(record.predecessor)
-        )
-        await process.bucket.write(rotten, b"rot")
+    process = await Process.over(await FaultyBucket.faulty(tmp_path.as_uri()))
+    await process.save(1)
+    await process.send(await process.begin(2), {0: 0, 1: 0})
+    upload = await process.begin(2, base=1)
+    record = await process.store.uploads.record(upload)
+    assert record.base
+    assert record.predecessor
+    rotten = PLACES.checkpoint(1) if step == 1 else PLACES.upload(record.predecessor)
+    await process.bucket.write(rotten, b"rot")
 
-        opened = await process._open(upload)
-        sources = await Reuse(
-            process.bucket, process.store.catalog, process.store.uploads
-        ).sources(opened)
-        assert 1 == len(sources)
-        await process.send(upload, {0: 1, 1: 1, 2: 1})
-        await process.finish(upload, (1, 1, 1))
-        await process.commit(upload, (1, 1, 1))
-
-    asyncio.run(main())
+    opened = await process._open(upload)
+    sources = await Reuse(
+        process.bucket, process.store.catalog, process.store.uploads
+    ).sources(opened)
+    assert 1 == len(sources)
+    await process.send(upload, {0: 1, 1: 1, 2: 1})
+    await process.finish(upload, (1, 1, 1))
+    await process.commit(upload, (1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -314,22 +315,20 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
     ],
     ids=["noise", "noise under seal", "a chunk that the tree does not have"],
 )
-def test_a_damaged_staging_table_is_reported_as_damage(
+@in_event_loop
+async def test_a_damaged_staging_table_is_reported_as_damage(
     table: bytes | pb.Receipt,
 ) -> None:
-    async def main() -> None:
-        process = await Process.over(await FaultyBucket.faulty("memory://"))
-        upload = await process.begin(1)
-        await process.send(upload, {0: 0, 1: 0})
-        place = PLACES.staged(upload.upload, 0, "rot")
-        data = table if isinstance(table, bytes) else seal(table, place=place)
-        await process.bucket.write(place, data)
-        with pytest.raises(CorruptDataError, match="rot"):
-            await process.finish(upload, (0, 0, 0))
-        # an upload that takes the step over claims nothing of it
-        await process.save(1, (1, 1, 1))
-
-    asyncio.run(main())
+    process = await Process.over(await FaultyBucket.faulty("memory://"))
+    upload = await process.begin(1)
+    await process.send(upload, {0: 0, 1: 0})
+    place = PLACES.staged(upload.upload, 0, "rot")
+    data = table if isinstance(table, bytes) else seal(table, place=place)
+    await process.bucket.write(place, data)
+    with pytest.raises(CorruptDataError, match="rot"):
+        await process.finish(upload, (0, 0, 0))
+    # an upload that takes the step over claims nothing of it
+    await process.save(1, (1, 1, 1))
 
 
 class TestASaveThatWasCutOff:
@@ -351,7 +350,7 @@ class TestASaveThatWasCutOff:
         with refused("CHECKPOINT_EXISTS"):
             first.write(frame(1))
         ((_, array),) = client.run(name).open(1).read(["x"])
-        assert elements(0) + elements(1) + elements(2) == array.tobytes()
+        assert WHOLE == array.tobytes()
 
     @pytest.mark.slow
     def test_goes_on_at_another_server(

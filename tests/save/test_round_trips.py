@@ -6,9 +6,8 @@ after another never ends.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from datetime import timedelta
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -22,21 +21,18 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
-from storesvc.format.trees import pack_leaves
-from storesvc.format.wire import Frame
-from storesvc.save.uploads import NewUpload
+from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
 from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import beside
 from storesvc.store import Store
-from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.support.contract import frame, received, sums, tree_of
+from tests.support.contract import sums
+from tests.support.event_loop import in_event_loop
+from tests.support.uploads_in_process import begin, finish, name_of, send
 
 RUN = RunName("tests", "trips")
 PLACES = RunPaths(RUN)
-TABLE = b"".join(pack_leaves(tree_of()))
 SECONDS = 20.0
 
 
@@ -88,137 +84,96 @@ class MeetingBucket(TensorStoreBucket):
         return await super().list(prefix, after=after)
 
 
-def name_of(step: int) -> UploadName:
-    """Returns the name of the upload of a step."""
-    return UploadName(RUN, f"{step:032x}")
+UPLOAD = name_of(RUN, 1)
 
 
-async def begin(
-    store: Store,
-    step: int,
-    base: CheckpointName | None = None,
-    writer_count: int = 1,
-    request: int | None = None,
-) -> pb.UploadRecord:
-    """Begins an upload of a step; `request` is the number in its request id."""
-    new = NewUpload(
-        step=step,
-        writer_count=writer_count,
-        labels={},
-        metrics={},
-        lease=timedelta(minutes=1),
-        base=base,
-        body=str(step).encode(),
-    )
-    return await store.uploads.begin(name_of(request or step), new, TABLE)
+async def finished(store: Store) -> int:
+    """Does all but the commit of an upload of step 1; returns its epoch."""
+    upload = await begin(store, RUN, 1)
+    await send(store, upload, (0, 1, 2))
+    await finish(store, upload, sums(0, 1, 2))
+    return upload.record.epoch
 
 
-async def finished(store: Store, step: int) -> int:
-    """Does all but the commit of an upload of a step; returns its epoch."""
-    record = await begin(store, step)
-    upload = await store.uploads.open(name_of(step), record.epoch)
-
-    async def frames() -> AsyncIterator[Frame]:
-        yield received(frame(0, 1, 2))
-
-    async for _ in store.receiver.write(upload, 0, frames()):
-        pass
-    staged = store.receipts.staged(upload.name, 0)
-    await store.receipts.finish(upload, 0, sums(0, 1, 2), staged)
-    return record.epoch
+@asynccontextmanager
+async def fresh_store() -> AsyncIterator[tuple[Store, MeetingBucket]]:
+    """Yields a fresh store in memory."""
+    bucket = await MeetingBucket.open("memory://")
+    async with asyncio.timeout(SECONDS):
+        yield await Store.open(bucket), bucket
 
 
-Test = Callable[[Store, MeetingBucket], Coroutine[Any, Any, None]]
+@in_event_loop
+async def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
+    async with fresh_store() as (store, bucket):
+        epoch = await finished(store)
+        bucket.meet(PLACES.checkpoint(1), PLACES.receipt(UPLOAD.upload, 0))
 
-
-def within(test: Test) -> None:
-    """Runs a test on a fresh store in memory."""
-
-    async def main() -> None:
-        bucket = await MeetingBucket.open("memory://")
-        assert isinstance(bucket, MeetingBucket)
-        async with asyncio.timeout(SECONDS):
-            await test(await Store.open(bucket), bucket)
-
-    asyncio.run(main())
-
-
-def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        epoch = await finished(store, 1)
-        bucket.meet(PLACES.checkpoint(1), PLACES.receipt(name_of(1).upload, 0))
-
-        committed = await store.commits.commit(name_of(1), epoch)
+        committed = await store.commits.commit(UPLOAD, epoch)
 
         assert slots.COMMITTED == committed.state
 
-    within(test)
 
-
-def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        epoch = await finished(store, 1)
+@in_event_loop
+async def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> None:
+    async with fresh_store() as (store, bucket):
+        epoch = await finished(store)
         # the receipt is read, too, and compared with the one that is assumed
-        root = PLACES.key_space(name_of(1).upload, "").rstrip("/")
+        root = PLACES.key_space(UPLOAD.upload, "").rstrip("/")
         bucket.meet_below(root, PLACES.checkpoint(1))
 
-        committed = await store.commits.commit(name_of(1), epoch)
+        committed = await store.commits.commit(UPLOAD, epoch)
 
         assert slots.COMMITTED == committed.state
-        assert PLACES.receipt(name_of(1).upload, 0) in bucket.reads
-
-    within(test)
+        assert PLACES.receipt(UPLOAD.upload, 0) in bucket.reads
 
 
-def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        await finished(store, 1)
+@in_event_loop
+async def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
+    async with fresh_store() as (store, bucket):
+        await finished(store)
 
-        staging = PLACES.staging_prefix(name_of(1).upload)
+        staging = PLACES.staging_prefix(UPLOAD.upload)
         assert [] == [place for place in bucket.reads if place.startswith(staging)]
 
-    within(test)
 
-
-def test_an_upload_reads_its_run_beside_the_slot() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        await begin(store, 1)
+@in_event_loop
+async def test_an_upload_reads_its_run_beside_the_slot() -> None:
+    async with fresh_store() as (store, bucket):
+        await begin(store, RUN, 1)
         bucket.meet(PLACES.checkpoint(2), layout.run_record(RUN))
 
-        assert 1 == (await begin(store, 2)).epoch
-
-    within(test)
+        assert 1 == (await begin(store, RUN, 2)).record.epoch
 
 
-def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        await begin(store, 1)
+@in_event_loop
+async def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
+    async with fresh_store() as (store, bucket):
+        await begin(store, RUN, 1)
         # The read of the run waits for a second request, which never comes.
         bucket.meet(layout.run_record(RUN), "none")
 
         with pytest.raises(RequestIdReusedError):
-            await begin(store, 2, request=1)
+            await begin(store, RUN, 2, request=1)
 
         assert {asyncio.current_task()} == asyncio.all_tasks()
 
-    within(test)
 
-
-def test_an_upload_of_a_step_with_a_slot_reads_its_run_once() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        await begin(store, 1)
-        await store.uploads.abort(name_of(1))
+@in_event_loop
+async def test_an_upload_of_a_step_with_a_slot_reads_its_run_once() -> None:
+    async with fresh_store() as (store, bucket):
+        await begin(store, RUN, 1)
+        await store.uploads.abort(UPLOAD)
         bucket.reads.clear()
 
-        again = await begin(store, 1, request=2)
+        again = await begin(store, RUN, 1, request=2)
 
-        assert 2 == again.epoch
+        assert 2 == again.record.epoch
         assert 1 == bucket.reads.count(layout.run_record(RUN))
 
-    within(test)
 
-
-def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> None:
+@in_event_loop
+async def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> None:
     class Collected(MeetingBucket):
         """A collection raises the floor when the first slot has been read."""
 
@@ -230,72 +185,65 @@ def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> Non
                 await self.store.runs.raise_epoch_floor(RUN, 7)
             return found
 
-    async def main() -> None:
-        bucket = await Collected.open("memory://")
-        bucket.store = store = await Store.open(bucket)
-        await store.runs.create(RUN)
-        bucket.meet(PLACES.checkpoint(1), layout.run_record(RUN))
+    bucket = await Collected.open("memory://")
+    bucket.store = store = await Store.open(bucket)
+    await store.runs.create(RUN)
+    bucket.meet(PLACES.checkpoint(1), layout.run_record(RUN))
 
-        with pytest.raises(UploadNotFoundError, match="begin a new one"):
-            await begin(store, 1)
-        assert await store.catalog.slot(RUN, 1) is None
+    with pytest.raises(UploadNotFoundError, match="begin a new one"):
+        await begin(store, RUN, 1)
+    assert await store.catalog.slot(RUN, 1) is None
 
-        # A client begins again with another request id; the first one stays rejected.
-        assert 8 == (await begin(store, 1, request=2)).epoch
-        with pytest.raises(UploadSupersededError):
-            await begin(store, 1)
-
-    asyncio.run(main())
+    # A client begins again with another request id; the first one stays rejected.
+    assert 8 == (await begin(store, RUN, 1, request=2)).record.epoch
+    with pytest.raises(UploadSupersededError):
+        await begin(store, RUN, 1)
 
 
-def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        record = await begin(store, 1, writer_count=9)
-        bucket.meet(PLACES.checkpoint(1), PLACES.receipts(name_of(1).upload))
+@in_event_loop
+async def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:
+    async with fresh_store() as (store, bucket):
+        upload = await begin(store, RUN, 1, writer_count=9)
+        bucket.meet(PLACES.checkpoint(1), PLACES.receipts(UPLOAD.upload))
 
         with pytest.raises(WriterUnfinishedError, match="9 have not finished"):
-            await store.commits.commit(name_of(1), record.epoch)
-
-    within(test)
+            await store.commits.commit(UPLOAD, upload.record.epoch)
 
 
-def test_an_upload_finds_its_base_beside_the_slot() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        await store.commits.commit(name_of(1), await finished(store, 1))
+@in_event_loop
+async def test_an_upload_finds_its_base_beside_the_slot() -> None:
+    async with fresh_store() as (store, bucket):
+        await store.commits.commit(UPLOAD, await finished(store))
         bucket.meet(PLACES.checkpoint(2), PLACES.checkpoints)
 
-        record = await begin(store, 2, base=CheckpointName(RUN, LATEST))
+        upload = await begin(store, RUN, 2, base=CheckpointName(RUN, LATEST))
 
-        assert (1, name_of(1).upload) == (record.base_step, record.base)
-
-    within(test)
-
-
-def test_a_repeated_commit_returns_the_record_though_the_receipts_are_gone() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        del bucket
-        epoch = await finished(store, 1)
-        first = await store.commits.commit(name_of(1), epoch)
-
-        assert first == await store.commits.commit(name_of(1), epoch)
-
-    within(test)
+        assert (1, UPLOAD.upload) == (
+            upload.record.base_step,
+            upload.record.base,
+        )
 
 
-def test_a_commit_with_another_epoch_is_rejected_from_the_kept_record() -> None:
-    async def test(store: Store, bucket: MeetingBucket) -> None:
-        del bucket
-        epoch = await finished(store, 1)
+@in_event_loop
+async def test_a_repeated_commit_returns_its_record_with_the_receipts_gone() -> None:
+    async with fresh_store() as (store, _):
+        epoch = await finished(store)
+        first = await store.commits.commit(UPLOAD, epoch)
+
+        assert first == await store.commits.commit(UPLOAD, epoch)
+
+
+@in_event_loop
+async def test_a_commit_with_another_epoch_is_rejected_from_the_kept_record() -> None:
+    async with fresh_store() as (store, _):
+        epoch = await finished(store)
 
         with pytest.raises(UploadSupersededError, match=f"expected epoch {epoch}"):
-            await store.commits.commit(name_of(1), epoch + 1)
-
-    within(test)
+            await store.commits.commit(UPLOAD, epoch + 1)
 
 
-def test_a_call_beside_another_ends_with_the_context_and_its_error_is_no_warning() -> (
-    None
-):
+@in_event_loop
+async def test_a_call_beside_another_ends_with_the_context_without_a_warning() -> None:
     ended: list[str] = []
 
     async def waits() -> None:
@@ -307,10 +255,7 @@ def test_a_call_beside_another_ends_with_the_context_and_its_error_is_no_warning
     async def fails() -> None:
         raise StorageUnavailableError("no answer")
 
-    async def main() -> None:
-        async with beside(waits()), beside(fails()):
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+    async with beside(waits()), beside(fails()):
+        await asyncio.sleep(0)
 
     assert ["cancelled"] == ended

@@ -1,6 +1,5 @@
 """A repeated change is answered only once what an earlier try wrote is durable."""
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -12,6 +11,7 @@ from storesvc.format import layout
 from storesvc.format.names import CheckpointName, TagName
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import PLACES, RUN, Process, started
+from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault
 
 ID = str(uuid.uuid4())
@@ -40,7 +40,8 @@ async def untag(process: Process) -> Any:
         (untag, PLACES.tag("best")),
     ],
 )
-def test_a_repeated_change_is_settled(
+@in_event_loop
+async def test_a_repeated_change_is_settled(
     change: Callable[[Process], Awaitable[Any]], place: str
 ) -> None:
     settled: list[str] = []
@@ -50,21 +51,18 @@ def test_a_repeated_change_is_settled(
             settled.append(call.path)
         return Fault.NONE
 
-    async def main() -> None:
-        process = await started()
-        await process.save(1)
-        await process.save(2)
-        await process.store.tags.set(
-            TagName(RUN, "best"),
-            CheckpointName(RUN, 2),
-            protected=None,
-            etag="",
-            write_id=str(uuid.uuid4()),
-        )
-        first = await change(process)
-        other = await process.beside()
-        other.bucket.calls.follow(plan)
-        assert first == await change(other)
-
-    asyncio.run(main())
+    process = await started()
+    await process.save(1)
+    await process.save(2)
+    await process.store.tags.set(
+        TagName(RUN, "best"),
+        CheckpointName(RUN, 2),
+        protected=None,
+        etag="",
+        write_id=str(uuid.uuid4()),
+    )
+    first = await change(process)
+    other = await process.beside()
+    other.bucket.calls.follow(plan)
+    assert first == await change(other)
     assert place in settled

@@ -33,7 +33,8 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
-from tests.support.contract import Writer, elements, frame, mixed_sums, stored, sums
+from tests.support.contract import WHOLE, Writer, frame, mixed_sums, stored, sums
+from tests.support.event_loop import in_event_loop
 from tests.support.examples import sampled
 from tests.support.faulty_bucket import Call, Calls, Fault, FaultyBucket, no_faults
 from tests.support.restrictions import channel
@@ -122,28 +123,24 @@ async def damages(server: Store, record: pb.CheckpointRecord) -> list[Damage]:
 # Receipts
 
 
-def test_a_receipt_without_a_chunk_of_another_server_fails_the_commit() -> None:
-    async def main() -> None:
-        async with servers() as two:
-            upload = await begin(two.here, RUN, 1)
-            await send(two.here, upload, (0, 1))
-            await send(two.there, upload, (2,))
+@in_event_loop
+async def test_a_receipt_without_a_chunk_of_another_server_fails_the_commit() -> None:
+    async with servers() as two:
+        upload = await begin(two.here, RUN, 1)
+        await send(two.here, upload, (0, 1))
+        await send(two.there, upload, (2,))
 
-            await finish(two.here, upload, sums(0, 1))
-            for server in two.both:
-                with pytest.raises(ChunksIncompleteError, match="1 are missing"):
-                    await commit(server, upload)
-            # Where the tables are listed, it is found at once.
-            with pytest.raises(InvalidChunkError, match="finish with all of them"):
-                await finish(two.there, upload, sums(0, 1))
+        await finish(two.here, upload, sums(0, 1))
+        for server in two.both:
+            with pytest.raises(ChunksIncompleteError, match="1 are missing"):
+                await commit(server, upload)
+        # Where the tables are listed, it is found at once.
+        with pytest.raises(InvalidChunkError, match="finish with all of them"):
+            await finish(two.there, upload, sums(0, 1))
 
-            await finish(two.here, upload, sums(0, 1, 2))
-            await commit(two.there, upload)
-            assert [stored(n) for n in range(3)] == await committed_chunks(
-                two.here, RUN, 1
-            )
-
-    asyncio.run(main())
+        await finish(two.here, upload, sums(0, 1, 2))
+        await commit(two.there, upload)
+        assert [stored(n) for n in range(3)] == await committed_chunks(two.here, RUN, 1)
 
 
 # Commits that are prepared early
@@ -380,5 +377,5 @@ def test_two_processes_lose_nothing_if_the_replies_of_the_first_are_lost(
 
         with other.connect() as client:
             ((_, array),) = client.run(str(RUN)).open(1).read(["x"])
-            assert elements(0) + elements(1) + elements(2) == array.tobytes()
+            assert WHOLE == array.tobytes()
             assert client.run(str(RUN)).verify(1).ok

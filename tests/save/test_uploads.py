@@ -3,8 +3,7 @@
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -16,10 +15,18 @@ from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
 from storesvc.rpc.paging import page_token
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.support.contract import CHUNK, Writer, elements, frame, stored, sums, tree_of
+from tests.support.contract import (
+    CHUNK,
+    WHOLE,
+    Writer,
+    frame,
+    refused,
+    stored,
+    sums,
+    tree_of,
+)
 from tests.support.server_process import ServerProcess
 from tests.support.stored_files import unchanged
 
@@ -43,22 +50,9 @@ def begin(server_address: str, name: str) -> Callable[..., Writer]:
     return begin
 
 
-@contextmanager
-def refused(reason: str, match: str | None = None) -> Iterator[None]:
-    with (
-        pytest.raises(store.StoreError, match=match) as caught,
-        translate_rpc_errors("here"),
-    ):
-        yield
-    assert reason == caught.value.reason
-
-
 def content(client: store.Client, name: str, step: int = 1) -> bytes:
     ((_, array),) = client.run(name).open(step).read(["x"])
     return array.tobytes()
-
-
-WHOLE = elements(0) + elements(1) + elements(2)
 
 
 def test_chunks_may_come_in_pieces_and_in_any_order(
@@ -162,9 +156,7 @@ def test_a_frame_that_does_not_fit_the_tree_is_rejected(
         writer.write(bad)
 
     # and leaves the upload as it was
-    writer.write(frame(0, 1, 2))
-    writer.finish(sums(0, 1, 2))
-    writer.commit()
+    writer.complete()
 
 
 def test_a_damaged_frame_after_good_ones_loses_only_itself(
@@ -250,9 +242,7 @@ def test_a_later_upload_takes_the_step_over_for_good(
     ):
         with refused("UPLOAD_SUPERSEDED"):
             call()
-    second.write(frame(0, 1, 2))
-    second.finish(sums(0, 1, 2))
-    second.commit()
+    second.complete()
 
     assert WHOLE == content(client, name)
     with refused("CHECKPOINT_EXISTS"):
@@ -271,9 +261,7 @@ def test_a_save_that_loses_its_step_names_the_owner_of_the_one_that_has_it(
         "one job alone save this run",
     ):
         first.keep_alive()
-    second.write(frame(0, 1, 2))
-    second.finish(sums(0, 1, 2))
-    second.commit()
+    second.complete()
     with refused(
         "CHECKPOINT_EXISTS",
         rf"{name}@1 exists already, saved by host b, process 2, job 7 at \d{{4}}-",
@@ -345,9 +333,7 @@ def test_a_committed_upload_is_not_aborted(
     begin: Callable[..., Writer], client: store.Client, name: str
 ) -> None:
     writer = begin()
-    writer.write(frame(0, 1, 2))
-    writer.finish(sums(0, 1, 2))
-    writer.commit()
+    writer.complete()
 
     with refused("CHECKPOINT_EXISTS"):
         writer.abort()
@@ -473,9 +459,7 @@ class TestTheLifeOfAnUpload:
         superseded, aborted, committed = begin(1), begin(2), begin(3)
         begin(1)
         aborted.abort()
-        committed.write(frame(0, 1, 2))
-        committed.finish(sums(0, 1, 2))
-        committed.commit()
+        committed.complete()
 
         states = [w.get().state for w in (superseded, aborted, committed)]
         ended = api.Upload.STATE_ENDED
@@ -561,9 +545,7 @@ class TestTheLifeOfAnUpload:
         superseded, aborted, committed = begin(1), begin(2), begin(3)
         begin(1)
         aborted.abort()
-        committed.write(frame(0, 1, 2))
-        committed.finish(sums(0, 1, 2))
-        committed.commit()
+        committed.complete()
 
         for writer, reason in (
             (superseded, "UPLOAD_SUPERSEDED"),

@@ -2,15 +2,19 @@
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import pytest
 
+import storesvc_client as store
 from storesvc.format.checksums import crc32c, digest
-from storesvc.format.chunks import Sums, pack_sums
+from storesvc.format.chunks import ChunkLocations, Sums, pack_placed, pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import Leaf, Tree, pack_leaves
 from storesvc.format.wire import Frame
+from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
@@ -18,6 +22,9 @@ from tests.support import restrictions
 
 CHUNK = 1000
 """Elements of a chunk, each of one byte."""
+
+LENGTH = CHUNK + 4
+"""Bytes of a stored chunk."""
 
 
 def tree_of(chunks: int = 3) -> Tree:
@@ -38,6 +45,10 @@ def elements(chunk: int, version: int = 0) -> bytes:
     return bytes([chunk + 100 * version]) * CHUNK
 
 
+WHOLE = elements(0) + elements(1) + elements(2)
+"""Elements of all chunks of ``tree_of()``."""
+
+
 def stored(chunk: int, version: int = 0) -> bytes:
     """Returns a chunk as it is stored."""
     data = elements(chunk, version)
@@ -49,7 +60,7 @@ def frame(*chunks: int, version: int = 0) -> api.ChunkFrame:
     return api.ChunkFrame(
         chunk=chunks,
         offset=[0] * len(chunks),
-        length=[CHUNK + 4] * len(chunks),
+        length=[LENGTH] * len(chunks),
         data=b"".join(stored(chunk, version) for chunk in chunks),
     )
 
@@ -68,6 +79,26 @@ def mixed_sums(versions: Mapping[int, int]) -> Sums:
     """Returns the receipt for chunks, each of a version."""
     data = [(chunk, elements(chunk, version)) for chunk, version in versions.items()]
     return Sums.of_rows([(chunk, crc32c(d), digest(d)) for chunk, d in data])
+
+
+def placed_table(*places: tuple[str, int, int]) -> tree_pb2.ChunkTable:
+    """Returns the table of chunks in data files: file, number of the chunk within it,
+    and within the tree."""
+    rows = [(file, LENGTH * at, LENGTH) for file, at, _ in places]
+    receipt = sums(*(chunk for *_, chunk in places))
+    (table,) = pack_placed(receipt, ChunkLocations.of_rows(rows), with_ordinals=True)
+    return table
+
+
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    """Expects an error of the store with a reason."""
+    with (
+        pytest.raises(store.StoreError, match=match) as caught,
+        translate_rpc_errors("here"),
+    ):
+        yield
+    assert reason == caught.value.reason
 
 
 class Writer:
@@ -175,6 +206,10 @@ class Writer:
     def save(self, chunks: Sequence[int] = (0, 1, 2)) -> None:
         """Saves the whole tree, from begin to commit."""
         self.begin()
+        self.complete(chunks)
+
+    def complete(self, chunks: Sequence[int] = (0, 1, 2)) -> None:
+        """Stores the chunks of an upload that has begun, and commits it."""
         self.write(frame(*chunks))
         self.finish(sums(*chunks))
         self.commit()

@@ -38,7 +38,7 @@ async def begin(
         metrics={},
         lease=timedelta(minutes=1),
         base=base,
-        body=b"",
+        body=str(step).encode(),
     )
     name, table = name_of(run, request or step), b"".join(pack_leaves(tree_of(chunks)))
     record = await store.uploads.begin(name, new, table)

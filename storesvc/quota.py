@@ -402,8 +402,7 @@ class Quotas:
             begun.add(call.request_id)
 
     def _end_begin(self, call: Call, error: BaseException | None) -> None:
-        """Takes back the upload of a call that failed, unless another call has begun
-        the same."""
+        """Takes back the upload of a failed call, unless another has begun the same."""
         for key, calls in [*self._begun.items()]:
             if call.request_id not in calls:
                 continue
@@ -426,17 +425,7 @@ class Quotas:
         rule: QuotaRule,
         more: Callable[[StoredBytes], int],
     ) -> None:
-        """Rejects bytes that a namespace has no room for; nothing is awaited after.
-
-        Args:
-            namespace: The namespace.
-            counted: Its calls.
-            rule: Its rule.
-            more: Returns the additional bytes.
-
-        Raises:
-            QuotaExceededError: It would store too much.
-        """
+        """Rejects more bytes than a namespace has room for; awaits nothing after."""
         for seconds in (USAGE_SECONDS, RECENT_SECONDS):  # space may have become free
             usage = await self._read_usage(namespace, counted, seconds)
             used, size = counted.stored_bytes(usage), more(usage)

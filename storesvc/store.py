@@ -174,8 +174,7 @@ class Store:
 async def _create(
     bucket: TensorStoreBucket, clock: Clock
 ) -> tuple[pb.StoreRecord, Generation]:
-    """Returns the record of a new store, created by this process or a concurrent
-    one."""
+    """Returns the record of a new store, whichever process creates it first."""
     foreign = foreign_names(await bucket.first_names(_CHECKED_ENTRIES))
     if foreign:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)

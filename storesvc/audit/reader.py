@@ -20,7 +20,7 @@ tested.
 >>> [line.data for line in (*lines.add(b"a\\nbb\\n\\n"), *lines.finish())]
 [b'bb', b'a']
 >>> time = "2026-11-24T07:55:00.000000000Z"
->>> parsed(f'{{"seq":1,"time":"{time}","stage":"started"}}'.encode()).stage
+>>> parse_line(f'{{"seq":1,"time":"{time}","stage":"started"}}'.encode()).stage
 <Stage.STARTED: 'started'>
 """
 
@@ -267,11 +267,7 @@ def parse_line(line: bytes) -> Entry | Unreadable:
 
 
 def _entry(found: dict[str, Any]) -> Entry:
-    """Returns the entry of a JSON object.
-
-    Raises:
-        ValueError: A value has another type or form; the message names its key only.
-    """
+    """Returns the entry of a JSON object; a ValueError names a wrong key only."""
     latency, missing = found.get("latency_ms"), found.get("missing")
     how = found.get("authentication")
     entry = Entry(
@@ -535,10 +531,7 @@ class AuditReader:
             os.close(file)
 
     def _search(self, search: PageSearch, file: int, at: Position) -> Position | None:
-        """Searches from a position towards the beginning of the file.
-
-        Returns where the search stopped; None: nothing is left to search.
-        """
+        """Searches towards the beginning; returns where it stopped, None: there."""
         lines = BackwardLines(at)
         offset, least = at.offset, max(0, at.offset - SCAN_BYTES)
         while offset > least:
@@ -554,11 +547,7 @@ class AuditReader:
         return lines.position if offset else None
 
     def _check(self, file: int, end: int, after: Bookmark) -> None:
-        """Checks that a bookmark is of this file.
-
-        Raises:
-            InvalidPageTokenError: It is of another one.
-        """
+        """Rejects a bookmark of another file."""
         offset, long_end = after.at.offset, after.at.long_end
         is_inside = 0 < offset <= end
         if long_end is not None:

@@ -186,8 +186,7 @@ class Authenticator:
         return principal
 
     def _keys(self, issuer: Issuer) -> IssuerKeys:
-        """Returns the keys of an issuer; forgets issuers that are configured no
-        more."""
+        """Returns the keys of an issuer; forgets those that are configured no more."""
         if issuer not in self._issuers:
             current = set(self._document().issuers)
             kept = {

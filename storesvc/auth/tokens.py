@@ -158,8 +158,7 @@ class IssuerKeys:
         )
 
     async def _read_once(self, seconds: float) -> None:
-        """Reads the keys, together with other calls that wait for it, for some time at
-        most; does nothing soon after another read."""
+        """Waits for a read of the keys that calls share; none soon after another."""
         if self._reading is None or self._reading.done():
             self._reading = None
             if time.monotonic() - self._tried_at >= RETRY_SECONDS:
@@ -421,12 +420,12 @@ def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
 
 
 def _find_claim(claims: Any, path: str) -> Any:
-    """Returns a claim by its path; None if there is none. A key may have dots, such as
-    ``kubernetes.io``."""
+    """Returns a claim by its path; None if there is none."""
     if not isinstance(claims, Mapping):
         return None
     if path in claims:
         return claims[path]
+    # A key may have dots, such as ``kubernetes.io``.
     dots = [at for at, character in enumerate(path) if character == "."]
     nested = (_find_claim(claims.get(path[:at]), path[at + 1 :]) for at in dots)
     return next((found for found in nested if found is not None), None)

@@ -138,7 +138,12 @@ class GcsIssuer:
         from google.oauth2 import sts
 
         try:
-            token, until = self._own_token()
+            with self._refreshing:
+                until = _aware(self._source.expiry)
+                is_short = until is not None and until - self._clock.now() < _LEAST_LIFE
+                if not self._source.token or is_short:
+                    self._source.refresh(_bounded_request())
+                token, until = str(self._source.token), _aware(self._source.expiry)
             asked = self._clock.now()
             answer = sts.Client(self._sts_url).exchange_token(
                 _bounded_request(),
@@ -158,15 +163,6 @@ class GcsIssuer:
         ends = [asked + timedelta(seconds=float(life))] if life is not None else []
         ends += [until] if until is not None else []
         return lent, min(ends, default=asked + timedelta(hours=1))
-
-    def _own_token(self) -> tuple[str, datetime | None]:
-        """Returns the server's own token, and when it expires."""
-        with self._refreshing:
-            until = _aware(self._source.expiry)
-            is_short = until is not None and until - self._clock.now() < _LEAST_LIFE
-            if not self._source.token or is_short:
-                self._source.refresh(_bounded_request())
-            return str(self._source.token), _aware(self._source.expiry)
 
     def _error(self, cause: Any) -> StoreError:
         from google.auth.exceptions import TransportError

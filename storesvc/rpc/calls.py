@@ -253,11 +253,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 @asynccontextmanager
 async def _until_expired(principal: Principal, context: Context) -> AsyncIterator[None]:
-    """Ends a call soon after the credential of its caller has expired.
-
-    Raises:
-        TokenExpiredError: It has.
-    """
+    """Ends a call soon after the credential of its caller has expired."""
     if principal.expire_time is None:
         yield
         return

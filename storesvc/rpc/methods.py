@@ -224,10 +224,9 @@ def _list_uploads(request: Any) -> Iterator[Need]:
 
 
 def _watch(request: Any) -> Iterator[Need]:
-    """Requires a permission on a run, or on any run of a namespace: its events are
-    filtered, but the server polls it."""
+    """Requires a permission on a run, or on any run of a namespace."""
     resource = parse_resource(request.parent)
-    if isinstance(resource, Namespace):
+    if isinstance(resource, Namespace):  # its events are filtered, but it is polled
         resource = SomeRun(resource.name)
     yield Permission.CHECKPOINTS_WATCH, resource
 

@@ -176,8 +176,7 @@ def make_handler(
 
 
 def _parsing(rpc: str, method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that parses one serialised request, and checks its size and its
-    permissions."""
+    """Returns a method that parses and checks one serialised request."""
 
     async def call(data: bytes, context: Context) -> Any:
         check_size(kind.DESCRIPTOR.full_name, len(data))
@@ -192,8 +191,7 @@ def _parsing(rpc: str, method: _Method, kind: type[Message]) -> _Method:
 
 
 def _parsing_each(rpc: str, method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that parses each request of a stream when it is awaited, and
-    checks the permissions that the first one requires."""
+    """Returns a method that parses each request of a stream, and checks the first."""
 
     async def call(stream: AsyncIterator[bytes], context: Context) -> Any:
         return await method(_parsed_each(rpc, kind, stream), context)

@@ -123,12 +123,10 @@ def request_id_trailer() -> tuple[tuple[str, str], ...]:
 
 
 def _clear(error: BaseException, _: "asyncio.Task[object]") -> None:
-    """Clears the frames of an error after its call has ended.
-
-    gRPC stores the error of an aborted call, and the frames of the error refer to the
-    call: the cycle would keep a rejected request in memory until the next full garbage
-    collection of Python.
-    """
+    """Clears the frames of an error after its call has ended."""
+    # gRPC stores the error of an aborted call, and the frames of the error refer to the
+    # call: the cycle would keep a rejected request in memory until the next full
+    # garbage collection of Python.
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -118,11 +118,7 @@ def holds_store(root: str, *, timeout: float) -> bool:
 
 @asynccontextmanager
 async def _storage_timeout(root: str, seconds: float) -> AsyncIterator[None]:
-    """Limits the time of the storage calls inside.
-
-    Raises:
-        StorageUnavailableError: They took longer.
-    """
+    """Limits the time of the storage calls inside."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -139,11 +135,7 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _check_not_forked(root: str) -> None:
-    """Rejects a store in a forked child.
-
-    Raises:
-        StartError: This is one, and its parent has opened a store.
-    """
+    """Rejects a forked child of a process that has opened a store."""
     if _loops and os.getpid() not in _loops:
         raise StartError(
             InvalidFieldError(
@@ -160,7 +152,8 @@ def _remove(directory: str, owner: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _loop() -> asyncio.AbstractEventLoop:
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a coroutine, which runs in the loop of this process."""
     with _starting:
         if os.getpid() not in _loops:
             loop = asyncio.new_event_loop()
@@ -169,11 +162,7 @@ def _loop() -> asyncio.AbstractEventLoop:
                 target=loop.run_forever, name="storesvc-embedded", daemon=True
             ).start()
             _loops[os.getpid()] = loop
-        return _loops[os.getpid()]
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    running = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    running = asyncio.run_coroutine_threadsafe(coroutine, _loops[os.getpid()])
     try:
         return running.result()
     except BaseException:

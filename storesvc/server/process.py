@@ -191,8 +191,7 @@ async def serve_metrics(
 
 
 def _read_expiry(certificate: Path) -> Callable[[], float] | None:
-    """Returns a function that reads when a certificate expires, in seconds since the
-    epoch; None without the package that parses certificates."""
+    """Returns a reader of the expiry; None without the package for certificates."""
     try:
         from cryptography.x509 import load_pem_x509_certificate
     except ImportError:

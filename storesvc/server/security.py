@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
@@ -67,8 +68,12 @@ def make_security(
         found = file.current() if file is not None else none
         return with_anonymous(found) if anonymous else found
 
-    if document().issuers or document().trust_domains:
-        _check_installed()
+    needs_tokens = document().issuers or document().trust_domains
+    if needs_tokens and find_spec("joserfc") is None:
+        raise InvalidFieldError(
+            "policy: issuers: expected joserfc, which validates tokens and is not "
+            "installed: pip install 'storesvc[auth]'"
+        )
     return Security(
         authenticate=Authenticator(document, has_local=has_local).authenticate,
         policy=lambda: document().policy,
@@ -147,16 +152,6 @@ def parse_quota_rules(
 ) -> tuple[Sequence[QuotaRule], QuotaRule | None]:
     """Returns the quotas of namespaces, and the one of each principal."""
     return document.quotas, document.principal_quota
-
-
-def _check_installed() -> None:
-    try:
-        import joserfc  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise InvalidFieldError(
-            "policy: issuers: expected joserfc, which validates tokens and is not "
-            "installed: pip install 'storesvc[auth]'"
-        ) from e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def parse_subject(name: str) -> dict[str, str]:
     texts, and for names that are longer than any.
 
     Example:
-        >>> subject_of("namespaces/prod/runs/llama/checkpoints/500")
+        >>> parse_subject("namespaces/prod/runs/llama/checkpoints/500")
         {'run': 'prod/llama', 'step': '500'}
     """
     if len(name) > MAX_CHARACTERS:

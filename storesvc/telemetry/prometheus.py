@@ -87,6 +87,13 @@ _COMMIT_REASONS: Final = (
 )
 """Reasons for which a commit usually fails."""
 
+_RESULTS: Final = {
+    "": "ok",
+    "PreconditionError": "conflict",  # a usual response to a conditional write
+    "CancelledError": "cancelled",
+}
+"""Results of requests to the storage, by the class of their error; else "error"."""
+
 _ENDS: Final = ("upload aborted", "checkpoint deleted", "checkpoint purged")
 """Ends of uploads and checkpoints by a collection or a retention policy."""
 
@@ -119,7 +126,11 @@ class Metrics:
                 self._sent.labels(method, status),
             )
         )
-        self._of_request = cache(self._request_histogram)
+        self._of_request = cache(
+            lambda storage, operation, error: self._storage.labels(
+                storage, operation, _RESULTS.get(error, "error")
+            )
+        )
         self._newest_of: dict[str, float] = {}
         """Time of the newest commit of each of these runs."""
         self._contents: dict[str, RunContents] = {}
@@ -362,8 +373,7 @@ class Metrics:
         self._forget_contents()
 
     def _forget_contents(self) -> None:
-        """Sets the contents of the store to unknown: this server has not collected
-        yet, or another one does now."""
+        """Sets the contents of the store to unknown: this server does not collect."""
         for gauge in (
             *(self._runs_count, self._checkpoints, self._logical_bytes),
             *(self._stored_bytes, self._uploads_open, self._oldest_upload),
@@ -371,8 +381,7 @@ class Metrics:
             gauge.set(math.nan)
 
     def _make_known(self) -> None:
-        """Begins the series whose labels are known at 0, since a counter that begins at
-        1 has no rate."""
+        """Begins known series at 0, since a counter that begins at 1 has no rate."""
         for path in (("in", "stream"), ("in", "direct"), ("out", "stream")):
             self._chunk_bytes.labels(*path)
         for source in ("sent", "reused"):
@@ -390,14 +399,6 @@ class Metrics:
             self._denied.labels(reason)
         for what in _ENDS:
             self._ended.labels(what)
-
-    def _request_histogram(self, storage: str, operation: str, error: str) -> Histogram:
-        results = {
-            "": "ok",
-            "PreconditionError": "conflict",  # a usual response to a conditional write
-            "CancelledError": "cancelled",
-        }
-        return self._storage.labels(storage, operation, results.get(error, "error"))
 
     def _end_call(self, event: CallEnded) -> None:
         method, status = event.method, event.status

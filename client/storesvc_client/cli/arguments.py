@@ -7,12 +7,13 @@ raises an error that names the rule it breaks.
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from storesvc.format.names import InvalidNameError
 from storesvc.storage.location import parse_root
+from storesvc_client.cli.completion import Completer, Part, Which, complete_path
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,
@@ -176,6 +177,63 @@ def step_path(text: str) -> CheckpointPath:
             f"{path.which!r} may move to another checkpoint"
         )
     return path
+
+
+def whole_path(text: str) -> NamespacePath | RunPath | CheckpointPath:
+    """Returns the path of a namespace, a run or a checkpoint."""
+    path = any_path(text)
+    if isinstance(path, LeafPath):
+        raise click.BadParameter(
+            f"{text!r}: expected a checkpoint as a whole, such as {path.checkpoint}"
+        )
+    return path
+
+
+_COMPLETIONS: Final[dict[Callable[[str], object], Completer]] = {
+    parent_path: complete_path(Part.NAMESPACE, Part.RUN),
+    readable_checkpoint: complete_path(Part.CHECKPOINT, Part.LEAF),
+    readable_item: complete_path(Part.LEAF, Part.LEAF, items=True),
+    readable_leaves: complete_path(Part.LEAF, Part.LEAF),
+    readable_path: complete_path(Part.NAMESPACE, Part.LEAF),
+    readable_place: complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
+    run_or_checkpoint: complete_path(Part.RUN, Part.CHECKPOINT),
+    run_path: complete_path(Part.RUN, Part.RUN),
+    run_place: complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
+    step_path: complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.STEPS),
+    whole_checkpoint: complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
+    whole_path: complete_path(Part.NAMESPACE, Part.CHECKPOINT),
+}
+
+
+def path_argument(
+    name: str,
+    convert: Callable[[str], object],
+    *,
+    metavar: str = "PATH",
+    required: bool = True,
+    nargs: int = 1,
+    completion: Completer | None = None,
+) -> Callable[[_Command], _Command]:
+    """Adds a path to a command, as its argument ``name``.
+
+    Args:
+        name: The argument.
+        convert: Function of this module that parses the path, and decides what a shell
+            offers.
+        metavar: Text of the argument in the help.
+        required: Whether it must be given.
+        nargs: Number of paths; -1: one or more.
+        completion: What a shell offers in place of that.
+    """
+    text = metavar if nargs == 1 else f"{metavar}..."
+    return click.argument(
+        name,
+        type=convert,
+        metavar=text if required else f"[{text}]",
+        required=required,
+        nargs=nargs,
+        shell_complete=completion or _COMPLETIONS[convert],
+    )
 
 
 def store_target(text: str) -> str:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
@@ -40,9 +39,9 @@ from storesvc_client.cli.paths import CheckpointPath, RunPath, is_foreign, parse
 if TYPE_CHECKING:
     from storesvc_client import Client, Run
 
-Completer: TypeAlias = (
-    "Callable[[click.Context, click.Parameter, str], list[CompletionItem]]"
-)
+Completer: TypeAlias = Callable[
+    [click.Context, click.Parameter, str], list[CompletionItem]
+]
 
 
 class Part(IntEnum):
@@ -62,68 +61,6 @@ class Which(IntEnum):
     """No tags, nor latest."""
     DELETED = 3
     """Steps of deleted checkpoints."""
-
-
-def complete_path(
-    least: Part,
-    most: Part,
-    *,
-    which: Which = Which.ANY,
-    items: bool = False,
-    contexts: bool = False,
-) -> Completer:
-    """Returns the completion of a path.
-
-    Args:
-        least: Last part that the path must have.
-        most: Last part that it may have.
-        which: Checkpoints that are candidates.
-        items: Whether the path ends in an item, and not in leaves.
-        contexts: Whether a context may come before it.
-    """
-
-    def complete(
-        context: click.Context, _parameter: click.Parameter, text: str
-    ) -> "list[CompletionItem]":
-
-        rule = PathRule(
-            least=least, most=most, which=which, items=items, contexts=contexts
-        )
-        return complete_text(partial(paths, rule), context, text)
-
-    return complete
-
-
-def complete_tag(
-    context: click.Context, _parameter: click.Parameter, text: str
-) -> "list[CompletionItem]":
-    """Returns tags of the run in the argument ``path``."""
-
-    return complete_text(tags, context, text)
-
-
-def complete_context(
-    context: click.Context, _parameter: click.Parameter, text: str
-) -> "list[CompletionItem]":
-    """Returns names of contexts."""
-
-    return complete_text(context_names, context, text)
-
-
-def complete_condition(
-    context: click.Context, _parameter: click.Parameter, text: str
-) -> "list[CompletionItem]":
-    """Returns fields of the records at the argument ``path``, as --where has them."""
-
-    return complete_text(conditions, context, text)
-
-
-def complete_order(
-    context: click.Context, _parameter: click.Parameter, text: str
-) -> "list[CompletionItem]":
-    """Returns fields of the records at the argument ``path``, as --sort has them."""
-
-    return complete_text(orders, context, text)
 
 
 TIMEOUT: Final = 1.0
@@ -168,23 +105,66 @@ class PathRule:
     """True if a context may come before it."""
 
 
-def paths(rule: PathRule, context: click.Context, text: str) -> Iterator[Candidate]:
-    """Yields paths that begin with a text, up to their next part."""
-    connection, prefix = _connection(context), ""
-    name, colon, rest = text.partition(":")
-    if rule.contexts and colon and "/" not in name and "@" not in name:
-        connection, prefix, text = connection.to_context(name), f"{name}:", rest
-    elif rule.contexts and "/" not in text:
-        for known in _context_names():
-            yield Candidate(value=f"{known}:", is_part=True)
-    if is_foreign(text):
-        return
-    with connection.open() as client:
-        for found in _Reader(client, rule).paths(text):
-            yield replace(found, value=prefix + found.value)
+def _completer(
+    candidates: Callable[[click.Context, str], Iterator[Candidate]],
+) -> Completer:
+    """Returns a completion: the candidates that begin with the typed text."""
+
+    def complete(
+        context: click.Context, _parameter: click.Parameter, text: str
+    ) -> list[CompletionItem]:
+        found, unquoted = list[Candidate](), list[Candidate]()
+        ends = time.monotonic() + ENOUGH
+        with suppress(Exception), context:  # a shell that completes shows no errors
+            for candidate in candidates(context, text):
+                if candidate.value.startswith(text):
+                    found.append(candidate)
+                elif candidate.name.startswith(text):
+                    unquoted.append(candidate)
+                if time.monotonic() > ends:
+                    break
+        return [
+            CompletionItem(each.value, help=each.note, is_part=each.is_part)
+            # not both: they have nothing in common that a shell could put in place of
+            # the text
+            for each in found or unquoted
+            # a key that the shell would show as control characters is not typed either
+            if each.value.isprintable()
+        ]
+
+    return complete
 
 
-def tags(context: click.Context, _text: str) -> Iterator[Candidate]:
+def complete_path(
+    least: Part,
+    most: Part,
+    *,
+    which: Which = Which.ANY,
+    items: bool = False,
+    contexts: bool = False,
+) -> Completer:
+    """Returns the completion of a path, up to its next part; see ``PathRule``."""
+    rule = PathRule(least=least, most=most, which=which, items=items, contexts=contexts)
+
+    def find_paths(context: click.Context, text: str) -> Iterator[Candidate]:
+        connection, prefix = _connection(context), ""
+        name, colon, rest = text.partition(":")
+        if rule.contexts and colon and "/" not in name and "@" not in name:
+            connection, prefix, text = connection.to_context(name), f"{name}:", rest
+        elif rule.contexts and "/" not in text:
+            for known in _context_names():
+                yield Candidate(value=f"{known}:", is_part=True)
+        if is_foreign(text):
+            return
+        with connection.open() as client:
+            for found in _Reader(client, rule).paths(text):
+                yield replace(found, value=prefix + found.value)
+
+    return _completer(find_paths)
+
+
+@_completer
+def complete_tag(context: click.Context, _text: str) -> Iterator[Candidate]:
     """Yields the tags of the run in the argument ``path``."""
     path = context.params.get("path")
     if isinstance(path, RunPath | CheckpointPath) and not is_foreign(path.run):
@@ -193,13 +173,15 @@ def tags(context: click.Context, _text: str) -> Iterator[Candidate]:
                 yield Candidate(value=tag.name, note=f"step {tag.step}")
 
 
-def context_names(_context: click.Context, _text: str) -> Iterator[Candidate]:
+@_completer
+def complete_context(_context: click.Context, _text: str) -> Iterator[Candidate]:
     """Yields the names of the contexts."""
     for name in _context_names():
         yield Candidate(value=name)
 
 
-def conditions(context: click.Context, _text: str) -> Iterator[Candidate]:
+@_completer
+def complete_condition(context: click.Context, _text: str) -> Iterator[Candidate]:
     """Yields the fields of the records at the argument ``path``, and the metrics and
     labels of the newest checkpoints, in quotes where a condition needs them."""
     for name in _fields(context):
@@ -209,9 +191,10 @@ def conditions(context: click.Context, _text: str) -> Iterator[Candidate]:
             yield Candidate(value=f"{quote}{name}{quote}", name=name)
 
 
-def orders(context: click.Context, text: str) -> Iterator[Candidate]:
-    """Yields the fields that ``conditions`` yields, without quotes; each after "-" if
-    the text begins with it."""
+@_completer
+def complete_order(context: click.Context, text: str) -> Iterator[Candidate]:
+    """Yields the fields of ``complete_condition`` without quotes; each after "-" if the
+    text begins with it."""
     sign = "-" if text.startswith("-") else ""
     for name in _fields(context):
         yield Candidate(value=sign + name)
@@ -235,33 +218,6 @@ def _fields(context: click.Context) -> Iterator[str]:
                 if name not in seen:
                     seen.add(name)
                     yield name
-
-
-def complete_text(
-    candidates: Callable[[click.Context, str], Iterator[Candidate]],
-    context: click.Context,
-    text: str,
-) -> "list[CompletionItem]":
-    """Returns the candidates that begin with the typed text."""
-    from click.shell_completion import CompletionItem
-
-    found, unquoted = list[Candidate](), list[Candidate]()
-    ends = time.monotonic() + ENOUGH
-    with suppress(Exception), context:  # a shell that completes shows no errors
-        for candidate in candidates(context, text):
-            if candidate.value.startswith(text):
-                found.append(candidate)
-            elif candidate.name.startswith(text):
-                unquoted.append(candidate)
-            if time.monotonic() > ends:
-                break
-    return [
-        CompletionItem(each.value, help=each.note, is_part=each.is_part)
-        # not both: a shell would replace the text by what they have in common, nothing
-        for each in found or unquoted
-        # a key that the shell would show as control characters is not typed either
-        if each.value.isprintable()
-    ]
 
 
 def _connection(context: click.Context) -> Connection:

@@ -16,6 +16,7 @@ from storesvc_client.cli.arguments import (
     etag,
     json_option,
     label,
+    path_argument,
     run_or_checkpoint,
     step_path,
     whole_checkpoint,
@@ -87,14 +88,7 @@ def change_each(
 
 
 @click.command()
-@click.argument(
-    "paths",
-    type=step_path,
-    metavar="PATH...",
-    nargs=-1,
-    required=True,
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.STEPS),
-)
+@path_argument("paths", step_path, nargs=-1)
 @click.option(
     "--purge-delay",
     type=duration,
@@ -162,13 +156,11 @@ def rm(
 
 
 @click.command()
-@click.argument(
+@path_argument(
     "paths",
-    type=step_path,
-    metavar="PATH...",
+    step_path,
     nargs=-1,
-    required=True,
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.DELETED),
+    completion=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.DELETED),
 )
 @json_option
 @pass_connection
@@ -215,12 +207,7 @@ def metric(text: str) -> tuple[str, float]:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=whole_checkpoint,
-    metavar="PATH",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
-)
+@path_argument("path", whole_checkpoint)
 @click.option(
     "--label",
     "labels",
@@ -349,12 +336,7 @@ def tag_name(text: str) -> str:
 
 
 @click.command(context_settings={"allow_extra_args": True})
-@click.argument(
-    "path",
-    type=run_or_checkpoint,
-    metavar="PATH",
-    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT),
-)
+@path_argument("path", run_or_checkpoint)
 @click.argument(
     "name",
     type=tag_name,

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc_client._views.tables import HOLDS
-from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
-from storesvc_client.cli.completion import Part, complete_path
+from storesvc_client.cli.arguments import (
+    duration,
+    json_option,
+    path_argument,
+    run_or_checkpoint,
+)
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import Listing, print_json, print_note
@@ -108,12 +112,7 @@ _HOLDS: Final = Listing(HOLDS)
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=run_or_checkpoint,
-    metavar="PATH",
-    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT),
-)
+@path_argument("path", run_or_checkpoint)
 @click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
 @click.option(
     "--owner", metavar="NAME", help="Owner of the hold; this machine by default."

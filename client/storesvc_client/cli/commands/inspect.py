@@ -16,10 +16,10 @@ from storesvc_client.cli.arguments import (
     expand_option,
     foreign_options,
     json_option,
+    path_argument,
     readable_place,
     whole_checkpoint,
 )
-from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import json_value, print_json, print_table
@@ -40,12 +40,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=whole_checkpoint,
-    metavar="PATH",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
-)
+@path_argument("path", whole_checkpoint)
 @json_option
 @pass_connection
 def verify(connection: Connection, *, path: CheckpointPath, as_json: bool) -> None:
@@ -97,18 +92,8 @@ def _verify(client: "Client", path: CheckpointPath) -> "Verification":
 
 
 @click.command()
-@click.argument(
-    "before",
-    type=readable_place,
-    metavar="BEFORE",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
-)
-@click.argument(
-    "after",
-    type=readable_place,
-    metavar="AFTER",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
-)
+@path_argument("before", readable_place, metavar="BEFORE")
+@path_argument("after", readable_place, metavar="AFTER")
 @expand_option
 @foreign_options
 @json_option

@@ -41,14 +41,13 @@ from storesvc_client.cli.arguments import (
     expand_option,
     foreign_options,
     json_option,
+    path_argument,
     readable_checkpoint,
     readable_path,
 )
 from storesvc_client.cli.completion import (
-    Part,
     complete_condition,
     complete_order,
-    complete_path,
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import check_namespace
@@ -99,12 +98,7 @@ _COLUMNS: Final = (
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=readable_checkpoint,
-    metavar="PATH",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.LEAF),
-)
+@path_argument("path", readable_checkpoint)
 @click.option(
     "--depth",
     type=WholeNumber(min=1),
@@ -195,13 +189,7 @@ def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=readable_path,
-    metavar="[PATH]",
-    required=False,
-    shell_complete=complete_path(Part.NAMESPACE, Part.LEAF),
-)
+@path_argument("path", readable_path, required=False)
 @click.option(
     "--where",
     multiple=True,
@@ -322,12 +310,7 @@ _SHOWN_ITEMS: Final = 20
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=readable_path,
-    metavar="PATH",
-    shell_complete=complete_path(Part.NAMESPACE, Part.LEAF),
-)
+@path_argument("path", readable_path)
 @foreign_options
 @json_option
 @pass_connection

@@ -21,10 +21,10 @@ from storesvc_client._views.texts import (
 from storesvc_client.cli.arguments import (
     foreign_options,
     json_option,
+    path_argument,
     readable_item,
     readable_leaves,
 )
-from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.leaves import (
@@ -50,12 +50,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=readable_item,
-    metavar="PATH",
-    shell_complete=complete_path(Part.LEAF, Part.LEAF, items=True),
-)
+@path_argument("path", readable_item)
 @foreign_options
 @pass_connection
 def cat(connection: Connection, *, path: LeafPath, options: ForeignOptions) -> None:
@@ -108,12 +103,7 @@ _COLUMNS: Final = (
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=readable_leaves,
-    metavar="PATH",
-    shell_complete=complete_path(Part.LEAF, Part.LEAF),
-)
+@path_argument("path", readable_leaves)
 @click.option(
     "--output",
     "-o",

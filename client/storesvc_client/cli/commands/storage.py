@@ -18,13 +18,13 @@ from storesvc_client._views.tables import (
 )
 from storesvc_client._views.texts import ABSENT, plural, size_text, time_text
 from storesvc_client.cli.arguments import (
-    any_path,
     duration,
     json_option,
     parent_path,
+    path_argument,
     run_path,
+    whole_path,
 )
-from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal, check_namespace
 from storesvc_client.cli.output import (
@@ -38,10 +38,8 @@ from storesvc_client.cli.output import (
 )
 from storesvc_client.cli.paths import (
     CheckpointPath,
-    LeafPath,
     NamespacePath,
     RunPath,
-    StorePath,
 )
 
 if TYPE_CHECKING:
@@ -68,13 +66,7 @@ _PASSES: Final = (
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=parent_path,
-    metavar="[PATH]",
-    required=False,
-    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
-)
+@path_argument("path", parent_path, required=False)
 @click.option(
     "--dry-run", is_flag=True, help="Change nothing; show what a collection would do."
 )
@@ -158,24 +150,8 @@ _CHECKPOINTS: Final = (
 )
 
 
-def whole_path(text: str) -> NamespacePath | RunPath | CheckpointPath:
-    """Returns the path of a namespace, a run or a checkpoint."""
-    path: StorePath = any_path(text)
-    if isinstance(path, LeafPath):
-        raise click.BadParameter(
-            f"{text!r}: expected a checkpoint as a whole, such as {path.checkpoint}"
-        )
-    return path
-
-
 @click.command()
-@click.argument(
-    "path",
-    type=whole_path,
-    metavar="[PATH]",
-    required=False,
-    shell_complete=complete_path(Part.NAMESPACE, Part.CHECKPOINT),
-)
+@path_argument("path", whole_path, required=False)
 @json_option
 @pass_connection
 def du(
@@ -305,12 +281,7 @@ def policy(text: str) -> "RetentionPolicy":
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=run_path,
-    metavar="RUN",
-    shell_complete=complete_path(Part.RUN, Part.RUN),
-)
+@path_argument("path", run_path, metavar="RUN")
 @click.argument("wanted", type=policy, metavar="[POLICY]", required=False)
 @click.option(
     "--dry-run",
@@ -460,13 +431,7 @@ _UPLOADS_BY_RUN: Final = Listing(UPLOADS_BY_RUN)
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=parent_path,
-    metavar="[PATH]",
-    required=False,
-    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
-)
+@path_argument("path", parent_path, required=False)
 @click.option(
     "--abort",
     metavar="UPLOAD",

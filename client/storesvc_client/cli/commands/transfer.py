@@ -14,6 +14,7 @@ from storesvc_client.cli.arguments import (
     foreign_options,
     json_option,
     label,
+    path_argument,
     run_path,
     run_place,
     whole_checkpoint,
@@ -36,17 +37,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "source",
-    type=run_place,
-    metavar="SRC",
-    shell_complete=complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
-)
-@click.argument(
+@path_argument("source", run_place, metavar="SRC")
+@path_argument(
     "target",
-    type=run_place,
+    run_place,
     metavar="DST",
-    shell_complete=complete_path(Part.RUN, Part.RUN, contexts=True),
+    completion=complete_path(Part.RUN, Part.RUN, contexts=True),
 )
 @click.option("--steps", type=step_list, metavar="STEPS", help="Copy these: 100,200.")
 @click.option("--no-tags", is_flag=True, help="Set no tags.")
@@ -152,12 +148,7 @@ def _size(text: str) -> int:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=whole_checkpoint,
-    metavar="RUN@STEP",
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
-)
+@path_argument("path", whole_checkpoint, metavar="RUN@STEP")
 @click.argument("target", metavar="FORMAT:PLACE")
 @click.option(
     "--select",
@@ -262,12 +253,7 @@ def _source(text: str) -> RunPath | CheckpointPath:
 
 @click.command("import")
 @click.argument("source", type=_source, metavar="SRC")
-@click.argument(
-    "path",
-    type=run_path,
-    metavar="RUN",
-    shell_complete=complete_path(Part.RUN, Part.RUN),
-)
+@path_argument("path", run_path, metavar="RUN")
 @click.option(
     "--steps", type=step_list, metavar="STEPS", help="Import these steps: 100,200."
 )

@@ -13,9 +13,9 @@ from storesvc_client.cli.arguments import (
     WholeNumber,
     json_option,
     parent_path,
+    path_argument,
     whole_checkpoint,
 )
-from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Interrupted, Refusal
 from storesvc_client.cli.output import json_value, print_json, print_note
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=whole_checkpoint,
-    metavar="[PATH]",
-    required=False,
-    shell_complete=complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
-)
+@path_argument("path", whole_checkpoint, required=False)
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -102,12 +96,7 @@ def trace(
 
 
 @click.command()
-@click.argument(
-    "path",
-    type=parent_path,
-    metavar="PATH",
-    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
-)
+@path_argument("path", parent_path)
 @click.option(
     "--since",
     metavar="now|latest|TOKEN",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ from storesvc.format.grids import Region
 from storesvc.format.trees import Tree
 from storesvc_client import ForeignRun
 from storesvc_client._chunks.memory import ExtentPool
-from storesvc_client._foreign.foreign_step import ForeignStep, Reading
-from tests.foreign.zarr_format import ZarrArray, ZarrRoot, sample_arrays
+from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep, Reading
+from tests.foreign.zarr_format import ZarrRoot, sample_arrays
 
 CHUNKS = {"params/dense/kernel": (10, 5), "params/table": (3000, 1000)}
 TABLE = np.arange(6_000_000, dtype=np.float32).reshape(3000, 2000)
@@ -251,7 +251,7 @@ def test_a_shape_that_no_store_can_hold_is_rejected_before_anything_is_stored(
 class Stopping:
     """An array whose reads fail after some."""
 
-    def __init__(self, array: ZarrArray, left: int) -> None:
+    def __init__(self, array: ForeignArray, left: int) -> None:
         self._array = array
         self._left = left
 
@@ -264,20 +264,24 @@ class Stopping:
         return reading
 
 
-class StoppingRoot(ZarrRoot):
-    """A location whose storage stops in the last chunk of the table."""
+class WrappingRoot(ZarrRoot):
+    """A location whose last array is read by another one."""
+
+    def __init__(self, path: Path, wrap: Callable[[Any], ForeignArray]) -> None:
+        super().__init__(path)
+        self._wrap = wrap
 
     def open(self, step: int) -> ForeignStep:
         found = super().open(step)
-        last = cast("ZarrArray", found.arrays[-1])
-        return replace(found, arrays=[*found.arrays[:-1], Stopping(last, 1)])
+        last = self._wrap(found.arrays[-1])
+        return replace(found, arrays=[*found.arrays[:-1], last])
 
 
 @pytest.mark.slow
 def test_an_interrupted_step_is_resumed_with_what_was_stored(
     tmp_path: Path, client: store.Client, run: store.Run
 ) -> None:
-    root = StoppingRoot(tmp_path)
+    root = WrappingRoot(tmp_path, lambda table: Stopping(table, 1))
     root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
     with pytest.raises(store.UnavailableError, match="the storage is gone"):
         run.import_from(ForeignRun(root))
@@ -294,7 +298,9 @@ def test_an_interrupted_step_is_resumed_with_what_was_stored(
 class Interrupting:
     """An array whose second read is interrupted, as by Ctrl-C or by a kill."""
 
-    def __init__(self, array: ZarrArray, number: signal.Signals) -> None:
+    def __init__(
+        self, array: ForeignArray, number: signal.Signals = signal.SIGINT
+    ) -> None:
         self._array = array
         self._number = number
         self._reads = 0
@@ -306,27 +312,10 @@ class Interrupting:
         return self._array.read(region, into)
 
 
-class InterruptingRoot(ZarrRoot):
-    """A location whose last array is one."""
-
-    number = signal.SIGINT
-
-    def open(self, step: int) -> ForeignStep:
-        found = super().open(step)
-        last = Interrupting(cast("ZarrArray", found.arrays[-1]), self.number)
-        return replace(found, arrays=[*found.arrays[:-1], last])
-
-
-class KillingRoot(InterruptingRoot):
-    """A location whose reader is killed."""
-
-    number = signal.SIGKILL
-
-
 def test_ctrl_c_ends_an_import_that_is_then_repeated(
     tmp_path: Path, run: store.Run
 ) -> None:
-    root = InterruptingRoot(tmp_path)
+    root = WrappingRoot(tmp_path, Interrupting)
     root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
 
     with pytest.raises(KeyboardInterrupt):
@@ -372,31 +361,20 @@ class Waiting:
             self.readings[0].set_exception(self._error)
 
 
-class WaitingRoot(ZarrRoot):
-    """A location whose last array is one."""
-
-    def __init__(self, path: Path, error: Exception | None) -> None:
-        super().__init__(path)
-        self.last = Waiting(error)
-
-    def open(self, step: int) -> ForeignStep:
-        found = super().open(step)
-        return replace(found, arrays=[*found.arrays[:-1], self.last])
-
-
 @pytest.mark.parametrize("error", [None, store.UnavailableError("it is gone")])
 def test_reads_that_no_import_waits_for_any_more_are_cancelled(
     error: Exception | None, tmp_path: Path, run: store.Run
 ) -> None:
-    root = WaitingRoot(tmp_path, error)
+    last = Waiting(error)
+    root = WrappingRoot(tmp_path, lambda _: last)
     root.write(1, {"params/table": TABLE}, chunks=CHUNKS)
 
     with pytest.raises(KeyboardInterrupt if error is None else type(error)):
         run.import_from(ForeignRun(root))
 
-    left = root.last.readings if error is None else root.last.readings[1:]
+    left = last.readings if error is None else last.readings[1:]
     assert [True] * len(left) == [reading.cancelled() for reading in left]
-    assert 2 == len(root.last.readings)
+    assert 2 == len(last.readings)
 
 
 @pytest.mark.slow
@@ -406,16 +384,19 @@ def test_an_import_that_is_killed_is_repeated(tmp_path: Path) -> None:
     for step in (1, 2):
         root.write(step, {"params/table": TABLE + step}, chunks=CHUNKS)
     program = f"""
+import signal
+from functools import partial
 from pathlib import Path
 import storesvc_client as store
-from tests.foreign.test_importing import KillingRoot
+from tests.foreign.test_importing import Interrupting, WrappingRoot
 from storesvc_client import ForeignRun
 from tests.foreign.zarr_format import ZarrRoot
 folder = Path({str(tmp_path / "foreign")!r})
 with store.connect({uri!r}) as client:
     run = client.run("a/b")
     run.import_from(ForeignRun(ZarrRoot(folder)), steps=[1])
-    run.import_from(ForeignRun(KillingRoot(folder)))
+    kill = partial(Interrupting, number=signal.SIGKILL)
+    run.import_from(ForeignRun(WrappingRoot(folder, kill)))
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False)
 

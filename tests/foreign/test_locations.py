@@ -2,10 +2,7 @@
 
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import fsspec
@@ -24,6 +21,7 @@ from storesvc_client.errors import (
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
+from tests.foreign.web_server import QuietHandler, serving
 
 FILES = {"a.json": b"{}", "sub/data": b"0123456789", "sub/deep/more": b"x"}
 """Files of each location."""
@@ -32,17 +30,22 @@ OUTWARD = ["../other", "/etc/passwd", "sub/../../x", "", ".", "a//b", "a\0b", "a
 """Paths that no location accepts."""
 
 
-def filled(url: str) -> Location:
-    """Returns a location that holds ``FILES``, written by fsspec or TensorStore."""
-    found = open_location(url)
-    if url.startswith("memory:"):
-        for name, data in FILES.items():
-            fsspec.filesystem("memory").pipe_file(f"{url}/{name}", data)
-        return found
-    with found.opening():
-        store = ts.KvStore.open(found.kvstore()).result()
-    for name, data in FILES.items():
+def put(location: Location, files: Mapping[str, bytes]) -> None:
+    """Writes files into a location by fsspec or TensorStore."""
+    if location.url.startswith("memory:"):
+        for name, data in files.items():
+            fsspec.filesystem("memory").pipe_file(f"{location.url}/{name}", data)
+        return
+    with location.opening():
+        store = ts.KvStore.open(location.kvstore()).result()
+    for name, data in files.items():
         store.write(name, data).result()
+
+
+def filled(url: str) -> Location:
+    """Returns a location that holds ``FILES``."""
+    found = open_location(url)
+    put(found, FILES)
     return found
 
 
@@ -110,12 +113,7 @@ def test_a_list_shows_what_was_written_after_the_previous_one(
     location: Location,
 ) -> None:
     assert ["a.json", "sub/"] == list(location.names())
-    if "memory" in location.url:
-        fsspec.filesystem("memory").pipe_file(f"{location.url}/new", b"")
-    else:
-        with location.opening():
-            store = ts.KvStore.open(location.kvstore()).result()
-        store.write("new", b"").result()
+    put(location, {"new": b""})
     assert ["a.json", "new", "sub/"] == list(location.names())
 
 
@@ -128,15 +126,9 @@ def test_the_stamp_of_a_file_changes_when_it_is_written_again(
     assert "" == before["deep/"]
     assert before == location.stamps("sub")
     assert {} == location.stamps("absent")
-    if "memory" in location.url:
-        fsspec.filesystem("memory").pipe_file(f"{location.url}/sub/data", b"9876543210")
-    elif location.is_local:
-        (tmp_path / "sub/data").write_bytes(b"9876543210")
+    put(location, {"sub/data": b"9876543210"})
+    if location.is_local:
         os.utime(tmp_path / "sub/data", (1, 1))
-    else:
-        with location.opening():
-            store = ts.KvStore.open(location.kvstore()).result()
-        store.write("sub/data", b"9876543210").result()
     assert before["data"] != location.stamps("sub")["data"]
 
 
@@ -240,25 +232,15 @@ def test_a_web_server_is_listed_and_one_without_ranges_is_rejected(
 ) -> None:
     (tmp_path / "a.json").write_bytes(b"{}")
     (tmp_path / "sub").mkdir()
-    serve = partial(_QuietHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        location = open_location(f"http://127.0.0.1:{server.server_port}")
+    with serving(tmp_path, QuietHandler) as url:
+        location = open_location(url)
         assert ["a.json", "sub/"] == list(location.names())
         assert b"{}" == location.read("a.json", limit=2)
         assert "http" == location.kvstore("sub")["driver"]
         with pytest.raises(PreconditionError, match="expected a server of ranges"):
             location.read_range("a.json", 1, 2)
-        server.shutdown()
     with pytest.raises(UnavailableError, match=r"a\.json: cannot be read"):
         location.read("a.json", limit=2)
-
-
-class _QuietHandler(SimpleHTTPRequestHandler):
-    """Serves a folder and logs nothing."""
-
-    def log_message(self, *args: object) -> None:
-        """Logs nothing."""
 
 
 @pytest.mark.parametrize(

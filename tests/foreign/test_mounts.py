@@ -1,12 +1,8 @@
 """Checkpoints of Orbax are restored in place, with the planner of a store."""
 
 import os
-import re
 import shutil
-import threading
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +19,7 @@ from storesvc_client._foreign.locations import open_location
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.foreign.orbax_checkpoints import WRITERS, arrays, mesh, tree_for
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes the checkpoints of a writer once; returns their folder."""
-    folder = tmp_path_factory.mktemp("orbax")
-
-    def write(writer: str) -> Path:
-        path = folder / writer
-        if not path.exists():
-            WRITERS[writer](path, tree_for(writer))
-        return path
-
-    return write
+from tests.foreign.web_server import RangeHandler, RedirectHandler, serving
 
 
 def assert_same(expected: Any, actual: Any) -> None:
@@ -217,67 +200,19 @@ def test_the_state_of_a_list_of_modules_is_restored(tmp_path: Path) -> None:
 def test_a_web_server_with_ranges_is_read(written: Callable[[str], Path]) -> None:
     state = tree_for("v1-save")
     folder = written("v1-save")
-    handler = partial(RangeHandler, directory=str(folder.parent))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
-        assert_same(
-            state, store.open_foreign(url, trust_uncommitted=True).restore(like=state)
-        )
-        server.shutdown()
-
-
-class RangeHandler(SimpleHTTPRequestHandler):
-    """Serves a folder, and ranges of its files."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # a body after its headers would wait 40 ms
-
-    def do_GET(self) -> None:
-        """Sends a file, a range of one, or a list."""
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        file = Path(self.translate_path(self.path))
-        if found is None or not file.is_file():
-            super().do_GET()
-            return
-        start, stop, data = int(found[1]), int(found[2]) + 1, file.read_bytes()
-        part = data[start:stop]
-        self.send_response(206)
-        end = start + len(part) - 1
-        self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-    def log_message(self, *args: object) -> None:
-        """Logs nothing."""
-
-
-class RedirectHandler(RangeHandler):
-    """Serves a folder, but the data files of a database from elsewhere."""
-
-    def do_GET(self) -> None:
-        """Sends a file, a list, or another address."""
-        if "/d/" not in self.path:
-            super().do_GET()
-            return
-        self.send_response(302)
-        self.send_header("Location", "http://127.0.0.1:9/elsewhere")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+    with serving(folder.parent, RangeHandler) as url:
+        run = store.open_foreign(f"orbax:{url}/{folder.name}", trust_uncommitted=True)
+        assert_same(state, run.restore(like=state))
 
 
 def test_a_web_server_that_redirects_is_named_and_no_damage(
     written: Callable[[str], Path],
 ) -> None:
     folder = written("v1-save")
-    handler = partial(RedirectHandler, directory=str(folder.parent))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"orbax:http://127.0.0.1:{server.server_port}/{folder.name}"
+    with serving(folder.parent, RedirectHandler) as url:
+        run = store.open_foreign(f"orbax:{url}/{folder.name}", trust_uncommitted=True)
         with pytest.raises(store.PreconditionError, match="got a redirect to another"):
-            store.open_foreign(url, trust_uncommitted=True).restore()
-        server.shutdown()
+            run.restore()
 
 
 def test_a_damaged_data_file_fails_the_restore(

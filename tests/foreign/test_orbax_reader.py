@@ -29,22 +29,6 @@ from tests.foreign.orbax_checkpoints import (
 from tests.support.foreign_reading import read_items
 
 
-@pytest.fixture(scope="module")
-def written(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Path]:
-    """Writes the checkpoints of a writer once; returns their folder."""
-    folder = tmp_path_factory.mktemp("orbax")
-
-    def write(writer: str) -> Path:
-        path = folder / writer
-        if not path.exists():
-            WRITERS[writer](path, tree_for(writer))
-        return path
-
-    return write
-
-
 def read(path: Path, step: int | None = None) -> ForeignStep:
     """Returns a step of a folder, the newest one by default."""
     root = open_root(open_location(path))

@@ -59,16 +59,12 @@ from storesvc_client.trees.nnx.graphs import (
     split_module,
     with_values,
 )
-from storesvc_client.trees.nnx.restore_model import (
-    Options,
-    Request,
-    rebuild_state,
-    restore_opt_state,
-)
+from storesvc_client.trees.nnx.restore_plans import Options, Request, plan_opt_state
 from storesvc_client.trees.nnx.saved_models import (
     check_run,
     open_checkpoint,
     opened_run,
+    rebuild_state,
     save_state,
 )
 
@@ -512,8 +508,10 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected a state with tx to load for, got none; see init_tx"
             )
         with opened_run(load_directory, client=client) as (run, which):
-            opened = run.open(which, distributed=ALL_PROCESSES)
-            return self.replace(opt_state=restore_opt_state(get_reader(opened), self))
+            reader = get_reader(run.open(which, distributed=ALL_PROCESSES))
+            request = plan_opt_state(reader, self)
+            restored: Any = reader.restore(request, DEFAULT_DEADLINE)
+            return self.replace(opt_state=restored["opt_state"])
 
     def _rules(
         self, rules: Rules | None, indivisible: Indivisible

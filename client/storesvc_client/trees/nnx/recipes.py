@@ -18,7 +18,8 @@ zlib-compressed JSON in ``LeafTable.structure``::
 In ``storesvc.recipe/1``, which can still be read, the config is the result of its
 ``to_dict``.
 
-The content is not trusted; it is compared as data. Only if a caller requests a module
+The content is not trusted; it is compared as data. All differences go into one error,
+or into the log if the caller asked for that. Only if a caller requests a module
 and gives no code is the structure decoded, with an exact allow-list.
 
 A saved config is rebuilt as an object of the model's config class. This is found in one
@@ -47,6 +48,8 @@ from flax import nnx
 from storesvc.format.keys import escape_part, join_key
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._items.values import pack_document, unpack_document
+from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._values.options import OnMismatch
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,
@@ -73,6 +76,9 @@ from storesvc_client.trees.structure import (
     encode_data,
     encode_graphdef,
     encode_settings,
+    is_execution,
+    merge_configs,
+    merge_layers,
     plain_settings,
 )
 from storesvc_client.trees.structure.descriptions import IGNORED
@@ -531,6 +537,122 @@ def _field_text(value: Any) -> str:
     if isinstance(value, Opaque):
         return str(value)
     return ABSENT if value is None else repr(value)
+
+
+_MAX_TEXT: Final = 300
+"""Maximum characters of one difference in a message."""
+
+_SHOWN: Final = 5
+"""Maximum structure differences that one message lists next to config fields."""
+
+
+def read_recipe(name: str, document: bytes, on_mismatch: OnMismatch) -> Recipe | None:
+    """Returns the recipe in the document of a checkpoint, or None if it has none.
+
+    Raises:
+        StructureError: It is corrupt, and ``on_mismatch`` is "raise".
+    """
+    if not document:
+        return None
+    try:
+        return Recipe.unpack(document)
+    except StructureError as e:
+        if on_mismatch == "raise":
+            raise
+        _log.warning(
+            "%s: its model is not compared, because the recipe cannot be read: %s",
+            name,
+            e,
+        )
+        return None
+
+
+def compare_models(
+    name: str,
+    recipe: Recipe | None,
+    target: Recipe,
+    *,
+    on_mismatch: OnMismatch,
+) -> None:
+    """Rejects a model or an optimizer that differs from the saved one.
+
+    Args:
+        name: Name of the checkpoint.
+        recipe: Recipe of the checkpoint; None: nothing is compared.
+        target: Recipe of the model to build.
+        on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
+            the config, which may not affect any computation, are logged.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    if recipe is None:
+        return
+    settings = recipe.config_differences(target)
+    places = recipe.optimizer_differences(target.opt_state)
+    places += recipe.field_differences(target)
+    places += recipe.model_differences(target)
+    execution = [each for each in (*settings, *places) if is_execution(each)]
+    if execution:
+        _log.info(
+            "%s: the model is computed in another way than when it was saved: %s",
+            name,
+            format_differences(execution),
+        )
+    config, found = _lines({*settings} - {*execution}), _lines({*places} - {*execution})
+    if config and len(found) > _SHOWN:
+        # The config shows in the caller's terms the differences that the structure
+        # shows in every layer.
+        found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
+    if found and on_mismatch == "raise":
+        reject_differences(name, [*config, *found])
+    if config or found:
+        _log.warning(
+            "%s was saved from another model: %s",
+            name,
+            _join_problems([*config, *found]),
+        )
+
+
+def reject_differences(name: str, problems: list[str], *, advice: str = "") -> None:
+    """Rejects differences, if there are any.
+
+    Args:
+        name: Name of the checkpoint.
+        problems: Differences to list.
+        advice: Text that says how to fix them, after "; "; "": a caller adds it.
+
+    Raises:
+        MismatchError: There are differences.
+    """
+    if problems:
+        raise MismatchError(
+            f"{name} was saved from another model or optimizer: "
+            f"{_join_problems(problems)}{advice}",
+            metadata={} if advice else {"hints": ""},
+        )
+
+
+def format_differences(differences: Iterable[Difference]) -> str:
+    """Returns the differences as one text, each of many layers once."""
+    return _join_problems(_lines(differences))
+
+
+def _lines(differences: Iterable[Difference]) -> list[str]:
+    """Returns one line for each difference, the shortest first."""
+    merged = map(str, merge_layers(merge_configs(differences)))
+    return sorted(merged, key=lambda line: (len(line), line))
+
+
+def _join_problems(problems: list[str]) -> str:
+    """Returns the problems as one text, escaped for terminals and shortened, because
+    they quote stored text."""
+    return list_problems(
+        [
+            (text if text.isprintable() else ascii(text)[1:-1])[:_MAX_TEXT]
+            for text in problems
+        ]
+    )
 
 
 def takes_config(model: type[Any], recipe: Recipe | None) -> bool:

@@ -41,7 +41,7 @@ from storesvc_client.trees.nnx.recipes import (
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.nnx.restore_model import (
+from storesvc_client.trees.nnx.restore_plans import (
     Options,
     Request,
     plan_module,

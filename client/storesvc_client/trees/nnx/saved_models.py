@@ -30,7 +30,7 @@ from storesvc.format.trees import Leaf
 from storesvc_client._api.opening import Prepare
 from storesvc_client._api.run import Run, get_parts
 from storesvc_client._foreign.mount import ForeignRun
-from storesvc_client._pytree.leaves import tracer_text
+from storesvc_client._pytree.leaves import named_leaves, tracer_text
 from storesvc_client._restore.open_tree import OpenTree, TreeReader, get_reader
 from storesvc_client._save.saver import Save
 from storesvc_client._values.arguments import checked_choice
@@ -49,26 +49,28 @@ from storesvc_client._values.options import (
     SnapshotMode,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
-from storesvc_client.trees.nnx.blueprints import abstract_opt_state
+from storesvc_client.trees.nnx.blueprints import abstract_opt_state, init_opt_state
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
     added_fields,
     drop_caches,
+    merge_by_path,
     replace_fields,
     split_module,
 )
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.rehearsal import Rehearser
-from storesvc_client.trees.nnx.restore_model import (
+from storesvc_client.trees.nnx.restore_plans import (
     Options,
+    Plan,
     Request,
     add_advice,
-    create_state,
     is_pytree,
+    optimizer_keys,
+    plan_containers,
     plan_module,
     plan_pytree,
     plan_state,
-    rebuild_module,
 )
 from storesvc_client.trees.nnx.variable_sources import fill_rng_values
 
@@ -324,6 +326,80 @@ def restore_model(
     )
     request = Request(model=model, allow=allow, options=wanted)
     return rebuild_module(reader, request)
+
+
+def rebuild_state(reader: TreeReader, request: Request) -> Any:
+    """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
+    if request.model is None:
+        wanted = plan_containers(reader, request)
+        return reader.restore(wanted, request.options.deadline)
+    with add_advice(reader, request):
+        plan = plan_state(reader, request)
+        # 4. Restore the leaves.
+        restored = reader.restore(plan.restore_request, request.options.deadline)
+    return create_state(plan, restored)
+
+
+def create_state(plan: Plan, restored: Any) -> Any:
+    """Returns the state of a plan with its restored leaves."""
+    # 5. Merge the parts, and create the state.
+    request, options = plan.request, plan.options
+    tx = request.tx
+    graphstate, graphother = plan.merge(restored)
+    opt_state = restored["opt_state"]
+    lacks = not optimizer_keys(plan.opt_state).isdisjoint(plan.lacking)
+    if tx is not None and (lacks or plan.initialises_optimizer):
+        keeps = options.missing == "keep" and options.opt_state == "restore"
+        initial = getattr(request.model, "opt_state", None) if keeps else None
+        if initial is None or optimizer_keys(initial) != optimizer_keys(plan.opt_state):
+            rules = options.rules if not isinstance(options.rules, str) else None
+            initial = init_opt_state(
+                tx, graphstate, options.mesh, rules, options.indivisible
+            )
+        opt_state = _fill(initial, opt_state)
+    own_step = getattr(request.model, "step", 0) if options.missing == "keep" else 0
+    state = request.state_class.create(
+        step=restored.get("step", own_step if options.step is None else options.step),
+        graphdef=plan.blueprint.graphdef,
+        graphstate=graphstate,
+        graphother=graphother,
+        tx=tx,
+        opt_state=opt_state,
+    )
+    fields = {}
+    for name in plan.added:
+        given = getattr(request.model, name, None)
+        own = getattr(state, name) if given is None else given
+        lacks = any(key.split("/")[0] == name for key in plan.lacking)
+        fields[name] = _fill(own, restored[name]) if lacks else restored[name]
+    if isinstance(request.model, type(state)):  # nothing in a checkpoint shows these
+        statics = added_fields(state, static=True)
+        fields |= {name: getattr(request.model, name) for name in statics}
+    return replace_fields(state, **fields) if fields else state
+
+
+def rebuild_module(reader: TreeReader, request: Request) -> Any:
+    """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
+    if is_pytree(reader) and request.model is not None:
+        module, wanted = plan_pytree(reader, request)
+        restored = reader.restore(wanted, request.options.deadline)
+        nnx.update(module, restored[0] if isinstance(restored, list) else restored)
+        return module
+    with add_advice(reader, request):
+        plan = plan_module(reader, request)
+        # 4. Restore the leaves.
+        restored = reader.restore(plan.restore_request, request.options.deadline)
+    # 5. Merge the parts.
+    return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
+
+
+def _fill(tree: Any, values: Any) -> Any:
+    """Returns a tree with the leaves of another one that has some of them."""
+    found = {leaf.key: leaf.value for leaf in named_leaves(values)[0]}
+    named, treedef = named_leaves(tree)
+    return jax.tree.unflatten(
+        treedef, [found.get(leaf.key, leaf.value) for leaf in named]
+    )
 
 
 def open_checkpoint(

@@ -1,4 +1,7 @@
-"""Rebuilds a state or a module from a checkpoint in five steps.
+"""Plans to rebuild a state or a module from a checkpoint, without reading a leaf.
+
+A restore has five steps; a plan is the result of the first three, and ``saved_models``
+does the others.
 
 1. *Draw* the blueprint, the caller's model without arrays.
 2. *Compare* it with the checkpoint's recipe: Variables, structure, optimizer.
@@ -9,13 +12,10 @@
 4. *Restore* the leaves onto their devices. This rejects, in one error, leaves that are
    missing, unexpected, or of another shape or dtype.
 5. *Merge* the parts by path, and create the state.
-
-All differences of the comparison go into one error, or into the log if the caller asked
-for that. They quote stored text, which is untrusted, so they are escaped for terminals.
 """
 
 import logging
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
@@ -35,7 +35,6 @@ from storesvc_client._pytree.leaves import list_problems, named_leaves
 from storesvc_client._pytree.matching import LIKE
 from storesvc_client._pytree.partition_rules import Rules, check_mesh
 from storesvc_client._pytree.restore_target import Target
-from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._values.arguments import DurationLike, checked_patterns
 from storesvc_client._values.key_patterns import (
@@ -58,7 +57,6 @@ from storesvc_client.errors import (
     MismatchError,
     NotFoundError,
     StoreError,
-    StructureError,
     without_advice,
 )
 from storesvc_client.trees.nnx.blueprints import (
@@ -69,7 +67,6 @@ from storesvc_client.trees.nnx.blueprints import (
     cast_floating,
     check_tx,
     draw_blueprint,
-    init_opt_state,
     placed_like_parameters,
     replicated_sharding,
     stand_in,
@@ -81,17 +78,20 @@ from storesvc_client.trees.nnx.graphs import (
     added_fields,
     merge_by_path,
     partition_rules_of,
-    replace_fields,
 )
-from storesvc_client.trees.nnx.recipes import Recipe, container_types, takes_config
+from storesvc_client.trees.nnx.recipes import (
+    Recipe,
+    compare_models,
+    container_types,
+    format_differences,
+    read_recipe,
+    reject_differences,
+    takes_config,
+)
 from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
 from storesvc_client.trees.structure import (
     ABSENT,
-    Difference,
     decode_graphdef,
-    is_execution,
-    merge_configs,
-    merge_layers,
 )
 
 
@@ -146,117 +146,7 @@ def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
     return SelectedLeaves(stored.name, stored.document, leaves, stored.tree)
 
 
-MAX_TEXT: Final = 300
-"""Maximum characters of one difference in a message."""
-
-_SHOWN: Final = 5
-"""Maximum structure differences that one message lists next to config fields."""
-
 _log = logging.getLogger("storesvc_client")
-
-
-def read_recipe(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
-    """Returns the recipe of a checkpoint, or None if it has none.
-
-    Raises:
-        StructureError: It is corrupt, and ``on_mismatch`` is "raise".
-    """
-    if not stored.document:
-        return None
-    try:
-        return Recipe.unpack(stored.document)
-    except StructureError as e:
-        if on_mismatch == "raise":
-            raise
-        _log.warning(
-            "%s: its model is not compared, because the recipe cannot be read: %s",
-            stored.name,
-            e,
-        )
-        return None
-
-
-def compare(
-    stored: Stored,
-    recipe: Recipe | None,
-    target: Recipe,
-    *,
-    on_mismatch: OnMismatch,
-) -> None:
-    """Rejects a model or an optimizer that differs from the saved one.
-
-    Args:
-        stored: The checkpoint.
-        recipe: Recipe of the checkpoint; None: nothing is compared.
-        target: Recipe of the model to build.
-        on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
-            the config, which may not affect any computation, are logged.
-
-    Raises:
-        MismatchError: They differ.
-    """
-    if recipe is None:
-        return
-    settings = recipe.config_differences(target)
-    places = recipe.optimizer_differences(target.opt_state)
-    places += recipe.field_differences(target)
-    places += recipe.model_differences(target)
-    execution = [each for each in (*settings, *places) if is_execution(each)]
-    if execution:
-        _log.info(
-            "%s: the model is computed in another way than when it was saved: %s",
-            stored.name,
-            list_problems(_printable(_lines(execution))),
-        )
-    config, found = _lines({*settings} - {*execution}), _lines({*places} - {*execution})
-    if config and len(found) > _SHOWN:
-        # The config shows in the caller's terms the differences that the structure
-        # shows in every layer.
-        found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
-    if found and on_mismatch == "raise":
-        reject_differences(stored, [*config, *found])
-    if config or found:
-        _log.warning(
-            "%s was saved from another model: %s",
-            stored.name,
-            list_problems(_printable([*config, *found])),
-        )
-
-
-def reject_differences(
-    stored: Stored, problems: list[str], *, advice: str = ""
-) -> None:
-    """Rejects differences, if there are any.
-
-    Args:
-        stored: The checkpoint.
-        problems: Differences to list.
-        advice: Text that says how to fix them, after "; "; "": a caller adds it.
-
-    Raises:
-        MismatchError: There are differences.
-    """
-    if problems:
-        raise MismatchError(
-            f"{stored.name} was saved from another model or optimizer: "
-            f"{list_problems(_printable(problems))}{advice}",
-            metadata={} if advice else {"hints": ""},
-        )
-
-
-def _lines(differences: Iterable[Difference]) -> list[str]:
-    """Returns one line for each difference, the shortest first."""
-    merged = map(str, merge_layers(merge_configs(differences)))
-    return sorted(merged, key=lambda line: (len(line), line))
-
-
-def _printable(problems: list[str]) -> list[str]:
-    """Returns the problems escaped for terminals and shortened; they quote stored
-    text."""
-    return [
-        (text if text.isprintable() else ascii(text)[1:-1])[:MAX_TEXT]
-        for text in problems
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,10 +257,6 @@ class Plan:
         rows = [tree.by_key[key] for key in self.select]
         Target.choose(tree, stored.name, self.restore_request, rows=rows)
 
-    def restored(self, reader: TreeReader) -> Any:
-        """Returns the leaves of a checkpoint."""
-        return reader.restore(self.restore_request, self.options.deadline)
-
     def merge(self, restored: Any) -> tuple[GraphState, GraphState]:
         """Returns the complete parts of a state with restored leaves."""
         options = self.options
@@ -379,77 +265,11 @@ class Plan:
         )
 
 
-def rebuild_state(reader: TreeReader, request: Request) -> Any:
-    """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
-    if request.model is None:
-        return _restored_containers(reader, request)
-    with add_advice(reader, request):
-        plan = plan_state(reader, request)
-        # 4. Restore the leaves.
-        restored = plan.restored(reader)
-    return create_state(plan, restored)
-
-
-def create_state(plan: Plan, restored: Any) -> Any:
-    """Returns the state of a plan with its restored leaves."""
-    # 5. Merge the parts, and create the state.
-    request, options = plan.request, plan.options
-    tx = request.tx
-    graphstate, graphother = plan.merge(restored)
-    opt_state = restored["opt_state"]
-    lacks = not _optimizer_keys(plan.opt_state).isdisjoint(plan.lacking)
-    if tx is not None and (lacks or plan.initialises_optimizer):
-        keeps = options.missing == "keep" and options.opt_state == "restore"
-        initial = getattr(request.model, "opt_state", None) if keeps else None
-        if initial is None or _optimizer_keys(initial) != _optimizer_keys(
-            plan.opt_state
-        ):
-            rules = options.rules if not isinstance(options.rules, str) else None
-            initial = init_opt_state(
-                tx, graphstate, options.mesh, rules, options.indivisible
-            )
-        opt_state = _fill(initial, opt_state)
-    own_step = getattr(request.model, "step", 0) if options.missing == "keep" else 0
-    state = request.state_class.create(
-        step=restored.get("step", own_step if options.step is None else options.step),
-        graphdef=plan.blueprint.graphdef,
-        graphstate=graphstate,
-        graphother=graphother,
-        tx=tx,
-        opt_state=opt_state,
-    )
-    fields = {}
-    for name in plan.added:
-        given = getattr(request.model, name, None)
-        own = getattr(state, name) if given is None else given
-        lacks = any(key.split("/")[0] == name for key in plan.lacking)
-        fields[name] = _fill(own, restored[name]) if lacks else restored[name]
-    if isinstance(request.model, type(state)):  # nothing in a checkpoint shows these
-        statics = added_fields(state, static=True)
-        fields |= {name: getattr(request.model, name) for name in statics}
-    return replace_fields(state, **fields) if fields else state
-
-
-def rebuild_module(reader: TreeReader, request: Request) -> Any:
-    """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    if is_pytree(reader) and request.model is not None:
-        module, wanted = plan_pytree(reader, request)
-        restored = reader.restore(wanted, request.options.deadline)
-        nnx.update(module, restored[0] if isinstance(restored, list) else restored)
-        return module
-    with add_advice(reader, request):
-        plan = plan_module(reader, request)
-        # 4. Restore the leaves.
-        restored = plan.restored(reader)
-    # 5. Merge the parts.
-    return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
-
-
 def plan_state(stored: Stored, request: Request) -> Plan:
     """Returns the plan of a restore of a state, without creating an array.
 
     Raises:
-        StoreError: See ``rebuild_state``; leaves are not matched yet.
+        StoreError: See ``easydel.restore_state``; leaves are not matched yet.
     """
     if request.tx is not None:
         check_tx(request.tx)
@@ -461,8 +281,8 @@ def plan_state(stored: Stored, request: Request) -> Plan:
         )
     stored = select_leaves(stored, request.options.select)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
-    recipe = read_recipe(stored, request.options.on_mismatch)
-    blueprint = _drawn(stored, request.model, recipe, request.options)
+    recipe = read_recipe(stored.name, stored.document, request.options.on_mismatch)
+    blueprint = _draw(stored, request.model, recipe, request.options)
     with collector_paused():
         return _planned_state(stored, request, recipe, blueprint)
 
@@ -483,22 +303,26 @@ def _planned_state(
     # 2. Compare the blueprint with the recipe.
     target = blueprint.recipe(like["opt_state"], added)
     if request.is_compared:
-        compare(stored, recipe, target, on_mismatch=options.on_mismatch)
+        compare_models(stored.name, recipe, target, on_mismatch=options.on_mismatch)
     # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     has_step = "step" in stored.leaves
     if has_step or (options.step is None and not options.initialises):
-        like["step"] = jax.ShapeDtypeStruct((), _step_dtype(stored))
+        # nnx.Optimizer counts in uint32
+        is_unsigned = has_step and stored.leaves["step"].dtype == "uint32"
+        dtype = jnp.uint32 if is_unsigned else jnp.int32
+        like["step"] = jax.ShapeDtypeStruct((), dtype)
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
-        like = _placed_like_parameters(like, blueprint.graphstate, known)
+        like = _place_like_parameters(like, blueprint.graphstate, known)
     like |= added
-    lacking = _optimizer_keys(opt_state) if initialises_optimizer else frozenset()
+    lacking = optimizer_keys(opt_state) if initialises_optimizer else frozenset()
     if options.initialises:
         rest = {name: like[name] for name in ("opt_state", *added)}
-        keys = {"step", *(leaf.key for leaf in named_leaves(rest)[0])}
-        lacking |= keys - stored.leaves.keys()
-        like |= _drop(rest, lacking)
+        named, treedef = named_leaves(rest)
+        lacking |= {"step", *(leaf.key for leaf in named)} - stored.leaves.keys()
+        held = [None if leaf.key in lacking else leaf.value for leaf in named]
+        like |= jax.tree.unflatten(treedef, held)
     _log_initialised(stored, sources, lacking)
     like = {**sources.like(), **like}
     return Plan(
@@ -592,12 +416,20 @@ def plan_module(stored: Stored, request: Request) -> Plan:
     options = request.options
     stored = select_leaves(stored, options.select)
     # 1. Draw the blueprint.
-    recipe = read_recipe(stored, options.on_mismatch)
+    recipe = read_recipe(stored.name, stored.document, options.on_mismatch)
     if request.model is None:
         # No mesh or rules are read from a stored model: no code is called for it.
-        blueprint = _as_stored(stored, recipe, request.allow, options)
+        if recipe is None or recipe.graphdef is None:
+            raise InvalidRequestError(
+                f"{stored.name} holds no structure of a module: expected model=, got "
+                "None; give model="
+            )
+        graphdef = decode_graphdef(recipe.graphdef, allow=request.allow)
+        blueprint = stored_blueprint(graphdef, stored.leaves)
+        if options.dtype is not None:
+            blueprint = blueprint.cast(options.dtype)
     else:
-        blueprint = _drawn(stored, request.model, recipe, options)
+        blueprint = _draw(stored, request.model, recipe, options)
     return _planned_module(stored, request, recipe, blueprint)
 
 
@@ -609,7 +441,7 @@ def _planned_module(
         # 2. Compare the blueprint with the recipe.
         target = blueprint.recipe(None, {})
         if request.is_compared:
-            compare(stored, recipe, target, on_mismatch=options.on_mismatch)
+            compare_models(stored.name, recipe, target, on_mismatch=options.on_mismatch)
         options = _with_own_placement(blueprint, options)
     # 3. Find the sources of the Variables.
     with collector_paused():
@@ -678,7 +510,7 @@ def plan_pytree(
             f"{stored.name} holds no state of an optimizer: expected none, got one; "
             "leave it out"
         )
-    blueprint = _drawn(stored, request.model, None, options)
+    blueprint = _draw(stored, request.model, None, options)
     options = _with_own_placement(blueprint, options)
     module = merge_by_path(
         blueprint.graphdef, blueprint.graphstate, blueprint.graphother
@@ -694,23 +526,26 @@ def plan_pytree(
     return module, options.request(like[0] if is_alone else like, select)
 
 
-def _restored_containers(reader: TreeReader, request: Request) -> Any:
-    """Returns the state as dicts and lists, for a caller without its code."""
+def plan_containers(stored: Stored, request: Request) -> RestoreRequest:
+    """Plans to restore a state as dicts and lists, for a caller without its code.
+
+    Raises:
+        InvalidRequestError: The request needs a model.
+    """
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else f"missing={options.missing!r}"
         raise InvalidRequestError(
-            f"restore of {reader.name}: expected model= with {given}, got None; give "
+            f"restore of {stored.name}: expected model= with {given}, got None; give "
             "model=, because without it a state is restored as dicts and lists"
         )
-    view = select_leaves(reader, options.select)
+    view = select_leaves(stored, options.select)
     select = _select_keys(view, {"step": None}, options)
-    wanted = replace(options.request(None, select), cast=options.cast)
-    return reader.restore(wanted, options.deadline)
+    return replace(options.request(None, select), cast=options.cast)
 
 
-def restore_opt_state(reader: TreeReader, state: Any) -> Any:
-    """Returns the optimizer state of a checkpoint for the parameters of a state.
+def plan_opt_state(stored: Stored, state: Any) -> RestoreRequest:
+    """Plans to restore the optimizer state alone, for the parameters of a state.
 
     It is placed by the rules and the mesh of the state's model. Without, the shardings
     of the state's own ``opt_state`` take precedence over the parameters'.
@@ -719,29 +554,28 @@ def restore_opt_state(reader: TreeReader, state: Any) -> Any:
         MismatchError: The checkpoint has the state of another optimizer, of other
             parameters, or none.
     """
-    recipe = read_recipe(reader, "raise")
-    if not _holds_optimizer(reader, recipe):
+    recipe = read_recipe(stored.name, stored.document, "raise")
+    if not _holds_optimizer(stored, recipe):
         raise MismatchError(
-            f"{reader.name}: expected the state of an optimizer, got a checkpoint "
+            f"{stored.name}: expected the state of an optimizer, got a checkpoint "
             "without one; initialise one with init_tx"
         )
-    like = {"opt_state": _abstract_opt_state(reader, state.tx, state.graphstate)}
+    like = {"opt_state": _abstract_opt_state(stored, state.tx, state.graphstate)}
     types = container_types(like["opt_state"], "opt_state")
     found = recipe.optimizer_differences(types) if recipe is not None else []
     advice = "; give the state the optimizer that was saved"
-    reject_differences(reader, [*map(str, found)], advice=advice)
+    reject_differences(stored.name, [*map(str, found)], advice=advice)
     mesh, rules = state.mesh, partition_rules_of(state.model)
     if mesh is None or rules is None:
         options = Options()
-        like = _placed_like_parameters(like, state.graphstate, state.opt_state)
+        like = _place_like_parameters(like, state.graphstate, state.opt_state)
     else:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
-    select = _select_keys(reader, like, options)
-    request = options.request(_with_saved_dtypes(reader, like, options), select)
-    return reader.restore(request, options.deadline)["opt_state"]
+    select = _select_keys(stored, like, options)
+    return options.request(_with_saved_dtypes(stored, like, options), select)
 
 
-def _drawn(
+def _draw(
     stored: Stored, model: ModelLike, recipe: Recipe | None, options: Options
 ) -> Blueprint:
     dtype = options.dtype
@@ -795,7 +629,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
     # Anywhere: what a mesh does not divide has advice of its own.
     given = replace(request.options, mesh=None, rules=None, indivisible="error")
     found = dict[str, Any]()
-    recipe = read_recipe(stored, given.on_mismatch)
+    recipe = read_recipe(stored.name, stored.document, given.on_mismatch)
 
     def attempt(*, is_compared: bool = False, **more: Any) -> None:
         options = replace(given, **found, **more)
@@ -816,7 +650,7 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
         return set()
 
     try:
-        blueprint = _drawn(stored, request.model, recipe, given)
+        blueprint = _draw(stored, request.model, recipe, given)
         missing = "keep" if blueprint.make is None else "init"
         # 1. Moments of another optimizer are worth nothing.
         if given.opt_state == "restore" and request.tx is not None:
@@ -858,22 +692,6 @@ def _has_other_moments(stored: Stored, recipe: Recipe, opt_state: Any) -> bool:
     named = named_leaves({"opt_state": opt_state})[0]
     arrays += [leaf.key for leaf in named if getattr(leaf.value, "shape", ())]
     return any(key.startswith(f"{place}/") for place in places for key in arrays)
-
-
-def _drop(tree: Any, keys: Container[str]) -> Any:
-    """Returns a tree without some of its leaves."""
-    named, treedef = named_leaves(tree)
-    kept = [None if leaf.key in keys else leaf.value for leaf in named]
-    return jax.tree.unflatten(treedef, kept)
-
-
-def _fill(tree: Any, values: Any) -> Any:
-    """Returns a tree with the leaves of another one that has some of them."""
-    found = {leaf.key: leaf.value for leaf in named_leaves(values)[0]}
-    named, treedef = named_leaves(tree)
-    return jax.tree.unflatten(
-        treedef, [found.get(leaf.key, leaf.value) for leaf in named]
-    )
 
 
 def _log_initialised(stored: Stored, sources: Sources, lacking: Iterable[str]) -> None:
@@ -945,17 +763,16 @@ def _abstract_opt_state(
     """
     initial = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
-    if _optimizer_keys(initial) == saved:
+    if optimizer_keys(initial) == saved:
         return initial
     updated = updated_opt_state(tx, initial, graphstate)
     return (
-        updated
-        if updated is not None and _optimizer_keys(updated) == saved
-        else initial
+        updated if updated is not None and optimizer_keys(updated) == saved else initial
     )
 
 
-def _optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
+def optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
+    """Returns the keys of the leaves of an optimizer's state."""
     return frozenset(leaf.key for leaf in named_leaves({"opt_state": opt_state})[0])
 
 
@@ -968,21 +785,7 @@ def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
     return bool(_opt_state_keys(stored)) or (saved and is_empty)
 
 
-def _as_stored(
-    stored: Stored, recipe: Recipe | None, allow: Any, options: Options
-) -> Blueprint:
-    """Returns the blueprint of the structure in the checkpoint."""
-    if recipe is None or recipe.graphdef is None:
-        raise InvalidRequestError(
-            f"{stored.name} holds no structure of a module: expected model=, got None; "
-            "give model="
-        )
-    graphdef = decode_graphdef(recipe.graphdef, allow=allow)
-    blueprint = stored_blueprint(graphdef, stored.leaves)
-    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
-
-
-def _placed_like_parameters(
+def _place_like_parameters(
     like: dict[str, Any], graphstate: GraphState, known: Any
 ) -> dict[str, Any]:
     """Returns the abstract step and optimizer state with the parameters' placement."""
@@ -997,12 +800,6 @@ def _placed_like_parameters(
     return placed
 
 
-def _step_dtype(stored: Stored) -> Any:
-    """Returns the dtype of the step: ``nnx.Optimizer`` counts in uint32."""
-    saved = stored.leaves.get("step")
-    return jnp.uint32 if saved is not None and saved.dtype == "uint32" else jnp.int32
-
-
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
     """Returns the leaves to restore in their saved form; logs those with another dtype
     than the code creates."""
@@ -1010,7 +807,7 @@ def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
     found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
     if changed:
         text = "%s: leaves are restored with their saved dtypes: %s"
-        _log.info(text, stored.name, list_problems(_printable(_lines(changed))))
+        _log.info(text, stored.name, format_differences(changed))
     return found
 
 

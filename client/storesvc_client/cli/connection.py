@@ -170,7 +170,7 @@ class Connection:
             Refusal: The configuration is wrong, or has no such context.
             UsageError: Both a store and a context are given.
         """
-        from storesvc_client.cli.contexts import read_config
+        from storesvc_client.cli.contexts import FILES, read_config
 
         kept = self.given
         if self.context is not None:
@@ -185,17 +185,15 @@ class Connection:
                 return self
             context = config.context(config.current)
             kept |= self.from_environment
+        files = {
+            name: file
+            for name in FILES
+            if name not in kept and (file := getattr(context, name))
+        }
         return replace(
             self,
+            **files,
             target=context.store,
-            ca=self.ca if "ca" in kept else context.ca or self.ca,
-            cert=self.cert if "cert" in kept else context.cert or self.cert,
-            key=self.key if "key" in kept else context.key or self.key,
-            token_file=(
-                self.token_file
-                if "token_file" in kept
-                else context.token_file or self.token_file
-            ),
             insecure=self.insecure or context.insecure,
             given=self.given | {"store"},
             context=None,

@@ -274,21 +274,31 @@ def write_config(config: Config) -> None:
     """
     text = format_config(config)
     try:
-        path = config_path().resolve()  # a link to a file elsewhere stays one
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - it is a descriptor
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(part).replace(path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                Path(part).unlink()
-            raise
+        # a link to a file elsewhere stays one
+        write_private_file(config_path().resolve(), text)
     except (OSError, UnicodeEncodeError) as e:
         raise Refusal(f"{config_path()}: cannot be written: {e}") from e
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Replaces a file as a whole; only its owner may read it.
+
+    Raises:
+        OSError: It cannot be written.
+        UnicodeEncodeError: The text is no Unicode.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - it is a descriptor
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(part).replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            Path(part).unlink()
+        raise
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

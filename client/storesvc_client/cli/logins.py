@@ -10,12 +10,10 @@ import json
 import os
 import ssl
 import stat
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 from storesvc.storage.location import shows_plaintext
-from storesvc_client.cli.contexts import config_path
+from storesvc_client.cli.contexts import config_path, write_private_file
 from storesvc_client.cli.errors import Refusal
 
 TIMEOUT_SECONDS: Final = 10.0
@@ -239,13 +237,12 @@ def logins_path() -> Path:
     return config_path().with_name("tokens.json")
 
 
-def stored_login(store: str) -> "Login | None":
+def stored_login(store: str) -> Login | None:
     """Returns the login for a store; None if there is none.
 
     Raises:
         Refusal: The file cannot be read, others may read it, or it is wrong.
     """
-
     found = _read().get(store)
     if found is None:
         return None
@@ -255,7 +252,7 @@ def stored_login(store: str) -> "Login | None":
         raise _wrong(logins_path()) from e
 
 
-def keep_login(store: str, login: "Login | None") -> None:
+def keep_login(store: str, login: Login | None) -> None:
     """Keeps the login for a store; None forgets it.
 
     Raises:
@@ -266,16 +263,7 @@ def keep_login(store: str, login: "Login | None") -> None:
         logins[store] = asdict(login)
     path = logins_path()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - it is a descriptor
-                json.dump(logins, file, indent=1)
-            Path(part).replace(path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                Path(part).unlink()
-            raise
+        write_private_file(path, json.dumps(logins, indent=1))
     except OSError as e:
         raise Refusal(f"{path}: cannot be written: {e.strerror}") from e
 
@@ -287,7 +275,6 @@ def login_token(store: str) -> Callable[[], str] | None:
         return None
 
     def token() -> str:
-
         login = stored_login(store)
         if login is None:
             raise Refusal(f"{store}: the login has ended; run storectl login")

@@ -47,23 +47,6 @@ if TYPE_CHECKING:
     from storesvc_client import DataLossError, Run
     from storesvc_client._values.models import Transfer
 
-__all__ = [
-    "GAP",
-    "SAME",
-    "Column",
-    "Listing",
-    "Shrink",
-    "align_rows",
-    "char_width",
-    "json_value",
-    "print_fields",
-    "print_json",
-    "print_note",
-    "print_table",
-    "report",
-    "text_width",
-]
-
 _DELAY_SECONDS: Final = 1.0
 
 

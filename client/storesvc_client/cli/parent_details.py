@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from storesvc_client._views.tables import LEAVES, Column, Shrink, Table
 from storesvc_client._views.texts import (
     ABSENT,
+    json_value,
     number_text,
     pairs_text,
     printable,
@@ -22,7 +23,6 @@ from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.leaves import select_leaves, unread_notes
 from storesvc_client.cli.output import (
     Listing,
-    json_value,
     print_fields,
     print_json,
     print_note,
@@ -373,30 +373,22 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     if not usages and not damaged:
         check_namespace(client, namespace)
     quotas = client.quotas(namespace)
-    totals = {
-        "run_count": len(usages),
-        "checkpoint_count": sum(usage.checkpoint_count for usage in usages),
-        "deleted_checkpoint_count": sum(u.deleted_checkpoint_count for u in usages),
-        "upload_count": sum(usage.upload_count for usage in usages),
-        "logical_bytes": sum(usage.logical_bytes for usage in usages),
-        "stored_bytes": sum(usage.stored_bytes for usage in usages),
-        "distinct_bytes": sum(usage.distinct_bytes for usage in usages),
-        "file_count": sum(usage.file_count for usage in usages),
+    counts = {
+        name: sum(getattr(usage, name) for usage in usages)
+        for name in (
+            *("checkpoint_count", "deleted_checkpoint_count", "upload_count"),
+            *("logical_bytes", "stored_bytes", "distinct_bytes", "file_count"),
+        )
     }
     if as_json:
-        print_json({"namespace": namespace, **totals, "quotas": json_value(quotas)})
+        totals = {"namespace": namespace, "run_count": len(usages), **counts}
+        print_json(totals | {"quotas": json_value(quotas)})
         report(damaged)
         return
     largest = max(usages, key=lambda usage: usage.distinct_bytes, default=None)
     fields = {
-        "runs": f"{totals['run_count']:,}",
-        "checkpoints": f"{totals['checkpoint_count']:,}",
-        "deleted": f"{totals['deleted_checkpoint_count']:,}",
-        "uploads": f"{totals['upload_count']:,}",
-        "logical": size_text(totals["logical_bytes"]),
-        "stored": size_text(totals["stored_bytes"]),
-        "distinct": size_text(totals["distinct_bytes"]),
-        "data files": f"{totals['file_count']:,}",
+        "runs": f"{len(usages):,}",
+        **usage_fields(counts),
         "largest run": f"{largest.run}, {size_text(largest.distinct_bytes)}"
         if largest
         else ABSENT,
@@ -404,6 +396,19 @@ def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
     }
     print_fields(namespace, fields.items())
     report(damaged)
+
+
+def usage_fields(counts: Mapping[str, int]) -> dict[str, str]:
+    """Returns the names and texts of what runs use, by the names of ``Usage``."""
+    return {
+        "checkpoints": f"{counts['checkpoint_count']:,}",
+        "deleted": f"{counts['deleted_checkpoint_count']:,}",
+        "uploads": f"{counts['upload_count']:,}",
+        "logical": size_text(counts["logical_bytes"]),
+        "stored": size_text(counts["stored_bytes"]),
+        "distinct": size_text(counts["distinct_bytes"]),
+        "data files": f"{counts['file_count']:,}",
+    }
 
 
 def _run_document(details: RunDetails) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import click
 
 from storesvc.format.names import InvalidNameError, check_tag
 from storesvc_client._views.tables import TAGS
-from storesvc_client._views.texts import pairs_text, time_text
+from storesvc_client._views.texts import json_value, pairs_text, time_text
 from storesvc_client.cli.arguments import (
     duration,
     etag,
@@ -26,7 +26,6 @@ from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal, json_line
 from storesvc_client.cli.output import (
     Listing,
-    json_value,
     print_fields,
     print_json,
     print_note,

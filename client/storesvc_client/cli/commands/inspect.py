@@ -9,6 +9,7 @@ import click
 from storesvc_client._views.tables import DIFFERENCES, ITEM_DIFFERENCES
 from storesvc_client._views.texts import (
     count_text,
+    json_value,
     printable,
     size_text,
 )
@@ -22,7 +23,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import json_value, print_json, print_table
+from storesvc_client.cli.output import print_json, print_table
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,

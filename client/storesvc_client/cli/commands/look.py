@@ -26,6 +26,7 @@ from storesvc_client._views.texts import (
     dtype_text,
     grow,
     item_text,
+    json_value,
     mesh_text,
     pairs_text,
     plural,
@@ -58,7 +59,6 @@ from storesvc_client.cli.leaves import (
     unread_notes,
 )
 from storesvc_client.cli.output import (
-    json_value,
     print_fields,
     print_json,
     print_note,

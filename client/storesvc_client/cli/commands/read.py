@@ -13,6 +13,7 @@ from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     dtype_text,
+    json_value,
     key_text,
     number_text,
     shape_text,
@@ -41,7 +42,7 @@ from storesvc_client.cli.leaves import (
     summarize,
     write_leaves,
 )
-from storesvc_client.cli.output import json_value, print_json, print_table
+from storesvc_client.cli.output import print_json, print_table
 from storesvc_client.cli.paths import ForeignOptions, LeafPath, Readable
 
 if TYPE_CHECKING:

@@ -16,7 +16,13 @@ from storesvc_client._views.tables import (
     Column,
     Shrink,
 )
-from storesvc_client._views.texts import ABSENT, plural, size_text, time_text
+from storesvc_client._views.texts import (
+    ABSENT,
+    json_value,
+    plural,
+    size_text,
+    time_text,
+)
 from storesvc_client.cli.arguments import (
     duration,
     json_option,
@@ -29,13 +35,13 @@ from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal, check_namespace
 from storesvc_client.cli.output import (
     Listing,
-    json_value,
     print_fields,
     print_json,
     print_note,
     print_table,
     report,
 )
+from storesvc_client.cli.parent_details import usage_fields
 from storesvc_client.cli.paths import (
     CheckpointPath,
     NamespacePath,
@@ -229,16 +235,7 @@ def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
         values = list(map(_checkpoint_value, checkpoints))
         print_json(json_value(usage) | {"checkpoints": values})
         return
-    fields = {
-        "checkpoints": f"{usage.checkpoint_count:,}",
-        "deleted": f"{usage.deleted_checkpoint_count:,}",
-        "uploads": f"{usage.upload_count:,}",
-        "logical": size_text(usage.logical_bytes),
-        "stored": size_text(usage.stored_bytes),
-        "distinct": size_text(usage.distinct_bytes),
-        "data files": f"{usage.file_count:,}",
-    }
-    print_fields(usage.run, fields.items())
+    print_fields(usage.run, usage_fields(json_value(usage)).items())
     if checkpoints:
         click.echo()
         print_table(_CHECKPOINTS, map(_checkpoint_row, checkpoints))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from storesvc.format.names import Which
-from storesvc_client._views.texts import count_text, size_text
+from storesvc_client._views.texts import count_text, json_value, size_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
     foreign_options,
@@ -21,7 +21,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
-from storesvc_client.cli.output import json_value, print_json, show_transfers, step_list
+from storesvc_client.cli.output import print_json, show_transfers, step_list
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client._views.texts import json_text, pairs_text, printable, size_text
+from storesvc_client._views.texts import (
+    json_text,
+    json_value,
+    pairs_text,
+    printable,
+    size_text,
+)
 from storesvc_client.cli.arguments import (
     WholeNumber,
     json_option,
@@ -18,7 +24,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Interrupted, Refusal
-from storesvc_client.cli.output import json_value, print_json, print_note
+from storesvc_client.cli.output import print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, NamespacePath, RunPath
 
 if TYPE_CHECKING:

@@ -490,11 +490,8 @@ def test_a_disk_that_is_full_for_direct_writes_says_so_and_the_next_save_works(
 # --- what did not change ----------------------------------------------------------
 
 
-def test_what_did_not_change_is_neither_copied_nor_sent(
-    either: store.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(6)}
-    either.save(1, tree).result()
+def count_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the ordinals of the chunks that are copied from now on."""
     copied: list[int] = []
     copy = TreeSource.copy
 
@@ -503,6 +500,15 @@ def test_what_did_not_change_is_neither_copied_nor_sent(
         copy(self, ordinal, into)
 
     monkeypatch.setattr(TreeSource, "copy", counted)
+    return copied
+
+
+def test_what_did_not_change_is_neither_copied_nor_sent(
+    either: store.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(6)}
+    either.save(1, tree).result()
+    copied = count_copies(monkeypatch)
     changed = {**tree, "x3": np.full(2 * MIB, 99, np.uint32)}
     report = either.save(2, changed).report()
 
@@ -523,14 +529,7 @@ def test_what_lies_otherwise_is_not_copied_where_it_did_not_change(
         return {key: jax.device_put(row, sharding) for key, row in rows.items()}
 
     either.save(1, placed("a")).result()
-    copied: list[int] = []
-    copy = TreeSource.copy
-
-    def counted(self: TreeSource, ordinal: int, into: Any) -> None:
-        copied.append(ordinal)
-        copy(self, ordinal, into)
-
-    monkeypatch.setattr(TreeSource, "copy", counted)
+    copied = count_copies(monkeypatch)
     report = either.save(2, placed("a", None)).report()
 
     assert 0 == report.sent_bytes

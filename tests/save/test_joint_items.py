@@ -117,6 +117,13 @@ def test_items_that_do_not_go_together_are_rejected_in_all_processes(
 # --- the agreement, between threads ------------------------------------------------
 
 
+def publish_items(process: ThreadProcess, items: Any) -> ItemExchange:
+    """Begins the exchange of the items of a process."""
+    place = "save of a/b@1"
+    joint = JointSave(process, "a/b", 1)
+    return ItemExchange(joint, place, checked_items(place, items))
+
+
 def agreed(count: int, items: Any, *, seconds: float = 5) -> list[Any]:
     """Returns the rows that each process agrees on, or its error."""
 
@@ -213,9 +220,7 @@ def test_a_process_without_items_waits_for_none() -> None:
 
 def test_items_of_process_0_alone_do_not_make_it_wait() -> None:
     board = ThreadJob(2)
-    process = board.process(0)
-    own = checked_items("save", {"a": [1]})
-    exchange = ItemExchange(JointSave(process, "a/b", 1), "save", own)
+    exchange = publish_items(board.process(0), {"a": [1]})
 
     (row,) = exchange.agree_items(seconds=0)
     assert ("%item/a", b"[1]") == (row.name.key, row.data)
@@ -283,9 +288,7 @@ def test_a_replicated_value_must_be_one_in_all_processes() -> None:
 
 
 def test_a_process_that_does_not_save_the_step_is_named() -> None:
-    process = ThreadJob(2).process(0)
-    own = checked_items("save", {"a": store.PerProcess(1)})
-    exchange = ItemExchange(JointSave(process, "a/b", 1), "save of a/b@1", own)
+    exchange = publish_items(ThreadJob(2).process(0), {"a": OWN(1)})
 
     with pytest.raises(
         store.UnavailableError, match="save of a/b@1: items=: process 1 has not begun"
@@ -296,10 +299,8 @@ def test_a_process_that_does_not_save_the_step_is_named() -> None:
 @pytest.mark.slow
 def test_the_failure_of_another_process_ends_the_wait() -> None:
     job = ThreadJob(2)
-    process, other = job.process(0), job.process(1)
-    JointSave(other, "a/b", 1).fail(ValueError("no memory"))
-    own = checked_items("save", {"a": store.PerProcess(1)})
-    exchange = ItemExchange(JointSave(process, "a/b", 1), "save of a/b@1", own)
+    JointSave(job.process(1), "a/b", 1).fail(ValueError("no memory"))
+    exchange = publish_items(job.process(0), {"a": OWN(1)})
 
     with pytest.raises(store.PeerFailedError, match="process 1: no memory"):
         exchange.agree_items(seconds=60)
@@ -315,17 +316,15 @@ class GoneBoard(ThreadProcess):
 def test_a_board_that_is_gone_fails_only_saves_with_items() -> None:
     for index in (0, 1):
         process = GoneBoard(ThreadJob(2), index)
-        joint = JointSave(process, "a/b", 1)
-        assert [] == ItemExchange(joint, "save of a/b@1", {}).agree_items(seconds=0)
+        assert [] == publish_items(process, {}).agree_items(seconds=0)
         with pytest.raises(store.UnavailableError, match="no board"):
-            ItemExchange(joint, "save of a/b@1", checked_items("save", {"a": 1}))
+            publish_items(process, {"a": 1})
 
 
 def test_a_process_that_saves_another_step_is_named_with_it() -> None:
     job = ThreadJob(2)
     JointSave(job.process(1), "a/b", 2)
-    own = checked_items("save", {"a": store.PerProcess(1)})
-    exchange = ItemExchange(JointSave(job.process(0), "a/b", 1), "save of a/b@1", own)
+    exchange = publish_items(job.process(0), {"a": OWN(1)})
 
     with pytest.raises(
         store.UnavailableError,

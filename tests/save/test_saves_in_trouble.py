@@ -37,15 +37,22 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[store.Clie
         yield client
 
 
+def block_pool(folder: Path) -> Path:
+    """Puts a file in the place of the pool of the only run, and returns it: nothing can
+    be written below it."""
+    pool = next((folder / "store").rglob("pool"))
+    pool.rename(pool.with_name("kept"))
+    pool.write_bytes(b"")
+    return pool
+
+
 def test_a_save_that_fails_gives_all_its_staging_back(
     local: store.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     run = local.run("tests/leak")
     run.save(1, {"x": np.zeros(4)}).result()
-    pool = next((tmp_path / "store").rglob("pool"))
-    pool.rename(pool.with_name("kept"))
-    pool.write_bytes(b"")  # nothing can be put below it
+    block_pool(tmp_path)
     state = {"x": np.arange(24 * MIB, dtype=np.float32)}
     with pytest.raises(store.StoreError):
         run.save(2, state, base=None).result()
@@ -101,9 +108,7 @@ def test_saves_that_fail_do_not_stop_the_next_one(
     client = store.connect(f"file://{tmp_path}/store", staging_bytes=128 * MIB)
     run = client.run("tests/leak")
     run.save(1, {"x": np.zeros(4)}).result()
-    pool = next((tmp_path / "store").rglob("pool"))
-    pool.rename(pool.with_name("kept"))
-    pool.write_bytes(b"")
+    pool = block_pool(tmp_path)
     state = {"x": np.arange(30 * MIB, dtype=np.float32)}
     for _ in range(2):
         with pytest.raises(store.StoreError):
@@ -196,31 +201,29 @@ def resident() -> int:
     return pages * mmap.PAGESIZE
 
 
+def take_filled(staging: StagingPool, size: int) -> Any:
+    """Returns a buffer whose pages are in memory."""
+    buffer = staging.take(size, cancelled=lambda: False, waiting=lambda: None)
+    assert buffer is not None
+    buffer[:] = 1
+    return buffer
+
+
 @pytest.mark.slow
 def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
     staging = StagingPool(256 * MIB)
 
     def fill(size: int) -> None:
         count = 256 * MIB // size
-        buffers = [
-            staging.take(size, cancelled=lambda: False, waiting=lambda: None)
-            for _ in range(count)
-        ]
-        for buffer in buffers:
-            assert buffer is not None
-            buffer[:] = 1
+        buffers = [take_filled(staging, size) for _ in range(count)]
         order = np.random.default_rng(0).permutation(len(buffers))
         for at in order:
             staging.give_back(buffers[at])
 
     before = resident()
     fill(4 * MIB)
-    held = []
-    for _ in range(12):  # slabs of another tree
-        buffer = staging.take(16 * MIB, cancelled=lambda: False, waiting=lambda: None)
-        assert buffer is not None
-        buffer[:] = 1
-        held.append(buffer)
+    held = [take_filled(staging, 16 * MIB) for _ in range(12)]  # of another tree
+    assert 12 == len(held)
     assert resident() - before <= (256 + 32) * MIB
 
 
@@ -231,9 +234,7 @@ def test_a_storage_that_fails_is_reported_at_once(
     with store.connect(f"file://{tmp_path}/store") as client:
         run = client.run("tests/reported")
         run.save(1, {"x": np.zeros(4)}).result()
-        pool = next((tmp_path / "store").rglob("pool"))
-        pool.rename(pool.with_name("kept"))
-        pool.write_bytes(b"")  # nothing can be put below it
+        block_pool(tmp_path)
         with pytest.raises(store.UnavailableError, match="the storage failed"):
             run.save(2, {"x": np.zeros(9)}, base=None).result()
 

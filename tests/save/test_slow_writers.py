@@ -141,9 +141,8 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
 def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batches, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(batches, "CREDIT_SECONDS", 0.1)
-    monkeypatch.setattr(batches, "CLIENT_SECONDS", 0.1)
+    for name in ("FIRST_SECONDS", "CREDIT_SECONDS", "CLIENT_SECONDS"):
+        monkeypatch.setattr(batches, name, 0.1)
     with ThreadServer("memory://") as server:
         writer = Writer(server.address, "slow/run", 1)
         writer.begin()
@@ -163,14 +162,18 @@ def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
         assert [1] == [answer.durable_count for answer in answers]
 
 
+def keep_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no stream lose its place to another, which soon gives up."""
+    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
+    for name in ("FIRST_SECONDS", "CREDIT_SECONDS", "CLIENT_SECONDS"):
+        monkeypatch.setattr(batches, name, 3600.0)
+
+
 @pytest.mark.slow
 def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batches, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batches, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batches, "CLIENT_SECONDS", 3600.0)
+    keep_places(monkeypatch)
     with (
         ThreadServer("memory://") as server,
         stalled_streams(server, MAX_BATCHES, within_a_chunk()),
@@ -188,10 +191,7 @@ def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
 def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batches, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batches, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batches, "CLIENT_SECONDS", 3600.0)
+    keep_places(monkeypatch)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.1)
     with ThreadServer("memory://") as server, store.connect(server.address) as client:
         state = {"x": np.arange(1000)}

@@ -97,6 +97,15 @@ def queue_of(chunks: int, *, is_open: bool = False) -> tuple[SlabQueue, StagingP
     return SlabQueue(pool, is_open=is_open), pool
 
 
+def ended_queue(chunks: int) -> SlabQueue:
+    """Returns a queue that has ended, of so many slabs."""
+    slab_queue, _ = queue_of(chunks)
+    for chunk in range(chunks):
+        slab_queue.put(filled(slab_queue, chunk))
+    slab_queue.end()
+    return slab_queue
+
+
 def taken(slab_queue: SlabQueue) -> list[FilledSlab]:
     """Returns what writers get from a queue that has ended."""
     with slab_queue.changed:
@@ -212,12 +221,7 @@ def test_no_slab_is_read_after_the_context(meter: Meter) -> None:
 
 
 def test_an_error_is_raised_at_the_end_and_no_slab_is_lost(meter: Meter) -> None:
-    slab_queue, _ = queue_of(3)
-    for chunk in range(3):
-        slab_queue.put(filled(slab_queue, chunk))
-    slab_queue.end()
-
-    failing = FailingSums(3)
+    slab_queue, failing = ended_queue(3), FailingSums(3)
     with (
         pytest.raises(MemoryError, match="no memory for checksums"),
         SumsAhead(slab_queue, failing, meter),
@@ -230,12 +234,7 @@ def test_an_error_is_raised_at_the_end_and_no_slab_is_lost(meter: Meter) -> None
 def test_the_error_of_the_begin_is_raised_rather_than_one_of_a_checksum(
     meter: Meter,
 ) -> None:
-    slab_queue, _ = queue_of(3)
-    for chunk in range(3):
-        slab_queue.put(filled(slab_queue, chunk))
-    slab_queue.end()
-
-    failing = FailingSums(3)
+    slab_queue, failing = ended_queue(3), FailingSums(3)
 
     def begin() -> None:
         assert failing.have_failed.wait(SECONDS)

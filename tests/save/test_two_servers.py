@@ -316,27 +316,22 @@ REPLIES = ("begin", "write", "finish", "commit")
 @pytest.mark.parametrize(
     "reply", ["begin@1", "write@1", "write@2", "finish@1", "finish@2", "commit@1"]
 )
-def test_no_reply_of_a_server_that_is_lost_loses_anything(
+@in_event_loop
+async def test_no_reply_of_a_server_that_is_lost_loses_anything(
     reply: str, first: int
 ) -> None:
-    async def main() -> int:
-        async with servers() as two:
-            return await _save_with(two, first)
-
     call, _, time = reply.partition("@")
     with failpoints.arm_points(f"{call}.before_reply=drop_reply@{time}"):
-        assert 1 == asyncio.run(main())
-
-
-def test_a_save_of_which_every_first_reply_is_lost_loses_nothing() -> None:
-    points = ",".join(f"{reply}.before_reply=drop_reply@1" for reply in REPLIES)
-
-    async def main() -> int:
         async with servers() as two:
-            return await _save_with(two, 0)
+            assert 1 == await _save_with(two, first)
 
+
+@in_event_loop
+async def test_a_save_of_which_every_first_reply_is_lost_loses_nothing() -> None:
+    points = ",".join(f"{reply}.before_reply=drop_reply@1" for reply in REPLIES)
     with failpoints.arm_points(points):
-        assert len(REPLIES) == asyncio.run(main())
+        async with servers() as two:
+            assert len(REPLIES) == await _save_with(two, 0)
 
 
 @pytest.mark.emulated

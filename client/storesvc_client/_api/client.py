@@ -51,6 +51,7 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
+from storesvc_client._values.messages import enum_number
 from storesvc_client._values.models import (
     AuditEntry,
     Event,
@@ -59,8 +60,6 @@ from storesvc_client._values.models import (
     RunInfo,
     ServerInfo,
     UploadInfo,
-    authentication_number,
-    stage_number,
 )
 from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
 from storesvc_client._views.notebook import list_results
@@ -461,8 +460,10 @@ class Client:
             principal=principal or "",
             method=method or "",
             resource=parent_resource(parent),
-            stage=stage_number(stage),
-            authentication=authentication_number(authentication),
+            stage=enum_number(access_api.AuditStage.DESCRIPTOR, stage),
+            authentication=enum_number(
+                access_api.Authentication.DESCRIPTOR, authentication
+            ),
             page_token=page_token,
         )
         if since is not None:

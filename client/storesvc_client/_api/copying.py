@@ -131,10 +131,7 @@ class RunCopy:
             get_run(self._to)
         except NotFoundError:
             configure_run(
-                self._to,
-                labels=record.labels,
-                purge_delay=record.purge_delay,
-                etag=None,
+                self._to, labels=record.labels, purge_delay=record.purge_delay
             )
         # 3. The checkpoints.
         for checkpoint in wanted:
@@ -145,14 +142,7 @@ class RunCopy:
                 done = self._copy(checkpoint, present)
                 present[checkpoint.step] = done.checkpoint
             if checkpoint.pinned and not done.checkpoint.pinned:
-                update_checkpoint(
-                    self._to,
-                    checkpoint.step,
-                    labels=None,
-                    metrics=None,
-                    pinned=True,
-                    etag=None,
-                )
+                update_checkpoint(self._to, checkpoint.step, pinned=True)
             yield done
 
     def tags(self, steps: Iterable[int], *, move: bool) -> None:

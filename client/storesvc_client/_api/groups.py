@@ -331,10 +331,10 @@ def update_checkpoint(
     stub: RunStub,
     which: Which,
     *,
-    labels: Mapping[str, str] | None,
-    metrics: Mapping[str, float] | None,
-    pinned: bool | None,
-    etag: str | None,
+    labels: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    pinned: bool | None = None,
+    etag: str | None = None,
 ) -> Checkpoint:
     """Sets labels, metrics or the pin of a checkpoint; see ``Run.update``."""
     place = f"update of {stub.name}"
@@ -406,7 +406,7 @@ def configure_run(
     *,
     labels: Mapping[str, str] | None,
     purge_delay: DurationLike | None,
-    etag: str | None,
+    etag: str | None = None,
 ) -> RunInfo:
     """Sets labels or the purge delay of a run; see ``Run.configure``."""
     message, paths = api.Run(), []

@@ -134,8 +134,6 @@ class NewestWhole:
                     self.stub,
                     step,
                     labels={**checkpoint.labels, DAMAGE_LABEL: text},
-                    metrics=None,
-                    pinned=None,
                     etag=checkpoint.etag,
                 )
             except StoreError as e:

@@ -1,5 +1,10 @@
 """Checks labels, metrics, names, durations and other arguments before a call is sent.
 
+A check gets the place that its message begins with, such as "purge_delay= of
+prod/llama-8b" or "restore of prod/llama-8b@500: select=", and what the caller gave, of
+any type. It returns the value, or raises ``InvalidRequestError`` with the place, what
+was expected, and what it got.
+
 Public functions take a duration as a ``timedelta`` or as a number of seconds;
 ``as_timedelta`` and ``checked_duration`` are the only code that reads either. Messages
 of the contract, deadlines and texts ("90m") follow from it.
@@ -66,15 +71,8 @@ NEVER: Final = Deadline(math.inf, math.inf)
 
 
 def as_timedelta(what: str, length: object) -> timedelta:
-    """Returns a duration that the contract can hold, rounded to microseconds.
-
-    Args:
-        what: Name of the argument, for the message: "purge_delay= of prod/llama-8b".
-        length: A ``timedelta``, or a number of seconds; may be 0 or negative.
-
-    Raises:
-        InvalidRequestError: It is neither, not finite, or longer than MAX_DURATION.
-    """
+    """Returns a duration that the contract can hold, rounded to microseconds: a
+    ``timedelta``, or a number of seconds; it may be 0 or negative."""
     found = length if isinstance(length, timedelta) else None
     if isinstance(length, Real) and not isinstance(length, bool):
         with suppress(ValueError, OverflowError):  # NaN, infinite or too large
@@ -87,16 +85,7 @@ def as_timedelta(what: str, length: object) -> timedelta:
 def checked_duration(
     what: str, length: object, *, most: timedelta = MAX_DURATION
 ) -> timedelta:
-    """Returns a duration above 0.
-
-    Args:
-        what: Name of the argument, for the message: "lease= of prod/llama-8b".
-        length: A ``timedelta``, or a number of seconds.
-        most: Maximum duration.
-
-    Raises:
-        InvalidRequestError: It is no duration, not above 0, or longer than ``most``.
-    """
+    """Returns a duration above 0."""
     found = as_timedelta(what, length)
     if not timedelta(0) < found <= most:
         raise _unusable(what, f"above 0, of at most {most.days} days", length)
@@ -104,11 +93,7 @@ def checked_duration(
 
 
 def seconds_or_none(what: str, length: DurationLike | None) -> float | None:
-    """Returns the seconds of a timeout; None, which waits without a limit, unchanged.
-
-    Raises:
-        InvalidRequestError: It is no duration.
-    """
+    """Returns the seconds of a timeout; None, which has no limit, stays."""
     return None if length is None else as_timedelta(what, length).total_seconds()
 
 
@@ -119,15 +104,7 @@ def _unusable(what: str, bounds: str, got: object) -> InvalidRequestError:
 
 
 def duration_message(length: DurationLike, what: str) -> Duration:
-    """Returns the protobuf message of a duration.
-
-    Args:
-        length: The duration.
-        what: Name of the argument, for the message: "purge_delay= of prod/llama-8b".
-
-    Raises:
-        InvalidRequestError: It is no duration, or longer than MAX_DURATION.
-    """
+    """Returns the protobuf message of a duration."""
     message = Duration()
     message.FromTimedelta(as_timedelta(what, length))
     return message
@@ -181,11 +158,7 @@ N = TypeVar("N")
 
 
 def run_name(name: object) -> RunName:
-    """Returns the parsed name of ``namespace/run``.
-
-    Raises:
-        InvalidRequestError: It is no name of a run.
-    """
+    """Returns the parsed name of ``namespace/run``."""
     text = _text(name, "a run, such as 'prod/llama-8b'")
     try:
         return RunName.parse(text)
@@ -209,11 +182,7 @@ def parse_received(parse: Callable[[str], N], text: str) -> N:
 
 
 def namespace_resource(namespace: object) -> str:
-    """Returns the resource name of a namespace.
-
-    Raises:
-        InvalidRequestError: The name is not valid.
-    """
+    """Returns the resource name of a namespace."""
     text = _text(namespace, "a namespace, such as 'prod'")
     try:
         check_id(text, "namespace")
@@ -223,11 +192,7 @@ def namespace_resource(namespace: object) -> str:
 
 
 def parent_resource(parent: object) -> str:
-    """Returns the resource name of a run, a namespace, or (for None) the store.
-
-    Raises:
-        InvalidRequestError: It is no such name.
-    """
+    """Returns the resource name of a run, a namespace, or (for None) the store."""
     if parent is None:
         return "namespaces/-"
     if isinstance(parent, str) and "/" in parent:
@@ -260,15 +225,7 @@ _SHOWN: Final = 60
 
 
 def checked_labels(place: str, labels: object) -> dict[str, str]:
-    """Returns labels as a dict.
-
-    Args:
-        place: Call, for the message: "save to prod/llama-8b".
-        labels: Texts by key, or None.
-
-    Raises:
-        InvalidRequestError: They are of another type, too many or too long.
-    """
+    """Returns labels as a dict; an empty one for None."""
     found = {}
     for key, text in _entries(f"{place}: labels=", labels).items():
         if not is_text(text) or len(text.encode()) > MAX_TEXT_BYTES:
@@ -281,15 +238,7 @@ def checked_labels(place: str, labels: object) -> dict[str, str]:
 
 
 def checked_metrics(place: str, metrics: object) -> dict[str, float]:
-    """Returns metrics as a dict of floats.
-
-    Args:
-        place: Call, for the message: "save to prod/llama-8b".
-        metrics: Numbers by key, or None.
-
-    Raises:
-        InvalidRequestError: They are of another type, too many, or a key is too long.
-    """
+    """Returns metrics as a dict of floats; an empty one for None."""
     found = {}
     for key, value in _entries(f"{place}: metrics=", metrics).items():
         try:
@@ -304,15 +253,7 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
 
 
 def checked_cast(place: str, cast: object) -> str | None:
-    """Returns the name of the dtype that floating-point leaves are cast to, or None.
-
-    Args:
-        place: Argument, for the message: "export of prod/llama-8b@500: cast=".
-        cast: The argument.
-
-    Raises:
-        InvalidRequestError: It is not a floating-point dtype of the format.
-    """
+    """Returns the name of the dtype that floating-point leaves are cast to, or None."""
     from storesvc.format.dtypes import floating_name  # imports NumPy
 
     name = None if cast is None else floating_name(cast)
@@ -324,15 +265,7 @@ def checked_cast(place: str, cast: object) -> str | None:
 
 
 def checked_texts(place: str, texts: object) -> list[str]:
-    """Returns one or several texts as a list.
-
-    Args:
-        place: Argument, for the message: "restore of prod/llama-8b@500: select=".
-        texts: A text, or an iterable of texts.
-
-    Raises:
-        InvalidRequestError: They are of another type.
-    """
+    """Returns one or several texts as a list."""
     if isinstance(texts, str):
         return [texts]
     if not isinstance(texts, Iterable) or isinstance(texts, bytes | bytearray):
@@ -345,15 +278,7 @@ def checked_texts(place: str, texts: object) -> list[str]:
 
 
 def checked_patterns(place: str, patterns: object) -> list[Pattern]:
-    """Returns one or several globs or compiled regular expressions as a list.
-
-    Args:
-        place: Argument, for the message: "restore of prod/llama-8b@500: select=".
-        patterns: A pattern, or an iterable of patterns.
-
-    Raises:
-        InvalidRequestError: They are of another type.
-    """
+    """Returns one or several globs or compiled regular expressions as a list."""
     given: Iterable[Any] = [patterns]
     if isinstance(patterns, Iterable) and not isinstance(
         patterns, str | bytes | bytearray
@@ -373,15 +298,7 @@ def checked_patterns(place: str, patterns: object) -> list[Pattern]:
 
 
 def checked_text(place: str, text: object) -> str:
-    """Returns a text; "" for None.
-
-    Args:
-        place: Argument, for the message: "update of prod/llama-8b: etag=".
-        text: The text, or None.
-
-    Raises:
-        InvalidRequestError: It is of another type.
-    """
+    """Returns a text; "" for None."""
     if text is None:
         return ""
     if not isinstance(text, str) or not is_text(text):
@@ -390,26 +307,14 @@ def checked_text(place: str, text: object) -> str:
 
 
 def checked_flag(place: str, flag: object) -> bool | None:
-    """Returns a bool, or None.
-
-    Args:
-        place: Argument, for the message: "update of prod/llama-8b: pinned=".
-        flag: The bool, or None.
-
-    Raises:
-        InvalidRequestError: It is of another type.
-    """
+    """Returns a bool, or None."""
     if flag is not None and not isinstance(flag, bool):
         raise InvalidRequestError(f"{place}: expected a bool, got {shown(flag)}")
     return flag
 
 
 def checked_choice(place: str, value: object, choices: Any) -> None:
-    """Raises an error if a value is not an argument of a ``Literal``.
-
-    Raises:
-        InvalidRequestError: The ``Literal`` does not list it.
-    """
+    """Checks that a value is an argument of a ``Literal``."""
     if value not in get_args(choices):
         expected = ", ".join(map(repr, get_args(choices)))
         raise InvalidRequestError(

@@ -56,6 +56,11 @@ def enum_texts(enum: EnumDescriptor) -> Mapping[int, str]:
     return MappingProxyType({number: texts[number] for number in texts if number})
 
 
+def enum_number(enum: EnumDescriptor, text: str | None) -> Any:
+    """Returns the number of a text of ``enum_texts``; 0 for None."""
+    return next((n for n, known in enum_texts(enum).items() if known == text), 0)
+
+
 @lru_cache
 def _plan(cls: Any, message: Descriptor) -> tuple[tuple[str, bool, Converter], ...]:
     """Returns the fields of a dataclass: name, whether it may be None, conversion."""

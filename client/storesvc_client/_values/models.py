@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -182,20 +182,6 @@ def object_text(name: str) -> str:
             return f"{run}@{match['id']}"
         case kind:
             return f"{run} {kind.removesuffix('s')} {match['id']}"
-
-
-def authentication_number(authentication: Authentication | None) -> Any:
-    """Returns the number of a way of authentication in the contract; 0 for None."""
-    return _number(_AUTHENTICATIONS, authentication)
-
-
-def stage_number(stage: AuditStage | None) -> Any:
-    """Returns the number of a stage in the contract; 0 for None."""
-    return _number(_STAGES, stage)
-
-
-def _number(texts: Mapping[int, str], text: str | None) -> int:
-    return next((number for number, known in texts.items() if known == text), 0)
 
 
 def _time(stamp: Timestamp) -> datetime:

@@ -2,13 +2,12 @@
 again while it cleans up, or as what it waits for comes."""
 
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import grpc
 
 from soak.outcomes import Outcome
-from tests.support.cancels import CancellingServer, Start
+from tests.support.cancels import CancellingServer
 from tests.support.every_call import CALLS, Make, Saved, check_save
 
 
@@ -19,9 +18,10 @@ def cancels() -> Outcome:
         for name, ways in CALLS.items():
             before = outcome.points
             with CancellingServer(Path(directory, name)) as server:
-                for make in ways:
+                for way, make in enumerate(ways):
+                    what = f"{name} {way}" if way else name
                     for times, is_late in ((1, False), (2, False), (1, True)):
-                        _cancel(outcome, server, make, times, is_late=is_late)
+                        _cancel(outcome, server, what, make, times, is_late=is_late)
             points.append(f"{name} {outcome.points - before}")
     outcome.note = ", ".join(points)
     return outcome
@@ -30,20 +30,18 @@ def cancels() -> Outcome:
 def _cancel(
     outcome: Outcome,
     server: CancellingServer,
+    name: str,
     make: Make,
     times: int,
     *,
     is_late: bool,
 ) -> None:
-    prepare = partial(_prepared, server.address, make)
-    what = f"{make.__name__} cancelled" + " twice" * (times == 2) + " late" * is_late
-    for number, lost in server.sweep(prepare, times=times, is_late=is_late):
+    what = f"{name} cancelled" + " twice" * (times == 2) + " late" * is_late
+    for number, lost in server.sweep(
+        lambda: make(Saved(server.address)), times=times, is_late=is_late
+    ):
         try:
             check_save(server.address)
         except grpc.RpcError as e:
             lost.append(f"a save after it failed: {e}")
         outcome.add(f"{what} at suspension {number}", lost)
-
-
-def _prepared(address: str, make: Make) -> Start:
-    return make(Saved(address))

@@ -3,6 +3,7 @@
 import itertools
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -13,7 +14,7 @@ from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
 from storesvc_proto.v1 import access_service_pb2 as access
-from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunks
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1 import retention_pb2, tree_pb2
@@ -39,22 +40,27 @@ class Saved:
         self.address = address
         self.checkpoints = CheckpointServiceStub(channel)
         self.chunks = ChunkServiceStub(channel)
-        self.maintenance = MaintenanceServiceStub(channel)
-        self.access = AccessServiceStub(channel)
         self.uploads = UploadServiceStub(channel)
+        access, maintenance = (
+            AccessServiceStub(channel),
+            MaintenanceServiceStub(channel),
+        )
+        stubs = (self.checkpoints, self.chunks, self.uploads, access, maintenance)
+        self.methods: dict[str, Any] = {
+            name: method for stub in stubs for name, method in vars(stub).items()
+        }
+        """Methods of the contract by name."""
         self.writer(1).save()
 
     def writer(self, step: int, *, writers: int = 1) -> Writer:
         """Returns one of this run."""
         return Writer(self.address, str(self.run), step, writers=writers)
 
-    def step(self, number: int) -> checkpoint_api.Checkpoint:
+    def step(self, number: int) -> api.Checkpoint:
         """Returns a checkpoint."""
         name = f"{self.run.resource}/checkpoints/{number}"
-        request = checkpoint_api.GetCheckpointRequest(name=name)
-        found: checkpoint_api.Checkpoint = self.checkpoints.GetCheckpoint(
-            request
-        ).checkpoint
+        request = api.GetCheckpointRequest(name=name)
+        found: api.Checkpoint = self.checkpoints.GetCheckpoint(request).checkpoint
         return found
 
     def check(self, number: int) -> None:
@@ -69,6 +75,7 @@ class Saved:
 
 
 Make = Callable[[Saved], Start]
+"""Prepares a call, and returns a function that begins it."""
 
 
 def _id() -> str:
@@ -80,215 +87,106 @@ def check_save(address: str) -> None:
     Saved(address).check(1)
 
 
-def list_runs(s: Saved) -> Start:
-    """ListRuns."""
-    return one_answer(
-        s.checkpoints.ListRuns,
-        checkpoint_api.ListRunsRequest(parent=f"namespaces/{s.run.namespace}"),
-    )
-
-
-def get_run(s: Saved) -> Start:
-    """GetRun."""
-    return one_answer(
-        s.checkpoints.GetRun, checkpoint_api.GetRunRequest(name=s.run.resource)
-    )
-
-
-def update_run(s: Saved) -> Start:
-    """UpdateRun."""
-    run = checkpoint_api.Run(name=s.run.resource, labels={"a": "b"})
-    request = checkpoint_api.UpdateRunRequest(
-        run=run, update_mask=FieldMask(paths=["labels"]), request_id=_id()
-    )
-    return one_answer(s.checkpoints.UpdateRun, request)
-
-
-def apply_retention(s: Saved) -> Start:
-    """ApplyRetention."""
+def _apply_retention(s: Saved) -> Any:
     s.writer(2).save()
     latest = retention_pb2.RetentionPolicy(latest=retention_pb2.KeepLatest(count=1))
-    run = checkpoint_api.Run(name=s.run.resource, retention=latest)
     s.checkpoints.UpdateRun(
-        checkpoint_api.UpdateRunRequest(
-            run=run, update_mask=FieldMask(paths=["retention"]), request_id=_id()
+        api.UpdateRunRequest(
+            run=api.Run(name=s.run.resource, retention=latest),
+            update_mask=FieldMask(paths=["retention"]),
+            request_id=_id(),
         )
     )
-    request = checkpoint_api.ApplyRetentionRequest(name=s.run.resource)
-    return many_answers(s.checkpoints.ApplyRetention, request)
+    return api.ApplyRetentionRequest(name=s.run.resource)
 
 
-def list_checkpoints(s: Saved) -> Start:
-    """ListCheckpoints."""
-    request = checkpoint_api.ListCheckpointsRequest(parent=s.run.resource)
-    return one_answer(s.checkpoints.ListCheckpoints, request)
-
-
-def get_checkpoint(s: Saved) -> Start:
-    """GetCheckpoint."""
-    name = f"{s.run.resource}/checkpoints/latest"
-    return one_answer(
-        s.checkpoints.GetCheckpoint, checkpoint_api.GetCheckpointRequest(name=name)
-    )
-
-
-def read_manifest(s: Saved) -> Start:
-    """ReadManifest."""
-    request = checkpoint_api.ReadManifestRequest(name=s.step(1).name)
-    return many_answers(s.checkpoints.ReadManifest, request)
-
-
-def update_checkpoint(s: Saved) -> Start:
-    """UpdateCheckpoint."""
-    changed = checkpoint_api.Checkpoint(name=s.step(1).name, labels={"a": "b"})
-    request = checkpoint_api.UpdateCheckpointRequest(
-        checkpoint=changed, update_mask=FieldMask(paths=["labels"]), request_id=_id()
-    )
-    return one_answer(s.checkpoints.UpdateCheckpoint, request)
-
-
-def delete_checkpoint(s: Saved) -> Start:
-    """DeleteCheckpoint."""
-    request = checkpoint_api.DeleteCheckpointRequest(
-        name=s.step(1).name, request_id=_id()
-    )
-    return one_answer(s.checkpoints.DeleteCheckpoint, request)
-
-
-def undelete_checkpoint(s: Saved) -> Start:
-    """UndeleteCheckpoint."""
+def _undelete_checkpoint(s: Saved) -> Any:
     name = s.step(1).name
     s.checkpoints.DeleteCheckpoint(
-        checkpoint_api.DeleteCheckpointRequest(name=name, request_id=_id())
+        api.DeleteCheckpointRequest(name=name, request_id=_id())
     )
-    request = checkpoint_api.UndeleteCheckpointRequest(name=name, request_id=_id())
-    return one_answer(s.checkpoints.UndeleteCheckpoint, request)
+    return api.UndeleteCheckpointRequest(name=name, request_id=_id())
 
 
-def purge_checkpoint(s: Saved) -> Start:
-    """PurgeCheckpoint."""
+def _purge_checkpoint(s: Saved) -> Any:
     name = s.step(1).name
     s.checkpoints.DeleteCheckpoint(
-        checkpoint_api.DeleteCheckpointRequest(
-            name=name, request_id=_id(), purge_delay=Duration()
-        )
+        api.DeleteCheckpointRequest(name=name, request_id=_id(), purge_delay=Duration())
     )
-    return one_answer(
-        s.checkpoints.PurgeCheckpoint, checkpoint_api.PurgeCheckpointRequest(name=name)
-    )
+    return api.PurgeCheckpointRequest(name=name)
 
 
-def diff_checkpoints(s: Saved) -> Start:
-    """DiffCheckpoints."""
+def _diff_checkpoints(s: Saved) -> Any:
     s.writer(2).save()
-    request = checkpoint_api.DiffCheckpointsRequest(
-        base=s.step(1).name, name=s.step(2).name
-    )
-    return many_answers(s.checkpoints.DiffCheckpoints, request)
+    return api.DiffCheckpointsRequest(base=s.step(1).name, name=s.step(2).name)
 
 
-def watch_checkpoints(s: Saved) -> Start:
-    """WatchCheckpoints."""
+def _watch_checkpoints(s: Saved) -> Start:
     parent = s.run.resource
-    watch = s.checkpoints.WatchCheckpoints(
-        checkpoint_api.WatchCheckpointsRequest(parent=parent)
-    )
+    watch = s.checkpoints.WatchCheckpoints(api.WatchCheckpointsRequest(parent=parent))
     token = next(watch).resume_token
     watch.cancel()
     s.writer(3).save()
-    request = checkpoint_api.WatchCheckpointsRequest(parent=parent, resume_token=token)
+    request = api.WatchCheckpointsRequest(parent=parent, resume_token=token)
     return many_answers(s.checkpoints.WatchCheckpoints, request, count=2)
 
 
-def set_tag(s: Saved) -> Start:
-    """SetTag."""
-    request = checkpoint_api.SetTagRequest(
+def _tag_request(s: Saved) -> Any:
+    return api.SetTagRequest(
         name=f"{s.run.resource}/tags/best", checkpoint=s.step(1).name, request_id=_id()
     )
-    return one_answer(s.checkpoints.SetTag, request)
 
 
-def delete_tag(s: Saved) -> Start:
-    """DeleteTag."""
-    set_tag(s)().end()
-    request = checkpoint_api.DeleteTagRequest(
-        name=f"{s.run.resource}/tags/best", request_id=_id()
-    )
-    return one_answer(s.checkpoints.DeleteTag, request)
+def _delete_tag(s: Saved) -> Any:
+    name = s.checkpoints.SetTag(_tag_request(s)).tag.name
+    return api.DeleteTagRequest(name=name, request_id=_id())
 
 
-def list_tags(s: Saved) -> Start:
-    """ListTags."""
-    set_tag(s)().end()
-    request = checkpoint_api.ListTagsRequest(parent=s.run.resource)
-    return one_answer(s.checkpoints.ListTags, request)
+def _list_tags(s: Saved) -> Any:
+    s.checkpoints.SetTag(_tag_request(s))
+    return api.ListTagsRequest(parent=s.run.resource)
 
 
-def create_hold(s: Saved) -> Start:
-    """CreateHold."""
-    request = checkpoint_api.CreateHoldRequest(
+def _hold_request(s: Saved) -> Any:
+    return api.CreateHoldRequest(
         parent=s.step(1).name, request_id=_id(), owner="me", ttl=Duration(seconds=60)
     )
-    return one_answer(s.checkpoints.CreateHold, request)
 
 
 def _hold(s: Saved) -> str:
-    request = checkpoint_api.CreateHoldRequest(
-        parent=s.step(1).name, request_id=_id(), owner="me", ttl=Duration(seconds=60)
-    )
-    name: str = s.checkpoints.CreateHold(request).hold.name
+    """Creates a hold; returns its name."""
+    name: str = s.checkpoints.CreateHold(_hold_request(s)).hold.name
     return name
 
 
-def renew_hold(s: Saved) -> Start:
-    """RenewHold."""
-    return one_answer(
-        s.checkpoints.RenewHold, checkpoint_api.RenewHoldRequest(name=_hold(s))
-    )
-
-
-def delete_hold(s: Saved) -> Start:
-    """DeleteHold."""
-    return one_answer(
-        s.checkpoints.DeleteHold, checkpoint_api.DeleteHoldRequest(name=_hold(s))
-    )
-
-
-def list_holds(s: Saved) -> Start:
-    """ListHolds."""
+def _list_holds(s: Saved) -> Any:
     _hold(s)
-    request = checkpoint_api.ListHoldsRequest(parent=s.run.resource)
-    return one_answer(s.checkpoints.ListHolds, request)
+    return api.ListHoldsRequest(parent=s.run.resource)
 
 
-def begin_upload(s: Saved) -> Start:
-    """BeginUpload."""
-    tree = tree_of()
+def _leaves(kind: Any) -> Iterator[Any]:
+    """Yields the requests with the leaves of a tree."""
+    for part in pack_leaves(tree_of()):
+        yield kind(leaves=tree_pb2.LeafTable.FromString(part))
+
+
+def _begin_upload(s: Saved) -> Any:
     opening = uploads.BeginUploadRequest(
         parent=s.run.resource,
         request_id=_id(),
         upload=uploads.Upload(step=3, writer_count=1),
-        leaf_count=len(tree.leaves),
+        leaf_count=len(tree_of().leaves),
     )
-    leaves = (
-        uploads.BeginUploadRequest(leaves=tree_pb2.LeafTable.FromString(part))
-        for part in pack_leaves(tree)
-    )
-    return one_answer(s.uploads.BeginUpload, [opening, *leaves])
+    return [opening, *_leaves(uploads.BeginUploadRequest)]
 
 
-def join_upload(s: Saved) -> Start:
-    """JoinUpload."""
+def _join_upload(s: Saved) -> Any:
     writer = s.writer(3, writers=2)
     writer.begin()
-    tree = tree_of()
     join = uploads.JoinOpening(upload=writer.name, writer=1, writer_count=2)
-    opening = uploads.JoinUploadRequest(open=join, leaf_count=len(tree.leaves))
-    leaves = (
-        uploads.JoinUploadRequest(leaves=tree_pb2.LeafTable.FromString(part))
-        for part in pack_leaves(tree)
-    )
-    return one_answer(s.uploads.JoinUpload, [opening, *leaves])
+    count = len(tree_of().leaves)
+    opening = uploads.JoinUploadRequest(open=join, leaf_count=count)
+    return [opening, *_leaves(uploads.JoinUploadRequest)]
 
 
 def _begun(s: Saved) -> Writer:
@@ -303,34 +201,22 @@ def _written(s: Saved) -> Writer:
     return writer
 
 
-def get_upload(s: Saved) -> Start:
-    """GetUpload."""
-    return one_answer(
-        s.uploads.GetUpload, uploads.GetUploadRequest(name=_begun(s).name)
-    )
-
-
-def list_uploads(s: Saved) -> Start:
-    """ListUploads."""
+def _list_uploads(s: Saved) -> Any:
     _begun(s)
-    request = uploads.ListUploadsRequest(parent=s.run.resource)
-    return one_answer(s.uploads.ListUploads, request)
+    return uploads.ListUploadsRequest(parent=s.run.resource)
 
 
-def keep_upload_alive(s: Saved) -> Start:
-    """KeepUploadAlive."""
+def _keep_upload_alive(s: Saved) -> Any:
     writer = _begun(s)
-    request = uploads.KeepUploadAliveRequest(name=writer.name, epoch=writer.epoch)
-    return one_answer(s.uploads.KeepUploadAlive, request)
+    return uploads.KeepUploadAliveRequest(name=writer.name, epoch=writer.epoch)
 
 
-def find_chunks(s: Saved) -> Start:
-    """FindChunks."""
-    requests = [uploads.FindChunksRequest(open=_written(s).ref())]
-    requests += [
-        uploads.FindChunksRequest(chunks=part) for part in pack_sums(sums(0, 1))
+def _find_chunks(s: Saved) -> Any:
+    parts = pack_sums(sums(0, 1))
+    return [
+        uploads.FindChunksRequest(open=_written(s).ref()),
+        *(uploads.FindChunksRequest(chunks=part) for part in parts),
     ]
-    return many_answers(s.uploads.FindChunks, requests)
 
 
 def write_chunks(s: Saved) -> Start:
@@ -343,8 +229,7 @@ def write_chunks(s: Saved) -> Start:
 def write_within_a_chunk(s: Saved) -> Start:
     """WriteChunks that ends within a chunk."""
     opening = uploads.WriteChunksRequest(open=_begun(s).ref())
-    requests = [opening, next(_pieces())]
-    start = many_answers(s.uploads.WriteChunks, requests)
+    start = many_answers(s.uploads.WriteChunks, [opening, next(_pieces())])
     return _failing(start, grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -376,138 +261,117 @@ def _pieces() -> Iterator[uploads.WriteChunksRequest]:
         yield uploads.WriteChunksRequest(frame=part)
 
 
-def finish_writer(s: Saved) -> Start:
-    """FinishWriter."""
-    requests = [uploads.FinishWriterRequest(open=_written(s).ref(), chunk_count=3)]
-    requests += [
-        uploads.FinishWriterRequest(chunks=part) for part in pack_sums(sums(0, 1, 2))
+def _finish_writer(s: Saved) -> Any:
+    parts = pack_sums(sums(0, 1, 2))
+    return [
+        uploads.FinishWriterRequest(open=_written(s).ref(), chunk_count=3),
+        *(uploads.FinishWriterRequest(chunks=part) for part in parts),
     ]
-    return one_answer(s.uploads.FinishWriter, requests)
 
 
-def commit_upload(s: Saved) -> Start:
-    """CommitUpload."""
+def _commit_upload(s: Saved) -> Any:
     writer = _written(s)
     writer.finish(sums(0, 1, 2))
-    request = uploads.CommitUploadRequest(name=writer.name, epoch=writer.epoch)
-    return one_answer(s.uploads.CommitUpload, request)
+    return uploads.CommitUploadRequest(name=writer.name, epoch=writer.epoch)
 
 
-def abort_upload(s: Saved) -> Start:
-    """AbortUpload."""
-    request = uploads.AbortUploadRequest(name=_written(s).name)
-    return one_answer(s.uploads.AbortUpload, request)
-
-
-def read_chunks(s: Saved) -> Start:
-    """ReadChunks."""
+def _read_chunks(s: Saved) -> Any:
     found = s.step(1)
-    request = chunks.ReadChunksRequest(name=found.name, uid=found.uid, chunk=[0, 1, 2])
-    return many_answers(s.chunks.ReadChunks, request)
+    return chunks.ReadChunksRequest(name=found.name, uid=found.uid, chunk=[0, 1, 2])
 
 
-def get_server_info(s: Saved) -> Start:
-    """GetServerInfo."""
-    return one_answer(s.maintenance.GetServerInfo, maintenance.GetServerInfoRequest())
+def _collect_garbage(s: Saved) -> Any:
+    s.checkpoints.PurgeCheckpoint(_purge_checkpoint(s))
+    return maintenance.CollectGarbageRequest(parent=s.run.resource, grace=Duration())
 
 
-def verify_checkpoint(s: Saved) -> Start:
-    """VerifyCheckpoint."""
-    request = maintenance.VerifyCheckpointRequest(name=s.step(1).name)
-    return many_answers(s.maintenance.VerifyCheckpoint, request)
-
-
-def collect_garbage(s: Saved) -> Start:
-    """CollectGarbage."""
-    purge_checkpoint(s)().end()
-    request = maintenance.CollectGarbageRequest(parent=s.run.resource, grace=Duration())
-    return many_answers(s.maintenance.CollectGarbage, request)
-
-
-def get_usage(s: Saved) -> Start:
-    """GetUsage."""
-    return one_answer(
-        s.maintenance.GetUsage, maintenance.GetUsageRequest(name=s.run.resource)
-    )
-
-
-def get_login_options(s: Saved) -> Start:
-    """GetLoginOptions."""
-    return one_answer(s.access.GetLoginOptions, access.GetLoginOptionsRequest())
-
-
-def get_identity(s: Saved) -> Start:
-    """GetIdentity."""
-    return one_answer(s.access.GetIdentity, access.GetIdentityRequest())
-
-
-def permissions_tested(s: Saved) -> Start:
-    """TestPermissions."""
-    request = access.TestPermissionsRequest(resource=s.run.resource)
-    return one_answer(s.access.TestPermissions, request)
-
-
-def lend_credentials(s: Saved) -> Start:
+def _lend_credentials(s: Saved) -> Start:
     """LendCredentials, of a server that lends none."""
     request = access.LendCredentialsRequest(upload=_begun(s).ref())
-    start = one_answer(s.access.LendCredentials, request)
+    start = one_answer(s.methods["LendCredentials"], request)
     return _failing(start, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-def get_quota(s: Saved) -> Start:
-    """GetQuota."""
-    request = access.GetQuotaRequest(parent=f"namespaces/{s.run.namespace}")
-    return one_answer(s.access.GetQuota, request)
-
-
-def list_audit_entries(s: Saved) -> Start:
+def _list_audit_entries(s: Saved) -> Start:
     """ListAuditEntries, of a server without an audit log."""
     request = access.ListAuditEntriesRequest()
-    start = one_answer(s.access.ListAuditEntries, request)
+    start = one_answer(s.methods["ListAuditEntries"], request)
     return _failing(start, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+_LABELS = FieldMask(paths=["labels"])
+
+_REQUESTS: Final[dict[str, Callable[[Saved], Any]]] = {
+    "ListRuns": lambda s: api.ListRunsRequest(parent=f"namespaces/{s.run.namespace}"),
+    "GetRun": lambda s: api.GetRunRequest(name=s.run.resource),
+    "UpdateRun": lambda s: api.UpdateRunRequest(
+        run=api.Run(name=s.run.resource, labels={"a": "b"}),
+        update_mask=_LABELS,
+        request_id=_id(),
+    ),
+    "ApplyRetention": _apply_retention,
+    "ListCheckpoints": lambda s: api.ListCheckpointsRequest(parent=s.run.resource),
+    "GetCheckpoint": lambda s: api.GetCheckpointRequest(
+        name=f"{s.run.resource}/checkpoints/latest"
+    ),
+    "ReadManifest": lambda s: api.ReadManifestRequest(name=s.step(1).name),
+    "UpdateCheckpoint": lambda s: api.UpdateCheckpointRequest(
+        checkpoint=api.Checkpoint(name=s.step(1).name, labels={"a": "b"}),
+        update_mask=_LABELS,
+        request_id=_id(),
+    ),
+    "DeleteCheckpoint": lambda s: api.DeleteCheckpointRequest(
+        name=s.step(1).name, request_id=_id()
+    ),
+    "UndeleteCheckpoint": _undelete_checkpoint,
+    "PurgeCheckpoint": _purge_checkpoint,
+    "DiffCheckpoints": _diff_checkpoints,
+    "SetTag": _tag_request,
+    "DeleteTag": _delete_tag,
+    "ListTags": _list_tags,
+    "CreateHold": _hold_request,
+    "RenewHold": lambda s: api.RenewHoldRequest(name=_hold(s)),
+    "DeleteHold": lambda s: api.DeleteHoldRequest(name=_hold(s)),
+    "ListHolds": _list_holds,
+    "BeginUpload": _begin_upload,
+    "JoinUpload": _join_upload,
+    "GetUpload": lambda s: uploads.GetUploadRequest(name=_begun(s).name),
+    "ListUploads": _list_uploads,
+    "KeepUploadAlive": _keep_upload_alive,
+    "FindChunks": _find_chunks,
+    "FinishWriter": _finish_writer,
+    "CommitUpload": _commit_upload,
+    "AbortUpload": lambda s: uploads.AbortUploadRequest(name=_written(s).name),
+    "ReadChunks": _read_chunks,
+    "GetServerInfo": lambda _: maintenance.GetServerInfoRequest(),
+    "VerifyCheckpoint": lambda s: maintenance.VerifyCheckpointRequest(
+        name=s.step(1).name
+    ),
+    "CollectGarbage": _collect_garbage,
+    "GetUsage": lambda s: maintenance.GetUsageRequest(name=s.run.resource),
+    "GetLoginOptions": lambda _: access.GetLoginOptionsRequest(),
+    "GetIdentity": lambda _: access.GetIdentityRequest(),
+    "TestPermissions": lambda s: access.TestPermissionsRequest(resource=s.run.resource),
+    "GetQuota": lambda s: access.GetQuotaRequest(
+        parent=f"namespaces/{s.run.namespace}"
+    ),
+}
+"""Functions that prepare a call, and return its request or requests."""
+
+
+def _make(name: str, saved: Saved) -> Start:
+    method, request = saved.methods[name], _REQUESTS[name](saved)
+    is_stream = isinstance(
+        method, grpc.UnaryStreamMultiCallable | grpc.StreamStreamMultiCallable
+    )
+    return (many_answers if is_stream else one_answer)(method, request)
 
 
 CALLS: Final[dict[str, list[Make]]] = {
-    "ListRuns": [list_runs],
-    "GetRun": [get_run],
-    "UpdateRun": [update_run],
-    "ApplyRetention": [apply_retention],
-    "ListCheckpoints": [list_checkpoints],
-    "GetCheckpoint": [get_checkpoint],
-    "ReadManifest": [read_manifest],
-    "UpdateCheckpoint": [update_checkpoint],
-    "DeleteCheckpoint": [delete_checkpoint],
-    "UndeleteCheckpoint": [undelete_checkpoint],
-    "PurgeCheckpoint": [purge_checkpoint],
-    "DiffCheckpoints": [diff_checkpoints],
-    "WatchCheckpoints": [watch_checkpoints],
-    "SetTag": [set_tag],
-    "DeleteTag": [delete_tag],
-    "ListTags": [list_tags],
-    "CreateHold": [create_hold],
-    "RenewHold": [renew_hold],
-    "DeleteHold": [delete_hold],
-    "ListHolds": [list_holds],
-    "BeginUpload": [begin_upload],
-    "JoinUpload": [join_upload],
-    "GetUpload": [get_upload],
-    "ListUploads": [list_uploads],
-    "KeepUploadAlive": [keep_upload_alive],
-    "FindChunks": [find_chunks],
+    **{name: [partial(_make, name)] for name in _REQUESTS},
+    "WatchCheckpoints": [_watch_checkpoints],
     "WriteChunks": [write_chunks, write_within_a_chunk],
-    "FinishWriter": [finish_writer],
-    "CommitUpload": [commit_upload],
-    "AbortUpload": [abort_upload],
-    "ReadChunks": [read_chunks],
-    "GetServerInfo": [get_server_info],
-    "VerifyCheckpoint": [verify_checkpoint],
-    "CollectGarbage": [collect_garbage],
-    "GetUsage": [get_usage],
-    "GetLoginOptions": [get_login_options],
-    "GetIdentity": [get_identity],
-    "TestPermissions": [permissions_tested],
-    "LendCredentials": [lend_credentials],
-    "GetQuota": [get_quota],
-    "ListAuditEntries": [list_audit_entries],
+    "LendCredentials": [_lend_credentials],
+    "ListAuditEntries": [_list_audit_entries],
 }
 """Functions that make a call, by its name."""

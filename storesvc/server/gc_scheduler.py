@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, timedelta
-from typing import Final, NamedTuple
+from typing import Final
 
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.slots import Observations
@@ -157,16 +157,17 @@ async def _collect_all(store: Store, lease: Lease) -> None:
     renewal, span = asyncio.create_task(lease.keep()), Span()
     try:
         runs = await store.catalog.run_names(None)
-        ended = await _collect_each(store, runs)
+        failures = FailureLimit()
+        failed_runs = await _collect_each(store, runs, failures)
         publish(
             StoreCollected(
                 start=span.start,
                 seconds=span.seconds,
                 runs=tuple(map(str, runs)),
-                is_complete=not (ended.is_abandoned or ended.failed_runs),
+                is_complete=not (failures.is_reached or failed_runs),
             )
         )
-        if ended.is_abandoned:
+        if failures.is_reached:
             return
         for namespace in sorted({run.namespace for run in runs}):
             with _log_errors(f"the trimming of the journal of {namespace}"):
@@ -176,17 +177,11 @@ async def _collect_all(store: Store, lease: Lease) -> None:
         await asyncio.gather(renewal, return_exceptions=True)
 
 
-class _Pass(NamedTuple):
-    """The end of a pass over all runs."""
-
-    failed_runs: int
-    is_abandoned: bool
-    """True if runs were left because the storage is unavailable."""
-
-
-async def _collect_each(store: Store, runs: Sequence[RunName]) -> _Pass:
-    """Collects runs one after another."""
-    failures, failed_runs = FailureLimit(), 0
+async def _collect_each(
+    store: Store, runs: Sequence[RunName], failures: FailureLimit
+) -> int:
+    """Collects runs until the storage is unavailable; returns how many failed."""
+    failed_runs = 0
     for run in runs:
         is_failed = True  # until its pass has ended
         with _log_errors(f"the collection of {run}"):
@@ -200,8 +195,8 @@ async def _collect_each(store: Store, runs: Sequence[RunName]) -> _Pass:
         failed_runs += is_failed
         if failures.is_reached:
             _log.warning("a pass over all runs was abandoned at %s", run)
-            return _Pass(failed_runs, is_abandoned=True)
-    return _Pass(failed_runs, is_abandoned=False)
+            break
+    return failed_runs
 
 
 async def _apply_retention_after_commits(store: Store) -> None:

@@ -120,20 +120,18 @@ def test_an_administrator_reads_all_entries_as_the_file_has_them(
 
 
 @contextmanager
-def reading(tmp_path: Path) -> Iterator[tuple[Restricted, AuditReader, Path]]:
+def reading(tmp_path: Path) -> Iterator[Restricted]:
     """Serves a store with a policy and an audit log that can be read."""
-    file = tmp_path / "audit.log"
-    log = AuditLog(file, server="here")
-    reader = AuditReader(log)
+    log = AuditLog(tmp_path / "audit.log", server="here")
     observer = AuditObserver(log, reason_of=audit_reason_of)
-    with restricted(tmp_path / "store", [observer], reader) as server:
-        yield server, reader, file
+    with restricted(tmp_path / "store", [observer], AuditReader(log)) as server:
+        yield server
 
 
 def test_a_denial_is_listed_with_its_caller_its_object_and_its_reason(
     tmp_path: Path,
 ) -> None:
-    with reading(tmp_path) as (server, _, _):
+    with reading(tmp_path) as server:
         server.policies.bind(
             ("admin", "**", "user:boss"), ("reader", "prod/*", "user:eve")
         )
@@ -189,7 +187,7 @@ UPLOAD = f"{PROD}/uploads/{'a' * 32}"
 def test_a_denial_is_found_by_the_run_that_was_denied(
     tmp_path: Path, request_: Any, call: Any, name: str, permission: str
 ) -> None:
-    with reading(tmp_path) as (server, _, _):
+    with reading(tmp_path) as server:
         server.policies.bind(
             ("admin", "**", "user:boss"), ("writer", "lab/*", "user:eve")
         )
@@ -220,7 +218,8 @@ def test_a_denial_is_found_by_the_run_that_was_denied(
 def test_a_denied_upload_is_recorded_by_its_id_if_that_is_one(
     tmp_path: Path, request_id: str, name: str
 ) -> None:
-    with reading(tmp_path) as (server, _, file):
+    file = tmp_path / "audit.log"
+    with reading(tmp_path) as server:
         server.policies.bind(("reader", "prod/*", "user:eve"))
         opening = upload_api.BeginUploadRequest(parent=PROD, request_id=request_id)
         stub = UploadServiceStub(server.channel("user:eve"))
@@ -235,7 +234,7 @@ def test_a_denied_upload_is_recorded_by_its_id_if_that_is_one(
 def test_callers_without_a_name_are_listed_by_their_authentication(
     tmp_path: Path,
 ) -> None:
-    with reading(tmp_path) as (server, _, _):
+    with reading(tmp_path) as server:
         server.policies.bind(("admin", "**", "user:boss"))
         for channel in (
             server.channel("user:eve"),
@@ -260,7 +259,7 @@ def test_callers_without_a_name_are_listed_by_their_authentication(
 
 def test_only_an_administrator_of_all_runs_reads_the_log(tmp_path: Path) -> None:
     found = {}
-    with reading(tmp_path) as (server, _, _):
+    with reading(tmp_path) as server:
         stub = AccessServiceStub(server.channel("user:me"))
         for role in ROLES:
             for runs in ("prod/*", "**"):
@@ -640,7 +639,7 @@ def test_a_token_of_another_server_is_rejected(
 def test_a_forged_token_is_rejected(tmp_path: Path, place: str) -> None:
     file = tmp_path / "audit.log"
     file.write_bytes(lines_of(1)[0] + b"x" * (2 * MAX_LINE_BYTES) + b"\n")
-    with reading(tmp_path) as (server, _, _):
+    with reading(tmp_path) as server:
         stub = AccessServiceStub(server.channel("user:boss"))
         whole = api.ListAuditEntriesRequest(page_size=1)
         data = urlsafe_b64decode(stub.ListAuditEntries(whole).next_page_token)

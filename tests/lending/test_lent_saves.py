@@ -179,15 +179,20 @@ def test_a_source_without_rights_fails_the_save_with_the_reason(cloud: Cloud) ->
     assert "STORAGE_DENIED" == e.value.reason
 
 
-def test_a_server_that_does_not_lend_is_named(cloud: Cloud) -> None:
-    cloud.config[0] = None
+def refused_save(cloud: Cloud, match: str) -> store.StoreError:
+    """Returns the error of a save for which the server lends nothing."""
     with (
         cloud.client() as client,
-        pytest.raises(store.PreconditionError, match=r"\[lending\]") as e,
+        pytest.raises(store.PreconditionError, match=match) as e,
     ):
         client.run("prod/a").save(1, {"x": drawn(1)}).result()
+    return e.value
 
-    assert "LENDING_UNSUPPORTED" == e.value.reason
+
+def test_a_server_that_does_not_lend_is_named(cloud: Cloud) -> None:
+    cloud.config[0] = None
+
+    assert "LENDING_UNSUPPORTED" == refused_save(cloud, r"\[lending\]").reason
 
 
 def test_the_root_of_another_store_is_rejected(cloud: Cloud) -> None:
@@ -269,11 +274,7 @@ def test_s3_lends_for_no_less_than_its_minimum() -> None:
             s3_role_arn="arn:aws:iam::1:role/x",
             s3_sts_endpoint=cloud.emulator.url,
         )
-        with (
-            cloud.client() as client,
-            pytest.raises(store.PreconditionError, match="at least 15m"),
-        ):
-            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+        refused_save(cloud, "at least 15m")
 
 
 def test_a_role_that_does_not_trust_the_server_is_named() -> None:
@@ -282,11 +283,7 @@ def test_a_role_that_does_not_trust_the_server_is_named() -> None:
             s3_role_arn="arn:aws:iam::1:role/other",
             s3_sts_endpoint=cloud.emulator.url,
         )
-        with (
-            cloud.client() as client,
-            pytest.raises(store.PreconditionError, match="role/other"),
-        ):
-            client.run("prod/a").save(1, {"x": drawn(1)}).result()
+        refused_save(cloud, "role/other")
 
 
 def test_a_token_service_that_does_not_answer_is_unavailable() -> None:

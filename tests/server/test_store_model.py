@@ -66,6 +66,7 @@ from tests.support.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 RUN: Final = RunName("tests", "model")
 LEASE: Final = timedelta(minutes=10)
 DAY: Final = 86400.0
+ABSENT: Final = (RunNotFoundError, CheckpointNotFoundError)
 ENDED: Final = (UploadNotFoundError, UploadSupersededError, CheckpointExistsError)
 
 LAST_STEP: Final = 3
@@ -255,11 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert answer is CheckpointExistsError
             return multiple()
         if isinstance(base, int) and known is None:
-            assert answer in (
-                RunNotFoundError,
-                CheckpointNotFoundError,
-                CheckpointDeletedError,
-            )
+            assert answer in (*ABSENT, CheckpointDeletedError)
             return multiple()
         return self._begun(name, step, known, answer)
 
@@ -505,7 +502,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
         elif kept.deleted:
             assert kept.uid == answer.upload
         elif kept in self._model.tags.values():
@@ -523,7 +520,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
             return
         assert pb.CheckpointRecord.STATE_COMMITTED == answer.state
         kept.deleted = False
@@ -535,14 +532,14 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
         elif not kept.deleted:
             assert answer is CheckpointNotDeletedError
         elif answer is CheckpointInUseError:
             assert self._model.users(kept)
         else:
             # the purge may have landed before its answer was lost
-            assert answer in (None, RunNotFoundError, CheckpointNotFoundError)
+            assert answer in (None, *ABSENT)
             self._end_idle_holds(kept)
             assert not self._model.users(kept)
             self._model.purge(kept)
@@ -562,7 +559,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
         elif kept.deleted:
             assert answer is CheckpointDeletedError
         else:
@@ -594,7 +591,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
         elif kept.deleted:
             assert answer is CheckpointDeletedError
         else:
@@ -734,7 +731,7 @@ class StoreMachine(RuleBasedStateMachine):
             answer = self._answer(
                 lambda: catalog.checkpoint(latest), Trouble(Fault.NONE, 0)
             )
-            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            assert answer in ABSENT
         else:
             listed = self._do(catalog.checkpoints(RUN, before=None, limit=10))
             assert [c.uid for c in expected] == [c.upload for c in listed]

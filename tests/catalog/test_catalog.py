@@ -37,6 +37,7 @@ from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support.contract import Writer
 from tests.support.faulty_bucket import FaultyBucket
+from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
 
 LLAMA = "namespaces/prod/runs/llama-8b"
@@ -128,9 +129,8 @@ def test_a_list_that_cannot_be_is_rejected(
 ) -> None:
     request = {"parent": "namespaces/prod/runs/llama-8b"} | fields
 
-    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
+    with rejected(reason):
         stub.ListCheckpoints(api.ListCheckpointsRequest(**request))  # type: ignore[arg-type]  # fields of several types
-    assert reason == caught.value.reason
 
 
 def test_a_token_of_a_list_without_the_deleted_is_none_of_one_with_them(
@@ -141,12 +141,8 @@ def test_a_token_of_a_list_without_the_deleted_is_none_of_one_with_them(
         parent=LLAMA, page_size=2, page_token=page.next_page_token, show_deleted=True
     )
 
-    with (
-        pytest.raises(store.InvalidRequestError) as caught,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("INVALID_PAGE_TOKEN", store.InvalidRequestError):
         stub.ListCheckpoints(request)
-    assert "INVALID_PAGE_TOKEN" == caught.value.reason
 
 
 def test_deleted_checkpoints_are_listed_page_by_page_where_they_are_asked_for(
@@ -282,9 +278,12 @@ def test_an_unknown_run_is_named_with_those_most_like_it(client: store.Client) -
 
 
 def test_an_unknown_step_is_named_with_those_nearest(client: store.Client) -> None:
-    with pytest.raises(store.NotFoundError, match=r"@7 does not exist.* 1, 5, 10") as e:
+    with rejected(
+        "CHECKPOINT_NOT_FOUND",
+        store.NotFoundError,
+        match=r"@7 does not exist.* 1, 5, 10",
+    ) as e:
         client.run("prod/llama-8b").restore(7)
-    assert "CHECKPOINT_NOT_FOUND" == e.value.reason
     assert "1,5,10" == e.value.metadata["nearest"]
 
 
@@ -384,9 +383,8 @@ def test_chunks_of_what_is_not_there_are_rejected_for_its_own_reason(
         name=f"namespaces/eval/runs/{name}", uid="0" * 32, chunk=[0]
     )
 
-    with pytest.raises(store.NotFoundError) as caught, translate_rpc_errors("here"):
+    with rejected(reason, store.NotFoundError):
         list(stub.ReadChunks(request))
-    assert reason == caught.value.reason
 
 
 def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:

@@ -15,7 +15,6 @@ from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations
 from storesvc.format.names import InvalidNameError, check_data_file
 from storesvc_client.cli import main
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -23,6 +22,7 @@ from tests.support import stored_records
 from tests.support.contract import Writer, frame, sums
 from tests.support.forged_manifest import forge_manifest
 from tests.support.in_process_server import continued
+from tests.support.refusals import rejected
 from tests.support.saved_checkpoint import CHUNKS, Saved
 from tests.support.server_process import ServerProcess
 
@@ -77,12 +77,8 @@ def name_file(saved: Saved, name: str) -> None:
 @contextmanager
 def corrupt() -> Iterator[None]:
     """Expects an error about corrupt data in the store."""
-    with (
-        pytest.raises(store.DataLossError, match="data file") as lost,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("CORRUPT_DATA", store.DataLossError, match="data file"):
         yield
-    assert "CORRUPT_DATA" == lost.value.reason
 
 
 # The most telling ones: each costs a save, and the rule is one function.

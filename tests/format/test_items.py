@@ -24,10 +24,10 @@ from storesvc.format.trees import (
     pack_leaves,
     unpack_leaves,
 )
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.contract import Writer
 from tests.support.in_process_server import InProcessServer
+from tests.support.refusals import rejected
 
 TEXT, JSON = pb.LEAF_KIND_TEXT, pb.LEAF_KIND_JSON
 
@@ -215,11 +215,7 @@ def test_a_server_rejects_items_with_a_reason_of_their_own(
     writer = Writer(server.address, "tests/run", 1)
     writer._tree = Tree((leaf("w"), item("%item/Config")))
 
-    with (
-        pytest.raises(store.InvalidRequestError, match="item 'Config'") as caught,
-        translate_rpc_errors(server.address),
-    ):
+    error = store.InvalidRequestError
+    with rejected("INVALID_ITEM", error, match="item 'Config'") as caught:
         writer.begin()
-
-    assert "INVALID_ITEM" == caught.value.reason
     assert caught.value.metadata["item"] == "Config"

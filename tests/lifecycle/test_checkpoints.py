@@ -20,7 +20,6 @@ from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -37,6 +36,7 @@ from tests.support.interleaving import (
     uid_of,
     world_of,
 )
+from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
 from tests.support.small_disk import small_disk
 from tests.support.stored_files import unchanged
@@ -105,9 +105,10 @@ def test_a_deleted_checkpoint_is_shown_only_on_request(
     assert 2 == run.latest().step
     assert [deleted] == list(run.checkpoints(deleted=True))
     for call in (run.checkpoint, run.restore, run.open, run.holds.create):
-        with pytest.raises(store.NotFoundError, match=r"@3 was deleted; undelete") as e:
+        with rejected(
+            "CHECKPOINT_DELETED", store.NotFoundError, match=r"@3 was deleted; undelete"
+        ):
             call(3)
-        assert "CHECKPOINT_DELETED" == e.value.reason
 
 
 def test_a_deleted_checkpoint_can_be_undeleted_as_it_was(run: store.Run) -> None:
@@ -141,9 +142,10 @@ def test_a_purged_checkpoint_is_gone_and_its_step_free(run: store.Run) -> None:
 
     assert [] == list(run.checkpoints(deleted=True))
     for call in (run.checkpoint, run.purge, run.undelete, run.delete):
-        with pytest.raises(store.NotFoundError, match="@3 does not exist") as caught:
+        with rejected(
+            "CHECKPOINT_NOT_FOUND", store.NotFoundError, match="@3 does not exist"
+        ):
             call(3)
-        assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
     again = run.save(3, {"other": 1.0}).result()
     assert before.uid != again.uid
     assert {"other": 1.0} == run.restore(3)
@@ -228,14 +230,14 @@ def test_what_is_meant_by_its_uid_is_not_taken_for_another_at_its_step(
     run.purge(3, uid=first.uid)
     second = run.save(3, TREE).result()
 
-    with pytest.raises(store.NotFoundError, match="was replaced") as caught:
+    with rejected("CHECKPOINT_NOT_FOUND", store.NotFoundError, match="was replaced"):
         run.delete(3, uid=first.uid)
-    assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
     deleted = run.delete(3, uid=second.uid)
     for call in (run.undelete, run.purge):
-        with pytest.raises(store.NotFoundError, match="was replaced") as caught:
+        with rejected(
+            "CHECKPOINT_NOT_FOUND", store.NotFoundError, match="was replaced"
+        ):
             call(3, uid=first.uid)
-        assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
     assert [deleted] == list(run.checkpoints(deleted=True))
 
 
@@ -244,9 +246,10 @@ def test_what_is_being_read_is_not_purged(run: store.Run) -> None:
     next(reading)
     run.delete(3)
 
-    with pytest.raises(store.PreconditionError, match="kept by hold") as caught:
+    with rejected(
+        "CHECKPOINT_IN_USE", store.PreconditionError, match="kept by hold"
+    ) as caught:
         run.purge(3)
-    assert "CHECKPOINT_IN_USE" == caught.value.reason
     assert caught.value.metadata["by"].startswith("hold ")
     assert ["y"] == [leaf.key for leaf, _ in reading]
     run.purge(3)
@@ -326,13 +329,8 @@ def test_a_change_that_cannot_be_is_rejected_for_its_own_reason(
 ) -> None:
     request = request_of(method, settled.name, request_)
 
-    with (
-        unchanged(server.root),
-        pytest.raises(store.StoreError) as caught,
-        translate_rpc_errors("here"),
-    ):
+    with unchanged(server.root), rejected(reason):
         getattr(stub, method)(request, timeout=30)
-    assert reason == caught.value.reason
 
 
 def request_of(method: str, run: str, given: dict[str, Any]) -> Any:
@@ -361,9 +359,8 @@ def test_an_etag_fits_until_the_next_change(run: store.Run) -> None:
     read = run.checkpoint(2)
     run.update(2, pinned=True, etag=read.etag)
 
-    with pytest.raises(store.ConflictError, match="read it again") as caught:
+    with rejected("ETAG_MISMATCH", store.ConflictError, match="read it again"):
         run.update(2, pinned=False, etag=read.etag)
-    assert "ETAG_MISMATCH" == caught.value.reason
     with pytest.raises(store.ConflictError, match="read it again"):
         run.delete(2, etag=read.etag)
     now = run.update(2, pinned=False)

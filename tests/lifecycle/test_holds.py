@@ -42,6 +42,7 @@ from tests.support.interleaving import (
     uid_of,
     world_of,
 )
+from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
 from tests.support.stored_files import unchanged
 
@@ -92,9 +93,10 @@ def test_what_is_held_may_be_deleted_and_read_but_not_purged(run: store.Run) -> 
         assert [("x", 1.0)] == [
             (leaf.key, array.item()) for leaf, array in hold.open().read(["x"])
         ]
-        with pytest.raises(store.PreconditionError, match="by eval-1; end that") as e:
+        with rejected(
+            "CHECKPOINT_IN_USE", store.PreconditionError, match="by eval-1; end that"
+        ):
             run.purge(2)
-        assert "CHECKPOINT_IN_USE" == e.value.reason
         assert [2] == [c.step for c in run.checkpoints(deleted=True)]
     run.purge(2)
 
@@ -155,9 +157,8 @@ def test_a_hold_that_was_ended_behind_its_back_says_so(
     time.sleep(0.5)
 
     for call in (hold.check, hold.open, hold.close):
-        with pytest.raises(store.NotFoundError) as caught:
+        with rejected("HOLD_NOT_FOUND", store.NotFoundError):
             call()
-        assert "HOLD_NOT_FOUND" == caught.value.reason
 
 
 def test_the_error_that_ends_a_block_is_the_one_to_see(run: store.Run) -> None:
@@ -215,12 +216,8 @@ def test_a_hold_that_is_not_renewed_expires_and_keeps_nothing(
     time.sleep(1.1)
     run.purge(2)
 
-    with (
-        pytest.raises(store.PreconditionError, match="create another one") as caught,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("HOLD_EXPIRED", store.PreconditionError, match="create another one"):
         stub.RenewHold(api.RenewHoldRequest(name=name))
-    assert "HOLD_EXPIRED" == caught.value.reason
     assert 1 == len(list(run.holds.list()))
 
 
@@ -262,12 +259,8 @@ def test_a_hold_that_is_asked_for_again_is_the_same_one(
     assert (first.name, first.uid) == (again.name, again.uid)
     assert again.expire_time.ToDatetime() >= first.expire_time.ToDatetime()
     assert 1 == len(list(run.holds.list()))
-    with (
-        pytest.raises(store.InvalidRequestError, match="use a new id") as caught,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("REQUEST_ID_REUSED", store.InvalidRequestError, match="use a new id"):
         stub.CreateHold(create(run, 1, request_id=request.request_id))
-    assert "REQUEST_ID_REUSED" == caught.value.reason
 
 
 @pytest.mark.parametrize(
@@ -294,13 +287,8 @@ def test_a_hold_that_cannot_be_is_rejected_for_its_own_reason(
 ) -> None:
     request = create(settled, fields.pop("parent", 2), **fields)
 
-    with (
-        unchanged(server.root),
-        pytest.raises(store.StoreError) as caught,
-        translate_rpc_errors("here"),
-    ):
+    with unchanged(server.root), rejected(reason):
         stub.CreateHold(request)
-    assert reason == caught.value.reason
 
 
 @pytest.mark.parametrize(
@@ -312,9 +300,8 @@ def test_a_hold_that_does_not_exist_is_not_renewed(
 ) -> None:
     resource = f"{RunName.parse(settled.name).resource}/holds/{name}"
 
-    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
+    with rejected(reason):
         stub.RenewHold(api.RenewHoldRequest(name=resource))
-    assert reason == caught.value.reason
 
 
 def test_ending_a_hold_twice_changes_nothing(
@@ -358,9 +345,8 @@ def test_holds_are_listed_page_by_page(
 def test_a_list_of_holds_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
+    with rejected(reason):
         stub.ListHolds(api.ListHoldsRequest(**({"parent": SETTLED} | fields)))
-    assert reason == caught.value.reason
 
 
 @pytest.mark.parametrize("ttl", [timedelta(0), timedelta(days=31), -timedelta(days=1)])
@@ -608,9 +594,8 @@ def test_a_hold_that_was_not_renewed_in_time_says_so(
         hold.check()
         server.kill()
         time.sleep(1.1)
-        with pytest.raises(store.PreconditionError, match="not renewed") as caught:
+        with rejected("HOLD_EXPIRED", store.PreconditionError, match="not renewed"):
             hold.check()
-        assert "HOLD_EXPIRED" == caught.value.reason
         server.start()
 
 
@@ -708,7 +693,6 @@ def test_a_hold_that_is_closed_too_late_says_so(
         server.kill()
         time.sleep(1.1)  # its renewal is still being tried again
 
-        with pytest.raises(store.PreconditionError, match="not renewed") as caught:
+        with rejected("HOLD_EXPIRED", store.PreconditionError, match="not renewed"):
             hold.close()
-        assert "HOLD_EXPIRED" == caught.value.reason
         server.start()

@@ -18,7 +18,6 @@ from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.rpc.paging import page_token
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -33,6 +32,7 @@ from tests.support.interleaving import (
     together,
     world_of,
 )
+from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
 from tests.support.stored_files import unchanged
 
@@ -98,9 +98,8 @@ def test_a_deleted_tag_is_gone_and_may_come_again(run: store.Run) -> None:
 
     assert [] == list(run.tags.list())
     for call in (run.checkpoint, run.restore, run.tags.delete):
-        with pytest.raises(store.NotFoundError, match="no tag best") as caught:
+        with rejected("TAG_NOT_FOUND", store.NotFoundError, match="no tag best"):
             call("best")
-        assert "TAG_NOT_FOUND" == caught.value.reason
     again = run.tags.set("best", 2)
     assert again.create_time > first.create_time
     assert 2 == run.checkpoint("best").step
@@ -120,9 +119,10 @@ def test_an_unknown_tag_is_named_with_those_most_like_it(run: store.Run) -> None
 def test_what_is_tagged_is_not_deleted(run: store.Run) -> None:
     run.tags.set("best", 2)
 
-    with pytest.raises(store.PreconditionError, match="kept by tag best") as caught:
+    with rejected(
+        "CHECKPOINT_IN_USE", store.PreconditionError, match="kept by tag best"
+    ) as caught:
         run.delete(2)
-    assert "CHECKPOINT_IN_USE" == caught.value.reason
     assert "tag best" == caught.value.metadata["by"]
     run.tags.set("best", 3)
     run.delete(2)
@@ -133,9 +133,8 @@ def test_a_protected_tag_changes_only_with_its_etag(run: store.Run) -> None:
     assert first.protected
 
     for call in (lambda: run.tags.set("prod", 2), lambda: run.tags.delete("prod")):
-        with pytest.raises(store.PreconditionError, match="give its etag") as caught:
+        with rejected("TAG_PROTECTED", store.PreconditionError, match="give its etag"):
             call()
-        assert "TAG_PROTECTED" == caught.value.reason
     second = run.tags.set("prod", 2, protected=True, etag=first.etag)
     with pytest.raises(store.ConflictError):
         run.tags.delete("prod", etag=first.etag)
@@ -203,13 +202,8 @@ def test_a_tag_that_cannot_be_is_rejected_for_its_own_reason(
         of = RunName.parse(fields.get("run", settled.name)).resource
         request.checkpoint = f"{of}/checkpoints/{fields.get('checkpoint', '1')}"
 
-    with (
-        unchanged(server.root),
-        pytest.raises(store.StoreError) as caught,
-        translate_rpc_errors("here"),
-    ):
+    with unchanged(server.root), rejected(reason):
         getattr(stub, method)(request, timeout=30)
-    assert reason == caught.value.reason
 
 
 @pytest.mark.parametrize(
@@ -226,9 +220,8 @@ def test_a_tag_that_cannot_be_is_rejected_for_its_own_reason(
 def test_a_list_of_tags_that_cannot_be_is_rejected(
     settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(store.StoreError) as caught, translate_rpc_errors("here"):
+    with rejected(reason):
         stub.ListTags(api.ListTagsRequest(**({"parent": SETTLED} | fields)))
-    assert reason == caught.value.reason
 
 
 def test_a_tag_that_is_set_or_deleted_again_is_announced_once(

@@ -4,14 +4,13 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import storesvc_client as store
-from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Status
+from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
 
 PATIENCE_SECONDS = 30
@@ -20,23 +19,6 @@ PATIENCE_SECONDS = 30
 TREE = {"x": np.arange(1 << 20, dtype=np.float32)}
 
 pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
-    """The root of a fresh store."""
-    gcs.clear()
-    yield gcs_root()
-    gcs.clear()
-
-
-@pytest.fixture
-def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of the store."""
-    server = ServerProcess(tmp_path, tmp_path, uri=root)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(
@@ -48,7 +30,7 @@ def client(request: pytest.FixtureRequest, root: str) -> Iterator[store.Client]:
         with store.connect(root) as connected:
             yield connected
         return
-    server = request.getfixturevalue("server")
+    server = request.getfixturevalue("bucket_server")
     direct = root if request.param == "direct" else None
     with store.connect(server.address, direct=direct) as connected:
         yield connected
@@ -94,9 +76,8 @@ def test_a_denial_is_raised_at_once_and_names_the_bucket(
         opened.restore,
         lambda: run.save(2, TREE).result(),
     ):
-        with pytest.raises(store.PreconditionError) as reported:
+        with rejected("STORAGE_DENIED", store.PreconditionError) as reported:
             ask()
-        assert "STORAGE_DENIED" == reported.value.reason
         assert {"storage", "request_id"} >= set(reported.value.metadata)
         assert reported.value.metadata["storage"] == root
         reported.match(f"^{root}/[^ ]*: {re.escape(said)}[^\n]*{re.escape(advice)}")
@@ -111,24 +92,22 @@ def test_a_denial_is_raised_at_once_and_names_the_bucket(
 def test_a_store_that_is_denied_cannot_be_opened(gcs: FakeGcs, root: str) -> None:
     gcs.fault(".", Status(403), times=ALWAYS)
 
-    with pytest.raises(store.PreconditionError, match="denies this to our") as reported:
+    with rejected(
+        "STORAGE_DENIED", store.PreconditionError, match="denies this to our"
+    ):
         store.connect(root)
-
-    assert "STORAGE_DENIED" == reported.value.reason
 
 
 @pytest.mark.slow
 def test_a_denied_direct_client_is_pointed_to_the_server(
-    gcs: FakeGcs, root: str, server: ServerProcess
+    gcs: FakeGcs, root: str, bucket_server: ServerProcess
 ) -> None:
     gcs.fault(".", Status(403), times=ALWAYS)
 
-    with pytest.raises(
-        store.PreconditionError, match="or connect without direct="
-    ) as reported:
-        store.connect(server.address, direct=root)
-
-    assert "STORAGE_DENIED" == reported.value.reason
+    with rejected(
+        "STORAGE_DENIED", store.PreconditionError, match="or connect without direct="
+    ):
+        store.connect(bucket_server.address, direct=root)
 
 
 @pytest.mark.slow

@@ -39,14 +39,6 @@ MIB = 1 << 20
 pytestmark = pytest.mark.emulated
 
 
-@pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
-    """The root of a fresh store."""
-    gcs.clear()
-    yield gcs_root()
-    gcs.clear()
-
-
 @pytest.fixture(scope="module")
 def served(
     gcs: FakeGcs, tmp_path_factory: pytest.TempPathFactory

@@ -23,7 +23,6 @@ from storesvc_client._chunks.memory import MIN_BUDGET_BYTES
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
-from tests.conftest import gcs_root
 from tests.fake_gcs import (
     ALWAYS,
     Delay,
@@ -49,14 +48,6 @@ FAST = 1 << 40
 
 HEDGED = Limits(floor_seconds=0.3, unknown_seconds=0.0, answer_seconds=600)
 """Only a second request ends a wait for a response that never comes."""
-
-
-@pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
-    """The root of a fresh store."""
-    gcs.clear()
-    yield gcs_root()
-    gcs.clear()
 
 
 @pytest.fixture

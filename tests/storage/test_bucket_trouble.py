@@ -3,7 +3,7 @@ raised soon and name the bucket."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 
 import pytest
 
@@ -14,7 +14,6 @@ from storesvc.storage.bucket import IF_ABSENT, Condition, Stored
 from storesvc.storage.hedging import Limits
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.conftest import gcs_root
 from tests.fake_gcs import (
     ALWAYS,
     Delay,
@@ -30,14 +29,6 @@ from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET
 
 pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
-    """Root of a fresh store."""
-    gcs.clear()
-    yield gcs_root()
-    gcs.clear()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import logging
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import storesvc_client as store
 from storesvc.storage import hedging, location, requests
 from storesvc.storage.hedging import PAUSE_SECONDS, Limits
 from storesvc_client._rpc import retry
-from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Stall, Status
 from tests.support.command_line import printed
 from tests.support.server_process import ServerProcess
@@ -24,23 +22,6 @@ CALLS = 30
 GUIDE = Path(__file__).parents[2] / "deploy" / "README.md"
 
 
-@pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
-    """The root of a fresh store."""
-    gcs.clear()
-    yield gcs_root()
-    gcs.clear()
-
-
-@pytest.fixture
-def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of the store."""
-    server = ServerProcess(tmp_path, tmp_path, uri=root)
-    server.start()
-    yield server
-    server.kill()
-
-
 def at_most(seconds: float) -> int:
     """Returns the maximum number of lines of one key in that time."""
     return 1 + int(seconds / PAUSE_SECONDS)
@@ -48,16 +29,16 @@ def at_most(seconds: float) -> int:
 
 @pytest.mark.slow
 def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answers(
-    root: str, gcs: FakeGcs, server: ServerProcess
+    root: str, gcs: FakeGcs, bucket_server: ServerProcess
 ) -> None:
-    with store.connect(server.address) as client:
+    with store.connect(bucket_server.address) as client:
         run = client.run("tests/warned")
         run.save(1, {"x": 1}).result()
         # A deletion in the background would be denied, too.
         left = re.compile(f"{re.escape(root)}/.*(/staging/|/uploads/.*/)")
         while any(left.match(f"gs://bucket/{name}") for name in gcs.names("bucket")):
             time.sleep(0.01)
-        before = len(server.log)
+        before = len(bucket_server.log)
         gcs.fault(".", Status(403, message="who are you"), times=ALWAYS)
 
         began = time.monotonic()
@@ -66,14 +47,18 @@ def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answ
                 run.checkpoint(1)
         seconds = time.monotonic() - began
 
-    reported = [line for line in server.log[before:].splitlines() if "WARNING" in line]
+    reported = [
+        line for line in bucket_server.log[before:].splitlines() if "WARNING" in line
+    ]
     assert 1 <= len(reported) <= at_most(seconds)
     kind = "WARNING storesvc.rpc.status"
     said = "the storage denies this to our credentials (who are you); let them"
     assert f"] {root}/data/tests/warned/checkpoints/" in reported[0]
     assert kind in reported[0]
     assert said in reported[0]
-    assert printed(server.address, "ping").startswith(f"{server.address}: store ")
+    assert printed(bucket_server.address, "ping").startswith(
+        f"{bucket_server.address}: store "
+    )
     for quoted in (kind, said.replace("who are you", "...")):
         assert quoted in GUIDE.read_text()
 

@@ -380,14 +380,6 @@ def left_of_uploads(root: str) -> list[str]:
     return asyncio.run(listed())
 
 
-@pytest.fixture
-def bucket_server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path, tmp_path, uri=root)
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_nothing_of_an_upload_is_left_when_its_server_has_ended(

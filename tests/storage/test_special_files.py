@@ -18,13 +18,13 @@ import storesvc_client as store
 from storesvc.errors import CorruptDataError
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client.cli import main as storectl
-from storesvc_client.errors import translate_rpc_errors
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.save.test_direct_chunks import Placer
 from tests.support.contract import Writer, frame, stored, sums
 from tests.support.examples import sampled
 from tests.support.in_process_server import InProcessServer, continued
+from tests.support.refusals import rejected
 from tests.support.saved_checkpoint import CHUNKS, Saved, node_ranges
 from tests.support.server_process import ServerProcess
 
@@ -120,12 +120,8 @@ Replace = Callable[[Path, ServerProcess], None]
 
 @contextmanager
 def corrupt(match: str | None = None) -> Iterator[None]:
-    with (
-        pytest.raises(store.DataLossError, match=match) as lost,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("CORRUPT_DATA", store.DataLossError, match=match):
         yield
-    assert "CORRUPT_DATA" == lost.value.reason
 
 
 def check_alive(server: ServerProcess | InProcessServer, run: store.Run) -> None:
@@ -183,12 +179,8 @@ def test_a_special_file_in_place_of_a_direct_file_is_not_acknowledged(
     placer = Placer(server)
     replace(placer.put(0, 1), server)
 
-    with (
-        pytest.raises(store.StoreError, match=r"missing|shorter") as no,
-        translate_rpc_errors("here"),
-    ):
+    with rejected("INVALID_CHUNK", match=r"missing|shorter"):
         placer.report(placer.table(0, 1))
-    assert "INVALID_CHUNK" == no.value.reason
     assert [] == placer.writer.find(sums(0, 1, 2))
 
 

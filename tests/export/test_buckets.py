@@ -1,6 +1,7 @@
 """Exports into buckets: URLs and options as of imports, complete or unfinished."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.export.parts import Save
 from tests.fake_gcs import ALWAYS, FakeGcs, Status
 from tests.fake_gcs.emulator import Emulator
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("quiet")]
 
 TREE: dict[str, Any] = {"w": np.arange(500.0), "b": {"c": np.arange(6).reshape(2, 3)}}
 
@@ -30,14 +31,6 @@ LARGE: dict[str, Any] = {
 """A tree of 320 kB, far more than the documents of a step."""
 
 PAYLOAD_BYTES = 320_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """Keeps Orbax from logging, which makes no difference to what it does."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 class Bucket:
@@ -183,37 +176,31 @@ def test_the_bucket_of_the_store_copies_the_data_files_itself(
     np.testing.assert_array_equal(LARGE["n"], found["n"])
 
 
+def request_times(
+    bucket: Bucket, saved: Save, pattern: str
+) -> tuple[list[int], list[int]]:
+    """Exports a large tree; returns which of the requests were copies, and which match
+    a pattern of method and target."""
+    opened = saved(bucket.new_root(), LARGE)
+    bucket.emulator.clear()
+    opened.export(f"orbax:{bucket.new_root()}")
+    log = [*enumerate(bucket.emulator.log)]
+    copied = [at for at, each in log if each.copied_bytes]
+    lines = [(at, f"{each.method} {each.target}") for at, each in log]
+    return copied, [at for at, line in lines if re.match(pattern, line)]
+
+
 def test_the_hold_on_the_checkpoint_ends_after_the_copies(
     bucket: Bucket, saved: Save
 ) -> None:
-    opened = saved(bucket.new_root(), LARGE)
-    bucket.emulator.clear()
+    copied, ended = request_times(bucket, saved, "DELETE .*hold")
 
-    opened.export(f"orbax:{bucket.new_root()}")
-
-    log = bucket.emulator.log
-    copied = [at for at, each in enumerate(log) if each.copied_bytes]
-    ended = [
-        at
-        for at, each in enumerate(log)
-        if each.method == "DELETE" and "hold" in each.target
-    ]
     assert max(copied) < min(ended)
 
 
 def test_copies_are_complete_before_the_step_is(bucket: Bucket, saved: Save) -> None:
-    opened = saved(bucket.new_root(), LARGE)
-    bucket.emulator.clear()
+    copied, written = request_times(bucket, saved, rf"(PUT|POST) .*{COMMITTED}")
 
-    opened.export(f"orbax:{bucket.new_root()}")
-
-    log = bucket.emulator.log
-    copied = [at for at, each in enumerate(log) if each.copied_bytes]
-    written = [
-        at
-        for at, each in enumerate(log)
-        if each.method in ("PUT", "POST") and COMMITTED in each.target
-    ]
     assert 0 < len(copied)
     assert max(copied) < min(written)
 

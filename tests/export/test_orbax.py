@@ -1,10 +1,8 @@
 """Exports to Orbax, read by Orbax itself: every kind of leaf, bit by bit."""
 
-import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import storesvc_client as store
 from tests.export.parts import RUN, STEP, Save, bits, data_files, flip, saving
 
 pytestmark = [
+    pytest.mark.usefixtures("quiet"),
     pytest.mark.filterwarnings("ignore:Sharding info not provided"),
     # of futures that the new interface of Orbax leaves to event loops that it closed
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -57,14 +56,6 @@ def state() -> dict[str, Any]:
         "list": [1, jnp.ones(2, jnp.int32)],
         "empty": {"none": None, "dict": {}, "list": [], "tuple": ()},
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """Keeps Orbax from logging, which makes no difference to what it does."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ TensorStore, with the same bytes and the same errors."""
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -64,10 +64,26 @@ FORMS = {
 }
 
 
+class Stored(NamedTuple):
+    """An array that was written."""
+
+    kvstore: dict[str, Any]
+    chunks: RawChunks | None
+    """None if they are not plain elements."""
+
+    def read(self, region: Region, into: NDArray[Any]) -> bool:
+        assert self.chunks is not None
+        return self.chunks.read(region, into)
+
+
 def stored(
-    folder: Path, spec: Mapping[str, Any], array: NDArray[Any], *, in_ocdbt: bool
-) -> tuple[Any, Places, str, dict[str, Any]]:
-    """Writes an array; returns it, its places, their prefix, and its kvstore."""
+    folder: Path,
+    spec: Mapping[str, Any],
+    array: NDArray[Any],
+    *,
+    in_ocdbt: bool = False,
+) -> Stored:
+    """Writes an array."""
     base = {"driver": "file", "path": f"{folder}/"}
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/params.w/"}
     written: dict[str, Any] = kvstore
@@ -79,20 +95,19 @@ def stored(
     opened = ts.open(
         {**spec, "kvstore": written}, create=True, dtype=array.dtype, shape=array.shape
     )
-    opened.result().write(array).result()
+    found = opened.result()
+    found.write(array).result()
+    places: Places = FolderPlaces(f"{folder}/params.w")
+    prefix = ""
     if in_ocdbt:
-        return opened.result(), OcdbtPlaces(str(folder)), "params.w/", kvstore
-    return opened.result(), FolderPlaces(f"{folder}/params.w"), "", kvstore
-
-
-def raw_chunks(opened: Any, places: Places, prefix: str) -> RawChunks | None:
-    """Returns the chunks of an array; None if they are not plain elements."""
-    metadata = opened.spec().to_json()["metadata"]
-    dtype = opened.dtype.name
-    form = raw_form(metadata, dtype)
-    if form is None:
-        return None
-    return RawChunks(form, metadata, places, prefix=prefix, dtype=dtype, row="leaf 'w'")
+        places, prefix = OcdbtPlaces(str(folder)), "params.w/"
+    metadata, dtype = found.spec().to_json()["metadata"], found.dtype.name
+    form, chunks = raw_form(metadata, dtype), None
+    if form is not None:
+        chunks = RawChunks(
+            form, metadata, places, prefix=prefix, dtype=dtype, row="leaf 'w'"
+        )
+    return Stored(kvstore, chunks)
 
 
 def opened_array(
@@ -122,11 +137,7 @@ def regions(shape: tuple[int, int]) -> Iterator[Region]:
 def test_every_region_has_its_elements(
     form: str, tmp_path: Path, *, in_ocdbt: bool
 ) -> None:
-    opened, places, prefix, _ = stored(
-        tmp_path, FORMS[form](CHUNK), ARRAY, in_ocdbt=in_ocdbt
-    )
-    chunks = raw_chunks(opened, places, prefix)
-    assert chunks is not None
+    chunks = stored(tmp_path, FORMS[form](CHUNK), ARRAY, in_ocdbt=in_ocdbt)
     for region in regions((10, 9)):
         expected = ARRAY[tuple(slice(*span) for span in region)]
         into = np.full(expected.shape, -1, np.float32)
@@ -138,11 +149,7 @@ def test_every_region_has_its_elements(
 @pytest.mark.parametrize("form", FORMS)
 def test_elements_of_each_size_are_read(form: str, dtype: str, tmp_path: Path) -> None:
     array = np.arange(24).astype(ts.dtype(dtype).numpy_dtype).reshape(4, 6)
-    opened, places, prefix, _ = stored(
-        tmp_path, FORMS[form]((3, 6)), array, in_ocdbt=False
-    )
-    chunks = raw_chunks(opened, places, prefix)
-    assert chunks is not None
+    chunks = stored(tmp_path, FORMS[form]((3, 6)), array)
     into = np.empty_like(array)
     assert chunks.read(((0, 4), (0, 6)), into)
     assert array.tobytes() == into.tobytes()
@@ -167,8 +174,7 @@ def test_elements_of_each_size_are_read(form: str, dtype: str, tmp_path: Path) -
 def test_chunks_in_another_form_are_left_to_tensorstore(
     spec: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    opened, places, prefix, _ = stored(tmp_path, spec, ARRAY, in_ocdbt=False)
-    assert raw_chunks(opened, places, prefix) is None
+    assert stored(tmp_path, spec, ARRAY).chunks is None
 
 
 def test_the_records_of_one_field_are_left_to_tensorstore() -> None:
@@ -177,10 +183,7 @@ def test_the_records_of_one_field_are_left_to_tensorstore() -> None:
 
 
 def test_the_bytes_of_a_bool_are_left_to_tensorstore(tmp_path: Path) -> None:
-    opened, places, prefix, _ = stored(
-        tmp_path, zarr2(CHUNK), ARRAY > 3, in_ocdbt=False
-    )
-    assert raw_chunks(opened, places, prefix) is None
+    assert stored(tmp_path, zarr2(CHUNK), ARRAY > 3).chunks is None
 
 
 @pytest.mark.parametrize("in_ocdbt", [False, True])
@@ -193,17 +196,17 @@ def test_an_absent_chunk_has_the_fill_value_unless_all_must_be_stored(
     spec = FORMS[form]((256, 512))
     if spec["driver"] == "zarr":
         spec["metadata"] |= {"fill_value": 0, "dtype": "<f4"}
-    opened, places, prefix, kvstore = stored(tmp_path, spec, array, in_ocdbt=in_ocdbt)
-    chunks = raw_chunks(opened, places, prefix)
-    assert chunks is not None
+    chunks = stored(tmp_path, spec, array, in_ocdbt=in_ocdbt)
     region, into = ((0, 512), (0, 512)), np.ones((512, 512), np.float32)
     assert not chunks.read(region, into)
 
-    sparse = opened_array(tmp_path, spec["driver"], kvstore, is_whole=False)
+    sparse = opened_array(tmp_path, spec["driver"], chunks.kvstore, is_whole=False)
     sparse.read(region, into).result()
     assert array.tobytes() == into.tobytes()
     with pytest.raises(DataLossError, match="leaf 'w'"):
-        opened_array(tmp_path, spec["driver"], kvstore).read(region, into).result()
+        opened_array(tmp_path, spec["driver"], chunks.kvstore).read(
+            region, into
+        ).result()
 
 
 @pytest.mark.parametrize("in_ocdbt", [False, True])
@@ -212,7 +215,7 @@ def test_bytes_that_end_early_are_damage(
     form: str, tmp_path: Path, *, in_ocdbt: bool
 ) -> None:
     spec = FORMS[form]((512, 512))
-    _, _, _, kvstore = stored(tmp_path, spec, LARGE, in_ocdbt=in_ocdbt)
+    kvstore = stored(tmp_path, spec, LARGE, in_ocdbt=in_ocdbt).kvstore
     array = opened_array(tmp_path, spec["driver"], kvstore)
     into = np.empty_like(LARGE)
     array.read(((0, 512), (0, 512)), into).result()
@@ -226,9 +229,7 @@ def test_bytes_that_end_early_are_damage(
 
 
 def test_a_damaged_index_of_a_shard_is_damage(tmp_path: Path) -> None:
-    _, _, _, kvstore = stored(
-        tmp_path, sharded((512, 512), (512, 512)), LARGE, in_ocdbt=False
-    )
+    kvstore = stored(tmp_path, sharded((512, 512), (512, 512)), LARGE).kvstore
     (data,) = (p for p in tmp_path.rglob("*") if p.stat().st_size >= LARGE.nbytes)
     flipped = bytearray(data.read_bytes())
     flipped[-1] ^= 1
@@ -242,8 +243,6 @@ def test_a_damaged_index_of_a_shard_is_damage(tmp_path: Path) -> None:
 def test_a_database_of_very_many_keys_is_left_to_tensorstore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, places, prefix, _ = stored(tmp_path, zarr2(CHUNK), ARRAY, in_ocdbt=True)
+    chunks = stored(tmp_path, zarr2(CHUNK), ARRAY, in_ocdbt=True)
     monkeypatch.setattr(ocdbt_places, "MAX_KEYS", 3)
-    chunks = raw_chunks(opened, places, prefix)
-    assert chunks is not None
     assert not chunks.read(((0, 4), (0, 5)), np.empty((4, 5), np.float32))

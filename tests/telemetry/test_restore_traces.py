@@ -1,33 +1,15 @@
 """Spans of restores, and of operations that fail, as a collector receives them."""
 
 import json
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.examples import sampled
-from tests.support.otlp_collector import Collector, ReceivedSpan, collecting_spans
+from tests.support.otlp_collector import Collector, ReceivedSpan
 from tests.support.server_process import ServerProcess
-
-SETUP = """
-import json, sys
-import numpy as np
-from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-import storesvc_client as store
-
-provider = TracerProvider()
-exporter = OTLPSpanExporter(endpoint=sys.argv[2] + "/v1/traces")
-provider.add_span_processor(BatchSpanProcessor(exporter))
-trace.set_tracer_provider(provider)
-"""
 
 RESTORES = """
 where = {"streamed": None, "direct": sys.argv[3]}
@@ -89,41 +71,11 @@ provider.shutdown()
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting_spans() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def server(
-    collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("traced")
-    process = ServerProcess(
-        *(folder / "store", folder, "--otlp-endpoint", collector.url)
-    )
-    process.environment["OTEL_BSP_SCHEDULE_DELAY"] = "100"
-    process.start()
-    yield process
-    process.kill()
-
-
-def run_client(script: str, *arguments: str) -> None:
-    """Runs a script in a process that exports its spans."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SETUP + script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def restores(server: ServerProcess, collector: Collector) -> list[list[ReceivedSpan]]:
+def restores(
+    traced_server: ServerProcess, collector: Collector, run_client: Callable[..., str]
+) -> list[list[ReceivedSpan]]:
     """Spans of the restores of a client process, by trace, in the order of time."""
-    run_client(RESTORES, server.address, collector.url, server.root.as_uri())
+    run_client(RESTORES, traced_server.address, traced_server.root.as_uri())
     last = "storesvc.v1.CheckpointService/DeleteHold"
     spans = collector.until(
         lambda spans: (
@@ -131,7 +83,8 @@ def restores(server: ServerProcess, collector: Collector) -> list[list[ReceivedS
             and sum(one.name == "storesvc.run.restore" for one in spans) == 8
         )
     )
-    roots = [one for one in spans if not one.parent and one.name != "storesvc.upload"]
+    others = ("storesvc.upload", "gc.pass")
+    roots = [one for one in spans if not one.parent and one.name not in others]
     roots.sort(key=lambda one: one.start)
     return [[one for one in spans if one.trace == root.trace] for root in roots]
 
@@ -221,12 +174,12 @@ def test_a_restore_that_fails_has_the_phases_that_it_came_to(
 
 @pytest.mark.slow
 def test_each_save_that_begins_has_one_span_however_it_ends(
-    tmp_path: Path, collector: Collector
+    tmp_path: Path, collector: Collector, run_client: Callable[..., str]
 ) -> None:
     process = ServerProcess(tmp_path / "store", tmp_path)
     process.start()
     try:
-        run_client(SAVES, process.address, collector.url, str(process.pid))
+        run_client(SAVES, process.address, str(process.pid))
     finally:
         process.kill()
 

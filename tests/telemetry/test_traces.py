@@ -1,10 +1,7 @@
 """Spans that a real collector receives from servers and clients."""
 
 import json
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +16,12 @@ from tests.support.otlp_collector import Collector, ReceivedSpan, collecting_spa
 from tests.support.server_process import EndedError, ServerProcess
 
 CLIENT = """
-import json, sys
-import numpy as np
-from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-import storesvc_client as store
 
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader]))
-provider = TracerProvider()
-exporter = OTLPSpanExporter(endpoint=sys.argv[2] + "/v1/traces")
-provider.add_span_processor(BatchSpanProcessor(exporter))
-trace.set_tracer_provider(provider)
 with store.connect(sys.argv[1]) as client:
     run = client.run("prod/traced")
     state = {"x": np.arange(1 << 18, dtype=np.float32), "y": np.ones(3)}
@@ -67,38 +54,9 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting_spans() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def server(
-    collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("traced")
-    process = ServerProcess(
-        *(folder / "store", folder, "--otlp-endpoint", collector.url),
-        *("--log-format", "json", "--gc-interval", "1s"),
-    )
-    process.environment["OTEL_BSP_SCHEDULE_DELAY"] = "100"
-    process.start()
-    yield process
-    process.kill()
-
-
-@pytest.fixture(scope="module")
-def reports(server: ServerProcess, collector: Collector) -> Any:
+def reports(traced_server: ServerProcess, run_client: Callable[..., str]) -> Any:
     """Reports of a client process that sends its spans to the same collector."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CLIENT), server.address, collector.url],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_client(CLIENT, traced_server.address))
 
 
 def spans_of(upload: str, collector: Collector) -> list[ReceivedSpan]:
@@ -199,11 +157,11 @@ def test_each_call_of_a_save_has_a_span_of_the_server(collector: Collector) -> N
 
 
 def test_the_trace_of_a_caller_continues(
-    server: ServerProcess, collector: Collector
+    traced_server: ServerProcess, collector: Collector
 ) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     metadata = (("traceparent", f"00-{trace}-{parent}-01"),)
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(traced_server.address) as channel:
         request = api.ListRunsRequest(parent="namespaces/-")
         CheckpointServiceStub(channel).ListRuns(request, timeout=20, metadata=metadata)
 
@@ -227,18 +185,19 @@ def test_the_trace_of_a_caller_continues(
     ],
 )
 def test_a_malformed_traceparent_is_ignored(
-    server: ServerProcess, hostile: str
+    traced_server: ServerProcess, hostile: str
 ) -> None:
     metadata = (("traceparent", hostile),)
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(traced_server.address) as channel:
         request = api.ListRunsRequest(parent="namespaces/-")
         CheckpointServiceStub(channel).ListRuns(request, timeout=20, metadata=metadata)
 
 
 def test_a_failed_call_has_its_reason(
-    server: ServerProcess, collector: Collector
+    traced_server: ServerProcess, collector: Collector
 ) -> None:
-    with store.connect(server.address) as client, pytest.raises(store.NotFoundError):
+    address = traced_server.address
+    with store.connect(address) as client, pytest.raises(store.NotFoundError):
         client.run("prod/none").open(3)
 
     spans = collector.until(
@@ -267,9 +226,9 @@ def test_a_pass_of_the_collection_has_a_span_for_each_run(collector: Collector) 
 
 @pytest.mark.usefixtures("reports")
 def test_log_records_in_json_have_the_call_and_its_trace(
-    server: ServerProcess, collector: Collector, reports: Any
+    traced_server: ServerProcess, collector: Collector, reports: Any
 ) -> None:
-    records = [json.loads(line) for line in server.log.splitlines()]
+    records = [json.loads(line) for line in traced_server.log.splitlines()]
     commits = [one for one in records if one.get("method") == "CommitUpload"]
     spans = collector.until(
         lambda spans: sum(o.name.endswith("/CommitUpload") for o in spans) >= 2

@@ -82,7 +82,16 @@ class FairSemaphore:
         self._waiting.append(waiter)
         self._grant()
         try:
-            await self._granted(waiter)
+            if not waiter.granted.done():
+                span = Span()
+                await asyncio.wait({waiter.granted}, timeout=WAIT_SECONDS)
+                publish(Waited(purpose=self._purpose, seconds=span.seconds))
+            if not waiter.granted.done():
+                raise LimitExceededError(
+                    f"the server {self._purpose} for its maximum of concurrent calls, "
+                    f"and none ended within {WAIT_SECONDS:.0f} s; retry in a moment",
+                    retry_seconds=RETRY_SECONDS,
+                )
             yield
         finally:
             if waiter in self._waiting:
@@ -91,21 +100,12 @@ class FairSemaphore:
                 self._free += weight
             self._grant()
 
-    async def _granted(self, waiter: _Waiter) -> None:
-        if not waiter.granted.done():
-            span = Span()
-            await asyncio.wait({waiter.granted}, timeout=WAIT_SECONDS)
-            publish(Waited(purpose=self._purpose, seconds=span.seconds))
-        if not waiter.granted.done():
-            raise LimitExceededError(
-                f"the server {self._purpose} for its maximum of concurrent calls, and "
-                f"none ended within {WAIT_SECONDS:.0f} s; retry in a moment",
-                retry_seconds=RETRY_SECONDS,
-            )
-
     def _grant(self) -> None:
         while self._waiting:
-            first = min(self._waiting, key=self._rank)
+            # The peer that was served least recently, and the oldest of its calls.
+            first = min(
+                self._waiting, key=lambda w: (self._served.get(w.peer, 0), w.number)
+            )
             if first.weight > self._free:
                 return
             self._waiting.remove(first)
@@ -114,9 +114,6 @@ class FairSemaphore:
             first.granted.set_result(None)
         if self._free == self._capacity:
             self._served.clear()  # idle: all peers are equal again
-
-    def _rank(self, waiter: _Waiter) -> tuple[int, int]:
-        return self._served.get(waiter.peer, 0), waiter.number
 
 
 TREES_BYTES: Final = 512 << 20

@@ -315,7 +315,21 @@ class Quotas:
         for scope, rule in self._list_scopes(namespace, principal_name()):
             counted = self._scope(scope)
             name = f"namespaces/{scope[1]}" if scope[0] == "namespace" else scope[1]
-            found += _rows(name, rule, counted, now)
+            rate, running = rule.requests_per_second, counted.running
+            amounts = {
+                "streams": running["streams"],
+                "watches": running["watches"],
+                "bytes_in_flight": running["bytes_in_flight"],
+                "uploads": len(counted.uploads),
+                "requests_per_second": counted.bucket.used(rate, now=now)
+                if rate
+                else 0,
+            }
+            found += [
+                access_api.Quota(name=quota, scope=name, limit=limit, used=used)
+                for quota, used in amounts.items()
+                if (limit := getattr(rule, quota))
+            ]
             if scope[0] == "namespace" and self._storage_rule(namespace):
                 usage = await self._read_usage(namespace, counted, USAGE_SECONDS)
                 found.append(
@@ -488,24 +502,6 @@ def iterate_amounts(method: str) -> Iterator[tuple[Kind, int]]:
         yield "streams", 1
     if size := _BYTES.get(method):
         yield "bytes_in_flight", size
-
-
-def _rows(
-    name: str, rule: QuotaRule, counted: _Counted, now: float
-) -> list[access_api.Quota]:
-    rate, running = rule.requests_per_second, counted.running
-    amounts = {
-        "streams": running["streams"],
-        "watches": running["watches"],
-        "bytes_in_flight": running["bytes_in_flight"],
-        "uploads": len(counted.uploads),
-        "requests_per_second": counted.bucket.used(rate, now=now) if rate else 0,
-    }
-    return [
-        access_api.Quota(name=quota, scope=name, limit=limit, used=used)
-        for quota, used in amounts.items()
-        if (limit := getattr(rule, quota))
-    ]
 
 
 def _exceeded_error(

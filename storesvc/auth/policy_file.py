@@ -182,23 +182,18 @@ def _binding(table: "_Table", callers: _Callers) -> Binding:
         who=table.texts("who"),
     )
     for at, pattern in enumerate(binding.runs):
-        _check_runs(f"{table.place}.runs[{at}]", pattern)
+        parts = pattern.split("/")
+        is_pair = len(parts) == 2 and all(map(_PART.fullmatch, parts))
+        is_valid = is_pair and "**" not in pattern.removesuffix("/**")
+        if not (is_valid or pattern == ALL_RUNS):
+            raise InvalidFieldError(
+                f"{table.place}.runs[{at}]: expected NAMESPACE/RUN, with * and ? in "
+                f"each part, or ** for all runs, got {pattern!r}"
+            )
     for at, pattern in enumerate(binding.who):
         callers.check(f"{table.place}.who[{at}]", pattern)
     table.check_keys()
     return binding
-
-
-def _check_runs(place: str, pattern: str) -> None:
-    if pattern == ALL_RUNS:
-        return
-    parts = pattern.split("/")
-    is_valid = len(parts) == 2 and all(map(_PART.fullmatch, parts))
-    if not is_valid or "**" in pattern.removesuffix("/**"):
-        raise InvalidFieldError(
-            f"{place}: expected NAMESPACE/RUN, with * and ? in each part, or ** for "
-            f"all runs, got {pattern!r}"
-        )
 
 
 def _issuer(table: "_Table") -> Issuer:

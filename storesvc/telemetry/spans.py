@@ -144,7 +144,12 @@ class Spans:
         if event.method.startswith("grpc.health."):
             return
         subject = parse_subject(event.subject.get("name", ""))
-        context = _find_context(subject, event.parent)
+        ids = upload_trace(subject.get("upload", "")) or parse_traceparent(event.parent)
+        context = None
+        if ids is not None:
+            flags = TraceFlags(TraceFlags.SAMPLED)
+            parent = SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags)
+            context = set_span_in_context(NonRecordingSpan(parent), Context())
         is_usual = event.status == "OK" and event.seconds < SLOW_SECONDS
         if context is None and is_usual:
             return
@@ -264,16 +269,6 @@ def _keep(part: object) -> None:
     found = scope.get()
     if found is not None and len(found.parts) < MAX_PARTS:
         found.parts.append(part)
-
-
-def _find_context(subject: Mapping[str, str], parent: str) -> Context | None:
-    """Returns the trace that a call belongs to; None: to none."""
-    ids = upload_trace(subject.get("upload", "")) or parse_traceparent(parent)
-    if ids is None:
-        return None
-    flags = TraceFlags(TraceFlags.SAMPLED)
-    found = SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags)
-    return set_span_in_context(NonRecordingSpan(found), Context())
 
 
 def _make_attributes(

@@ -82,8 +82,7 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Returns whether a node is restored unchanged; a dict is if its keys are str or
-    int."""
+    """Returns whether a node is restored unchanged."""
     if type(node) is dict:
         return all(type(key) in (str, int) for key in node)
     return type(node) in EMPTY

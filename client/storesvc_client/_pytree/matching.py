@@ -302,8 +302,7 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
 
 
 def _same_path(saved: Leaf, leaf: NamedLeaf, *, has_text_keys: bool) -> bool:
-    """Returns whether each part is a number in both paths, or text in both, or may have
-    become a text."""
+    """Returns whether each part is a number, or text, in both, or became text."""
     return saved.path_kinds == leaf.path_kinds or all(
         (a in INTEGER_KINDS) == (b in INTEGER_KINDS)
         or (has_text_keys and a not in INTEGER_KINDS)

@@ -122,11 +122,7 @@ class Partitioner:
             )
 
     def _note(self, key: str, problem: str) -> None:
-        """Notes why a leaf is not split as asked.
-
-        Raises:
-            ValueError: That is an error.
-        """
+        """Notes why a leaf is not split as asked; raises it if that is an error."""
         self.misfits.append(f"leaf {key!r}: {problem}")
         if not self._replicates:
             raise ValueError(problem)

@@ -172,11 +172,7 @@ class Placer:
 
 
 def _on_ambient_mesh(sharding: Any) -> NamedSharding:
-    """Returns a sharding of an abstract mesh on the mesh of ``jax.set_mesh``.
-
-    Raises:
-        ValueError: There is none, or it lacks an axis of the sharding.
-    """
+    """Returns a sharding of an abstract mesh on the mesh of ``jax.set_mesh``."""
     named = [a for axes in sharding.spec for a in axis_names(axes)]
     ambient = jax.sharding.get_mesh()
     if not ambient.empty and ambient.shape.keys() >= set(named):
@@ -248,8 +244,7 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LocalRegions:
-    """Devices and regions of a placement; shared by leaves of one shape and
-    placement."""
+    """Devices and regions that leaves of one shape and placement share."""
 
     devices: dict[Region, list[jax.Device]]
     """Local devices that hold each region."""

@@ -250,8 +250,7 @@ class Planner:
 
 
 def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Returns type, shape, dtype and sharding of each value; for encoded ones their
-    kind and size."""
+    """Returns type, shape, dtype and sharding of each value, or kind and size."""
     return tuple(
         (type(value), value.kind, value.array.shape)
         if type(value) is EncodedLeaf
@@ -354,8 +353,7 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
 
 
 def _is_compared(value: Any, size_bytes: int) -> bool:
-    """Returns whether this process holds all of a leaf that other processes hold,
-    too."""
+    """Returns whether this process and others hold all of a leaf."""
     if not isinstance(value, jax.Array) or value.is_fully_addressable:
         return True
     is_held = value.is_fully_replicated and bool(value.sharding.addressable_devices)
@@ -394,8 +392,7 @@ def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64
 def _blocks(
     value: Any, found: Signature
 ) -> tuple[tuple[jax.Device, ...] | None, tuple[Region, ...]]:
-    """Returns the devices that together hold each part of a leaf once, and these
-    parts."""
+    """Returns the devices that hold each part of a leaf once, and these parts."""
     if not isinstance(value, jax.Array):
         return None, (whole(found.shape),)
     rank = len(value.shape)  # key data has one more dimension
@@ -538,8 +535,7 @@ class TreeSource:
         return blocks
 
     def _transfer_blocks(self, row: int) -> list[Any]:
-        """Returns the blocks of a leaf on the host, and starts transfers of the next
-        leaves."""
+        """Returns the blocks of a leaf; starts transfers of the next leaves."""
         ahead = 0
         for later in range(row, len(self._values)):
             if later not in self._own:
@@ -664,8 +660,7 @@ def _fits(values: Sequence[Any]) -> bool:
 
 
 def _free(device: jax.Device) -> float:
-    """Returns the free bytes of a device; 0 if it does not report them, as CPUs do
-    not."""
+    """Returns the free bytes of a device; 0 for CPUs, which do not report them."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", 0)
     return float((1 - SPARE_FRACTION) * limit - stats.get("bytes_in_use", limit))

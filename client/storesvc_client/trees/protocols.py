@@ -140,8 +140,7 @@ def _lines(
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the modules directly in a node, and containers that hold modules, by
-    name."""
+    """Yields the modules in a node, and containers with modules, by name."""
     if isinstance(node, (list, tuple)):
         items = list(enumerate(node))
     else:

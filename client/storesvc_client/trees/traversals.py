@@ -446,14 +446,7 @@ def _merge_tree(
     *,
     silence: bool,
 ) -> GraphState:
-    """Returns the state with the parameters of the tree.
-
-    Args:
-        tree: The tree.
-        state: The state.
-        shared: The paths of each Variable or module that has several.
-        silence: See ``merge_state_and_tree``.
-    """
+    """Returns the state with the tree's parameters; ``shared``: paths of one leaf."""
     leaves = graph_leaves(state)
     given = _index_tree(tree)
     params = {

@@ -143,10 +143,7 @@ def required_shardings(tree: Any) -> dict[str, Sharding]:
 
 
 def _may_have_sharding(leaf: Any) -> bool:
-    """Returns whether a leaf is a sharding or a possible leaf of a state.
-
-    States have arrays, some without a sharding, and Python numbers.
-    """
+    """Returns whether a leaf is a sharding, or an array or a number of a state."""
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     if type(leaf) in (str, bytes):  # a spec by mistake, rather than a text of a state
         return False
@@ -186,10 +183,10 @@ def follow_parameters(
         own = _sharding(leaf.value)
         if own is not None:
             own_shardings[leaf.key] = own
-            shapes[leaf.key] = _shape(leaf.value)
+            shapes[leaf.key] = leaf_shape(leaf.value)
     found: dict[str, Sharding] = {}
     for leaf in named_leaves({"opt_state": opt_state})[0]:
-        shape = _shape(leaf.value)
+        shape = leaf_shape(leaf.value)
         names = (name for name in _suffixes(leaf.key) if name in own_shardings)
         fits = (own_shardings[name] for name in names if shapes[name] == shape)
         sharding = next(fits, whole)
@@ -206,7 +203,8 @@ def _suffixes(key: str) -> Iterator[str]:
         at = key.find("/", at + 1)
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def leaf_shape(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of a leaf; () for values without one."""
     return tuple(getattr(leaf, "shape", ()))
 
 
@@ -499,11 +497,9 @@ def _parts(module: Any) -> Parts:
 
 
 def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
-    """Returns the parts of a factory's module without computing any array.
-
-    ``nnx.eval_shape`` would return a module with abstract bare arrays, which some flax
-    releases do not treat as leaves.
-    """
+    """Returns the parts of a factory's module without computing any array."""
+    # nnx.eval_shape would return a module with abstract bare arrays, which some flax
+    # releases do not treat as leaves.
     graphdefs = []
 
     def states() -> tuple[GraphState, GraphState]:

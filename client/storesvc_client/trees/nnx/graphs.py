@@ -403,8 +403,7 @@ def _cached_names(cls: type[Any]) -> frozenset[str]:
 
 
 def _is_graph(model: Any) -> bool:
-    """Returns whether it is a module, such as nnx.Optimizer, or a dict or list with
-    some."""
+    """Returns whether it is a module, or a dict or list with some."""
     if isinstance(model, (dict, list, tuple)):
         items = model.values() if isinstance(model, dict) else model
         return any(isinstance(item, nnx.Variable) or _is_graph(item) for item in items)

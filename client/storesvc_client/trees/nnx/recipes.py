@@ -82,6 +82,7 @@ from storesvc_client.trees.structure import (
     plain_settings,
 )
 from storesvc_client.trees.structure.descriptions import IGNORED
+from storesvc_client.trees.structure.names import iterate_objects
 from storesvc_client.trees.structure.settings import (
     class_name,
     class_path,
@@ -205,16 +206,10 @@ class Recipe:
         ``nnx.Rngs``, others may have drawn initial values: "default" stands for them.
         """
         streams, has_all = set[str](), False
-        left = [self.graphdef]
-        while left:
-            found = left.pop()
-            if isinstance(found, dict):
-                has_all = has_all or found.get("node") == "flax.nnx:Rngs"
-                if found.get("node") == "flax.nnx:RngStream":
-                    streams.add(_stream_name(found))
-                left += found.values()
-            elif isinstance(found, list):
-                left += found
+        for found in iterate_objects(self.graphdef):
+            has_all = has_all or found.get("node") == "flax.nnx:Rngs"
+            if found.get("node") == "flax.nnx:RngStream":
+                streams.add(_stream_name(found))
         streams.discard("")
         return sorted(streams if has_all else streams | {"default"})
 
@@ -419,10 +414,7 @@ def _find_facts(
 def _encode_setting(
     read: Callable[[], Any], encode: Callable[[Any], Json] = encode_data
 ) -> Json:
-    """Returns an encoded setting of a model, or None if it cannot be read.
-
-    Settings are used for comparisons only, so a save must not fail because of one.
-    """
+    """Returns an encoded setting, or None: a save must not fail because of one."""
     try:
         found = read()
         if isinstance(found, jax.lax.Precision):
@@ -645,8 +637,7 @@ def _lines(differences: Iterable[Difference]) -> list[str]:
 
 
 def _join_problems(problems: list[str]) -> str:
-    """Returns the problems as one text, escaped for terminals and shortened, because
-    they quote stored text."""
+    """Returns the problems as one text, escaped, as they quote stored text."""
     return list_problems(
         [
             (text if text.isprintable() else ascii(text)[1:-1])[:_MAX_TEXT]

@@ -212,8 +212,7 @@ class Rehearser:
 
 @collector_paused()  # the recipe is gone before the collector runs again
 def _needs_arguments(cls: type[Any], stored: _PlannedCheckpoint) -> bool:
-    """Returns whether a class needs a factory, because a checkpoint lacks some of its
-    arguments."""
+    """Returns whether a checkpoint lacks arguments that a class needs."""
     recipe = Recipe.unpack(stored.document)
     has_config = recipe.config is not None and takes_config(cls, recipe)
     given = {"rngs", "config"} if has_config else {"rngs"}

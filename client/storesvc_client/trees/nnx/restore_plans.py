@@ -622,10 +622,7 @@ def add_advice(stored: Stored, request: Request) -> Generator[None]:
 
 
 def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
-    """Returns options to add with which a checkpoint fits; None if it never does.
-
-    Each is tried as the restore would use it, without reading a leaf.
-    """
+    """Returns options to add with which a checkpoint fits; None if it never does."""
     # Anywhere: what a mesh does not divide has advice of its own.
     given = replace(request.options, mesh=None, rules=None, indivisible="error")
     found = dict[str, Any]()
@@ -702,8 +699,7 @@ def _log_initialised(stored: Stored, sources: Sources, lacking: Iterable[str]) -
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
-    """Returns the options, completed with the mesh and rules that the model
-    provides."""
+    """Returns the options with the mesh and rules that the model provides."""
     if options.mesh is not None and options.rules is not None:
         return options
     own_mesh, own_rules = blueprint.own_placement()
@@ -724,11 +720,7 @@ def _initialises_optimizer(
     tx: optax.GradientTransformation | None,
     options: Options,
 ) -> bool:
-    """Returns whether the optimizer is initialised because the checkpoint has no state.
-
-    Raises:
-        InvalidRequestError: Only one of the checkpoint and the call has an optimizer.
-    """
+    """Returns whether the optimizer begins anew; rejects one on one side only."""
     if options.opt_state == "skip":
         return False
     if options.opt_state == "init":
@@ -801,8 +793,7 @@ def _place_like_parameters(
 
 
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
-    """Returns the leaves to restore in their saved form; logs those with another dtype
-    than the code creates."""
+    """Returns the leaves in their saved form; logs those with another dtype."""
     casting = options.cast is not None
     found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
     if changed:

@@ -536,8 +536,7 @@ def _find_step(run: Run, step: Any) -> int:
 
 
 class _Parts(SimpleNamespace):
-    """Parts of a state: ``step``, ``graphdef``, ``graphstate``, ``graphother``, ``tx``
-    and ``opt_state``."""
+    """Parts of a state."""
 
     @classmethod
     def create(cls, **parts: Any) -> Self:
@@ -753,12 +752,7 @@ def planner(
 
 
 def _split_parts(run: Run, model: Any, optimizer: Any) -> _Parts:
-    """Returns a module and its optimizer in the parts of a state.
-
-    Raises:
-        InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of
-            it.
-    """
+    """Returns a module and its optimizer in the parts of a state."""
     if optimizer is None:
         try:
             graphdef, graphstate, graphother = drop_caches(split_module(model))
@@ -787,8 +781,7 @@ def _split_parts(run: Run, model: Any, optimizer: Any) -> _Parts:
 
 
 def _read_opt_state(run: Run, optimizer: Any, graphstate: GraphState) -> Any:
-    """Returns the state of an optimizer as ``tx.init`` returns it, without the
-    Variables around its leaves."""
+    """Returns the state of an optimizer without the Variables around leaves."""
     expected = abstract_opt_state(optimizer.tx, graphstate)
     leaves = jax.tree.leaves(optimizer.opt_state)
     shapes = [leaf.shape for leaf in leaves]

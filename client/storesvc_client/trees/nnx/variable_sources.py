@@ -42,6 +42,7 @@ from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
     Place,
     join_parts,
+    leaf_shape,
     stand_in,
 )
 from storesvc_client.trees.nnx.graphs import GraphState, graph_leaves, split_module
@@ -144,7 +145,7 @@ def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) ->
     """
     match leaf:
         case nnx.RngCount():
-            shape = _shape(stored_value(leaf))
+            shape = leaf_shape(stored_value(leaf))
             return leaf.replace(jnp.broadcast_to(recreator.get_count(), shape))
         case nnx.RngKey():
             return leaf.replace(_like_key(stored_value(leaf), recreator))
@@ -173,16 +174,12 @@ def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:
         # key_impl rejects a ShapeDtypeStruct, but accepts a tracer that stands for it
         impls: list[Hashable] = []
         jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), value)
-        key, shape = recreator.get_key(impls[0]), _shape(value)
+        key, shape = recreator.get_key(impls[0]), leaf_shape(value)
         return jax.random.split(key, shape) if shape else key
     # Raw data has no implementation; only its width identifies it.
     impl = "rbg" if value.shape[-1] == _RBG_WORDS else "threefry2x32"
     key, shape = recreator.get_key(impl), value.shape[:-1]
     return jax.random.key_data(jax.random.split(key, shape) if shape else key)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
 
 
 _OTHER: Final = dict(zip(PARTS, reversed(PARTS), strict=True))
@@ -383,10 +380,7 @@ def _is_key(like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _saved_key_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
-    """Returns raw key data for a typed key that was saved raw, or the reverse.
-
-    Returns ``like`` if the saved leaf is not a key.
-    """
+    """Returns raw key data for a typed key that was saved raw, or the reverse."""
     known = stand_in(leaf)
     if not isinstance(known, jax.ShapeDtypeStruct):
         return like

@@ -183,8 +183,7 @@ class Texts:
         return self._line(value, place)
 
     def _line(self, value: dict[str, JSON], place: Place) -> str | None:
-        """Returns the parts on one line; None if it is too long or a part has no
-        text."""
+        """Returns the parts on one line; None if one has no text, or it is too long."""
         if find_tag(value, _MANY_LINES):
             return None
         parts = list_parts(value, place)
@@ -605,10 +604,7 @@ def _bound_path(path: str) -> str:
 
 
 def _child_key(key: JSON) -> str:
-    """Returns the text of a child's key.
-
-    The string "0" and the number 0 are different keys in state trees, so it is quoted.
-    """
+    """Returns the text of a child's key; quotes "0", which is not the number 0."""
     is_number = isinstance(key, str) and key.lstrip("-").isdecimal()
     return short(f"'{key}'") if is_number else _key_text(key)
 

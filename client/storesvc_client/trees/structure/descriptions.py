@@ -56,8 +56,7 @@ _MAX_PLAIN: Final = 100_000
 
 
 def _dict_items(value: dict[Any, Any]) -> Any:
-    """Returns a dict subclass as a dict, and a plain dict, too large for a document, as
-    pairs."""
+    """Returns a dict subclass as a dict, and a dict that is too large as pairs."""
     pairs = dict.items(value)
     return list(pairs) if type(value) is dict else dict(pairs)
 

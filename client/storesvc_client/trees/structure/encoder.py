@@ -182,8 +182,7 @@ def with_placeholders(root: Any) -> Any:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """Returns the parts of a module or container; a module's own dict, to be
-    modified."""
+    """Returns the parts of a container, or a module's own dict, to be modified."""
     if isinstance(value, nnx.Pytree):
         return vars(value)
     if isinstance(value, (list, tuple)):
@@ -357,8 +356,7 @@ class ValueEncoder:
         return known[1]
 
     def _encode_guarded(self, value: Any) -> JSON:
-        """Encodes a value once; a value that contains itself is described by its
-        class."""
+        """Encodes a value; describes one that contains itself by its class."""
         if id(value) in self._busy:
             return {"opaque": {"class": reported_name(type(value))}}
         if len(self._busy) >= MAX_NESTED:

@@ -19,7 +19,7 @@ import builtins
 import enum
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import flax.linen as nn
@@ -190,6 +190,18 @@ def _check_scalar(value: Any, place: Place) -> None:
         raise structure_error(place, "JSON", shown(value))
 
 
+def iterate_objects(document: JSON) -> Iterator[dict[str, JSON]]:
+    """Yields each object of a document, in no particular order."""
+    left = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
 Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """Classes and functions of the caller, or a mapping from document names to them."""
 
@@ -300,16 +312,14 @@ def qualified_name(value: Any) -> str | None:
     """
     if found := _NAMES.get(id(value)):
         return found
-    module = getattr(value, "__module__", None)
-    qualname = getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(qualname, str):
-        return None
-    if isinstance(value, type):
-        return f"{module}:{qualname}"
+    name = _own_name(value)
+    if name is None or isinstance(value, type):
+        return name
+    module, _, qualname = name.partition(":")
     home: Any = sys.modules.get(module)
     for part in qualname.split("."):
         home = getattr(home, "__dict__", {}).get(part)
-    return f"{module}:{qualname}" if home is value else None
+    return name if home is value else None
 
 
 class Table:

@@ -174,8 +174,7 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
 
 
 def _check_keys(keys: Iterable[JSON], place: Place) -> None:
-    """Rejects keys that could be chosen to have equal hashes, which makes a dict
-    slow."""
+    """Rejects keys whose hashes could be chosen equal, so that a dict is slow."""
     if not _are_keys(keys):
         raise structure_error(
             place,

@@ -63,6 +63,7 @@ from storesvc_client.trees.structure.names import (
     Table,
     Within,
     check_json,
+    iterate_objects,
     shown,
     structure_error,
 )
@@ -123,27 +124,16 @@ def enumerations(
     """
     packages = {base.__module__.partition(".")[0] for base in config_class.__mro__}
     found = {}
-    for name in _enumeration_names(document):
+    for value in iterate_objects(document):
+        name = value.get("enum")
+        if not isinstance(name, str):
+            continue
         module, _, qualname = name.partition(":")
         cls = vars(sys.modules.get(module, types)).get(qualname)
         is_theirs = module.partition(".")[0] in packages - _FOREIGN
         if is_theirs and isinstance(cls, type) and issubclass(cls, enum.Enum):
             found[name] = cls
     return found
-
-
-def _enumeration_names(document: JSON) -> set[str]:
-    names = set()
-    left = [document]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            if isinstance(value.get("enum"), str):
-                names.add(value["enum"])
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    return names
 
 
 def derived_classes(cls: type[Any]) -> list[type[Any]]:
@@ -225,11 +215,9 @@ def _iterate_classes(value: Any) -> Iterator[type[Any]]:
 
 
 def _may_hold_settings(cls: type[Any]) -> bool:
-    """Returns whether objects of a class can be settings.
-
-    Excludes classes that run code when an object is called or finalized, such as
-    processes and files.
-    """
+    """Returns whether objects of a class can be settings."""
+    # Not of classes that run code when an object is called or finalized, such as
+    # processes and files.
     if cls.__module__ in _FOREIGN or inspect.isabstract(cls):
         return False
     if issubclass(cls, enum.Enum):
@@ -478,16 +466,10 @@ _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
 
 def _is_described(document: JSON) -> bool:
     """Returns whether a part of a value is only described."""
-    left = [document]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            if "opaque" in value and named_dtype(value) is value:
-                return True
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    return False
+    return any(
+        "opaque" in value and named_dtype(value) is value
+        for value in iterate_objects(document)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import (
-    CancelledError,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +23,7 @@ from storesvc.format.chunks import Sums
 from storesvc.save import batches
 from storesvc_client._api.run import get_parts
 from storesvc_client._chunks.memory import BATCH_BYTES, MIN_BUDGET_BYTES, StagingPool
-from storesvc_client._chunks.slabs import (
-    FilledSlab,
-    Slab,
-)
+from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._pytree.save_plan import Planner, TreeSource
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save.chunk_streams import ResendWindow
@@ -299,9 +292,7 @@ def test_a_wrong_choice_is_rejected_with_the_right_ones(
 
 
 @pytest.mark.slow
-def test_a_tree_larger_than_the_staging_is_saved_through_it(
-    either: store.Run,
-) -> None:
+def test_a_tree_larger_than_the_staging_is_saved_through_it(either: store.Run) -> None:
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(8)}
     held: list[int] = []
     ended = threading.Event()

@@ -143,9 +143,7 @@ def test_a_stream_holds_frames_or_tables_in_any_order(placer: Placer) -> None:
     placer.writer.commit()
 
 
-def test_an_upload_that_takes_over_claims_direct_chunks(
-    placer: Placer,
-) -> None:
+def test_an_upload_that_takes_over_claims_direct_chunks(placer: Placer) -> None:
     placer.put(0, 1)
     placer.report(placer.table(0, 1))
     second = Writer(placer.server.address, placer.name, 1)

@@ -82,9 +82,7 @@ def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_names_the_slowest_data_file_and_process(
-    saved: Saved,
-) -> None:
+def test_a_report_names_the_slowest_data_file_and_process(saved: Saved) -> None:
     first = {each["last"][0] for each in saved.results}
 
     assert len(first) == 1

@@ -39,12 +39,7 @@ from tests.support.examples import sampled
 from tests.support.faulty_bucket import Call, Calls, Fault, FaultyBucket, no_faults
 from tests.support.restrictions import channel
 from tests.support.server_process import ServerProcess
-from tests.support.uploads_in_process import (
-    begin,
-    committed_chunks,
-    finish,
-    send,
-)
+from tests.support.uploads_in_process import begin, committed_chunks, finish, send
 
 RUN = RunName("tests", "two-servers")
 SECONDS = 60.0

@@ -50,15 +50,20 @@ def begin(server_address: str, name: str) -> Callable[..., Writer]:
     return begin
 
 
+@pytest.fixture
+def writer(begin: Callable[..., Writer]) -> Writer:
+    """The upload of one writer to step 1."""
+    return begin()
+
+
 def content(client: store.Client, name: str, step: int = 1) -> bytes:
     ((_, array),) = client.run(name).open(step).read(["x"])
     return array.tobytes()
 
 
 def test_chunks_may_come_in_pieces_and_in_any_order(
-    begin: Callable[..., Writer], client: store.Client, name: str
+    writer: Writer, client: store.Client, name: str
 ) -> None:
-    writer = begin()
     data = stored(2)
     pieces = [(0, 1), (1, 500), (501, len(data) - 501)]
     frames = [
@@ -90,9 +95,8 @@ def test_several_writers_make_one_checkpoint(
 
 
 def test_a_commit_without_all_chunks_names_those_that_are_missing(
-    begin: Callable[..., Writer], client: store.Client, name: str
+    writer: Writer, client: store.Client, name: str
 ) -> None:
-    writer = begin()
     writer.write(frame(0, 2))
     writer.finish(sums(0, 2))
 
@@ -112,10 +116,7 @@ def test_a_chunk_of_two_writers_is_rejected(begin: Callable[..., Writer]) -> Non
         writer.commit()
 
 
-def test_a_receipt_for_what_was_not_sent_is_rejected(
-    begin: Callable[..., Writer],
-) -> None:
-    writer = begin()
+def test_a_receipt_for_what_was_not_sent_is_rejected(writer: Writer) -> None:
     writer.write(frame(0))
 
     with refused("CHUNKS_INCOMPLETE", "2 chunks of the receipt.*chunk 1, .*chunk 2"):
@@ -148,10 +149,8 @@ MISFITS = {
 
 @pytest.mark.parametrize(("bad", "match"), MISFITS.values(), ids=list(MISFITS))
 def test_a_frame_that_does_not_fit_the_tree_is_rejected(
-    begin: Callable[..., Writer], bad: api.ChunkFrame, match: str
+    writer: Writer, bad: api.ChunkFrame, match: str
 ) -> None:
-    writer = begin()
-
     with refused("INVALID_CHUNK", match):
         writer.write(bad)
 
@@ -159,10 +158,7 @@ def test_a_frame_that_does_not_fit_the_tree_is_rejected(
     writer.complete()
 
 
-def test_a_damaged_frame_after_good_ones_loses_only_itself(
-    begin: Callable[..., Writer],
-) -> None:
-    writer = begin()
+def test_a_damaged_frame_after_good_ones_loses_only_itself(writer: Writer) -> None:
     writer.write(frame(0, 1))
     with refused("INVALID_CHUNK"):
         writer.write(
@@ -287,10 +283,7 @@ def test_an_owner_that_is_too_long_is_rejected(begin: Callable[..., Writer]) -> 
         begin(owner="x" * 257)
 
 
-def test_an_epoch_that_is_not_the_uploads_is_rejected(
-    begin: Callable[..., Writer],
-) -> None:
-    writer = begin()
+def test_an_epoch_that_is_not_the_uploads_is_rejected(writer: Writer) -> None:
     writer.epoch += 1
 
     with refused("UPLOAD_SUPERSEDED", "expected epoch 1, got 2"):
@@ -306,8 +299,7 @@ def test_a_second_commit_of_a_step_already_exists(
         begin()
 
 
-def test_a_repeated_commit_gives_the_same_answer(begin: Callable[..., Writer]) -> None:
-    writer = begin()
+def test_a_repeated_commit_gives_the_same_answer(writer: Writer) -> None:
     writer.write(frame(0, 1, 2))
     writer.finish(sums(0, 1, 2))
 
@@ -330,9 +322,8 @@ def test_an_aborted_upload_is_gone_and_frees_its_step(
 
 
 def test_a_committed_upload_is_not_aborted(
-    begin: Callable[..., Writer], client: store.Client, name: str
+    writer: Writer, client: store.Client, name: str
 ) -> None:
-    writer = begin()
     writer.complete()
 
     with refused("CHECKPOINT_EXISTS"):
@@ -393,9 +384,8 @@ def test_a_request_id_that_is_no_uuid_is_rejected(
 
 
 def test_a_stream_that_begins_with_the_wrong_message_is_rejected(
-    begin: Callable[..., Writer],
+    writer: Writer,
 ) -> None:
-    writer = begin()
     requests = [api.WriteChunksRequest(frame=frame(0))]
 
     with refused("INVALID_FIELD", "expected a message with open, got frame"):
@@ -405,9 +395,8 @@ def test_a_stream_that_begins_with_the_wrong_message_is_rejected(
 
 
 def test_a_message_above_the_limit_is_rejected_and_the_connection_lives(
-    begin: Callable[..., Writer],
+    writer: Writer,
 ) -> None:
-    writer = begin()
     with pytest.raises(grpc.RpcError) as caught:
         writer.write(api.ChunkFrame(data=bytes(4 * 2**20)))
     assert grpc.StatusCode.RESOURCE_EXHAUSTED == caught.value.code()
@@ -415,8 +404,7 @@ def test_a_message_above_the_limit_is_rejected_and_the_connection_lives(
     assert [3] == writer.write(frame(0, 1, 2))
 
 
-def test_receipts_out_of_order_are_rejected(begin: Callable[..., Writer]) -> None:
-    writer = begin()
+def test_receipts_out_of_order_are_rejected(writer: Writer) -> None:
     writer.write(frame(0, 1, 2))
     receipt = sums(1, 0)
     assert np.any(np.diff(receipt.ordinal) < 0)
@@ -465,10 +453,7 @@ class TestTheLifeOfAnUpload:
         ended = api.Upload.STATE_ENDED
         assert [ended, ended, api.Upload.STATE_COMMITTED] == states
 
-    def test_an_upload_that_never_was_is_not_found(
-        self, begin: Callable[..., Writer]
-    ) -> None:
-        writer = begin()
+    def test_an_upload_that_never_was_is_not_found(self, writer: Writer) -> None:
         writer.name = writer.name[:-32] + "0" * 32
         with refused("UPLOAD_NOT_FOUND"):
             writer.get()
@@ -506,9 +491,8 @@ class TestTheLifeOfAnUpload:
         assert {*live} < {n for page in everywhere for n in page}
 
     def test_a_page_token_of_another_list_is_rejected(
-        self, begin: Callable[..., Writer], name: str
+        self, writer: Writer, name: str
     ) -> None:
-        writer = begin()
         parent = RunName.parse(name).resource
         others = page_token(parent, "0" * 32), page_token(f"{parent}/uploads", "0")
         for token in ("x", "!", *others):
@@ -521,10 +505,7 @@ class TestTheLifeOfAnUpload:
         with refused("INVALID_FIELD", match="page_size"):
             writer.stub.ListUploads(request, timeout=30)
 
-    def test_a_sign_of_life_renews_the_lease(
-        self, begin: Callable[..., Writer]
-    ) -> None:
-        writer = begin()
+    def test_a_sign_of_life_renews_the_lease(self, writer: Writer) -> None:
         before = writer.get().renew_time.ToDatetime()
         until = writer.keep_alive().expire_time.ToDatetime()
 
@@ -532,8 +513,7 @@ class TestTheLifeOfAnUpload:
         lease = writer.get().lease_duration.ToTimedelta()
         assert until == writer.get().renew_time.ToDatetime() + lease
 
-    def test_progress_renews_the_lease(self, begin: Callable[..., Writer]) -> None:
-        writer = begin()
+    def test_progress_renews_the_lease(self, writer: Writer) -> None:
         before = writer.get().renew_time.ToDatetime()
         writer.write(frame(0))
 

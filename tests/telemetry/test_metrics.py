@@ -167,9 +167,7 @@ def test_sizes_of_calls_are_those_of_their_messages(
     until(lambda: added(sent) == response.ByteSize())
 
 
-def test_a_cancelled_watch_is_in_flight_until_it_ends(
-    served: ServerProcess,
-) -> None:
+def test_a_cancelled_watch_is_in_flight_until_it_ends(served: ServerProcess) -> None:
     method = "storesvc.v1.CheckpointService/WatchCheckpoints"
 
     def in_flight() -> float:

@@ -14,14 +14,7 @@ from concurrent.futures import Future, wait
 from datetime import UTC, datetime
 from functools import partial
 from threading import Lock
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Self,
-    SupportsIndex,
-    assert_never,
-)
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, assert_never
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName
 from storesvc.storage.threads import Threads
@@ -32,10 +25,7 @@ from storesvc_client._session import Session
 from storesvc_client._telemetry.events import Unfinished
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._telemetry.reports import Rehearsal, SaveReport
-from storesvc_client._values.arguments import (
-    DurationLike,
-    seconds_or_none,
-)
+from storesvc_client._values.arguments import DurationLike, seconds_or_none
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
     IfBusy,

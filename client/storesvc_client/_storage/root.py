@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE, RunPaths
 from storesvc.format.names import RunName, UploadName
-from storesvc.storage.location import (
-    GRPC_DRIVER,
-    Storage,
-    shows_plaintext,
-    storage_at,
-)
+from storesvc.storage.location import GRPC_DRIVER, Storage, shows_plaintext, storage_at
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.tls import is_root
 from storesvc_client.errors import (

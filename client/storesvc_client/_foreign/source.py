@@ -317,17 +317,14 @@ class StepFiller:
                     buffer = slab_queue.memory(unit.size)
             if buffer is None:
                 return
-            in_flight.append(self._start(unit, buffer))
+            if any(read.is_padded for read in unit.reads):
+                buffer[...] = 0
+            readings = tuple(self._begin(read, buffer) for read in unit.reads)
+            in_flight.append(_InFlight(unit=unit, buffer=buffer, readings=readings))
             size += unit.size
         while in_flight:
             self._end(in_flight[0], slab_queue, meter)
             in_flight.popleft()
-
-    def _start(self, unit: Unit, buffer: Bytes) -> _InFlight:
-        if any(read.is_padded for read in unit.reads):
-            buffer[...] = 0
-        readings = tuple(self._begin(read, buffer) for read in unit.reads)
-        return _InFlight(unit=unit, buffer=buffer, readings=readings)
 
     def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
         """Starts a read into the memory of its unit."""

@@ -125,18 +125,14 @@ def _check_entries(place: str, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo
     }
     for entry in entries:
         name = entry.filename
-        if not _is_plain(name) or name in folders:
+        parts = name.split("/")  # of a relative path that stays where it is written
+        is_plain = {"", ".", ".."}.isdisjoint(parts) and not {"\0", "\\"} & set(name)
+        if not is_plain or name in folders:
             raise _damage(place, f"a file {name!r}")
         is_stored = entry.compress_type == zipfile.ZIP_STORED
         if not is_stored or entry.file_size != entry.compress_size:
             raise _damage(place, f"a file {name!r} of another size")
     return entries
-
-
-def _is_plain(name: str) -> bool:
-    """Returns whether a name is a relative path that stays where it is written."""
-    parts = name.split("/")
-    return "\0" not in name and "\\" not in name and not {"", ".", ".."} & set(parts)
 
 
 def _damage(place: str, got: str) -> DataLossError:

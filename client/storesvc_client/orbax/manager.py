@@ -139,7 +139,15 @@ def restore_part(
                 f"{place}: expected the argument or the handler that reads its files, "
                 "got none; pass args=Composite(...) with it, or item_handlers="
             )
-        given = _default_arguments(handler) if args is None else args
+        given = args
+        if args is None:
+            try:
+                given = get_registered_args_cls(handler)[1]()
+            except (ValueError, TypeError) as e:
+                raise InvalidRequestError(
+                    "expected the argument of a restore for "
+                    f"{type(handler).__name__}, got none: {e}"
+                ) from e
         used = _find_handler(place, given, handler)
         return restore_files(
             *(opened, name, part),
@@ -233,16 +241,6 @@ def _find_handler(place: str, args: Any, handler: Any) -> Any:
         raise InvalidRequestError(
             f"{place}: expected an argument whose handler is registered, got "
             f"{type(args).__name__}: {e}"
-        ) from e
-
-
-def _default_arguments(handler: Any) -> Any:
-    try:
-        return get_registered_args_cls(handler)[1]()
-    except (ValueError, TypeError) as e:
-        raise InvalidRequestError(
-            f"expected the argument of a restore for {type(handler).__name__}, got "
-            f"none: {e}"
         ) from e
 
 

@@ -87,19 +87,6 @@ def _parse_index(data: bytes, *, what: str) -> list[_IndexedArray]:
     return found
 
 
-def _parse_unread(data: bytes, *, what: str) -> list[str]:
-    """Returns the names of the leaves that a ``*_structure.json`` holds as pickles,
-    which are never opened."""
-    fields = parse_object(data, what=what)
-    names, pickles = fields.get("leaf_keys_full"), fields.get("nonarray_payload")
-    if not isinstance(names, list) or not isinstance(pickles, dict):
-        raise DataLossError(f"{what}: expected leaf_keys_full and nonarray_payload")
-    return [
-        str(names[int(n)]) if n.isdigit() and int(n) < len(names) else n[:80]
-        for n in pickles
-    ]
-
-
 def _entries(entries: Any, prefix: str, what: str) -> Iterator[_IndexedArray]:
     if not isinstance(entries, list):
         raise DataLossError(f"{what}: expected a list of arrays")
@@ -201,11 +188,20 @@ def _indexed_rows(
 def _labels(
     location: Location, folder: str, names: Sequence[str], left_out: list[UnreadItem]
 ) -> Mapping[str, str]:
-    """Returns a label that names the leaves and files that are not read."""
+    """Returns a label that names the files that are not read, and the leaves that a
+    ``*_structure.json`` holds as pickles, which are never opened."""
     unread = [each.name for each in left_out]
     for name in names:
-        if name.endswith(_STRUCTURE_SUFFIX):
-            path = join(folder, name)
-            data = location.read(path, limit=MAX_INDEX_BYTES)
-            unread += _parse_unread(data, what=place(location, path))
+        if not name.endswith(_STRUCTURE_SUFFIX):
+            continue
+        path = join(folder, name)
+        what = place(location, path)
+        fields = parse_object(location.read(path, limit=MAX_INDEX_BYTES), what=what)
+        keys, pickles = fields.get("leaf_keys_full"), fields.get("nonarray_payload")
+        if not isinstance(keys, list) or not isinstance(pickles, dict):
+            raise DataLossError(f"{what}: expected leaf_keys_full and nonarray_payload")
+        unread += [
+            str(keys[int(n)]) if n.isdigit() and int(n) < len(keys) else n[:80]
+            for n in pickles
+        ]
     return not_read_label("eformer", unread)

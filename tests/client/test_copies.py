@@ -15,6 +15,7 @@ from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
+from tests.support.saved_checkpoint import flip
 
 TABLE = np.arange(3_000_000, dtype=np.float32)
 
@@ -37,9 +38,7 @@ def largest_file(root: Path, run: store.Run) -> Path:
 
 def damage(file: Path) -> None:
     """Flips a bit in the middle of a file."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file, file.stat().st_size // 2)
 
 
 @pytest.fixture

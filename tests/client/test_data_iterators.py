@@ -82,12 +82,7 @@ def leaves(batches: Any) -> list[Any]:
 
 @pytest.mark.parametrize("make", sampled(ITERATORS.values(), every=3), ids=ITERATORS)
 @pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        3,
-        pytest.param(7, marks=pytest.mark.slow),
-    ],
+    "steps", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 7))]
 )
 def test_an_iterator_of_grain_goes_on_where_it_was_when_save_was_called(
     run: store.Run, make: Callable[[], Any], steps: int

@@ -1,7 +1,6 @@
 """Values are encoded so that they come back equal and of the same type, or rejected."""
 
 import json
-import math
 import sys
 from collections import OrderedDict
 from enum import IntEnum
@@ -23,6 +22,7 @@ from storesvc_client._items.values import (
     encode_python,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
+from tests.support.same_values import is_same
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -34,21 +34,6 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
     max_leaves=30,
 )
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal, and of one type at every place."""
-    if type(one) is not type(other):
-        return False
-    if type(one) is list:
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(
-            is_same(value, other[key]) for key, value in one.items()
-        )
-    if type(one) is float:
-        return math.copysign(1, one) == math.copysign(1, other) and one == other
-    return bool(one == other)
 
 
 @given(JSON_VALUES)

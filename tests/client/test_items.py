@@ -21,7 +21,7 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
 from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import gcs_root
-from tests.restore.test_corruption import flip
+from tests.support.saved_checkpoint import flip
 from tests.support.sessions import send_through_server
 
 MIB = 1 << 20

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from storesvc_client._telemetry.events import Telemetry, restore_events, save_ev
 from tests.support.jax_job import run_job
 from tests.support.monitored import Heard, listening
 from tests.support.server_process import ServerProcess
+from tests.support.sessions import restore_report
 
 TREE = {"x": np.arange(8.0), "y": jnp.ones((64, 64))}
 BYTES = 64 + 64 * 64 * 4
@@ -85,12 +85,10 @@ def test_the_events_of_a_restore_are_its_report(target: str) -> None:
     with store.connect(target) as client:
         run = client.run("tests/monitored")
         run.save(2, TREE).result()
-        opened = run.open()
         with listening() as heard:
-            opened.restore()
+            report = restore_report(run)
 
-    place, report = "/jax/storesvc/restore", opened.report
-    assert report is not None
+    place = "/jax/storesvc/restore"
     assert expected(restore_events(report)) == (heard.names[1:], heard.values)
     assert f"{place}/start" == heard.names[0]
     assert f"{place}/success" == heard.names[1]
@@ -129,16 +127,14 @@ def test_orbax_events_are_sent_only_if_they_are_asked_for(target: str) -> None:
             run = client.run("tests/orbax-events")
             saved = run.save(int(orbax_events), TREE)
             checkpoint, report = saved.result(), saved.report()
-            opened = run.open()
-            opened.restore()
+            seconds = restore_report(run).seconds
 
-            assert opened.report is not None
             assert (
                 {
                     "/jax/orbax/write/blocking_duration_secs": report.blocking_seconds,
                     "/jax/orbax/write/total_duration_secs": report.seconds,
                     "/jax/orbax/write/gbytes": checkpoint.size_bytes / 2**30,
-                    "/jax/orbax/read/total_duration_secs": opened.report.seconds,
+                    "/jax/orbax/read/total_duration_secs": seconds,
                 }
                 if orbax_events
                 else {}
@@ -174,8 +170,7 @@ def test_a_step_logger_receives_the_statistics_of_orbax(target: str) -> None:
     with store.connect(target, step_logger=logger) as client:
         run = client.run("tests/logged")
         report = run.save(7, TREE).report()
-        opened = run.open()
-        opened.restore()
+        seconds = restore_report(run).seconds
 
     saved, restored = logger.entries
     assert saved.keys() == {
@@ -199,8 +194,7 @@ def test_a_step_logger_receives_the_statistics_of_orbax(target: str) -> None:
     start = report.start_time.timestamp()
     assert start == saved["checkpoint_manager_blocking_start_time"]
     assert start + waited == saved["checkpointer_blocking_start_time"]
-    assert opened.report is not None
-    assert ("restore", opened.report.seconds, opened.report.seconds) == (
+    assert ("restore", seconds, seconds) == (
         restored["event_type"],
         restored["checkpointer_duration_secs"],
         restored["checkpoint_manager_duration_secs"],
@@ -313,15 +307,13 @@ def test_only_process_0_sends_what_orbax_sends_from_one_process(
 ) -> None:
     saved = run.save(1, TREE)
     saved.result()
-    opened = run.open()
-    opened.restore()
-    assert opened.report is not None
+    report = restore_report(run)
     telemetry = Telemetry("memory://", orbax_events=True)
 
     for process, count in ((0, 4), (1, 0)):
         with listening("/jax/orbax/") as heard:
             telemetry.saved(saved.report(), saved.result(), process=process)
-            telemetry.restored(replace(opened.report), process=process, begun=None)
+            telemetry.restored(report, process=process, begun=None)
         assert count == len(heard.names)
 
 
@@ -351,8 +343,7 @@ def test_the_profiler_of_jax_shows_the_phases(target: str, tmp_path: Path) -> No
         run = client.run("tests/profiled")
         with jax.profiler.trace(tmp_path / "trace"):
             report = run.save(1, TREE).report()
-            opened = run.open()
-            opened.restore()
+            restored = restore_report(run)
 
     (trace,) = (tmp_path / "trace").rglob("*.xplane.pb")
     spans = {
@@ -361,10 +352,9 @@ def test_the_profiler_of_jax_shows_the_phases(target: str, tmp_path: Path) -> No
             rb"storesvc\.(?:save|restore)\.[a-z ]+", trace.read_bytes()
         )
     }
-    assert opened.report is not None
     phases = {
         *(f"storesvc.save.{phase}" for phase in report.timings),
-        *(f"storesvc.restore.{phase}" for phase in opened.report.timings),
+        *(f"storesvc.restore.{phase}" for phase in restored.timings),
     }
     # those that are summed over small chunks have no spans
     assert {"storesvc.save.commit", "storesvc.restore.rebuild"} <= spans

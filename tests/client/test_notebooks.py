@@ -31,6 +31,7 @@ from storesvc_client._views.notebook import (
 from storesvc_client._views.tables import Column, Shrink
 from storesvc_client._views.texts import printable
 from tests.support.in_process_server import InProcessServer
+from tests.support.sessions import restore_report
 
 HOSTILE = "<script>alert('1')</script>\u202e&\"\x07"
 TREE = {"params": {"w": np.ones((4, 4), np.float32), "b": np.zeros(4)}, "step": 7}
@@ -199,20 +200,14 @@ def test_items_show_next_to_the_tree_and_in_a_diff(run: store.Run) -> None:
 
 def test_a_restore_that_stepped_back_shows_the_damage(run: store.Run) -> None:
     run.save(1, TREE).result()
-    opened = run.open()
-    opened.restore()
-    assert opened.report is not None
-    report = dataclasses.replace(opened.report, damaged={2: HOSTILE})
+    report = dataclasses.replace(restore_report(run), damaged={2: HOSTILE})
 
     assert ["damaged step 2", printable(HOSTILE)] in rows(report)
 
 
 def test_reports_show_bytes_and_phases(run: store.Run) -> None:
     report = run.save(1, TREE).report()
-    opened = run.open()
-    opened.restore()
-    restored = opened.report
-    assert restored is not None
+    restored = restore_report(run)
 
     assert repr(report).startswith(f"<SaveReport {run.name}@1, 116 B sent, 0 B reused")
     assert repr(restored).startswith(
@@ -235,9 +230,6 @@ def test_reports_of_a_job_name_the_slowest_process(run: store.Run) -> None:
         needs_like=("opt: AdamState",),
         slowest="",
     )
-    opened = run.open()
-    opened.restore()
-    assert opened.report is not None
     slowest = store.ProcessReading(
         process="process 3 (<b>)",
         read_bytes=1,
@@ -245,7 +237,9 @@ def test_reports_of_a_job_name_the_slowest_process(run: store.Run) -> None:
         slowest="",
         slowest_seconds=0,
     )
-    restored = dataclasses.replace(opened.report, slowest_process=slowest, slowest="")
+    restored = dataclasses.replace(
+        restore_report(run), slowest_process=slowest, slowest=""
+    )
 
     html = save_report_html(report)
     assert "process 2 (host-2)" in html

@@ -142,17 +142,21 @@ def test_a_selective_restore_counts_only_selected_bytes(run: store.Run) -> None:
     assert 10 * (16 * 4 + 4) == news[-1].total_bytes
 
 
+class Broken(list[store.Progress]):
+    """A callback that keeps what it gets, and fails."""
+
+    def __call__(self, progress: store.Progress) -> None:
+        self.append(progress)
+        raise BrokenPipeError("the terminal has gone")
+
+
 @pytest.mark.usefixtures("eager")
 def test_an_error_of_a_callback_ends_a_restore(run: store.Run) -> None:
     run.save(1, the_state()).result()
-    opened, news = run.open(1), list[store.Progress]()
-
-    def broken(progress: store.Progress) -> None:
-        news.append(progress)
-        raise BrokenPipeError("the terminal has gone")
+    opened, news = run.open(1), Broken()
 
     with pytest.raises(BrokenPipeError, match="the terminal has gone"):
-        opened.restore(progress=broken)
+        opened.restore(progress=news)
 
     assert [False] == [one.is_done for one in news]
     assert opened.report is None
@@ -174,13 +178,9 @@ def test_an_error_of_the_last_callback_fails_a_restore(run: store.Run) -> None:
 def test_an_error_of_a_callback_is_raised_after_the_commit(
     run: store.Run,
 ) -> None:
-    news: list[store.Progress] = []
+    news = Broken()
 
-    def broken(progress: store.Progress) -> None:
-        news.append(progress)
-        raise BrokenPipeError("the terminal has gone")
-
-    save = run.save(1, the_state(), progress=broken)
+    save = run.save(1, the_state(), progress=news)
     with pytest.raises(BrokenPipeError, match="the terminal has gone"):
         save.result()
 
@@ -193,10 +193,7 @@ def test_an_error_of_a_callback_is_raised_after_the_commit(
 def test_an_unseen_error_of_a_callback_is_raised_by_the_next_call(
     run: store.Run,
 ) -> None:
-    def broken(_: store.Progress) -> None:
-        raise BrokenPipeError("the terminal has gone")
-
-    run.save(1, the_state(), progress=broken)
+    run.save(1, the_state(), progress=Broken())
 
     with pytest.raises(BrokenPipeError, match="the terminal has gone"):
         run.wait()

@@ -15,6 +15,7 @@ from storesvc_client._telemetry.reports import (
     parse_report,
     report_text,
 )
+from tests.support.sessions import restore_report
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,7 @@ def reports() -> tuple[store.SaveReport, store.RestoreReport]:
     with store.connect("memory://") as client:
         run = client.run("tests/reports")
         saved = run.save(3, {"x": np.arange(9.0)}).report()
-        opened = run.open()
-        opened.restore()
-    assert opened.report is not None
-    return saved, opened.report
+        return saved, restore_report(run)
 
 
 def test_a_report_that_was_written_is_read_again(

@@ -1,6 +1,5 @@
 """States of iterators and generators come back equal, and of the same types."""
 
-import math
 from collections import OrderedDict
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from storesvc_client._items.iterators import MAX_STATE_DEPTH, from_json, to_json
 from storesvc_client._items.values import decode, encode_item
+from tests.support.same_values import is_same
 
 NUMBERS = [
     *(np.bool_(True), np.int64(-3), np.uint8(255), np.float64(0.1)),
@@ -40,26 +40,6 @@ STATES: st.SearchStrategy[Any] = st.recursive(
     ),
     max_leaves=20,
 )
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Returns whether two states are equal, and of one type at every place."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            is_same(value, other[key]) for key, value in one.items()
-        )
-    if isinstance(one, np.ndarray | np.generic):
-        return (one.dtype.str, one.shape, one.tobytes()) == (
-            *(other.dtype.str, other.shape),
-            other.tobytes(),
-        )
-    if type(one) is float:
-        return math.copysign(1, one) == math.copysign(1, other) and one == other
-    return bool(one == other)
 
 
 @given(STATES)

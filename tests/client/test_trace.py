@@ -10,6 +10,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._telemetry.reports import PhaseSpan, timeline_text, trace_text
 from tests.support.command_line import storectl
+from tests.support.sessions import restore_report
 
 
 def spans(*rows: tuple[str, float, float]) -> tuple[PhaseSpan, ...]:
@@ -43,11 +44,8 @@ def test_a_checkpoint_keeps_the_timeline_of_its_save(run: store.Run) -> None:
 
 def test_the_timeline_of_a_report_has_its_timings(run: store.Run) -> None:
     report = run.save(0, {"x": np.ones(1 << 16, np.float32)}).report()
-    opened = run.open(0)
-    opened.restore()
-    assert opened.report is not None
 
-    for found in (report, opened.report):
+    for found in (report, restore_report(run)):
         assert {s.name: s.busy_seconds for s in found.timeline} == found.timings
         starts = [s.start_seconds for s in found.timeline]
         assert starts == sorted(starts)

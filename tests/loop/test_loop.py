@@ -21,6 +21,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._rpc import retry
 from tests.support.in_process_server import InProcessServer
+from tests.support.saved_checkpoint import flip
 from tests.support.server_process import ServerProcess
 
 State = dict[str, Any]
@@ -491,10 +492,7 @@ def test_the_policy_is_compared_later_if_the_newest_record_is_damaged(
         run = client.run("tests/damaged")
         for step in (1, 2):
             run.save(step, initial()).result()
-        place = RunPaths(RunName.parse(run.name)).checkpoint(2)
-        data = bytearray((tmp_path / place).read_bytes())
-        data[-1] ^= 1
-        (tmp_path / place).write_bytes(data)
+        flip(tmp_path / RunPaths(RunName.parse(run.name)).checkpoint(2), -1)
 
         with run.loop(every=store.Steps(5), keep=keep) as loop:
             state, start = loop.restore_or(initial, on_damage="older")

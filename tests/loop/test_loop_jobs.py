@@ -16,6 +16,7 @@ from storesvc_client._restore.open_tree import get_reader
 from tests.support import loop_parts
 from tests.support.examples import soaked
 from tests.support.jax_job import JaxJob, run_job
+from tests.support.saved_checkpoint import flip
 from tests.support.thread_job import ThreadJob
 
 PLACES = RunPaths(RunName.parse(loop_parts.RUN))
@@ -206,12 +207,6 @@ def damage_manifest(root: Path, step: int) -> None:
 def damage_record(root: Path, step: int) -> None:
     """Flips a bit of the record of a checkpoint."""
     flip(root / PLACES.checkpoint(step), -1)
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize(

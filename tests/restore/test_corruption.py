@@ -20,6 +20,7 @@ from storesvc_client._restore.open_tree import get_reader
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests.support import stored_records
 from tests.support.examples import examples
+from tests.support.saved_checkpoint import flip
 from tests.support.sessions import send_through_server
 
 TREE = {
@@ -62,12 +63,6 @@ def data_files(root: Path) -> list[Path]:
     """Returns the data files that hold chunks, the largest first."""
     files = (root / "data/tests/damage/pool").glob("*/*")
     return sorted(files, key=lambda f: f.stat().st_size, reverse=True)
-
-
-def flip(file: Path, position: int, bit: int = 0) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1 << bit
-    file.write_bytes(data)
 
 
 def is_whole(tree: Any) -> bool:

@@ -17,7 +17,7 @@ from storesvc_client._restore.joint import JointRestore
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._telemetry.reports import ProcessReading
 from storesvc_client._values.arguments import Deadline
-from tests.support.thread_job import ThreadJob, ThreadProcess
+from tests.support.thread_job import ThreadJob, ThreadProcess, check_peer_failures
 
 WHAT = "tests/run@1"
 
@@ -28,6 +28,13 @@ def restore_of(
     """Returns a restore that a process has begun."""
     joint = JointRestore(process, "tests/run")
     joint.begin(what, lambda: "runs/1", Deadline.after(seconds))
+    return joint
+
+
+def start_reading(process: ThreadProcess) -> JointRestore:
+    """Returns a restore whose processes have met before the first byte."""
+    joint = restore_of(process)
+    joint.check("plan", "")
     return joint
 
 
@@ -52,10 +59,8 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
         outcomes = job.run(part)
 
         assert time.monotonic() - begun < 30
-        for other in {0, 1, 2} - {index}:
-            error = outcomes[other]
-            assert isinstance(error, store.PeerFailedError), error
-            assert f"process {index}: no such leaf" in str(error)
+        others = [outcomes[other] for other in {0, 1, 2} - {index}]
+        check_peer_failures(others, f"process {index}: no such leaf")
 
 
 @pytest.mark.slow
@@ -110,8 +115,7 @@ def read_in(process: ThreadProcess, seconds: float) -> ProcessReading:
 
 def test_every_process_reports_the_slowest_process() -> None:
     def part(process: ThreadProcess) -> ProcessReading:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         return joint.end(read_in(process, [1.0, 3.0, 2.0][process.index]), seconds=60)
 
     slowest = ProcessReading(
@@ -128,8 +132,7 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
     for index in range(3):
 
         def part(process: ThreadProcess, index: int = index) -> None:
-            joint = restore_of(process)
-            joint.check("plan", "")
+            joint = start_reading(process)
             if process.index == index:
                 joint.fail(store.DataLossError("leaf 'w' is damaged"))
             else:
@@ -137,10 +140,8 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
 
         outcomes = ThreadJob(3).run(part)
 
-        for other in {0, 1, 2} - {index}:
-            error = outcomes[other]
-            assert isinstance(error, store.PeerFailedError), error
-            assert f"process {index}: leaf 'w' is damaged" in str(error)
+        others = [outcomes[other] for other in {0, 1, 2} - {index}]
+        check_peer_failures(others, f"process {index}: leaf 'w' is damaged")
 
 
 @pytest.mark.slow
@@ -152,8 +153,7 @@ def test_one_error_lists_the_missing_files_of_each_process(
     late = {0, 1, 3} if is_first_late else {1, 3}
 
     def part(process: ThreadProcess) -> str:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         if process.index in late:
             return joint.fail(store.UnavailableError(f"lacks file {process.index}"))
         if process.index != 2:
@@ -171,8 +171,7 @@ def test_one_error_lists_the_missing_files_of_each_process(
 
 def test_a_failure_reported_by_another_process_is_not_repeated() -> None:
     def part(process: ThreadProcess) -> None:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         if process.index == 1:
             joint.fail(store.PeerFailedError("process 2 could not read its share"))
         elif process.index == 2:
@@ -204,8 +203,7 @@ def test_a_finished_process_logs_the_others_that_it_waits_for(
         return [record.getMessage() for record in list(caplog.records)]
 
     def part(process: ThreadProcess) -> None:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         if process.index == 1:
             with joint.publishing(lambda: "it reads pool/7"):
                 end = time.monotonic() + 60
@@ -230,8 +228,7 @@ def test_a_failure_is_reported_while_others_are_slow(
     heard = threading.Barrier(3)
 
     def part(process: ThreadProcess) -> None:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         if process.index == 2:
             joint.fail(store.DataLossError("leaf 'w' is damaged"))
         elif process.index == 1:
@@ -245,9 +242,8 @@ def test_a_failure_is_reported_while_others_are_slow(
 
     outcomes = ThreadJob(4).run(part)
 
-    for index in (0, 1, 3):
-        assert isinstance(outcomes[index], store.PeerFailedError), outcomes
-        assert "process 2: leaf 'w' is damaged" in str(outcomes[index])
+    others = [outcomes[index] for index in (0, 1, 3)]
+    check_peer_failures(others, "process 2: leaf 'w' is damaged")
 
 
 def test_errors_list_causes_before_unfinished_processes(
@@ -257,8 +253,7 @@ def test_errors_list_causes_before_unfinished_processes(
     begun = threading.Barrier(8)
 
     def part(process: ThreadProcess) -> None:
-        joint = restore_of(process)
-        joint.check("plan", "")
+        joint = start_reading(process)
         begun.wait(60)
         if process.index == 6:
             joint.fail(store.PeerFailedError("process 1 reports: leaf 'w' is damaged"))
@@ -308,6 +303,4 @@ def test_the_last_progress_callback_runs_before_the_end(tmp_path: Path) -> None:
         first, failed, third = ThreadJob(3).run(part)
 
     assert isinstance(failed, BrokenPipeError), failed
-    for other in (first, third):
-        assert isinstance(other, store.PeerFailedError), other
-        assert "process 1: terminal closed" in str(other)
+    check_peer_failures([first, third], "process 1: terminal closed")

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import storesvc_client as store
 from tests.support import job_parts
 from tests.support.jax_job import run_job
+from tests.support.saved_checkpoint import flip
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +89,7 @@ def test_a_process_that_cannot_read_its_share_is_reported_to_all(
     save_by_one(target)
     files = [path for path in tmp_path.rglob("pool/**/*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
-    with largest.open("r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(largest, 1000)
 
     results = run_job(
         "tests.support.job_parts:reads_damaged", 3, devices=1, target=target

@@ -13,6 +13,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Job
 from storesvc_client._restore.joint import Finding, agreed_damage, find_damage
+from tests.support.saved_checkpoint import flip
 from tests.support.sessions import send_through_server
 from tests.support.thread_job import ThreadJob
 
@@ -43,7 +44,7 @@ def run(request: pytest.FixtureRequest, root: Path) -> Iterator[store.Run]:
 
 def damage_record(root: Path, step: int) -> None:
     """Flips a bit of the record of a checkpoint."""
-    flip(root / PLACES.checkpoint(step))
+    flip(root / PLACES.checkpoint(step), -1)
 
 
 def damage_manifest(root: Path, step: int) -> None:
@@ -53,19 +54,14 @@ def damage_manifest(root: Path, step: int) -> None:
 
 def damage_data(root: Path, step: int) -> None:
     """Flips a bit of a chunk of a checkpoint."""
-    data = np.full(1000, step, np.int32).tobytes()
-    (file,) = (
-        file
-        for file in (root / PLACES.pool).rglob("*")
-        if file.is_file() and data in file.read_bytes()
-    )
+    damage_content(root, np.full(1000, step, np.int32).tobytes())
+
+
+def damage_content(root: Path, data: bytes) -> None:
+    """Flips a bit of stored bytes, which one data file holds."""
+    files = (file for file in (root / PLACES.pool).rglob("*") if file.is_file())
+    (file,) = (file for file in files if data in file.read_bytes())
     flip(file, file.read_bytes().index(data))
-
-
-def flip(file: Path, at: int = -1) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def manifest_of(root: Path, step: int) -> Path:
@@ -294,12 +290,7 @@ def test_a_damaged_data_iterator_leads_to_an_older_checkpoint(
     for step in (4, 5):
         batches.at = 1000 + step
         run.save(step, tree(step), items={"data": batches}).result()
-    (file,) = (
-        file
-        for file in (root / PLACES.pool).rglob("*")
-        if file.is_file() and b'{"at":1005}' in file.read_bytes()
-    )
-    flip(file, file.read_bytes().index(b'{"at":1005}'))
+    damage_content(root, b'{"at":1005}')
     batches.at = 0
 
     with (

@@ -21,7 +21,7 @@ from storesvc_client._restore.open_tree import TreeReader, get_reader
 from storesvc_client._restore.spread import PeerSource, SpreadPlan
 from storesvc_client._telemetry.progress import CallbackFailedError, Meter
 from storesvc_client._values.arguments import Deadline
-from tests.support.thread_job import ThreadJob, ThreadProcess
+from tests.support.thread_job import ThreadJob, ThreadProcess, check_peer_failures
 
 COUNT = 3
 LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
@@ -85,15 +85,35 @@ class Reading:
         return assembly.peak_bytes
 
 
+def check_leaves(found: dict[str, Any]) -> None:
+    """Checks that a process has all leaves, as they were saved."""
+    assert sorted(LEAVES) == sorted(found)
+    assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+
+
+def watch_gathers(
+    reading: Reading, job: ThreadProcess, see: Callable[[Any], None]
+) -> None:
+    """Calls a function with what a process sends in each round."""
+
+    def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+        see(own)
+        return job.gather(own, processes)
+
+    reading.source._gather = gather
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes processes wait for each other for a moment only."""
+    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
+
+
 def test_processes_meet_before_any_of_them_reads(opened: TreeReader) -> None:
     def part(job: ThreadProcess) -> list[float]:
-        reading, had_read = Reading(opened, job), []
-
-        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
-            had_read.append(reading.source.seconds)
-            return job.gather(own, processes)
-
-        reading.source._gather = gather
+        reading, had_read = Reading(opened, job), list[float]()
+        watch_gathers(reading, job, lambda _: had_read.append(reading.source.seconds))
         meter = Meter("restore", "it")
         reading.read(meter=meter)
         assert meter.timings["read"] > 0
@@ -140,10 +160,7 @@ def test_a_process_that_fails_during_exchange_is_reported_to_the_others(
     first, failed, third = ThreadJob(COUNT).run(part)
 
     assert isinstance(failed, kind), failed
-    for other in (first, third):
-        assert isinstance(other, store.PeerFailedError), other
-        assert "process 1" in str(other)
-        assert text in str(other)
+    check_peer_failures([first, third], "process 1", text)
 
 
 def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
@@ -197,8 +214,7 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
 
     for found in results:
         assert isinstance(found, dict), found
-        assert sorted(LEAVES) == sorted(found)
-        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+        check_leaves(found)
     (warning,) = [m for m in caplog.messages if "reading them from the storage" in m]
     assert "corrupted in the exchange between processes" in warning
 
@@ -211,24 +227,17 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
     monkeypatch.setattr(spread, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
-        reading, most = Reading(opened, job), 0
-
-        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
-            nonlocal most
-            most = max(most, len(own))
-            return job.gather(own, processes)
-
-        reading.source._gather = gather
+        reading, sizes = Reading(opened, job), list[int]()
+        watch_gathers(reading, job, lambda own: sizes.append(len(own)))
         reading.read()
-        return reading.found, most
+        return reading.found, max(sizes)
 
     for result in ThreadJob(COUNT).run(part):
         assert isinstance(result, tuple), result
         found, most = result
         assert spread.HEADER_BYTES < most
         assert most <= spread.HEADER_BYTES + min(slice_bytes, spread.SLICE_BYTES)
-        assert sorted(LEAVES) == sorted(found)
-        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+        check_leaves(found)
 
 
 @pytest.mark.parametrize("budget_bytes", [1, 400_000, 1 << 30])
@@ -245,26 +254,19 @@ def test_the_buffers_of_exchanged_leaves_fit_into_the_budget(
         assert isinstance(result, tuple), result
         found, peak = result
         assert peak <= max(budget_bytes, *(leaf.nbytes for leaf in LEAVES.values()))
-        assert sorted(LEAVES) == sorted(found)
-        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+        check_leaves(found)
 
 
 def rounds_with_a_failure(opened: TreeReader) -> list[int]:
     """Returns the rounds of each process, of which one cannot use what it received."""
 
     def part(job: ThreadProcess) -> int:
-        reading, rounds = Reading(opened, job), 0
-
-        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
-            nonlocal rounds
-            rounds += 1
-            return job.gather(own, processes)
-
-        reading.source._gather = gather
+        reading, rounds = Reading(opened, job), list[Any]()
+        watch_gathers(reading, job, rounds.append)
         place: Any = {"place": out_of_memory} if job.index == 1 else {}
         with pytest.raises((RuntimeError, store.PeerFailedError)):
             reading.read(**place)
-        return rounds
+        return len(rounds)
 
     results = ThreadJob(COUNT).run(part)
     rounds = [n for n in results if isinstance(n, int)]
@@ -313,10 +315,7 @@ def test_ctrl_c_ends_all_processes_after_the_current_round(
     first, failed, third = ThreadJob(COUNT).run(part)
 
     assert isinstance(failed, KeyboardInterrupt), failed
-    for other in (first, third):
-        assert isinstance(other, store.PeerFailedError), other
-        assert "process 1" in str(other)
-        assert "KeyboardInterrupt" in str(other)
+    check_peer_failures([first, third], "process 1", "KeyboardInterrupt")
 
 
 def test_the_exchange_ends_once_a_process_has_failed(
@@ -328,12 +327,10 @@ def test_the_exchange_ends_once_a_process_has_failed(
     assert all(n < 25 for n in rounds_with_a_failure(opened))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
-    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader,
 ) -> None:
-    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
-
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
         if job.index != 1:
@@ -346,12 +343,10 @@ def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
         assert "12 chunks of 1 data files are missing" in str(error), error
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_failed_process_is_not_waited_for(
-    opened: TreeReader, monkeypatch: pytest.MonkeyPatch, left: threading.Event
+    opened: TreeReader, left: threading.Event
 ) -> None:
-    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
-
     def part(job: ThreadProcess) -> None:
         if job.index == 1:
             job.post("failure", "process 1: no device")
@@ -360,9 +355,7 @@ def test_a_failed_process_is_not_waited_for(
 
     first, _, third = ThreadJob(COUNT).run(part)
 
-    for error in (first, third):
-        assert isinstance(error, store.PeerFailedError), error
-        assert "process 1: no device" in str(error)
+    check_peer_failures([first, third], "process 1: no device")
     assert left.is_set()
 
 
@@ -410,25 +403,21 @@ def test_bytes_read_for_other_processes_count_as_read(opened: TreeReader) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
-    opened: TreeReader, monkeypatch: pytest.MonkeyPatch
+    opened: TreeReader,
 ) -> None:
-    monkeypatch.setattr(spread, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(spread, "POLL_SECONDS", 0.05)
-
     def part(job: ThreadProcess) -> None:
-        reading, met = Reading(opened, job), 0
+        reading, met = Reading(opened, job), list[Any]()
 
-        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
-            nonlocal met
-            met += 1
-            if met > 4:  # this process hangs
+        def hang(own: Any) -> None:
+            met.append(own)
+            if len(met) > 4:
                 time.sleep(1)
                 raise LookupError
-            return job.gather(own, processes)
 
         if job.index == 1:
-            reading.source._gather = gather
+            watch_gathers(reading, job, hang)
         place: Any = {"place": out_of_memory} if job.index == 0 else {}
         reading.read(seconds=0.5, **place)
 

@@ -5,13 +5,15 @@ for absent ones gets an error after ``GATHER_SECONDS``.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Condition
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from storesvc_client import PeerFailedError
 
 GATHER_SECONDS = 5.0
 
@@ -81,3 +83,10 @@ class ThreadProcess:
         brought = [self._job.brought[index] for index in processes]
         self._job.barrier.wait(GATHER_SECONDS)
         return brought
+
+
+def check_peer_failures(outcomes: Iterable[object], *texts: str) -> None:
+    """Checks that processes failed because of another one, whose error has texts."""
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerFailedError), outcome
+        assert all(text in str(outcome) for text in texts), outcome

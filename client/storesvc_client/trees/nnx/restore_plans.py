@@ -720,7 +720,7 @@ def _initialises_optimizer(
     tx: optax.GradientTransformation | None,
     options: Options,
 ) -> bool:
-    """Returns whether the optimizer begins anew; rejects one on one side only."""
+    """Returns whether the optimizer is initialised; rejects one on one side only."""
     if options.opt_state == "skip":
         return False
     if options.opt_state == "init":

@@ -35,12 +35,14 @@ if os.environ.get("STORESVC_SUITE") != "full":
     # what runs once is compiled soon rather than well
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+import grpc
 import pytest
 from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
 from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.support.contract import Writer
@@ -291,6 +293,12 @@ def _end(server: ServerProcess) -> None:
 def server_address(server: ServerProcess | InProcessServer) -> str:
     """Its ``HOST:PORT``."""
     return server.address
+
+
+@pytest.fixture
+def stub(server_address: str) -> CheckpointServiceStub:
+    """A stub of the server's service of checkpoints."""
+    return CheckpointServiceStub(grpc.insecure_channel(server_address))
 
 
 @pytest.fixture

@@ -57,11 +57,7 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths
-from storesvc.format.manifests import (
-    CorruptManifestError,
-    Manifest,
-    unpack_manifest,
-)
+from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.requests import AT_ONCE, each
@@ -186,8 +182,7 @@ class SlotReader:
         """
         places = RunPaths(run)
         found = await self._bucket.list(
-            places.checkpoints,
-            after="" if after is None else places.checkpoint(after),
+            places.checkpoints, after="" if after is None else places.checkpoint(after)
         )
         steps = map(places.parse_step, reversed(found))
         return [s for s in steps if s is not None and (before is None or s < before)]

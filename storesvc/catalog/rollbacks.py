@@ -70,19 +70,11 @@ class Reserve:
                 await self._bucket.write(
                     layout.RESERVE, bytes(RESERVE_BYTES), condition=IF_ABSENT
                 )
-            except (
-                StorageDeniedError,
-                StorageFullError,
-                StorageUnavailableError,
-            ) as e:
+            except (StorageDeniedError, StorageFullError, StorageUnavailableError) as e:
                 _log.warning("%s is not created yet: %s", layout.RESERVE, e)
 
     async def spent_on(
-        self,
-        call: Callable[P, Awaitable[T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Runs a call that frees space, and returns its result; if the storage is full,
         deletes the reserve and runs the call again.

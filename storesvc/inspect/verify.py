@@ -37,10 +37,7 @@ from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import corrupted_in_transit
 from storesvc.clock import Clock
 from storesvc.concurrency import FairSemaphore
-from storesvc.errors import (
-    CheckpointNotFoundError,
-    CorruptDataError,
-)
+from storesvc.errors import CheckpointNotFoundError, CorruptDataError
 from storesvc.format.chunks import ChunkLocations, Read, plan_reads
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest

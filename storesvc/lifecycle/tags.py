@@ -34,12 +34,7 @@ from storesvc.errors import CorruptDataError, InvalidFieldError, TagProtectedErr
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.lifecycle.holds import referenced_slot
-from storesvc.storage.bucket import (
-    IF_ABSENT,
-    Bucket,
-    Generation,
-    PreconditionError,
-)
+from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 T = TypeVar("T")

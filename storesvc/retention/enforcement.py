@@ -232,10 +232,7 @@ class RetentionEnforcer:
             if outcome.step in own and (outcome.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
                     await self._lifecycle.undelete(
-                        run,
-                        outcome.step,
-                        write_id=str(uuid.uuid4()),
-                        uid=outcome.uid,
+                        run, outcome.step, write_id=str(uuid.uuid4()), uid=outcome.uid
                     )
                     after[at] = replace(outcome, reasons=_CHANGED)
         return {outcome.step: outcome for outcome in after}

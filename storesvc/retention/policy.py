@@ -83,9 +83,7 @@ def list_metrics(policy: pb.RetentionPolicy) -> frozenset[str]:
 
 
 def decide(
-    policy: pb.RetentionPolicy | None,
-    checkpoints: Sequence[Candidate],
-    now: datetime,
+    policy: pb.RetentionPolicy | None, checkpoints: Sequence[Candidate], now: datetime
 ) -> list[Decision]:
     """Decides on the checkpoints of a run; returns decisions newest step first.
 

@@ -34,30 +34,17 @@ from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp, write_record
 from storesvc.clock import Clock
 from storesvc.concurrency import offload
-from storesvc.errors import (
-    ChunksIncompleteError,
-    ConflictError,
-    StoreError,
-)
+from storesvc.errors import ChunksIncompleteError, ConflictError, StoreError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
-from storesvc.format.chunks import (
-    ChunkLocations,
-    Sums,
-    merge,
-)
+from storesvc.format.chunks import ChunkLocations, Sums, merge
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
 from storesvc.save.receipts import Receipt, Receipts, longest
-from storesvc.save.reuse import (
-    Claims,
-    Reuse,
-    claimed_places,
-    find_claims,
-)
+from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Generation, PreconditionError

@@ -338,10 +338,7 @@ def _find_unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
 
 
 def _find_places(
-    upload: OpenUpload,
-    sums: Sums,
-    claims: Sequence[Claims],
-    stored: NDArray[np.bool_],
+    upload: OpenUpload, sums: Sums, claims: Sequence[Claims], stored: NDArray[np.bool_]
 ) -> ChunkLocations:
     """Returns the locations of the chunks of a receipt, all of which are stored."""
     left = sums.ordinal[_find_unclaimed(sums, claims)]
@@ -378,11 +375,7 @@ class UploadStatuses:
     """Reads the status of uploads."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        uploads: Uploads,
-        receipts: Receipts,
+        self, bucket: Bucket, catalog: Catalog, uploads: Uploads, receipts: Receipts
     ) -> None:
         self._bucket = bucket
         self._catalog = catalog

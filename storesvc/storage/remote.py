@@ -43,11 +43,7 @@ from storesvc.storage.bucket import (
     translate_errors,
     unauthenticated_error,
 )
-from storesvc.storage.location import (
-    GRPC_DRIVER,
-    Storage,
-    shows_plaintext,
-)
+from storesvc.storage.location import GRPC_DRIVER, Storage, shows_plaintext
 from storesvc.storage.requests import answer, run_in_daemon_thread
 
 if TYPE_CHECKING:

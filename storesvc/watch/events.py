@@ -83,7 +83,7 @@ def resolve(
         FormatUnsupportedError: This release does not know the kind of the change.
     """
     if isinstance(held, pb.TagRecord):
-        found = _tag_outcome(number, announcement, held)
+        found = _numbered_outcome(number, held.sequence, announcement, held)
     elif announcement.kind in (pb.Announcement.KIND_TAG, pb.Announcement.KIND_UNTAG):
         found = _absent_tag_outcome(announcement)
     elif announcement.kind == pb.Announcement.KIND_COMMIT:
@@ -195,17 +195,7 @@ def _checkpoint_outcome(
         return Outcome.LANDED if deletes else Outcome.SUPERSEDED
     is_update = announcement.kind == pb.Announcement.KIND_UPDATE
     last = held.update_sequence if is_update else held.sequence
-    if last >= number:
-        return Outcome.LANDED if last == number else Outcome.SUPERSEDED
-    return _unchanged_outcome(announcement, held)
-
-
-def _tag_outcome(
-    number: int, announcement: pb.Announcement, held: pb.TagRecord
-) -> Outcome:
-    if held.sequence >= number:
-        return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
-    return _unchanged_outcome(announcement, held)
+    return _numbered_outcome(number, last, announcement, held)
 
 
 def _absent_tag_outcome(announcement: pb.Announcement) -> Outcome:
@@ -216,10 +206,15 @@ def _absent_tag_outcome(announcement: pb.Announcement) -> Outcome:
     return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
 
-def _unchanged_outcome(
-    announcement: pb.Announcement, held: pb.CheckpointRecord | pb.TagRecord
+def _numbered_outcome(
+    number: int,
+    last: int,
+    announcement: pb.Announcement,
+    held: pb.CheckpointRecord | pb.TagRecord,
 ) -> Outcome:
-    """Returns the outcome of a change whose object still has an earlier number."""
+    """Returns the outcome of a change whose object has the number of its last one."""
+    if last >= number:
+        return Outcome.LANDED if last == number else Outcome.SUPERSEDED
     # The write was conditional on the record that it replaces, so it can no longer land
     # once the object holds another record. Servers before 0.2 did not name that record.
     may_land = announcement.replaces in ("", record_etag(held))

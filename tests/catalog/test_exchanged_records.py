@@ -40,9 +40,7 @@ DAY = timedelta(days=1)
 
 
 @pytest.fixture(scope="module")
-def prepared(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Path]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store with two records of each kind, in two runs of the same history."""
     scratch = tmp_path_factory.mktemp("prepared")
     server = InProcessServer(scratch / "store")

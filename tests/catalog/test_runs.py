@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,11 +23,6 @@ from tests.support.examples import examples
 from tests.support.interleaving import RUN, Process, ShuffledBucket, World, together
 from tests.support.refusals import rejected
 from tests.support.server_process import ServerProcess
-
-
-@pytest.fixture
-def stub(server_address: str) -> CheckpointServiceStub:
-    return CheckpointServiceStub(grpc.insecure_channel(server_address))
 
 
 def request_of(run: store.Run, *paths: str, **fields: Any) -> api.UpdateRunRequest:

@@ -73,9 +73,7 @@ def test_a_checkpoint_does_not_differ_from_itself(run: store.Run) -> None:
     assert run.diff("latest", "latest").is_same
 
 
-def test_each_kind_of_difference_is_reported_in_order_of_keys(
-    run: store.Run,
-) -> None:
+def test_each_kind_of_difference_is_reported_in_order_of_keys(run: store.Run) -> None:
     before = {
         "content": np.arange(6),
         "dtype": np.zeros(3, np.float32),

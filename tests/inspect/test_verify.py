@@ -385,9 +385,7 @@ def test_a_checkpoint_that_is_purged_during_a_verification_is_not_damaged(
 
 
 def test_very_many_damages_are_summed_up(
-    saved: Saved,
-    reports: Callable[..., list[Report]],
-    monkeypatch: pytest.MonkeyPatch,
+    saved: Saved, reports: Callable[..., list[Report]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_report, "MAX_DAMAGES", 3)
     monkeypatch.setattr(verify_report, "DAMAGES_A_REPORT", 2)

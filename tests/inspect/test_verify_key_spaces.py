@@ -210,10 +210,7 @@ def test_a_damaged_file_table_is_reported(
     ids=["uneven", "no file", "other bytes"],
 )
 def test_a_file_table_that_contradicts_the_chunks_is_reported(
-    run: store.Run,
-    saved: Saved,
-    change: Callable[[pb.FileTable], object],
-    message: str,
+    run: store.Run, saved: Saved, change: Callable[[pb.FileTable], object], message: str
 ) -> None:
     table = pb.FileTable.FromString(file_table(saved).read_bytes())
     change(table)

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,11 +66,6 @@ def settled(server_address: str) -> Iterator[store.Run]:
         yield run
 
 
-@pytest.fixture
-def stub(server_address: str) -> CheckpointServiceStub:
-    return CheckpointServiceStub(grpc.insecure_channel(server_address))
-
-
 def test_labels_metrics_and_the_pin_are_set_each_by_itself(run: store.Run) -> None:
     before = run.checkpoint(2)
 
@@ -96,9 +90,7 @@ def test_what_a_checkpoint_holds_is_the_same_after_an_update(run: store.Run) -> 
     np.testing.assert_array_equal(TREE["x"], run.restore(3)["x"])
 
 
-def test_a_deleted_checkpoint_is_shown_only_on_request(
-    run: store.Run,
-) -> None:
+def test_a_deleted_checkpoint_is_shown_only_on_request(run: store.Run) -> None:
     deleted = run.delete(3)
 
     assert [2, 1] == [c.step for c in run.checkpoints()]

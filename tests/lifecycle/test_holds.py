@@ -72,11 +72,6 @@ def settled(server_address: str) -> Iterator[store.Run]:
         yield run
 
 
-@pytest.fixture
-def stub(server_address: str) -> CheckpointServiceStub:
-    return CheckpointServiceStub(grpc.insecure_channel(server_address))
-
-
 def create(run: store.Run, step: int | str, **fields: Any) -> api.CreateHoldRequest:
     """The request for a hold."""
     parent = f"{RunName.parse(run.name).resource}/checkpoints/{step}"
@@ -358,9 +353,7 @@ def test_a_hold_for_no_time_or_too_long_is_rejected(
 
 
 @pytest.mark.slow
-def test_a_hold_outlives_the_server_that_made_it(
-    start_server: Any,
-) -> None:
+def test_a_hold_outlives_the_server_that_made_it(start_server: Any) -> None:
     first = start_server()
     with store.connect(first.address) as client:
         run = client.run("tests/restart")

@@ -6,7 +6,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,11 +60,6 @@ def settled(server_address: str) -> Iterator[store.Run]:
         run.tags.set("best", 1)
         run.tags.set("protected", 1, protected=True)
         yield run
-
-
-@pytest.fixture
-def stub(server_address: str) -> CheckpointServiceStub:
-    return CheckpointServiceStub(grpc.insecure_channel(server_address))
 
 
 def test_a_tag_stands_for_a_step_wherever_one_does(run: store.Run) -> None:

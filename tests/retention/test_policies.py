@@ -97,9 +97,7 @@ def combined(
 
 
 NEGATABLE = st.recursive(
-    ONE_AT_A_TIME,
-    lambda parts: combined(parts) | parts.map(lambda p: ~p),
-    max_leaves=4,
+    ONE_AT_A_TIME, lambda parts: combined(parts) | parts.map(lambda p: ~p), max_leaves=4
 )
 POLICIES = st.recursive(
     ONE_AT_A_TIME | CHOICES | NEGATABLE.map(lambda p: ~p), combined, max_leaves=5

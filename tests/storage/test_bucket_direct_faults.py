@@ -23,16 +23,7 @@ from storesvc_client._chunks.memory import MIN_BUDGET_BYTES
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
-from tests.fake_gcs import (
-    ALWAYS,
-    Delay,
-    FakeGcs,
-    Late,
-    Lost,
-    Reset,
-    Stall,
-    Status,
-)
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Late, Lost, Reset, Stall, Status
 from tests.support.examples import sampled
 from tests.support.freed_calls import assert_calls_freed
 from tests.support.gcs_calls import BUCKET, GcsCalls
@@ -369,10 +360,7 @@ def write_limits(
     ids=["late"],
 )
 def test_a_stalled_write_of_an_object_is_retried(
-    write_limits: Limits,
-    run: store.Run,
-    gcs: FakeGcs,
-    caplog: pytest.LogCaptureFixture,
+    write_limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
     gcs.fault("PUT .*pool", Stall())
     tree = {key: leaf + 1 for key, leaf in TREE.items()}

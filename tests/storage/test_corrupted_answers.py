@@ -12,11 +12,7 @@ from tests.fake_gcs import ALWAYS, Corrupt, FakeGcs, Status
 from tests.support.examples import sampled
 from tests.support.server_process import ServerProcess
 
-TREE = {
-    "large": np.arange(1 << 18),
-    "small": np.arange(7),
-    "other": np.arange(9.0),
-}
+TREE = {"large": np.arange(1 << 18), "small": np.arange(7), "other": np.arange(9.0)}
 
 
 @pytest.fixture

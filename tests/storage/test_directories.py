@@ -1,17 +1,19 @@
-"""Directories are made durable once, and remembered in a bounded cache."""
+"""Directories are made durable once, and remembered in a bounded cache; the leftovers
+of a killed write do not affect later writes."""
 
-import asyncio
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Final
 
 import pytest
+import tensorstore as ts
 
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.rooted_files import Directories
+from storesvc.storage.rooted_files import Directories, clear_interrupted_write
 
 
 def test_the_cache_of_known_directories_is_bounded(tmp_path: Path) -> None:
@@ -57,17 +59,46 @@ def test_every_new_directory_is_synced_into_the_one_above(
     assert [tmp_path, root, root / "a"] == synced
 
 
-def test_settling_a_file_syncs_its_directory(
+async def test_settling_a_file_syncs_its_directory(
     tmp_path: Path, synced: list[Path]
 ) -> None:
-    async def main() -> None:
-        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
-        await bucket.write("a/b", b"1")
-        synced.clear()
-        await bucket.settle("a/b")
-
-    asyncio.run(main())
+    bucket = await TensorStoreBucket.open(tmp_path.as_uri())
+    await bucket.write("a/b", b"1")
+    synced.clear()
+    await bucket.settle("a/b")
     assert [tmp_path / "a"] == synced
+
+
+async def test_a_write_ignores_the_leftovers_of_a_killed_write(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/b.__lock").write_bytes(b"long" * 100)
+    bucket = await TensorStoreBucket.open(tmp_path.as_uri())
+
+    await bucket.write("a/b", b"short")
+
+    assert b"short" == (tmp_path / "a/b").read_bytes()
+    assert ["b"] == [path.name for path in (tmp_path / "a").iterdir()]
+
+
+@pytest.mark.slow
+def test_temporary_files_of_running_writes_are_kept(tmp_path: Path) -> None:
+    store = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
+    stop = threading.Event()
+
+    def clear() -> None:
+        while not stop.is_set():
+            clear_interrupted_write(tmp_path / "a")
+
+    clearing = threading.Thread(target=clear)
+    clearing.start()
+    try:
+        for number in range(300):
+            data = str(number).encode() * (1 + number % 50) * 100
+            store.write("a", data).result()
+            assert data == store.read("a").result().value
+    finally:
+        stop.set()
+        clearing.join()
 
 
 LOCKLESS: Final = """

@@ -134,11 +134,7 @@ def test_a_write_with_the_stored_generation_succeeds(
 @each_upload
 @pytest.mark.parametrize(
     "condition",
-    [
-        {"ifGenerationMatch": 0},
-        {"ifGenerationMatch": 17},
-        {"ifMetagenerationMatch": 2},
-    ],
+    [{"ifGenerationMatch": 0}, {"ifGenerationMatch": 17}, {"ifMetagenerationMatch": 2}],
     ids=str,
 )
 def test_a_write_with_a_failed_condition_changes_nothing(

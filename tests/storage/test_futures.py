@@ -96,9 +96,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_cancelling_reads_as_they_complete_does_not_crash(
-    tmp_path: Path,
-) -> None:
+def test_cancelling_reads_as_they_complete_does_not_crash(tmp_path: Path) -> None:
     """Deadlocks, as ``await`` of a TensorStore future occasionally does."""
     done = subprocess.run(
         [sys.executable, "-c", CANCELLING, tmp_path.as_uri()],

@@ -1,11 +1,13 @@
-"""Slow reads are hedged, late reads are retried, and hedges are few."""
+"""Slow reads are hedged, late reads are retried, and hedges are few; log lines, too."""
 
 from storesvc.storage.hedging import (
     HEDGE_BURST,
     HEDGE_SHARE,
     LEAST_RECENT,
+    PAUSE_SECONDS,
     Hedging,
     Limits,
+    LogThrottle,
     Step,
 )
 
@@ -119,3 +121,18 @@ def test_later_calls_extend_the_deadline_of_earlier_ones() -> None:
     assert Step.RETRY is not first.step(now=80)
     assert Step.RETRY is not first.step(now=10 + 8 * 64 - 1)
     assert Step.RETRY is first.step(now=10 + 8 * 64)
+
+
+def test_one_line_per_key_is_admitted_every_ten_seconds() -> None:
+    lines = LogThrottle()
+    reported = [now for now in range(100) if lines.admits("late", now=float(now))]
+
+    assert list(range(0, 100, int(PAUSE_SECONDS))) == reported
+
+
+def test_lines_of_another_key_are_admitted_in_between() -> None:
+    lines = LogThrottle()
+
+    assert lines.admits("late", now=0.0)
+    assert lines.admits("denied", now=1.0)
+    assert not lines.admits("late", now=1.0)

@@ -30,9 +30,7 @@ def steps(events: Iterator[store.Event], count: int) -> list[int]:
     return [event.step for event in islice(events, count)]
 
 
-def test_a_watch_reports_the_changes_of_a_run(
-    run: store.Run,
-) -> None:
+def test_a_watch_reports_the_changes_of_a_run(run: store.Run) -> None:
     save(run, 1)
     events = run.watch()
 
@@ -82,9 +80,7 @@ def _after_saving(run: store.Run, step: int) -> list[int]:
     return found
 
 
-def test_a_watch_of_a_namespace_reports_all_its_runs(
-    client: store.Client,
-) -> None:
+def test_a_watch_of_a_namespace_reports_all_its_runs(client: store.Client) -> None:
     one, other = client.run("watched/one"), client.run("watched/other")
     save(one, 1)
     latest = client.watch("watched", "latest")

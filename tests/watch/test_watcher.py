@@ -272,10 +272,7 @@ async def test_a_watch_begins_while_old_announcements_are_trimmed(
 
 async def test_a_watch_of_a_run_leaves_out_the_others(bucket: FaultyBucket) -> None:
     process, other = Process(bucket), RunName("n", "other")
-    async with (
-        aclosing(process.watch()) as one,
-        aclosing(process.watch("n")) as all_,
-    ):
+    async with aclosing(process.watch()) as one, aclosing(process.watch("n")) as all_:
         token, token_of_all = await begun(one), await begun(all_)
         await process.commit(1)
         await process.commit(2, other)

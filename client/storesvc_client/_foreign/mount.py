@@ -491,7 +491,7 @@ class ForeignRun:
         """Returns the state of a checkpoint; see ``Run.restore``.
 
         Each process reads what its own devices need. `which` is a step, or "latest";
-        the other arguments are those of ``Run.restore``.
+        ``Run.restore`` describes the other arguments.
 
         Raises:
             StoreError: As for ``open``, and as for ``Run.restore``.
@@ -682,7 +682,7 @@ class ForeignCheckpoint(OpenTree):
     ) -> Like:
         """Returns the state of this checkpoint; ``report`` then has the timings.
 
-        The arguments are those of ``Run.restore``.
+        ``Run.restore`` describes the arguments.
 
         Raises:
             StoreError: As for ``Run.restore``.

@@ -77,7 +77,8 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object
     finally:
         timer.cancel()
         timer.join()
-        bar.stop()
+        if bar.live.is_started:  # else it would print an empty line if TERM is dumb
+            bar.stop()
 
 
 _Item = TypeVar("_Item")

@@ -5,13 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.format.names import InvalidNameError
-from storesvc_client.cli import main
 from storesvc_client.cli.contexts import (
     Config,
     Context,
@@ -19,6 +17,7 @@ from storesvc_client.cli.contexts import (
     format_config,
     parse_config,
 )
+from tests.support.command_line import invoke, succeed
 
 
 @pytest.fixture
@@ -29,19 +28,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def storectl(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(main, arguments, env=environment)
-
-
-def printed(*arguments: str, **environment: str) -> str:
-    result = storectl(*arguments, **environment)
-
-    assert 0 == result.exit_code, result.output
-    return result.stdout
-
-
 def refusal(*arguments: str, **environment: str) -> str:
-    result = storectl(*arguments, **environment)
+    result = invoke(*arguments, **environment)
 
     assert 1 == result.exit_code, result.output
     return result.stderr.removeprefix("storectl: ").rstrip()
@@ -58,47 +46,47 @@ def roots(tmp_path: Path) -> dict[str, Path]:
 
 
 def listed(*arguments: str, **environment: str) -> list[str]:
-    found = json.loads(printed("ls", "runs", "--json", *arguments, **environment))
+    found = json.loads(succeed("ls", "runs", "--json", *arguments, **environment))
     return [run["name"] for run in found]
 
 
 def test_the_current_context_names_the_store_of_commands(
     file: Path, roots: dict[str, Path]
 ) -> None:
-    assert "prod (current)" in printed(
+    assert "prod (current)" in succeed(
         "config", "set", "prod", "-s", str(roots["prod"])
     )
-    printed("config", "set", "lab", "--store", roots["lab"].as_uri())
+    succeed("config", "set", "lab", "--store", roots["lab"].as_uri())
 
     assert ["runs/prod"] == listed()
     assert ["runs/lab"] == listed("-c", "lab")
-    printed("config", "use", "lab")
+    succeed("config", "use", "lab")
     assert ["runs/lab"] == listed()
 
 
 def test_an_option_precedes_the_environment_and_that_the_context(
     file: Path, roots: dict[str, Path]
 ) -> None:
-    printed("config", "set", "prod", "-s", str(roots["prod"]))
+    succeed("config", "set", "prod", "-s", str(roots["prod"]))
     lab, other = str(roots["lab"]), str(roots["other"])
 
     assert ["runs/lab"] == listed(STORECTL_STORE=lab)
     assert ["runs/other"] == listed("-s", other, STORECTL_STORE=lab)
     assert ["runs/prod"] == listed("--context", "prod", STORECTL_STORE=lab)
-    result = storectl("ls", "-s", other, "-c", "prod")
+    result = invoke("ls", "-s", other, "-c", "prod")
     assert (2, True) == (result.exit_code, "--store and --context" in result.stderr)
 
 
 def test_the_list_marks_the_current_context(file: Path, tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
-    printed("config", "set", "prod", "-s", "gs://bucket/prod")
-    printed("config", "set", "lab", "-s", "lab.example", "--ca", str(ca))
+    succeed("config", "set", "prod", "-s", "gs://bucket/prod")
+    succeed("config", "set", "lab", "-s", "lab.example", "--ca", str(ca))
 
-    lines = printed("config", "list").splitlines()
+    lines = succeed("config", "list").splitlines()
     assert ["lab", "lab.example:7070", "--ca", str(ca)] == lines[1].split()
     assert ["*", "prod", "gs://bucket/prod", "-"] == lines[2].split()
-    document = json.loads(printed("config", "list", "--json"))
+    document = json.loads(succeed("config", "list", "--json"))
     assert (str(file), "prod") == (document["file"], document["current"])
     assert str(ca) == document["contexts"][0]["ca"]
 
@@ -106,13 +94,13 @@ def test_the_list_marks_the_current_context(file: Path, tmp_path: Path) -> None:
 def test_a_context_is_removed_unless_others_would_lose_it(
     file: Path, roots: dict[str, Path]
 ) -> None:
-    printed("config", "set", "prod", "-s", str(roots["prod"]))
-    printed("config", "set", "lab", "-s", str(roots["lab"]))
+    succeed("config", "set", "prod", "-s", str(roots["prod"]))
+    succeed("config", "set", "lab", "-s", str(roots["lab"]))
 
     assert "is the current one" in refusal("config", "remove", "prod")
-    printed("config", "remove", "lab")
-    printed("config", "remove", "prod")
-    assert "no contexts" in storectl("config", "list").stderr
+    succeed("config", "remove", "lab")
+    succeed("config", "remove", "prod")
+    assert "no contexts" in invoke("config", "list").stderr
     assert "no context 'prod'; there are: none" in refusal("ls", "-c", "prod")
 
 
@@ -124,7 +112,7 @@ def test_only_its_owner_reads_the_file_that_is_written(
     file.parent.mkdir()
     file.symlink_to(target)
 
-    printed("config", "set", "prod", "-s", "/ckpts")
+    succeed("config", "set", "prod", "-s", "/ckpts")
 
     assert file.is_symlink()
     assert 0o600 == target.stat().st_mode & 0o777
@@ -132,7 +120,7 @@ def test_only_its_owner_reads_the_file_that_is_written(
 
 
 def test_a_file_that_others_may_write_is_rejected(file: Path) -> None:
-    printed("config", "set", "prod", "-s", "/ckpts")
+    succeed("config", "set", "prod", "-s", "/ckpts")
     file.chmod(0o620)
 
     assert "only its owner may write, got the mode 620" in refusal("ls")
@@ -145,7 +133,7 @@ def test_a_file_that_cannot_be_read_is_an_error_only_where_it_is_needed(
 
     assert "Is a directory" in refusal("ls")
     assert ["runs/lab"] == listed("-s", str(roots["lab"]))
-    assert "Usage" in printed("ls", "--help")
+    assert "Usage" in succeed("ls", "--help")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +175,7 @@ def test_certificates_go_with_servers(file: Path, tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
 
-    result = storectl("config", "set", "prod", "-s", "/ckpts", "--ca", str(ca))
+    result = invoke("config", "set", "prod", "-s", "/ckpts", "--ca", str(ca))
 
     assert (2, True) == (result.exit_code, "go with a server" in result.stderr)
 
@@ -197,7 +185,7 @@ def test_the_file_is_below_the_configuration_home(
 ) -> None:
     environment = {"STORESVC_CONFIG": "", "XDG_CONFIG_HOME": str(tmp_path / "home")}
 
-    printed("config", "set", "prod", "-s", str(roots["prod"]), **environment)
+    succeed("config", "set", "prod", "-s", str(roots["prod"]), **environment)
 
     assert (tmp_path / "home" / "storesvc" / "config.toml").exists()
     assert ["runs/prod"] == listed(**environment)

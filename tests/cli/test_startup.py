@@ -10,6 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
+from tests.support.command_line import imported_by_storectl, imported_modules
 from tests.support.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
@@ -23,23 +24,6 @@ def listed(server: ServerProcess, run: store.Run) -> store.Run:
     """A run with a checkpoint."""
     run.save(7, {"x": np.ones(3)}).result()
     return run
-
-
-def imported(program: str) -> set[str]:
-    """Returns the modules that a program has imported when it ends."""
-    program += "\nimport sys; print(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return set(run.stdout.splitlines()[-1].split())
-
-
-def imported_by_storectl(*arguments: str) -> set[str]:
-    """Returns the modules that a command imports."""
-    return imported(
-        "from storesvc_client.cli import main\n"
-        f"main({list(arguments)!r}, standalone_mode=False)"
-    )
 
 
 def commands_of(modules: set[str]) -> set[str]:
@@ -95,7 +79,7 @@ def test_a_list_of_files_imports_no_jax_and_no_tables(
 
 
 def test_a_client_imports_no_numpy_before_it_saves_or_restores() -> None:
-    modules = imported(
+    modules = imported_modules(
         "import storesvc_client as store\nstore.Client, store.Run, store.connect"
     )
 

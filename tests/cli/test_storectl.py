@@ -3,8 +3,8 @@
 import json
 import math
 import re
+import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.support.command_line import (
     COMMAND,
     document,
+    imported_by_storectl,
+    invoke,
     on_a_terminal,
     printed,
     refusal,
@@ -223,36 +223,33 @@ def test_a_step_that_is_not_there_is_one_sentence(address: str, command: str) ->
 
 
 def test_verbose_shows_where_an_error_arose(address: str) -> None:
-    result = CliRunner().invoke(
-        main, ["-s", address, "--verbose", "stat", "prod/tiny@15"]
-    )
+    result = storectl(address, "--verbose", "stat", "prod/tiny@15")
 
     assert isinstance(result.exception, store.StoreError)
 
 
 @pytest.mark.slow
 def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
-    result = CliRunner().invoke(main, ["-s", "127.0.0.1:1", "--timeout", "2", "ls"])
+    result = storectl("127.0.0.1:1", "--timeout", "2", "ls")
 
     assert 1 == result.exit_code
     assert re.fullmatch(r"storectl: .*127\.0\.0\.1:1\b.*\n", result.stderr)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["-s", "memory://", "ls"],
-        ["ls", "prod/llama 3"],
-        ["tree", "prod/llama"],
-        ["stat", "orbax:/prod"],
-        ["get", "prod/llama@latest"],
-        ["get", "prod/llama@latest:x", "--force"],
-        ["serve", "--root", "file:///x", "--tls-key", __file__],
-        ["nonsense"],
+        *("-s memory:// ls", "ls prod/llama\\ 3", "tree prod/llama", "nonsense"),
+        *(
+            "stat orbax:/prod",
+            "get prod/llama@latest",
+            "get prod/llama@latest:x --force",
+        ),
+        f"serve --root file:///x --tls-key {__file__}",
     ],
 )
-def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
-    result = CliRunner().invoke(main, arguments)
+def test_contradictory_arguments_are_wrong_usage(line: str) -> None:
+    result = invoke(*shlex.split(line))
 
     assert (2, "") == (result.exit_code, result.stdout)
 
@@ -261,42 +258,20 @@ def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
 
 
 def test_help_imports_nothing_that_is_slow() -> None:
-    program = (
-        "import sys\n"
-        "from storesvc_client.cli import main\n"
-        "main(['--help'], standalone_mode=False)\n"
-        "print(*sys.modules)"
-    )
+    slow = {"google.protobuf", "grpc", "jax", "numpy", "rich"}
 
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-
-    modules = set(run.stdout.splitlines()[-1].split())
-    assert set() == modules & {"google.protobuf", "grpc", "jax", "numpy", "rich"}
+    assert set() == slow & imported_by_storectl("--help")
 
 
 def test_reading_a_store_imports_no_jax(address: str) -> None:
-    program = (
-        "import sys\n"
-        "from storesvc_client.cli import main\n"
-        f"main(['-s', {address!r}, 'get', 'prod/tiny@20:**'], standalone_mode=False)\n"
-        "print(*sys.modules)"
-    )
+    modules = imported_by_storectl("-s", address, "get", "prod/tiny@20:**")
 
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-
-    modules = set(run.stdout.splitlines()[-1].split())
     assert set() == modules & {"flax", "jax", "jaxlib", "optax", "tensorstore"}
 
 
 def test_every_command_shows_examples() -> None:
     for name in COMMANDS:
-        result = CliRunner().invoke(main, [name, "--help"])
-
-        assert f"Examples:\n    storectl {name}" in result.stdout
+        assert f"Examples:\n    storectl {name}" in invoke(name, "--help").stdout
 
 
 @pytest.mark.slow
@@ -330,6 +305,13 @@ def test_a_narrow_terminal_shows_the_common_beginning_of_keys_once(
 
 
 @pytest.mark.slow
+def test_a_dumb_terminal_shows_no_empty_line_after_quick_work(address: str) -> None:
+    text = on_a_terminal("-s", address, "get", "prod/tiny@20:step", term="dumb")
+
+    assert 2 == len(text.splitlines())
+
+
+@pytest.mark.slow
 def test_a_terminal_shows_bold_headers_and_no_progress_of_quick_work(
     address: str,
 ) -> None:
@@ -355,7 +337,7 @@ def test_serve_serves_until_it_is_asked_to_stop(
 def test_serve_rejects_other_machines_without_tls(tmp_path: Path) -> None:
     root = f"file://{tmp_path / 'store'}"
 
-    result = CliRunner().invoke(main, ["serve", "--root", root, "--host", "0.0.0.0"])
+    result = invoke("serve", "--root", root, "--host", "0.0.0.0")
 
     assert 1 == result.exit_code
     assert "expected a loopback address or TLS" in result.stderr

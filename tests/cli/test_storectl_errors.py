@@ -7,16 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 import storesvc_client as store
-from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
+from tests.support.command_line import COMMAND, invoke, run_process
 
 
 @pytest.fixture
@@ -27,27 +25,23 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Result:
-    return CliRunner(env=environment).invoke(main, arguments)
-
-
 # --- options anywhere -------------------------------------------------------------
 
 
 def test_the_store_may_be_named_before_or_after_a_command(root: Path) -> None:
-    before = run("-s", str(root), "ls")
-    behind = run("ls", "-s", str(root))
+    before = invoke("-s", str(root), "ls")
+    behind = invoke("ls", "-s", str(root))
 
     assert (0, before.output) == (behind.exit_code, behind.output)
 
 
 def test_a_store_named_after_a_command_overrides_one_before(root: Path) -> None:
-    assert 0 == run("-s", "127.0.0.1:1", "ls", "prod", "-s", str(root)).exit_code
+    assert 0 == invoke("-s", "127.0.0.1:1", "ls", "prod", "-s", str(root)).exit_code
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_accepts_the_store_after_it(command: str) -> None:
-    result = run(command, "-s", "memory://", "--help")
+    result = invoke(command, "-s", "memory://", "--help")
 
     assert (0, True) == (result.exit_code, "Examples" in result.output)
 
@@ -55,7 +49,7 @@ def test_every_command_accepts_the_store_after_it(command: str) -> None:
 def test_options_after_a_held_command_belong_to_it(root: Path) -> None:
     held = [sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", "-s", "x"]
 
-    assert 3 == run("hold", "prod/tiny@1", "-s", str(root), "--", *held).exit_code
+    assert 3 == invoke("hold", "prod/tiny@1", "-s", str(root), "--", *held).exit_code
 
 
 def test_certificates_in_the_environment_are_ignored_for_a_root_after_the_command(
@@ -64,7 +58,7 @@ def test_certificates_in_the_environment_are_ignored_for_a_root_after_the_comman
     pem = tmp_path / "ca.pem"
     pem.write_text("")
 
-    result = run("ls", "-s", str(root), environment={"STORECTL_CA": str(pem)})
+    result = invoke("ls", "-s", str(root), STORECTL_CA=str(pem))
 
     assert 0 == result.exit_code
 
@@ -73,7 +67,7 @@ def test_certificates_in_the_environment_are_ignored_for_a_root_after_the_comman
 
 
 def test_an_error_is_json_where_json_is_asked_for(root: Path) -> None:
-    result = run("stat", "prod/tiny@7", "--json", "-s", str(root))
+    result = invoke("stat", "prod/tiny@7", "--json", "-s", str(root))
 
     error = json.loads(result.stderr)["error"]
     assert (1, "", "NotFoundError", "CHECKPOINT_NOT_FOUND") == (
@@ -87,7 +81,7 @@ def test_an_error_is_json_where_json_is_asked_for(root: Path) -> None:
     "line", [["ls", "Not/A/Run"], ["--timeout", "x", "ls"], ["-s", "memory://", "ls"]]
 )
 def test_wrong_usage_is_json_where_json_is_asked_for(line: list[str]) -> None:
-    result = run(*line, "--json")
+    result = invoke(*line, "--json")
 
     assert (2, "BadParameter") == (
         result.exit_code,
@@ -96,7 +90,7 @@ def test_wrong_usage_is_json_where_json_is_asked_for(line: list[str]) -> None:
 
 
 def test_each_error_of_several_is_a_line_of_json(root: Path) -> None:
-    result = run("rm", "prod/tiny@7", "prod/tiny@8", "--json", "-s", str(root))
+    result = invoke("rm", "prod/tiny@7", "prod/tiny@8", "--json", "-s", str(root))
 
     messages = [json.loads(line)["error"] for line in result.stderr.splitlines()]
     assert ["CHECKPOINT_NOT_FOUND"] * 2 == [each["reason"] for each in messages]
@@ -104,7 +98,9 @@ def test_each_error_of_several_is_a_line_of_json(root: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_is_a_sentence_where_a_held_command_is_asked_for_json() -> None:
-    result = run("-s", "127.0.0.1:1", "--timeout", "1", "hold", "a/b@1", "--", "--json")
+    result = invoke(
+        "-s", "127.0.0.1:1", "--timeout", "1", "hold", "a/b@1", "--", "--json"
+    )
 
     assert result.stderr.startswith("storectl: ")
 
@@ -118,13 +114,7 @@ def test_ctrl_c_during_imports_is_a_sentence_and_exit_code_130(tmp_path: Path) -
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
 
-    process = subprocess.run(
-        [sys.executable, "-m", "storesvc_client.cli", "ls"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = run_process("ls", PYTHONPATH=str(tmp_path))
 
     assert (130, "storectl: interrupted\n") == (process.returncode, process.stderr)
 
@@ -134,7 +124,7 @@ def test_ctrl_c_during_the_imports_of_a_command_is_exit_code_130(
 ) -> None:
     (tmp_path / "grpc.py").write_text("import time\nprint(flush=True)\ntime.sleep(60)")
     process = subprocess.Popen(
-        [sys.executable, "-m", "storesvc_client.cli", "ls", "-s", str(root)],
+        [*COMMAND, "ls", "-s", str(root)],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -162,13 +152,7 @@ def test_no_line_of_a_native_library_precedes_the_error(tmp_path: Path) -> None:
     line = ["-s", "s3://bucket/x?endpoint=http://127.0.0.1:1", "--timeout", "1", "ls"]
 
     def stderr(*options: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", "storesvc_client.cli", *options, *line],
-            env={**os.environ, **missing},
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stderr
+        return run_process(*options, *line, **missing).stderr
 
     quiet = stderr()
     assert quiet.startswith("storectl: s3://bucket/x")
@@ -180,7 +164,7 @@ def run_with(
     redirection: str, address: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command whose streams a shell redirects."""
-    words = shlex.join([sys.executable, "-m", "storesvc_client.cli", *arguments])
+    words = shlex.join([*COMMAND, *arguments])
     return subprocess.run(
         f"{words} {redirection}",
         shell=True,

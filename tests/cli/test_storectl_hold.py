@@ -6,15 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 import storesvc_client as store
-from tests.support.command_line import document, printed, refusal, storectl, table
+from tests.support.command_line import (
+    COMMAND,
+    document,
+    printed,
+    refusal,
+    storectl,
+    table,
+)
 from tests.support.server_process import ServerProcess
 
-COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 PATIENCE_SECONDS = 30
+
+Start: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -34,7 +43,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def start(server_address: str) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def start(server_address: str) -> Iterator[Start]:
     """Starts ``storectl hold`` as a process; kills those that are left."""
     started: list[subprocess.Popen[str]] = []
 
@@ -56,7 +65,7 @@ def start(server_address: str) -> Iterator[Callable[..., "subprocess.Popen[str]"
 
 @pytest.mark.slow
 def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
-    server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
+    server_address: str, saved: store.Run
 ) -> None:
     saved.tags.set("best", 1)
     script = 'echo "$STORECTL_HELD"; read line; exit 7'
@@ -90,7 +99,7 @@ def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
 
 @pytest.mark.slow
 def test_a_hold_is_renewed_while_the_command_runs(
-    server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
+    server_address: str, saved: store.Run, start: Start
 ) -> None:
     process = start(f"{saved.name}@1", "--ttl", "1s", "--", "sleep", "60")
     until(lambda: bool(document(server_address, "hold", saved.name)))
@@ -112,7 +121,7 @@ def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(
     number: signal.Signals,
     server_address: str,
     saved: store.Run,
-    start: Callable[..., "subprocess.Popen[str]"],
+    start: Start,
 ) -> None:
     script = (
         "import signal, sys\n"
@@ -199,7 +208,7 @@ def test_a_lost_hold_is_reported(server_address: str, saved: store.Run) -> None:
 
 @pytest.mark.slow
 def test_a_hold_of_a_client_that_is_gone_is_ended_by_its_id(
-    server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
+    server_address: str, saved: store.Run, start: Start
 ) -> None:
     process = start(f"{saved.name}@1", "--", "sh", "-c", "echo; sleep 1")
     assert process.stdout is not None
@@ -253,7 +262,7 @@ def test_a_hold_of_no_time_is_rejected(server_address: str, saved: store.Run) ->
 @pytest.mark.slow
 def test_a_hold_lasts_through_a_restart_of_the_server(
     start_server: Callable[..., ServerProcess],
-    start: Callable[..., "subprocess.Popen[str]"],
+    start: Start,
 ) -> None:
     server = start_server()
     with store.connect(server.address) as client:
@@ -268,22 +277,15 @@ def test_a_hold_lasts_through_a_restart_of_the_server(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["hold"],
-        ["hold", "a"],
-        ["hold", "a/b@10"],
-        ["hold", "a/b@10", "--"],
-        ["hold", "a/b", "--", "true"],
-        ["hold", "a/b@10", "--json", "--", "true"],
-        ["hold", "a/b@10", "--delete", "0"],
-        ["hold", "a/b", "--ttl", "1h"],
-        ["hold", "a/b", "--owner", "me"],
-        ["hold", "a/b@10", "--ttl", "long", "--", "true"],
-        ["hold", "a/b@10:params/**", "--", "true"],
+        *("hold", "hold a", "hold a/b@10", "hold a/b@10 --", "hold a/b -- true"),
+        *("hold a/b@10 --json -- true", "hold a/b@10 --delete 0", "hold a/b --ttl 1h"),
+        *("hold a/b --owner me", "hold a/b@10 --ttl long -- true"),
+        "hold a/b@10:params/** -- true",
     ],
 )
-def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
-    result = storectl("127.0.0.1:1", *arguments)
+def test_contradictory_arguments_are_wrong_usage(line: str) -> None:
+    result = storectl("127.0.0.1:1", *line.split())
 
     assert (2, "") == (result.exit_code, result.stdout)

@@ -1,9 +1,5 @@
 """storectl shows items, and writes them byte for byte."""
 
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,14 @@ import safetensors
 
 import storesvc_client as store
 from storesvc_client._items.values import encode_item
-from tests.support.command_line import document, printed, refusal, storectl, table
+from tests.support.command_line import (
+    document,
+    on_a_terminal,
+    printed,
+    refusal,
+    storectl,
+    table,
+)
 
 CONFIG = {"layers": [1, 2.5], "name": "é"}
 ITEMS: dict[str, Any] = {
@@ -92,28 +95,16 @@ def test_cat_of_another_path_is_wrong_usage(address: str, path: str) -> None:
     assert "such as" in result.stderr
 
 
-def in_a_terminal(address: str, path: str, command: str = "cat") -> str:
-    """Returns the output of cat, or another command, which sees a terminal."""
-    ours, its = pty.openpty()
-    program = [sys.executable, "-m", "storesvc_client.cli", "-s", address]
-    done = subprocess.run(
-        [*program, command, path], stdout=its, stderr=its, check=False
-    )
-    os.close(its)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert done.returncode == ("is 256 B of bytes" in shown)
-    return shown
-
-
 @pytest.mark.slow
 def test_cat_cannot_control_a_terminal(address: str) -> None:
-    shown = in_a_terminal(address, "prod/items@1:notes")
+    shown = on_a_terminal("-s", address, "cat", "prod/items@1:notes")
     assert "two\r\nlines \\x1b[2J\r\n" == shown
-    assert encode_item(CONFIG).data.decode() + "\r\n" == in_a_terminal(
-        address, "prod/items@1:config"
+    assert encode_item(CONFIG).data.decode() + "\r\n" == on_a_terminal(
+        "-s", address, "cat", "prod/items@1:config"
     )
-    assert "redirect it to a file" in in_a_terminal(address, "prod/items@1:tokenizer")
+    assert "redirect it to a file" in on_a_terminal(
+        "-s", address, "cat", "prod/items@1:tokenizer", code=1
+    )
 
 
 def test_tree_lists_items_below_the_leaves(address: str) -> None:
@@ -219,8 +210,8 @@ def test_get_prints_a_text_as_cat_does(address: str) -> None:
     assert b"a text" == get("prod/texts@1:name")
     assert str(2**80).encode() == get("prod/texts@1:large")
     assert bytes(range(256)) == get("prod/texts@1:odd/%2E%2E")
-    assert "two\r\nlines \\x1b[2J\r\n" == in_a_terminal(
-        address, "prod/texts@1:notes", "get"
+    assert "two\r\nlines \\x1b[2J\r\n" == on_a_terminal(
+        "-s", address, "get", "prod/texts@1:notes"
     )
     assert "text" == document(address, "get", "prod/texts@1:name")[0]["kind"]
     assert 6 == len(table(printed(address, "get", "prod/texts@1:*")))

@@ -1,13 +1,8 @@
 """storectl changes checkpoints: tags, updates, deletion, undeletion, purges."""
 
-import errno
 import json
-import os
-import pty
 import subprocess
-import sys
 import uuid
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,15 +12,13 @@ import pytest
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
 from tests.support.command_line import (
-    document,
-    printed,
-    refusal,
+    COMMAND,
+    Storectl,
+    on_a_terminal,
     storectl,
     table,
 )
 from tests.support.contract import Writer
-
-COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 
 
 @pytest.fixture
@@ -39,21 +32,9 @@ def saved(run: store.Run) -> store.Run:
 
 
 @pytest.fixture
-def ask(server_address: str) -> Callable[..., Any]:
-    """Returns what a command prints as JSON."""
-    return lambda *arguments: document(server_address, *arguments)
-
-
-@pytest.fixture
-def output(server_address: str) -> Callable[..., str]:
-    """Returns what a command prints."""
-    return lambda *arguments: printed(server_address, *arguments)
-
-
-@pytest.fixture
-def refused(server_address: str) -> Callable[..., str]:
-    """Returns the error message of a command."""
-    return lambda *arguments: refusal(server_address, *arguments)
+def ctl(server_address: str) -> Storectl:
+    """storectl for the store of the run."""
+    return Storectl(server_address)
 
 
 def steps(found: list[dict[str, Any]]) -> list[int]:
@@ -63,79 +44,70 @@ def steps(found: list[dict[str, Any]]) -> list[int]:
 # --- tags -------------------------------------------------------------------------
 
 
-def test_a_path_takes_a_tag_in_place_of_a_step(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
-) -> None:
-    said = output("tag", f"{saved.name}@20", "best")
+def test_a_path_takes_a_tag_in_place_of_a_step(saved: store.Run, ctl: Storectl) -> None:
+    said = ctl.printed("tag", f"{saved.name}@20", "best")
 
     assert f"{saved.name}@best is step 20\n" == said
-    assert 20 == ask("stat", f"{saved.name}@best")["step"]
-    (leaf,) = ask("ls", f"{saved.name}@best:params/w")
+    assert 20 == ctl.document("stat", f"{saved.name}@best")["step"]
+    (leaf,) = ctl.document("ls", f"{saved.name}@best:params/w")
     assert "params/w" == leaf["key"]
-    (summary,) = ask("get", f"{saved.name}@best:**/w")
+    (summary,) = ctl.document("get", f"{saved.name}@best:**/w")
     assert 20 == summary["max"]
-    assert output("tree", f"{saved.name}@best").startswith(f"{saved.name}@20 ")
-    assert output("verify", f"{saved.name}@best").startswith(f"{saved.name}@20: ")
+    assert ctl.printed("tree", f"{saved.name}@best").startswith(f"{saved.name}@20 ")
+    assert ctl.printed("verify", f"{saved.name}@best").startswith(f"{saved.name}@20: ")
 
 
-def test_tags_are_listed_by_name_and_move(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
-) -> None:
-    output("tag", f"{saved.name}@10", "prod", "--protected")
-    output("tag", f"{saved.name}@10", "best")
-    output("tag", f"{saved.name}@latest", "best")
+def test_tags_are_listed_by_name_and_move(saved: store.Run, ctl: Storectl) -> None:
+    ctl.printed("tag", f"{saved.name}@10", "prod", "--protected")
+    ctl.printed("tag", f"{saved.name}@10", "best")
+    ctl.printed("tag", f"{saved.name}@latest", "best")
 
-    header, best, prod = table(output("tag", saved.name))
+    header, best, prod = table(ctl.printed("tag", saved.name))
 
     assert ["TAG", "STEP", "SET", "PROTECTED"] == header
     assert ["best", "30", "no"] == [best[0], best[1], best[3]]
     assert ["prod", "10", "yes"] == [prod[0], prod[1], prod[3]]
-    first, _ = ask("tag", saved.name)
+    first, _ = ctl.document("tag", saved.name)
     assert ["best", 30, False] == [first[k] for k in ("name", "step", "protected")]
     assert first["update_time"].endswith("Z")
 
 
-def test_a_tag_is_deleted_by_its_name(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
-) -> None:
+def test_a_tag_is_deleted_by_its_name(saved: store.Run, ctl: Storectl) -> None:
     for name in ("one", "two"):
-        output("tag", f"{saved.name}@10", name)
+        ctl.printed("tag", f"{saved.name}@10", name)
 
-    assert f"tag one of {saved.name} deleted\n" == output(
+    assert f"tag one of {saved.name} deleted\n" == ctl.printed(
         "tag", saved.name, "one", "--delete"
     )
-    gone = ask("tag", saved.name, "two", "--delete")
+    gone = ctl.document("tag", saved.name, "two", "--delete")
 
     assert {"run": saved.name, "tag": "two", "deleted": True} == gone
-    assert [] == ask("tag", saved.name)
+    assert [] == ctl.document("tag", saved.name)
 
 
 def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
-    saved: store.Run,
-    output: Callable[..., str],
-    ask: Callable[..., Any],
-    refused: Callable[..., str],
+    saved: store.Run, ctl: Storectl
 ) -> None:
     name, path = saved.name, f"{saved.name}@20"
-    etag = ask("tag", f"{name}@10", "prod", "--protected")["etag"]
+    etag = ctl.document("tag", f"{name}@10", "prod", "--protected")["etag"]
 
-    assert f"'storectl tag {name} --json' shows" in refused("tag", path, "prod")
-    assert "--etag" in refused("tag", name, "prod", "--delete")
-    assert f"{name}@prod is step 20, protected\n" == output(
+    assert f"'storectl tag {name} --json' shows" in ctl.refusal("tag", path, "prod")
+    assert "--etag" in ctl.refusal("tag", name, "prod", "--delete")
+    assert f"{name}@prod is step 20, protected\n" == ctl.printed(
         "tag", path, "prod", "--etag", etag
     )
-    assert "it has changed since" in refused("tag", path, "prod", "--etag", etag)
+    assert "it has changed since" in ctl.refusal("tag", path, "prod", "--etag", etag)
     # as it is in JSON, and as a shell that took the quotes off passes it on
-    (moved,) = ask("tag", name)
+    (moved,) = ctl.document("tag", name)
     bare = moved["etag"].strip('"')
-    free = ask("tag", path, "prod", "--unprotected", "--etag", bare)
+    free = ctl.document("tag", path, "prod", "--unprotected", "--etag", bare)
     assert not free["protected"]
 
 
 def test_an_absent_tag_is_an_error_that_names_similar_tags(
-    saved: store.Run, output: Callable[..., str], refused: Callable[..., str]
+    saved: store.Run, ctl: Storectl
 ) -> None:
-    output("tag", f"{saved.name}@10", "best")
+    ctl.printed("tag", f"{saved.name}@10", "best")
 
     for arguments in (
         ["stat", f"{saved.name}@bets"],
@@ -143,54 +115,45 @@ def test_an_absent_tag_is_an_error_that_names_similar_tags(
         ["tag", f"{saved.name}@bets", "good"],
         ["tag", saved.name, "bets", "--delete"],
     ):
-        sentence = refused(*arguments)
+        sentence = ctl.refusal(*arguments)
         assert f"has no tag bets; did you mean {saved.name}@best?" in sentence
 
 
 def test_a_deleted_checkpoint_cannot_be_tagged_or_updated(
-    saved: store.Run, output: Callable[..., str], refused: Callable[..., str]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@10"
-    output("rm", path)
+    ctl.printed("rm", path)
 
-    assert "undelete it before" in refused("tag", path, "best")
-    assert "undelete it before" in refused("update", path, "--pin")
+    assert "undelete it before" in ctl.refusal("tag", path, "best")
+    assert "undelete it before" in ctl.refusal("update", path, "--pin")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["tag", "{run}"],
-        ["tag", "{run}@10", "best"],
-        ["ls", "{run}", "--deleted"],
-        ["stat", "{run}@10"],
-        ["update", "{run}@10", "--pin"],
-        ["rm", "{run}@10"],
-        ["undelete", "{run}@10"],
-        ["hold", "{run}"],
-        ["hold", "{run}@10", "--", "true"],
-        ["uploads", "{run}"],
+        *("tag {run}", "tag {run}@10 best", "ls {run} --deleted", "stat {run}@10"),
+        *("update {run}@10 --pin", "rm {run}@10", "undelete {run}@10", "hold {run}"),
+        *("hold {run}@10 -- true", "uploads {run}"),
     ],
 )
-def test_a_run_that_is_not_there_is_one_sentence(
-    arguments: list[str], refused: Callable[..., str]
-) -> None:
+def test_a_run_that_is_not_there_is_one_sentence(line: str, ctl: Storectl) -> None:
     name = "tests/no-such-run"
 
-    assert name in refused(*(text.format(run=name) for text in arguments))
+    assert name in ctl.refusal(*line.format(run=name).split())
 
 
 # --- updates ----------------------------------------------------------------------
 
 
 def test_update_sets_what_is_given_and_leaves_the_rest(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@20"
-    output("update", path, "--label", "stage=a=b c", "--label", "by=me", "--pin")
+    ctl.printed("update", path, "--label", "stage=a=b c", "--label", "by=me", "--pin")
 
     both = ["--metric", "eval/loss=2.5", "--remove-label", "by", "--remove-label", "x"]
-    text = output("update", path, *both)
+    text = ctl.printed("update", path, *both)
 
     assert [
         [path],
@@ -198,7 +161,7 @@ def test_update_sets_what_is_given_and_leaves_the_rest(
         ["metrics", "eval/loss=2.5 loss=2.8"],
         ["labels", "stage='a=b c'"],
     ] == table(text)
-    found = ask("update", path, "--unpin", "--remove-metric", "loss")
+    found = ctl.document("update", path, "--unpin", "--remove-metric", "loss")
     assert [False, {"eval/loss": 2.5}] == [found["pinned"], found["metrics"]]
 
 
@@ -221,29 +184,29 @@ def test_updates_at_once_lose_nothing(server_address: str, saved: store.Run) -> 
 
 
 def test_rm_prints_how_to_undelete_and_until_when(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@20"
 
-    said = output("rm", path, "--purge-delay", "12h")
+    said = ctl.printed("rm", path, "--purge-delay", "12h")
 
     start, end = f"{path} deleted; until ", f": storectl undelete {path}\n"
     assert said.startswith(start)
     assert said.endswith(end)
     until = datetime.fromisoformat(said.removeprefix(start).removesuffix(end))
     assert abs(until - datetime.now(UTC) - timedelta(hours=12)) < timedelta(minutes=5)
-    assert [30, 10] == steps(ask("ls", saved.name))
-    assert f"{path} undeleted\n" == output("undelete", path)
-    assert [30, 20, 10] == steps(ask("ls", saved.name))
+    assert [30, 10] == steps(ctl.document("ls", saved.name))
+    assert f"{path} undeleted\n" == ctl.printed("undelete", path)
+    assert [30, 20, 10] == steps(ctl.document("ls", saved.name))
 
 
 def test_rm_takes_several_checkpoints_and_continues_after_an_error(
-    server_address: str, saved: store.Run, ask: Callable[..., Any]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     saved.tags.set("best", 10)
     paths = [f"{saved.name}@{step}" for step in (10, 20, 25, 30)]
 
-    result = storectl(server_address, "rm", *paths, "--json")
+    result = ctl.run("rm", *paths, "--json")
 
     assert 1 == result.exit_code
     one, other = (
@@ -251,33 +214,33 @@ def test_rm_takes_several_checkpoints_and_continues_after_an_error(
     )
     assert one.startswith(f"{paths[0]} is kept by tag best; ")
     assert other.startswith(f"{paths[2]} does not exist; ")
-    assert [30, 20] == steps(ask("ls", saved.name, "--deleted"))
-    assert [20, 30] == steps(ask("undelete", paths[1], paths[3]))
+    assert [30, 20] == steps(ctl.document("ls", saved.name, "--deleted"))
+    assert [20, 30] == steps(ctl.document("undelete", paths[1], paths[3]))
 
 
 def test_a_pinned_or_tagged_checkpoint_is_not_deleted(
-    saved: store.Run, refused: Callable[..., str]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     saved.update(10, pinned=True)
     saved.tags.set("best", 20)
 
     for options in [], ["--purge"]:
-        assert "is kept by a pin" in refused("rm", f"{saved.name}@10", *options)
-        assert "is kept by tag best" in refused("rm", f"{saved.name}@20", *options)
+        assert "is kept by a pin" in ctl.refusal("rm", f"{saved.name}@10", *options)
+        assert "is kept by tag best" in ctl.refusal("rm", f"{saved.name}@20", *options)
     assert [30, 20, 10] == [checkpoint.step for checkpoint in saved.checkpoints()]
 
 
 def test_deleted_ones_are_listed_with_their_times(
-    saved: store.Run, output: Callable[..., str], server_address: str
+    saved: store.Run, ctl: Storectl
 ) -> None:
-    nothing = storectl(server_address, "ls", saved.name, "--deleted")
+    nothing = ctl.run("ls", saved.name, "--deleted")
     assert ("", "storectl: no deleted checkpoints\n") == (
         nothing.stdout,
         nothing.stderr,
     )
-    output("rm", f"{saved.name}@10", f"{saved.name}@20", "--purge-delay", "0s")
+    ctl.printed("rm", f"{saved.name}@10", f"{saved.name}@20", "--purge-delay", "0s")
 
-    header, newest, oldest = table(output("ls", saved.name, "--deleted"))
+    header, newest, oldest = table(ctl.printed("ls", saved.name, "--deleted"))
 
     assert ["STEP", "DELETED", "PURGE", "SIZE", "loss", "LABELS"] == header
     assert ["20", "10"] == [newest[0], oldest[0]]
@@ -285,84 +248,60 @@ def test_deleted_ones_are_listed_with_their_times(
 
 
 def test_a_purge_is_permanent_and_frees_the_step(
-    saved: store.Run,
-    output: Callable[..., str],
-    ask: Callable[..., Any],
-    refused: Callable[..., str],
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@20"
-    output("rm", f"{saved.name}@10")
+    ctl.printed("rm", f"{saved.name}@10")
 
-    assert f"{path} purged\n" == output("rm", "--purge", path)
-    (other,) = ask("rm", "--purge", "--yes", f"{saved.name}@10")
+    assert f"{path} purged\n" == ctl.printed("rm", "--purge", path)
+    (other,) = ctl.document("rm", "--purge", "--yes", f"{saved.name}@10")
 
     assert [10, True] == [other["step"], other["purged"]]
-    assert f"{path} does not exist" in refused("undelete", path)
-    assert [] == ask("ls", saved.name, "--deleted")
+    assert f"{path} does not exist" in ctl.refusal("undelete", path)
+    assert [] == ctl.document("ls", saved.name, "--deleted")
     saved.save(20, {"w": 1}).result()
 
 
 def test_a_purge_of_what_is_held_leaves_it_deleted(
-    saved: store.Run, refused: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@20"
 
     with saved.holds.create(20, owner="eval"):
-        sentence = refused("rm", "--purge", path)
+        sentence = ctl.refusal("rm", "--purge", path)
 
     assert sentence.startswith(f"{path} is kept by hold ")
     assert "by eval; " in sentence
     assert "until then it stays deleted and can be undeleted" in sentence
-    assert [20] == steps(ask("undelete", path))
-
-
-def on_a_terminal(answer: bytes, *arguments: str) -> tuple[int, str]:
-    """Returns the exit code and the output of a command whose prompt is answered."""
-    inside, outside = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdin=outside, stdout=outside, stderr=outside
-    )
-    os.close(outside)
-    os.write(inside, answer)
-    written = b""
-    try:  # a terminal whose last writer has gone answers with an error
-        while part := os.read(inside, 4096):
-            written += part
-    except OSError as e:
-        assert errno.EIO == e.errno
-    os.close(inside)
-    return process.wait(), written.decode()
+    assert [20] == steps(ctl.document("undelete", path))
 
 
 @pytest.mark.slow
 def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> None:
     arguments = ["-s", server_address, "rm", "--purge", f"{saved.name}@20"]
 
-    code, text = on_a_terminal(b"\n", *arguments)
-    assert 1 == code
+    text = on_a_terminal(*arguments, typed=b"\n", code=1)
     assert f"Purge {saved.name}@20 permanently? [y/N]" in text
     assert 20 == saved.checkpoint(20).step
 
-    code, text = on_a_terminal(b"y\n", *arguments)
-    assert 0 == code
-    assert f"{saved.name}@20 purged" in text
-    code, text = on_a_terminal(b"", *arguments[:-1], "--yes", f"{saved.name}@10")
-    assert (0, f"{saved.name}@10 purged") == (code, text.strip())
+    assert f"{saved.name}@20 purged" in on_a_terminal(*arguments, typed=b"y\n")
+    text = on_a_terminal(*arguments[:-1], "--yes", f"{saved.name}@10")
+    assert f"{saved.name}@10 purged" == text.strip()
 
 
 # --- stat -------------------------------------------------------------------------
 
 
 def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, ctl: Storectl
 ) -> None:
     path = f"{saved.name}@20"
     saved.tags.set("good", 20)
     saved.tags.set("best", 20)
     saved.update(20, pinned=True, labels={"stage": "final"})
 
-    rows = dict(row for row in table(output("stat", path))[1:])
-    found = ask("stat", path)
+    rows = dict(row for row in table(ctl.printed("stat", path))[1:])
+    found = ctl.document("stat", path)
 
     tags = "best (by local), good (by local)"
     assert [tags, "yes", "stage=final", "loss=2.8"] == [
@@ -376,14 +315,12 @@ def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
     assert found["stored_bytes"] == found["own_bytes"] + found["shared_bytes"]
 
 
-def test_stat_shows_a_deleted_checkpoint_too(
-    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
-) -> None:
+def test_stat_shows_a_deleted_checkpoint_too(saved: store.Run, ctl: Storectl) -> None:
     path = f"{saved.name}@20"
-    output("rm", path)
+    ctl.printed("rm", path)
 
-    rows = table(output("stat", path))
-    found = ask("stat", path)
+    rows = table(ctl.printed("stat", path))
+    found = ctl.document("stat", path)
 
     assert {"deleted", "purge"} < {row[0] for row in rows}
     assert found["delete_time"] < found["purge_time"]
@@ -394,17 +331,13 @@ def test_stat_shows_a_deleted_checkpoint_too(
 
 
 def test_live_uploads_are_listed_and_aborted(
-    server_address: str,
-    saved: store.Run,
-    output: Callable[..., str],
-    ask: Callable[..., Any],
-    refused: Callable[..., str],
+    server_address: str, saved: store.Run, ctl: Storectl
 ) -> None:
     writer = Writer(server_address, saved.name, 40, writers=2)
     upload = writer.begin(owner="host a").name.rpartition("/")[2]
 
-    header, row = table(output("uploads", saved.name))
-    (found,) = ask("uploads", saved.name)
+    header, row = table(ctl.printed("uploads", saved.name))
+    (found,) = ctl.document("uploads", saved.name)
 
     titles = ["UPLOAD", "STEP", "BEGAN", "RENEWED", "WRITERS", "WAITS FOR", "OWNER"]
     assert titles == header
@@ -412,16 +345,13 @@ def test_live_uploads_are_listed_and_aborted(
     assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]
-    assert f"upload {upload} of {saved.name}@40 aborted\n" == output(*abort)
-    assert "has already ended" in refused(*abort)
-    assert [] == ask("uploads", saved.name)
+    assert f"upload {upload} of {saved.name}@40 aborted\n" == ctl.printed(*abort)
+    assert "has already ended" in ctl.refusal(*abort)
+    assert [] == ctl.document("uploads", saved.name)
 
 
 def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
-    server_address: str,
-    saved: store.Run,
-    output: Callable[..., str],
-    ask: Callable[..., Any],
+    server_address: str, saved: store.Run, ctl: Storectl
 ) -> None:
     namespace = f"uploads-{uuid.uuid4().hex[:8]}"
     began = {}
@@ -429,14 +359,14 @@ def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
         writer = Writer(server_address, name, 40)
         began[name] = writer.begin().name.rpartition("/")[2]
 
-    header, first, second = table(output("uploads", namespace))
-    everywhere = {found["run"]: found["id"] for found in ask("uploads")}
+    header, first, second = table(ctl.printed("uploads", namespace))
+    everywhere = {found["run"]: found["id"] for found in ctl.document("uploads")}
 
     assert ["RUN", "UPLOAD", "STEP"] == header[:3]
     of_namespace = [[n, i, "40"] for n, i in began.items() if n != saved.name]
     assert of_namespace == [first[:3], second[:3]]
     assert began == {name: everywhere[name] for name in began}
-    none = storectl(server_address, "uploads", f"{namespace}-other")
+    none = ctl.run("uploads", f"{namespace}-other")
     assert (0, "", "storectl: no uploads\n") == (
         none.exit_code,
         none.stdout,
@@ -445,32 +375,29 @@ def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
 
 
 def test_du_shows_a_run_whose_first_save_is_in_progress(
-    server_address: str, output: Callable[..., str], ask: Callable[..., Any]
+    server_address: str, ctl: Storectl
 ) -> None:
     namespace = f"uploads-{uuid.uuid4().hex[:8]}"
     Writer(server_address, f"{namespace}/first", 1).begin()
 
-    header, row = table(output("du", namespace))
+    header, row = table(ctl.printed("du", namespace))
 
     assert ["RUN", "CHECKPOINTS", "UPLOADS"] == header[:3]
     assert [f"{namespace}/first", "0", "1"] == row[:3]
-    assert 1 == ask("du", f"{namespace}/first")["upload_count"]
+    assert 1 == ctl.document("du", f"{namespace}/first")["upload_count"]
 
 
 def test_only_a_live_upload_can_be_aborted(
-    server_address: str,
-    saved: store.Run,
-    ask: Callable[..., Any],
-    refused: Callable[..., str],
+    server_address: str, saved: store.Run, ctl: Storectl
 ) -> None:
     committed = saved.checkpoint(10).uid
     abort = ["uploads", saved.name, "--abort"]
 
-    assert f"'storectl rm {saved.name}@10'" in refused(*abort, committed)
-    assert "has no upload 0000" in refused(*abort, "0" * 32)
-    assert "expected 32 lower-case hexadecimal digits" in refused(*abort, "x")
+    assert f"'storectl rm {saved.name}@10'" in ctl.refusal(*abort, committed)
+    assert "has no upload 0000" in ctl.refusal(*abort, "0" * 32)
+    assert "expected 32 lower-case hexadecimal digits" in ctl.refusal(*abort, "x")
     upload = Writer(server_address, saved.name, 40).begin().name.rpartition("/")[2]
-    assert "ended" == ask(*abort, upload)["state"]
+    assert "ended" == ctl.document(*abort, upload)["state"]
     assert 10 == saved.checkpoint(10).step
 
 
@@ -478,51 +405,32 @@ def test_only_a_live_upload_can_be_aborted(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["tag", "a/b@10"],
-        ["tag", "a/b", "best"],
-        ["tag", "a/b", "--delete"],
-        ["tag", "a/b@10", "best", "--delete"],
-        ["tag", "a/b@10", "latest"],
-        ["tag", "a/b@10", "1st"],
-        ["tag", "a/b@10:params/**", "best"],
-        ["stat", "a/b@best."],
-        ["stat", "a/b@"],
-        ["ls", "--deleted"],
-        ["ls", "a", "--deleted"],
-        ["ls", "a/b@10", "--deleted"],
-        ["update", "a/b@10"],
-        ["update", "a/b@10", "--label", "stage"],
-        ["update", "a/b@10", "--label", "=x"],
-        ["update", "a/b@10", "--metric", "loss=low"],
-        ["update", "a/b@10", "--label", "x=1", "--remove-label", "x"],
-        ["rm"],
-        ["rm", "a/b"],
-        ["rm", "a/b@latest"],
-        ["rm", "a/b@best"],
-        ["rm", "a/b@10:params/**"],
-        ["rm", "a/b@10", "--purge-delay", "soon"],
-        ["rm", "a/b@10", "--purge-delay", "3"],
-        ["rm", "a/b@10", "--purge-delay", "3d", "--purge"],
-        ["rm", "a/b@10", "--yes"],
-        ["undelete", "a/b@latest"],
-        ["uploads", "a", "--abort", "0" * 32],
-        ["uploads", "--abort", "0" * 32],
-        ["uploads", "a/b@10"],
+        *("tag a/b@10", "tag a/b best", "tag a/b --delete", "tag a/b@10 best --delete"),
+        *("tag a/b@10 latest", "tag a/b@10 1st", "tag a/b@10:params/** best"),
+        *("stat a/b@best.", "stat a/b@", "ls --deleted", "ls a --deleted"),
+        *("ls a/b@10 --deleted", "update a/b@10", "update a/b@10 --label stage"),
+        *("update a/b@10 --label =x", "update a/b@10 --metric loss=low"),
+        *("update a/b@10 --label x=1 --remove-label x", "rm", "rm a/b"),
+        *("rm a/b@latest", "rm a/b@best", "rm a/b@10:params/**"),
+        *("rm a/b@10 --purge-delay soon", "rm a/b@10 --purge-delay 3"),
+        *("rm a/b@10 --purge-delay 3d --purge", "rm a/b@10 --yes"),
+        *("undelete a/b@latest", "uploads a --abort 00000000000000000000000000000000"),
+        *("uploads --abort 00000000000000000000000000000000", "uploads a/b@10"),
     ],
 )
-def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
-    result = storectl("127.0.0.1:1", *arguments)
+def test_contradictory_arguments_are_wrong_usage(line: str) -> None:
+    result = storectl("127.0.0.1:1", *line.split())
 
     assert (2, "") == (result.exit_code, result.stdout)
 
 
 @pytest.mark.parametrize("delay", ["-1s", "366d", "999999999d"])
 def test_a_delay_out_of_bounds_is_one_sentence(
-    delay: str, saved: store.Run, refused: Callable[..., str]
+    delay: str, saved: store.Run, ctl: Storectl
 ) -> None:
-    sentence = refused("rm", f"{saved.name}@10", "--purge-delay", delay)
+    sentence = ctl.refusal("rm", f"{saved.name}@10", "--purge-delay", delay)
 
     assert "purge_delay" in sentence
     assert "expected" in sentence
@@ -538,11 +446,11 @@ def test_the_summary_of_each_command_fits_into_the_list_of_commands() -> None:
 
 
 def test_a_checkpoint_that_is_not_deleted_is_not_undeleted(
-    run: store.Run, server_address: str
+    run: store.Run, ctl: Storectl
 ) -> None:
     run.save(1, {"x": 1}).result()
 
-    result = storectl(server_address, "undelete", f"{run.name}@1")
+    result = ctl.run("undelete", f"{run.name}@1")
 
     assert (1, f"storectl: {run.name}@1 is not deleted\n") == (
         result.exit_code,

@@ -3,14 +3,13 @@
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import storesvc
 import storesvc_client as store
-from tests.support.command_line import document, printed, refusal
+from tests.support.command_line import COMMAND, document, printed, refusal
 from tests.support.server_process import ServerProcess
 
 
@@ -46,7 +45,7 @@ def test_certificates_in_the_environment_are_for_servers(
 def test_ctrl_c_ends_a_command_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        command = (sys.executable, "-m", "storesvc_client.cli", "-s", address, "ping")
+        command = [*COMMAND, "-s", address, "ping"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             connection, _ = silent.accept()
             process.send_signal(signal.SIGINT)

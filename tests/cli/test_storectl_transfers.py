@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import storesvc_client as store
 from storesvc.format.names import InvalidNameError
-from storesvc_client.cli import main
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ContextName,
@@ -21,6 +19,7 @@ from storesvc_client.cli.paths import (
     StoreTarget,
     parse_place,
 )
+from tests.support.command_line import printed, storectl, succeed
 
 ARRAYS: dict[str, NDArray[Any]] = {
     "model.embed": np.arange(60, dtype=np.float32).reshape(5, 12),
@@ -56,24 +55,13 @@ def prod(root: str) -> str:
     return root
 
 
-def storectl(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
-
-
-def printed(*arguments: str) -> str:
-    result = storectl(*arguments)
-
-    assert 0 == result.exit_code, result.output
-    return result.stdout
-
-
 def test_an_import_prints_each_step_and_is_repeated_without_effect(
     model: Path, root: str
 ) -> None:
     source = f"safetensors:{model}"
 
-    first = printed("-s", root, "import", source, "prod/m", "--label", "team=a")
-    second = printed("-s", root, "import", source, "prod/m")
+    first = printed(root, "import", source, "prod/m", "--label", "team=a")
+    second = printed(root, "import", source, "prod/m")
 
     assert first.startswith("prod/m@0: 254 B, ")
     assert "prod/m@0: was there already\n" == second
@@ -93,11 +81,11 @@ def test_an_import_and_a_copy_name_the_run_that_they_create_or_add_to(
 ) -> None:
     source = f"safetensors:{model}"
 
-    created = storectl("-s", prod, "import", source, "prod/tpyo")
-    again = storectl("-s", prod, "import", source, "prod/tpyo", "--json")
-    added = storectl("-s", prod, "import", source, "prod/llama", "--json")
-    copied = storectl("-s", prod, "cp", "prod/llama@1", "prod/other")
-    copied_too = storectl("-s", prod, "cp", "prod/llama", "prod/other")
+    created = storectl(prod, "import", source, "prod/tpyo")
+    again = storectl(prod, "import", source, "prod/tpyo", "--json")
+    added = storectl(prod, "import", source, "prod/llama", "--json")
+    copied = storectl(prod, "cp", "prod/llama@1", "prod/other")
+    copied_too = storectl(prod, "cp", "prod/llama", "prod/other")
 
     assert "storectl: created run prod/tpyo\n" == created.stderr
     assert "" == again.stderr
@@ -114,7 +102,7 @@ def test_an_import_and_a_copy_name_the_run_that_they_create_or_add_to(
 
 def test_an_import_as_json_has_a_document_for_each_step(model: Path, root: str) -> None:
     text = printed(
-        *("-s", root, "import", f"safetensors:{model}", "prod/m", "--latest", "--json")
+        *(root, "import", f"safetensors:{model}", "prod/m", "--latest", "--json")
     )
 
     (document,) = json.loads(text)
@@ -137,7 +125,7 @@ def test_an_import_as_json_has_a_document_for_each_step(model: Path, root: str) 
 def test_a_wrong_import_is_an_error(
     arguments: tuple[str, ...], code: int, message: str, root: str
 ) -> None:
-    result = storectl("-s", root, "import", *arguments)
+    result = storectl(root, "import", *arguments)
 
     assert code == result.exit_code, result.output
     assert message in result.stderr
@@ -146,12 +134,9 @@ def test_a_wrong_import_is_an_error(
 def test_a_run_is_copied_to_another_store(prod: str, tmp_path: Path) -> None:
     lab = (tmp_path / "lab").as_uri()
 
-    assert (
-        "holds no store"
-        in storectl("-s", prod, "cp", "prod/llama", f"{lab}//a/b").stderr
-    )
-    first = printed("-s", prod, "cp", "prod/llama", f"{lab}//a/b", "--create")
-    second = printed("-s", prod, "cp", "prod/llama", f"{lab}//a/b")
+    assert "holds no store" in storectl(prod, "cp", "prod/llama", f"{lab}//a/b").stderr
+    first = printed(prod, "cp", "prod/llama", f"{lab}//a/b", "--create")
+    second = printed(prod, "cp", "prod/llama", f"{lab}//a/b")
 
     assert ["a/b@1", "a/b@2"] == [line.partition(":")[0] for line in first.splitlines()]
     assert "a/b@1: was there already\na/b@2: was there already\n" == second
@@ -164,18 +149,18 @@ def test_a_checkpoint_is_copied_between_contexts(
 ) -> None:
     monkeypatch.setenv("STORESVC_CONFIG", str(tmp_path / "config.toml"))
     store.connect((tmp_path / "lab").as_uri()).close()
-    printed("config", "set", "prod", "-s", prod)
-    printed("config", "set", "lab", "-s", str(tmp_path / "lab"))
+    succeed("config", "set", "prod", "-s", prod)
+    succeed("config", "set", "lab", "-s", str(tmp_path / "lab"))
 
-    text = printed("cp", "prod:prod/llama@best", "lab:a/b", "--json")
+    text = succeed("cp", "prod:prod/llama@best", "lab:a/b", "--json")
 
     (document,) = json.loads(text)
     assert (1, True) == (document["checkpoint"]["step"], document["is_verified"])
-    assert "a/b" in printed("-c", "lab", "ls", "a")
+    assert "a/b" in succeed("-c", "lab", "ls", "a")
 
 
 def test_a_copy_within_a_store_keeps_the_bytes_of_its_tags(prod: str) -> None:
-    printed("-s", prod, "cp", "prod/llama", "prod/tuned", "--steps", "2", "--no-tags")
+    printed(prod, "cp", "prod/llama", "prod/tuned", "--steps", "2", "--no-tags")
 
     with store.connect(prod) as client:
         assert [2] == client.run("prod/tuned").steps()
@@ -195,7 +180,7 @@ def test_a_copy_within_a_store_keeps_the_bytes_of_its_tags(prod: str) -> None:
 def test_a_wrong_copy_is_a_usage_error(
     arguments: tuple[str, ...], message: str, prod: str
 ) -> None:
-    result = storectl("-s", prod, "cp", *arguments)
+    result = storectl(prod, "cp", *arguments)
 
     assert 2 == result.exit_code, result.output
     assert message in result.stderr
@@ -206,7 +191,7 @@ def test_a_copy_of_a_run_without_checkpoints_says_so(prod: str) -> None:
         client.run("prod/llama").tags.delete("best")
         for step in client.run("prod/llama").steps():
             client.run("prod/llama").delete(step)
-    line = ("-s", prod, "cp", "prod/llama", "prod/other")
+    line = (prod, "cp", "prod/llama", "prod/other")
 
     assert "storectl: no checkpoints\n" == storectl(*line).stderr
     assert [] == json.loads(printed(*line, "--json"))
@@ -216,7 +201,7 @@ def test_a_copy_of_a_run_without_checkpoints_says_so(prod: str) -> None:
 def test_a_root_that_the_system_rejects_is_an_error(
     command: str, tmp_path: Path
 ) -> None:
-    result = storectl("-s", f"{tmp_path}/{'x' * 300}", command)
+    result = storectl(f"{tmp_path}/{'x' * 300}", command)
 
     assert (1, "") == (result.exit_code, result.stdout)
     assert "an error of the system: File name too long; check" in result.stderr
@@ -224,7 +209,7 @@ def test_a_root_that_the_system_rejects_is_an_error(
 
 def test_a_copy_to_the_same_run_is_rejected(prod: str) -> None:
     for target in "prod/llama", f"{prod.removeprefix('file://')}/.//prod/llama":
-        result = storectl("-s", prod, "cp", "prod/llama", target)
+        result = storectl(prod, "cp", "prod/llama", target)
 
         assert (1, True) == (result.exit_code, "the same one" in result.stderr)
 

@@ -1,8 +1,6 @@
 """``storectl --trust-uncommitted``: steps of Orbax that were copied to a bucket
 from a directory, without the file that says that they are finished."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +12,7 @@ import storesvc_client as store
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.foreign.test_mounts import copy_to_bucket
-from tests.support.command_line import document, printed, refusal, storectl
+from tests.support.command_line import document, printed, refusal, run_process, storectl
 
 pytestmark = pytest.mark.emulated
 
@@ -128,13 +126,10 @@ def test_storectl_in_a_process_does_so(
 ) -> None:
     bucket, root = gcs_root(), (tmp_path / "store").as_uri()
     copy_to_bucket(folder, bucket, without="100/commit_success.txt")
-    command = [sys.executable, "-m", "storesvc_client.cli", "-s", root, "import"]
-    command += [f"orbax:{bucket}@100", "a/b", "--create"]
+    command = ("-s", root, "import", f"orbax:{bucket}@100", "a/b", "--create")
 
-    refused, done = (
-        subprocess.run([*command, *more], capture_output=True, text=True, check=False)
-        for more in ([], ["--trust-uncommitted"])
-    )
+    refused = run_process(*command)
+    done = run_process(*command, "--trust-uncommitted")
 
     assert (1, "") == (refused.returncode, refused.stdout)
     assert "has 5, each with commit_success.txt" in refused.stderr

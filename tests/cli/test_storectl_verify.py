@@ -3,15 +3,10 @@
 import json
 
 import pytest
-from click.testing import CliRunner, Result
 
 import storesvc_client as store
-from storesvc_client.cli import main
+from tests.support.command_line import storectl
 from tests.support.saved_checkpoint import Saved
-
-
-def storectl(address: str, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["--store", address, *arguments])
 
 
 def test_storectl_verify_reports_an_intact_checkpoint(

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,34 @@ from storesvc_client.trees.structure.settings import (
     rebuild_settings,
     setting_classes,
 )
-from tests.support.torch_dtypes import BFLOAT16, FLOAT32
+
+_NAMES: Final[dict[int, str]] = {}
+
+
+class dtype:  # noqa: N801 - torch's own name
+    """A value without attributes, that differs from others in its repr alone."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"torch.{_NAMES[id(self)]}"
+
+
+dtype.__module__ = "torch"
+
+
+def torch_dtype(name: str) -> dtype:
+    """Returns a dtype of torch."""
+    made = dtype()
+    _NAMES[id(made)] = name
+    _KEPT.append(made)  # its id stays its own
+    return made
+
+
+_KEPT: Final[list[dtype]] = []
+FLOAT32: Final = torch_dtype("float32")
+BFLOAT16: Final = torch_dtype("bfloat16")
+
 
 GOLDEN = Path(__file__).parent / "golden/configs/settings.json"
 

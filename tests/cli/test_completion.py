@@ -12,7 +12,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.completion import next_parts, parse_line, quote_value
-from tests.support.zsh_line import zsh_line
+from tests.cli.zsh_line import zsh_line
 
 COMMAND = f"{sys.executable} -m storesvc_client.cli"
 

@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 import storesvc_client as store
 from storesvc_proto.v1 import access_service_pb2 as access_api
-from tests.support.malicious_server import PART_BYTES, Answers, malicious, manifest_of
+from tests.client.malicious_server import PART_BYTES, Answers, malicious, manifest_of
 
 MEMORY_BYTES = 1 << 40
 """Largest allocation of a read; the system may grant more memory than it has."""

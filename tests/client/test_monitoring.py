@@ -18,8 +18,8 @@ from orbax.checkpoint._src.logging import abstract_logger, step_statistics
 
 import storesvc_client as store
 from storesvc_client._telemetry.events import Telemetry, restore_events, save_events
+from tests.client.monitored import Heard, listening
 from tests.support.jax_job import run_job
-from tests.support.monitored import Heard, listening
 from tests.support.server_process import ServerProcess
 from tests.support.sessions import restore_report
 
@@ -320,7 +320,7 @@ def test_only_process_0_sends_what_orbax_sends_from_one_process(
 @pytest.mark.slow
 def test_each_process_of_a_job_reports_its_own_part(tmp_path: Path) -> None:
     first, second = run_job(
-        "tests.support.monitored:saves_and_restores",
+        "tests.client.monitored:saves_and_restores",
         2,
         devices=1,
         target=tmp_path.as_uri(),

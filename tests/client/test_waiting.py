@@ -12,7 +12,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._rpc import retry
 from storesvc_client._rpc.retry import Wait
-from tests.support.monitored import listening
+from tests.client.monitored import listening
 from tests.support.server_process import ServerProcess
 
 TREE = {"x": np.arange(1000)}

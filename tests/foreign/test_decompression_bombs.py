@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from storesvc_client._foreign.zarr_arrays import TensorStoreArray
 from storesvc_client.errors import DataLossError, PreconditionError
-from tests.support.own_memory import at_most
+from tests.foreign.own_memory import at_most
 
 BOMB_BYTES: Final = 256 << 20
 """Bytes that each bomb is decoded to; a chunk of the arrays has 4 KiB."""

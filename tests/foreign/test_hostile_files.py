@@ -21,8 +21,8 @@ from storesvc_client.errors import (
     NotFoundError,
     PreconditionError,
 )
+from tests.foreign.own_memory import at_most
 from tests.support.foreign_reading import read_region
-from tests.support.own_memory import at_most
 
 MAX_MEMORY_BYTES: Final = 64 << 20
 """Memory that a rejection may take."""

@@ -33,6 +33,7 @@ from storesvc_client.errors import (
     PreconditionError,
 )
 from tests.foreign.orbax_checkpoints import WRITERS
+from tests.foreign.own_memory import at_most
 from tests.foreign.test_hostile_files import (
     DEEP,
     MANY,
@@ -42,10 +43,9 @@ from tests.foreign.test_hostile_files import (
     write_header,
     write_levanter,
 )
+from tests.foreign.written_files import files_below, to_memory
 from tests.support.command_line import document, printed, refusal
 from tests.support.examples import sampled
-from tests.support.own_memory import at_most
-from tests.support.written_files import files_below, to_memory
 
 NOWHERE: Final = "127.0.0.1:1"
 MAX_MEMORY_BYTES: Final = 96 << 20

@@ -20,8 +20,8 @@ from safetensors.numpy import save
 
 import storesvc_client as store
 from storesvc_client._foreign.locations import open_location
-from tests.support.hub_server import Fault, Hub, serving
-from tests.support.written_files import files_below
+from tests.foreign.hub_server import Fault, Hub, serving
+from tests.foreign.written_files import files_below
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
 

@@ -9,8 +9,8 @@ from flax import serialization
 
 import storesvc_client as store
 from storesvc_client._foreign.formats import FORMATS
+from tests.foreign.written_files import to_memory
 from tests.support.old_checkpoints import write_old_checkpoints
-from tests.support.written_files import to_memory
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from huggingface_hub import constants
 import storesvc_client as store
 from storesvc_client._foreign import loopback
 from storesvc_client._foreign.locations import open_location
+from tests.foreign.hub_server import Fault, Hub, serving
 from tests.foreign.orbax_checkpoints import WRITERS
 from tests.foreign.test_round_trips import all_bits
+from tests.foreign.written_files import files_below, to_memory
 from tests.foreign.written_formats import FORMATS
 from tests.support.examples import sampled
-from tests.support.hub_server import Fault, Hub, serving
-from tests.support.written_files import files_below, to_memory
 
 ROWS = np.arange(64 * 256, dtype=np.float32).reshape(64, 256)
 

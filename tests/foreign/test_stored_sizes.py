@@ -24,8 +24,8 @@ from storesvc_client._foreign.zarr_arrays import (
 from storesvc_client.errors import DataLossError, PreconditionError
 from tests.conftest import gcs_root, s3_root
 from tests.foreign.orbax_checkpoints import WRITERS
-from tests.support.own_memory import at_most
-from tests.support.written_files import files_below, to_memory
+from tests.foreign.own_memory import at_most
+from tests.foreign.written_files import files_below, to_memory
 
 LONG: Final = 80 << 20
 MAX_MEMORY_BYTES: Final = 64 << 20

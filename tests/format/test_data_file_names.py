@@ -1,6 +1,6 @@
 """Only names that the format makes are read: no name leads out of a run's pool."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,24 @@ from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support import stored_records
 from tests.support.contract import Writer, frame, sums
-from tests.support.forged_manifest import forge_manifest
 from tests.support.in_process_server import continued
 from tests.support.refusals import rejected
 from tests.support.saved_checkpoint import CHUNKS, Saved
 from tests.support.server_process import ServerProcess
+
+
+def forge_manifest(saved: Saved, change: Callable[[tree_pb2.Manifest], object]) -> None:
+    """Changes the manifest of a checkpoint and its checksum in the record."""
+    record = saved.record
+    old = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
+    manifest = tree_pb2.Manifest.FromString(old.read_bytes())
+    change(manifest)
+    data = manifest.SerializeToString(deterministic=True)
+    record.manifest_digest, record.manifest_bytes = digest(data), len(data)
+    new = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
+    new.write_bytes(data)
+    stored_records.write(saved.root, saved.places.checkpoint(record.step), record)
+
 
 ID = "0123456789abcdef" * 2
 HOSTILE = (

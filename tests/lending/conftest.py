@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.lending.lending import Cloud, emulated
 from tests.support.examples import sampled
-from tests.support.lending import Cloud, emulated
 
 
 @pytest.fixture(params=sampled(["gs", "s3"], every=2))

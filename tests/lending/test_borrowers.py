@@ -13,8 +13,8 @@ from storesvc.rpc.calls import Security
 from storesvc.rpc.status import Context
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.lending.lending import Cloud, emulated, served
 from tests.support.contract import Writer
-from tests.support.lending import Cloud, emulated, served
 
 pytestmark = pytest.mark.emulated
 

@@ -23,9 +23,9 @@ from storesvc_client._storage import objects
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.fake_gcs import ALWAYS, Delay, Tokens
+from tests.lending.lending import CONFIG, OWN, Cloud, emulated, served
 from tests.support.contract import Writer
 from tests.support.jax_job import run_job
-from tests.support.lending import CONFIG, OWN, Cloud, emulated, served
 
 pytestmark = pytest.mark.emulated
 
@@ -327,7 +327,7 @@ def test_a_server_without_a_policy_lends_nothing(server_address: str) -> None:
 @pytest.mark.slow
 def test_each_process_of_a_job_lends_for_itself(cloud: Cloud) -> None:
     results = run_job(
-        "tests.support.lending_job:saves_and_restores",
+        "tests.lending.lending_job:saves_and_restores",
         2,
         devices=1,
         target=cloud.address,

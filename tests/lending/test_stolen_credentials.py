@@ -17,8 +17,8 @@ from obstore.exceptions import (
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.lending.lending import Cloud
 from tests.support.contract import Writer
-from tests.support.lending import Cloud
 
 pytestmark = pytest.mark.emulated
 

@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 import storesvc_client as store
-from tests.support import checkpoint_lines
-from tests.support.checkpoint_lines import EXAMPLES, PLAIN
+from tests.loop import checkpoint_lines
+from tests.loop.checkpoint_lines import EXAMPLES, PLAIN
 from tests.support.examples import soaked
 
 README = EXAMPLES.parents[1] / "README.md"

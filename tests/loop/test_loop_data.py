@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from tests.support import data_parts
-from tests.support.data_parts import BATCH, KINDS, STEPS
+from tests.loop import data_parts
+from tests.loop.data_parts import BATCH, KINDS, STEPS
 from tests.support.jax_job import JaxJob, run_job
 
-PART = "tests.support.data_parts:trains"
+PART = "tests.loop.data_parts:trains"
 
 
 # --- one process ---------------------------------------------------------------------

@@ -13,14 +13,14 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Decision, Decisions, Departures, Job, JointSave
 from storesvc_client._restore.open_tree import get_reader
-from tests.support import loop_parts
+from tests.loop import loop_parts
 from tests.support.examples import soaked
 from tests.support.jax_job import JaxJob, run_job
 from tests.support.saved_checkpoint import flip
 from tests.support.thread_job import ThreadJob
 
 PLACES = RunPaths(RunName.parse(loop_parts.RUN))
-PART = "tests.support.loop_parts:trains"
+PART = "tests.loop.loop_parts:trains"
 
 
 def await_file(file: Path, job: JaxJob) -> None:

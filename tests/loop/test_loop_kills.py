@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import storesvc_client as store
-from tests.support import loop_parts
+from tests.loop import loop_parts
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def training(target: str, **arguments: Any) -> Iterator[subprocess.Popen[str]]:
     """Starts a process that trains in a loop; kills it in the end."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "tests.support.loop_parts"),
+            *(sys.executable, "-m", "tests.loop.loop_parts"),
             json.dumps({"target": target} | arguments),
         ],
         stdout=subprocess.PIPE,

@@ -19,10 +19,10 @@ from storesvc.save.receiver import CHECKED_AT_ONCE
 from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
+from tests.save.uploads_in_process import begin, committed_chunks, finish
 from tests.support.contract import placed_table, stored, sums
 from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket, Plan
-from tests.support.uploads_in_process import begin, committed_chunks, finish
 
 RUN = RunName("tests", "objects")
 

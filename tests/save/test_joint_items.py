@@ -11,7 +11,7 @@ import storesvc_client as store
 from storesvc_client._job.job import JointSave
 from storesvc_client._save.items import ItemExchange, checked_items
 from tests.conftest import gcs_root
-from tests.support import item_parts
+from tests.save import item_parts
 from tests.support.jax_job import run_job
 from tests.support.job_parts import RUN
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -24,7 +24,7 @@ def test_each_process_saves_its_own_values_and_gets_them_back(
     bucket_storage: None,
 ) -> None:
     root = gcs_root()
-    part = "tests.support.item_parts:saves"
+    part = "tests.save.item_parts:saves"
     outcomes = run_job(part, PROCESSES, devices=1, target=root)
 
     size = sum(range(PROCESSES)) * 1000
@@ -57,7 +57,7 @@ def test_each_process_saves_its_own_values_and_gets_them_back(
         assert () == run.verify(2).damages
         assert run.diff(1, 2).is_same
 
-    for outcome in run_job("tests.support.item_parts:reads", 2, devices=1, target=root):
+    for outcome in run_job("tests.save.item_parts:reads", 2, devices=1, target=root):
         assert (
             "the 3 processes that saved a value each, got a job of 2"
             in (outcome["error"])
@@ -71,7 +71,7 @@ def test_items_that_do_not_go_together_are_rejected_in_all_processes(
     tmp_path: Path,
 ) -> None:
     root = (tmp_path / "store").as_uri()
-    first, second = run_job("tests.support.item_parts:fails", 2, devices=1, target=root)
+    first, second = run_job("tests.save.item_parts:fails", 2, devices=1, target=root)
 
     # the error of the process that finds it; the other one has it as the cause
     names = r"pass the same names in all processes of the job$"

@@ -15,8 +15,8 @@ from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
+from tests.save.uploads_in_process import begin, name_of
 from tests.support.event_loop import in_event_loop
-from tests.support.uploads_in_process import begin, name_of
 
 RUN = RunName("tests", "leases")
 LEASE = RunPaths(RUN).lease(name_of(RUN, 1).upload)

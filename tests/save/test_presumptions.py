@@ -13,10 +13,10 @@ from storesvc.format.names import RunName
 from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
 from tests.catalog.test_journal import HandClock
+from tests.save.uploads_in_process import begin, committed_chunks, finish, send
 from tests.support.contract import stored, sums
 from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
-from tests.support.uploads_in_process import begin, committed_chunks, finish, send
 
 RUN = RunName("tests", "presumptions")
 MINUTE = timedelta(seconds=60)

@@ -23,10 +23,10 @@ from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Logged
+from tests.save.uploads_in_process import begin, finish
 from tests.support.contract import placed_table, stored, sums
 from tests.support.faulty_bucket import Calls, FaultyBucket, no_faults
 from tests.support.thread_server import ThreadServer
-from tests.support.uploads_in_process import begin, finish
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import beside
 from storesvc.store import Store
+from tests.save.uploads_in_process import begin, finish, name_of, send
 from tests.support.contract import sums
 from tests.support.event_loop import in_event_loop
-from tests.support.uploads_in_process import begin, finish, name_of, send
 
 RUN = RunName("tests", "trips")
 PLACES = RunPaths(RUN)

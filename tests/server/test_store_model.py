@@ -52,6 +52,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
+from tests.server.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 from tests.support.contract import elements, frame, mixed_sums, received, tree_of
 from tests.support.examples import examples
 from tests.support.faulty_bucket import (
@@ -61,7 +62,6 @@ from tests.support.faulty_bucket import (
     at_change,
     no_faults,
 )
-from tests.support.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 
 RUN: Final = RunName("tests", "model")
 LEASE: Final = timedelta(minutes=10)

@@ -29,8 +29,8 @@ from storesvc_client._save import direct as data_files
 from storesvc_client._storage.bucket import HedgedCall, Responses
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
+from tests.storage.freed_calls import assert_calls_freed
 from tests.support.examples import sampled
-from tests.support.freed_calls import assert_calls_freed
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
 

@@ -24,8 +24,8 @@ from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Late, Lost, Reset, Stall, Status
+from tests.storage.freed_calls import assert_calls_freed
 from tests.support.examples import sampled
-from tests.support.freed_calls import assert_calls_freed
 from tests.support.gcs_calls import BUCKET, GcsCalls
 from tests.support.sessions import send_through_server
 

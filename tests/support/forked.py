@@ -25,7 +25,7 @@ from typing import Any, Final
 PRELOADED: Final = (
     *("jax", "jax.experimental.multihost_utils", "flax.nnx", "optax"),
     *("grpc.aio", "tensorstore", "storesvc.server.embedded"),
-    *("tests.support.job_parts", "tests.support.loop_parts"),
+    *("tests.support.job_parts", "tests.loop.loop_parts"),
 )
 """Imported before the forks."""
 

@@ -17,7 +17,7 @@ from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.support.examples import sampled
 from tests.support.leaf_bits import key_data
-from tests.support.optimizers import (
+from tests.trees.optimizers import (
     NOT_MADE,
     annotated_names,
     extra_arguments,

@@ -4,7 +4,7 @@ A line counts if the same job without checkpoints, in
 ``deploy/examples/without_checkpoints/``, does not have it. Blank lines, comments,
 docstrings and indentation do not count; the formatter breaks the lines of both.
 
-``python -m tests.support.checkpoint_lines`` prints the table of README.md.
+``python -m tests.loop.checkpoint_lines`` prints the table of README.md.
 """
 
 import ast

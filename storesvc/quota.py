@@ -316,14 +316,13 @@ class Quotas:
             counted = self._scope(scope)
             name = f"namespaces/{scope[1]}" if scope[0] == "namespace" else scope[1]
             rate, running = rule.requests_per_second, counted.running
+            rate_used = counted.bucket.used(rate, now=now) if rate else 0
             amounts = {
                 "streams": running["streams"],
                 "watches": running["watches"],
                 "bytes_in_flight": running["bytes_in_flight"],
                 "uploads": len(counted.uploads),
-                "requests_per_second": counted.bucket.used(rate, now=now)
-                if rate
-                else 0,
+                "requests_per_second": rate_used,
             }
             found += [
                 access_api.Quota(name=quota, scope=name, limit=limit, used=used)

@@ -100,6 +100,8 @@ _LEAST_LIFE: Final = timedelta(minutes=10)
 
 _TOKEN_TYPE: Final = "urn:ietf:params:oauth:token-type:access_token"  # noqa: S105 - a name
 _MAX_REASON: Final = 200
+_GOOGLE: Final = "Google's token service failed"
+_AMAZON: Final = "the token service of S3 failed"
 
 
 class GcsIssuer:
@@ -157,7 +159,9 @@ class GcsIssuer:
         except GoogleAuthError as e:
             raise self._error(e) from e
         except (KeyError, TypeError, ValueError) as e:
-            raise self._failure_error("it returned no token") from e
+            raise _failure_error(
+                self._storage, f"{_GOOGLE}: it returned no token"
+            ) from e
         # User accounts get no expiry of their own: theirs is that of the source.
         life = answer.get("expires_in")
         ends = [asked + timedelta(seconds=float(life))] if life is not None else []
@@ -169,17 +173,11 @@ class GcsIssuer:
 
         reason = str(cause.args[0] if cause.args else cause).partition("\n")[0]
         if isinstance(cause, TransportError) or cause.retryable:
-            return self._failure_error(reason[:_MAX_REASON])
+            return _failure_error(self._storage, f"{_GOOGLE}: {reason[:_MAX_REASON]}")
         return StorageDeniedError(
             f"{self._storage.name}: Google lends no token to the server "
             f"({reason[:_MAX_REASON]}); give the server's account access to the "
             "bucket, and check that the bucket has uniform bucket-level access",
-            storage=self._storage.name,
-        )
-
-    def _failure_error(self, reason: str) -> StorageUnavailableError:
-        return StorageUnavailableError(
-            f"{self._storage.name}: Google's token service failed: {reason}; try again",
             storage=self._storage.name,
         )
 
@@ -277,7 +275,7 @@ class S3Issuer:
             )
         except (ClientError, NoCredentialsError) as e:
             if _is_transient(e):
-                raise self._failure_error(e) from e
+                raise _failure_error(self._storage, f"{_AMAZON}: {_text(e)}") from e
             raise StorageDeniedError(
                 f"{self._storage.name}: the token service does not let the server "
                 f"assume {self._role_arn} ({_text(e)}); let the role trust the "
@@ -285,7 +283,7 @@ class S3Issuer:
                 storage=self._storage.name,
             ) from e
         except BotoCoreError as e:
-            raise self._failure_error(e) from e
+            raise _failure_error(self._storage, f"{_AMAZON}: {_text(e)}") from e
         found = answer["Credentials"]
         keys = S3Keys(
             access_key_id=found["AccessKeyId"],
@@ -293,13 +291,6 @@ class S3Issuer:
             session_token=found["SessionToken"],
         )
         return keys, found["Expiration"].astimezone(UTC)
-
-    def _failure_error(self, cause: Exception) -> StorageUnavailableError:
-        return StorageUnavailableError(
-            f"{self._storage.name}: the token service of S3 failed: {_text(cause)}; "
-            "try again",
-            storage=self._storage.name,
-        )
 
 
 def session_name(principal: str) -> str:
@@ -318,6 +309,12 @@ def _is_transient(cause: Any) -> bool:
 
 def _text(cause: Exception) -> str:
     return str(cause).partition("\n")[0][:_MAX_REASON]
+
+
+def _failure_error(storage: Storage, what: str) -> StorageUnavailableError:
+    return StorageUnavailableError(
+        f"{storage.name}: {what}; try again", storage=storage.name
+    )
 
 
 TIMEOUT_SECONDS: Final = 30.0
@@ -390,11 +387,8 @@ class Lender:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await run_in_daemon_thread(issue)
         except TimeoutError as e:
-            raise StorageUnavailableError(
-                f"{self._storage.name}: the token service did not answer within "
-                f"{TIMEOUT_SECONDS:g} s; try again",
-                storage=self._storage.name,
-            ) from e
+            late = f"the token service did not answer within {TIMEOUT_SECONDS:g} s"
+            raise _failure_error(self._storage, late) from e
 
     def _issuer(self, config: Lending, limits: Boundary) -> Issuer:
         """Returns the issuer; opens another one after a change of the configuration."""

@@ -101,33 +101,11 @@ class Open:
     """Needs no identity; one that is given must be valid."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """Needs an identity, and no permission."""
+Needs: TypeAlias = Callable[[Any], Iterator[Need]]
+"""Yields the permissions that a request requires of an identified caller; raises if a
+name or another field of the request is malformed."""
 
-
-@dataclass(frozen=True, slots=True)
-class Filtered:
-    """Needs an identity; the response has only rows that the caller may see."""
-
-    needs: Callable[[Any], Iterator[Need]]
-    """Permissions that the request requires anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class Requires:
-    """Needs permissions."""
-
-    needs: Callable[[Any], Iterator[Need]]
-    """Returns them for a request.
-
-    Raises:
-        InvalidNameError: A name of the request is malformed.
-        InvalidFieldError: Another field is.
-    """
-
-
-Rule: TypeAlias = Public | Open | Identified | Filtered | Requires
+Rule: TypeAlias = Public | Open | Needs
 
 
 def parse_resource(parent: str) -> Resource:
@@ -161,15 +139,12 @@ async def authorize(rpc: str, request: Any) -> None:
     current = access.current.get()
     if current is None:
         return
-    match RULES.get(rpc):
-        case Public() | Open() | Identified():
-            needed = []
-        case Filtered(needs=needs) | Requires(needs=needs):
-            needed = [*needs(request)]
-        case None:
-            raise PermissionDeniedError(
-                f"{rpc}: expected an rpc with a rule, got one that has none"
-            )
+    rule = RULES.get(rpc)
+    if rule is None:
+        raise PermissionDeniedError(
+            f"{rpc}: expected an rpc with a rule, got one that has none"
+        )
+    needed = [] if isinstance(rule, Public | Open) else [*rule(request)]
     # before the checks, so that a denial is recorded with its object
     current.detail["name"] = _name(request)[:_NAME_LENGTH]
     if isinstance(request, BeginUploadRequest):
@@ -199,7 +174,7 @@ def _require(
     permission: Permission,
     kind: type[RunName | CheckpointName | HoldName | TagName | UploadName],
     *fields: str,
-) -> Requires:
+) -> Needs:
     """Requires a permission on the runs of the objects that fields name."""
 
     def needs(request: Any) -> Iterator[Need]:
@@ -207,7 +182,12 @@ def _require(
             name = kind.from_resource(attrgetter(field)(request))
             yield permission, name if isinstance(name, RunName) else name.run
 
-    return Requires(needs)
+    return needs
+
+
+def _identity(_request: Any) -> Iterator[Need]:
+    """Requires an identity, and no permission."""
+    return iter(())
 
 
 def _rows(request: Any) -> Iterator[Need]:
@@ -285,22 +265,22 @@ def _lend(request: Any) -> Iterator[Need]:
 RULES: Final = MappingProxyType[str, Rule](
     {
         # CheckpointService
-        "ListRuns": Filtered(_rows),
+        "ListRuns": _rows,
         "GetRun": _require(Permission.RUNS_GET, RunName),
-        "UpdateRun": Requires(_update_run),
-        "ApplyRetention": Requires(_apply_retention),
+        "UpdateRun": _update_run,
+        "ApplyRetention": _apply_retention,
         "ListCheckpoints": _require(Permission.CHECKPOINTS_LIST, RunName, "parent"),
         "GetCheckpoint": _require(Permission.CHECKPOINTS_GET, CheckpointName),
         "ReadManifest": _require(Permission.CHECKPOINTS_READ, CheckpointName),
         "DiffCheckpoints": _require(
             Permission.CHECKPOINTS_READ, CheckpointName, "base", "name"
         ),
-        "UpdateCheckpoint": Requires(_update_checkpoint),
+        "UpdateCheckpoint": _update_checkpoint,
         "DeleteCheckpoint": _require(Permission.CHECKPOINTS_DELETE, CheckpointName),
         "UndeleteCheckpoint": _require(Permission.CHECKPOINTS_UNDELETE, CheckpointName),
         "PurgeCheckpoint": _require(Permission.CHECKPOINTS_PURGE, CheckpointName),
-        "WatchCheckpoints": Requires(_watch),
-        "SetTag": Requires(_set_tag),
+        "WatchCheckpoints": _watch,
+        "SetTag": _set_tag,
         "DeleteTag": _require(Permission.TAGS_DELETE, TagName),
         "ListTags": _require(Permission.TAGS_LIST, RunName, "parent"),
         "CreateHold": _require(Permission.HOLDS_CREATE, CheckpointName, "parent"),
@@ -311,7 +291,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "BeginUpload": _require(Permission.UPLOADS_BEGIN, RunName, "parent"),
         "JoinUpload": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
         "GetUpload": _require(Permission.UPLOADS_GET, UploadName),
-        "ListUploads": Filtered(_list_uploads),
+        "ListUploads": _list_uploads,
         "KeepUploadAlive": _require(Permission.UPLOADS_WRITE, UploadName),
         "FindChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
         "WriteChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
@@ -323,21 +303,17 @@ RULES: Final = MappingProxyType[str, Rule](
         # MaintenanceService
         "GetServerInfo": Open(),
         "VerifyCheckpoint": _require(Permission.CHECKPOINTS_VERIFY, CheckpointName),
-        "CollectGarbage": Requires(_collect),
+        "CollectGarbage": _collect,
         "GetUsage": _require(Permission.USAGE_GET, RunName),
         # AccessService
         "GetLoginOptions": Public(),
-        "GetIdentity": Identified(),
-        "TestPermissions": Identified(),
-        "LendCredentials": Requires(_lend),
-        "GetQuota": Requires(
-            lambda request: iter(
-                [(Permission.QUOTAS_GET, parse_resource(request.parent))]
-            )
+        "GetIdentity": _identity,
+        "TestPermissions": _identity,
+        "LendCredentials": _lend,
+        "GetQuota": lambda request: iter(
+            [(Permission.QUOTAS_GET, parse_resource(request.parent))]
         ),
-        "ListAuditEntries": Requires(
-            lambda _request: iter([(Permission.AUDIT_READ, AllRuns())])
-        ),
+        "ListAuditEntries": lambda _request: iter([(Permission.AUDIT_READ, AllRuns())]),
     }
 )
 """The rule of each rpc, by its name; names are unique over the services."""

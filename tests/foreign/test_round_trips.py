@@ -19,8 +19,8 @@ from orbax.checkpoint import v1
 
 import storesvc_client as store
 from storesvc.format.keys import split_key
-from tests.cli.test_storectl_transfers import printed
 from tests.foreign.written_formats import FORMATS
+from tests.support.command_line import printed
 from tests.support.examples import sampled
 from tests.support.safetensors_files import HELD, load_folder
 

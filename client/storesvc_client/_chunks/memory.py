@@ -357,13 +357,7 @@ class BlockPool:
         kept_seconds: float = KEPT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates an empty pool.
-
-        Args:
-            limit_bytes: Maximum bytes of free blocks; 0 keeps none.
-            kept_seconds: See ``KEPT_SECONDS``.
-            clock: Returns the current time in seconds.
-        """
+        """Creates an empty pool; a limit of 0 keeps no free blocks."""
         self._limit_bytes = limit_bytes
         self._kept_seconds = kept_seconds
         self._clock = clock

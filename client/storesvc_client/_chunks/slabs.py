@@ -215,14 +215,8 @@ class SentFrame:
         """Bytes of the pieces added so far."""
 
     def add(self, chunk: int, offset: int, *parts: bytes | memoryview) -> None:
-        """Adds a piece of a chunk.
-
-        Args:
-            chunk: Ordinal of the chunk.
-            offset: Offset of the piece within the stored chunk, in bytes.
-            parts: Its bytes, one part after another: views of memory that must not
-                change before ``request``.
-        """
+        """Adds a piece of a chunk, from an offset of the stored chunk in bytes; the
+        memory of its parts must not change before ``request``."""
         length = sum(map(len, parts))
         self._columns.chunk.append(chunk)
         self._columns.offset.append(offset)
@@ -238,14 +232,8 @@ class SentFrame:
 def frames(
     slabs: Iterable[FilledSlab], sums: SumsInProgress, meter: Meter
 ) -> Iterator[bytes]:
-    """Yields the serialized requests that send slabs; small chunks share a request, a
-    large one takes several.
-
-    Args:
-        slabs: FilledSlab slabs.
-        sums: Checksums of the chunks, filled in here.
-        meter: Measures the time of the checksums.
-    """
+    """Yields the serialized requests that send slabs, and fills in the checksums; small
+    chunks share a request, a large one takes several."""
     frame = SentFrame()
     for filled in slabs:
         for ordinal, size, parts in filled.stored(sums, meter):

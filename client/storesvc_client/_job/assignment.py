@@ -43,11 +43,8 @@ class Held:
     """Processes that hold each shard, in C order."""
 
     def of(self, along: Sequence[range]) -> Holders:
-        """Returns the processes that hold all shards of a block.
-
-        Args:
-            along: Range of shards along each dimension.
-        """
+        """Returns the processes that hold all shards of a block: ranges of shards along
+        each dimension."""
         found: Holders | None = None
         for index in product(*along):
             at = 0
@@ -125,12 +122,8 @@ def holders_of_chunks(grid: Grid, held: Held) -> tuple[Holders, ...]:
 def needers_of_chunks(
     grid: Grid, regions: Mapping[Region, Holders]
 ) -> dict[int, Holders]:
-    """Returns the processes that need each chunk of a leaf, without unneeded chunks.
-
-    Args:
-        grid: Chunk grid of the leaf.
-        regions: The needed regions, each with the processes that need it.
-    """
+    """Returns the processes that need each chunk of a leaf, from those that need each
+    region; without unneeded chunks."""
     found: dict[int, Holders] = {}
     for region, of in regions.items():
         for within in grid.covering(region):
@@ -142,13 +135,8 @@ def needers_of_chunks(
 def assign_chunks(
     holders: Sequence[Holders], sizes: Sequence[int], *, count: int
 ) -> NDArray[np.int64]:
-    """Returns the process that writes, or reads, each chunk.
-
-    Args:
-        holders: Processes that hold, or need, each chunk; at least one each.
-        sizes: Size of each chunk in bytes.
-        count: Number of processes.
-    """
+    """Returns the process that writes, or reads, each chunk, from those that hold, or
+    need, it."""
     load = np.zeros(count, np.int64)
     writers = np.zeros(len(sizes), np.int64)
     shared = []

@@ -109,14 +109,8 @@ class JointSave:
     def __init__(
         self, job: Job, run: str, step: int, loop: "Departures | None" = None
     ) -> None:
-        """Counts the save and publishes its step.
-
-        Args:
-            job: The processes.
-            run: Name of the run.
-            step: Step of the checkpoint; saving it twice makes two joint saves.
-            loop: Departures from the training loop that saves; None: there is no loop.
-        """
+        """Counts the save and publishes its step; saving it twice makes two joint
+        saves."""
         name = f"{run}@{step}"
         self.job = job
         self._loop = loop
@@ -233,12 +227,7 @@ class Departures:
     """The departures from one loop, seen from one process."""
 
     def __init__(self, job: Job, loop: str) -> None:
-        """Begins with no save and no departure.
-
-        Args:
-            job: The processes.
-            loop: Key prefix of the loop.
-        """
+        """Begins with no save and no departure."""
         self._job = job
         self._place = f"{loop}/left"
         self._saves = 0
@@ -326,12 +315,7 @@ class Decisions:
     """The decisions for one loop, seen from one process."""
 
     def __init__(self, job: Job, run: str) -> None:
-        """Counts the loop; all processes begin their loops in the same order.
-
-        Args:
-            job: The processes.
-            run: Name of the run.
-        """
+        """Counts the loop; all processes begin their loops in the same order."""
         self._job = job
         self._run = run
         kind = f"storesvc/loop/{run}"
@@ -358,10 +342,7 @@ class Decisions:
                 self.publish(Decision(step=-1, failure=why))
 
     def await_next(self, step: int) -> Decision:
-        """Waits for the next decision, and returns it.
-
-        Args:
-            step: Step that this process needs it for.
+        """Waits for the next decision, which must be on `step`, and returns it.
 
         Raises:
             PeerFailedError: Process 0 has left, and why.
@@ -407,12 +388,7 @@ class JointCalls:
     """The joint calls of one kind, seen from one process of a job."""
 
     def __init__(self, job: Job, kind: str) -> None:
-        """Creates the matching; nothing is published yet.
-
-        Args:
-            job: The processes.
-            kind: Kind of the calls, such as "read/tests/run".
-        """
+        """Matches calls of a kind, such as "read/tests/run"; nothing is published yet."""
         self._job = job
         self._kind = f"storesvc/{kind}"
 
@@ -421,14 +397,8 @@ class JointCalls:
         return f"{self._kind}/{token_hex(8)}"
 
     def take(self, index: int, place: str, *, seconds: float = 0.0) -> bool:
-        """Assigns a key prefix to the next call of another process; returns False if
-        that process makes none in time.
-
-        Args:
-            index: The process.
-            place: Key prefix of process 0's call.
-            seconds: Maximum wait.
-        """
+        """Assigns the key prefix of a call of process 0 to the next call of another
+        process; returns False if that process makes none in time."""
         taken = f"{self._kind}/taken/{index}"
         while True:
             number = self._job.count_passed(taken)

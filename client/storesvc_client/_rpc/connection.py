@@ -73,10 +73,6 @@ if TYPE_CHECKING:
 def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
     """Starts a server for the store at a root, which is created if it does not exist.
 
-    Args:
-        root: URI of the root.
-        timeout: Limit for opening the store, in seconds.
-
     Raises:
         InvalidRequestError: The root is not a URI of a supported storage, or the
             server's packages are not installed.
@@ -90,10 +86,6 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
 
 def holds_store(root: str, *, timeout: float) -> bool:
     """Returns whether a store exists at a root; creates none.
-
-    Args:
-        root: URI of the root.
-        timeout: Limit in seconds.
 
     Raises:
         InvalidRequestError: See ``start_embedded``.
@@ -130,12 +122,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 def call_metadata(source: TokenSource | None, address: str) -> Callable[[], Metadata]:
     """Returns a function that returns the metadata for a call that begins now, and
-    rejects calls in a forked child.
-
-    Args:
-        source: Source of tokens; None: calls have none.
-        address: Name of the store in errors.
-    """
+    rejects calls in a forked child."""
     process = os.getpid()
 
     def metadata() -> Metadata:
@@ -349,11 +336,6 @@ class Connection:
     def until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
         """Retries a function as ``attempts`` does and returns its result.
 
-        Args:
-            call: Name of the rpc that it waits for.
-            deadline: Deadline of all attempts.
-            act: An idempotent function.
-
         Raises:
             UnavailableError: See ``retry.until``.
         """
@@ -364,12 +346,7 @@ class Connection:
         self, call: str, *, deadline: Deadline = NEVER
     ) -> "Iterator[AttemptManager]":
         """Yields attempts at an idempotent call, as ``retry.attempts``; logs long
-        waits.
-
-        Args:
-            call: Name of the rpc.
-            deadline: Deadline of all attempts.
-        """
+        waits."""
         with self._waiting(call, deadline) as wait:
             for attempt in attempts(deadline=deadline):
                 wait.try_for(self.seconds(deadline))
@@ -565,13 +542,8 @@ def rows(
     rows_of: Callable[[Any], Sequence[T]],
     on_damage: OnDamage,
 ) -> Iterator[T]:
-    """Yields the rows of a list in the server's order.
-
-    Args:
-        ask: Sends a request and returns the response.
-        request: Request of the first page; changed for the following ones.
-        rows_of: Returns the rows of a response.
-        on_damage: See ``OnDamage``.
+    """Yields the rows of a list in the server's order; changes the request for each
+    page.
 
     Raises:
         DataLossError: The record of the next row is corrupt.

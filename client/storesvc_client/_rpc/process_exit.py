@@ -38,12 +38,8 @@ _is_over = False
 
 
 def await_at_exit(future: "Future[Any]", name: str) -> None:
-    """Lets the exit wait for work, and report its error until ``forget``.
-
-    Args:
-        future: Result of the work.
-        name: Such as "the save of prod/llama@100".
-    """
+    """Lets the exit wait for work, such as "the save of prod/llama@100", and report its
+    error until ``forget``."""
     _running[future] = name
     future.add_done_callback(_note_end)
 
@@ -86,10 +82,6 @@ def check_not_over(place: str) -> None:
 
 def check_process(place: str, process: int) -> None:
     """Rejects a use of a client in a process that did not connect it.
-
-    Args:
-        place: Name of the store.
-        process: Id of the process that connected.
 
     Raises:
         InvalidRequestError: This is a forked child of it.

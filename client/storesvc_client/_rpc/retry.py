@@ -45,13 +45,8 @@ class Wait:
     """The wait for one call, including its retries."""
 
     def __init__(self, call: str, *, is_quick: bool, patience: float) -> None:
-        """Starts the wait.
-
-        Args:
-            call: Name of the rpc.
-            is_quick: Whether a live server answers it at once.
-            patience: Seconds from now for which it is retried after an error.
-        """
+        """Starts the wait for an rpc, which a live server answers at once if
+        `is_quick`, and which is retried for `patience` seconds after an error."""
         self.call = call
         self.is_quick = is_quick
         self.is_late = False
@@ -66,11 +61,7 @@ class Wait:
         self.try_for(patience)
 
     def try_for(self, seconds: float) -> None:
-        """Records the start of an attempt.
-
-        Args:
-            seconds: Timeout of the attempt.
-        """
+        """Records the start of an attempt that ends after so many seconds."""
         now = time.monotonic()
         self._until = now + seconds
         self._is_pausing = False
@@ -83,11 +74,7 @@ class Wait:
             self._failed_at = time.monotonic()
 
     def check(self, answers: Callable[[], bool]) -> None:
-        """Updates ``is_late``.
-
-        Args:
-            answers: Probes the server; returns whether it answers.
-        """
+        """Updates ``is_late``; `answers` probes the server."""
         now = time.monotonic()
         if self._is_pausing:
             since = now if self._failed_at is None else self._failed_at
@@ -116,12 +103,7 @@ class Waits:
     """The waits of one connection. Thread-safe."""
 
     def __init__(self, address: str, answers: Callable[[], bool]) -> None:
-        """Creates an empty set of waits.
-
-        Args:
-            address: Name of the store in messages.
-            answers: Probes the server; returns whether it answers.
-        """
+        """Creates an empty set of waits; `answers` probes the server."""
         self._address = address
         self._answers = answers
         self._lock = threading.Lock()
@@ -252,13 +234,10 @@ resumed."""
 def attempts(
     least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER
 ) -> "Iterator[AttemptManager]":
-    """Yields attempts at an idempotent call; pauses between them.
+    """Yields attempts at an idempotent call, at least `least_attempts` up to the
+    deadline; pauses between them.
 
     Retries transient errors only; raises the last one.
-
-    Args:
-        least_attempts: Minimum attempts, however long each takes, up to ...
-        deadline: ... the deadline.
 
     >>> for attempt in attempts():
     ...     with attempt:
@@ -342,13 +321,8 @@ def until(
     least_attempts: int = LEAST_ATTEMPTS,
     first_error: UnavailableError | None = None,
 ) -> T:
-    """Retries a function as ``attempts`` does and returns its result.
-
-    Args:
-        deadline: Deadline of all attempts.
-        act: An idempotent function.
-        least_attempts: Minimum attempts up to the deadline.
-        first_error: Error of an earlier attempt of the caller.
+    """Retries a function as ``attempts`` does and returns its result; `first_error` is
+    that of an earlier attempt of the caller.
 
     Raises:
         UnavailableError: The error of the last attempt; if the deadline cut that one

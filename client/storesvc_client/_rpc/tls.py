@@ -352,10 +352,6 @@ class RenewedChannel(ForwardingChannel):
     ) -> None:
         """Creates the first channel.
 
-        Args:
-            tls: The certificate files.
-            dial: Returns a channel with the given credentials.
-
         Raises:
             InvalidRequestError: The files cannot be used.
         """

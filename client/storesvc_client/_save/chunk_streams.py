@@ -206,28 +206,19 @@ class ChunkStreams:
         sums: SumsInProgress,
         meter: Meter,
     ) -> None:
-        """Creates the sender; nothing is sent yet.
-
-        Args:
-            connection: Connection to the store.
-            ref: The writer.
-            sums: Checksums of all chunks, filled in here.
-            meter: Measures phases and bytes.
-        """
+        """Creates the sender, which fills in the checksums of all chunks; nothing is
+        sent yet."""
         self._connection = connection
         self._ref = ref
         self._sums = sums
         self._meter = meter
 
     def send_slabs(self, slab_queue: SlabQueue, wanted: WantedSlabs) -> None:
-        """Sends slabs over several streams until the queue ends.
+        """Sends slabs over several streams until the queue ends, and gives it the
+        memory of durable ones back.
 
         There are no more streams than the staging memory can fill with whole batches,
         because incomplete batches would hold memory that other streams wait for.
-
-        Args:
-            slab_queue: Queue that takes the memory of durable slabs back.
-            wanted: Slabs to send.
 
         Raises:
             StoreError: As the contract states for WriteChunks.
@@ -247,10 +238,7 @@ class ChunkStreams:
                 raise
 
     def send_tables(self, take: Callable[[], tree_pb2.ChunkTable | None]) -> None:
-        """Sends tables of durable chunks over one stream.
-
-        Args:
-            take: Waits for the next table and returns it; None after the last.
+        """Sends tables of durable chunks over one stream, until `take` returns None.
 
         Raises:
             StoreError: As the contract states for WriteChunks.

@@ -126,12 +126,7 @@ class FilePool:
     threads = FILE_THREADS
 
     def __init__(self, root: Path, pool: str) -> None:
-        """Creates a pool; nothing is written yet.
-
-        Args:
-            root: Root of the store.
-            pool: Prefix of the data files.
-        """
+        """Creates a pool below a root, whose data files begin with `pool`."""
         self._root = root
         self._pool = pool
         self.file_bytes = FILE_BYTES
@@ -207,11 +202,8 @@ class _ReferringObject:
     is used again once no request refers to it."""
 
     def __init__(self, take: Callable[[], Bytes]) -> None:
-        """Creates an empty object.
-
-        Args:
-            take: Returns memory for as many bytes as the object may have.
-        """
+        """Creates an empty object; `take` returns memory for as many bytes as it may
+        have."""
         self._take = take
         self._memory: memoryview | None = None
         self._used_bytes = 0
@@ -302,12 +294,7 @@ class _InFlightBudget:
 
     def take(self, size_bytes: int, *, check: Callable[[], None]) -> None:
         """Waits until this thread may assemble an object, and so many bytes are free,
-        or all are.
-
-        Args:
-            size_bytes: Bytes to take for this thread.
-            check: Called at intervals; raises an error to end the wait.
-        """
+        or all are; calls `check`, which may raise an error, at intervals."""
         with self._changed:
             while not self._is_free(size_bytes):
                 check()
@@ -347,14 +334,8 @@ class BucketPool:
         stopped: threading.Event,
         largest_slab_bytes: int,
     ) -> None:
-        """Creates a pool; nothing is written yet.
-
-        Args:
-            root: Root of the store.
-            pool: Prefix of the data files.
-            stopped: Set when the save no longer needs the files.
-            largest_slab_bytes: Stored bytes of the largest slab.
-        """
+        """Creates a pool below a root, whose data files begin with `pool`; `stopped` is
+        set when the save no longer needs them."""
         self.threads = min(OBJECT_THREADS, root.storage.concurrency)
         self._root = root
         self._pool = pool
@@ -420,18 +401,8 @@ class DirectWriter:
         *,
         largest_slab_bytes: int,
     ) -> None:
-        """Creates a writer; entering its context starts the threads.
-
-        Args:
-            root: Root of the store.
-            pool: Prefix of the run's data files.
-            prefix: Name prefix of this upload's data files, relative to `pool`.
-            slab_queue: Queue that takes the memory of written slabs back.
-            wanted: Slabs to write.
-            sums: Checksums of all chunks, filled in here.
-            meter: Counts the bytes written.
-            largest_slab_bytes: Stored bytes of the largest slab.
-        """
+        """Creates a writer; entering its context starts the threads. Data files of the
+        run begin with `pool`, and those of this upload with `prefix` after it."""
         self._meter = meter
         self._prefix = prefix
         self._slab_queue = slab_queue
@@ -582,11 +553,7 @@ class _PlacedChunks:
             self._changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Marks the end of the queue.
-
-        Args:
-            error: Raised after the last table; None: no error.
-        """
+        """Marks the end of the queue; an error is raised after the last table."""
         with self._changed:
             self._error = error
             self._has_ended = True

@@ -62,10 +62,6 @@ class _Declared:
 def checked_items(place: str, items: object) -> dict[str, OwnItem]:
     """Returns the items of a save in stored form, in the order of their names.
 
-    Args:
-        place: Call, for the message: "save to prod/llama-8b".
-        items: Values by name, or None.
-
     Raises:
         InvalidRequestError: A name or a value is invalid, or there are too many.
     """
@@ -116,13 +112,7 @@ class ItemExchange:
     def __init__(
         self, joint: JointSave, place: str, own: Mapping[str, OwnItem]
     ) -> None:
-        """Publishes the items of this process, without their values.
-
-        Args:
-            joint: The save, as all processes share it.
-            place: Call, for messages.
-            own: The items of this process.
-        """
+        """Publishes the items of this process, without their values."""
         self._joint = joint
         self._place = place
         self._own = own
@@ -137,10 +127,8 @@ class ItemExchange:
                 self._publish_all([self._declared])
 
     def agree_items(self, *, seconds: float) -> list[PlannedItem]:
-        """Waits for the sizes of the other processes' items; returns the rows of all.
-
-        Args:
-            seconds: Maximum wait for one process.
+        """Waits for the sizes of the items of the other processes, at most `seconds`
+        for each; returns the rows of all.
 
         Raises:
             InvalidRequestError: The processes pass items of other names, or one is per

@@ -63,15 +63,9 @@ class PendingSave:
         future: "Future[SaveResult]",
         written: "Future[None] | None" = None,
     ) -> None:
-        """Creates the handle of a save, for which the exit of the interpreter waits.
-
-        Args:
-            checkpoint: Name of the checkpoint, ``namespace/run@step``.
-            step: Its step.
-            future: Result of the save, once it is committed.
-            written: Done when this process has written its part; None if that is the
-                whole save.
-        """
+        """Creates the handle of a save, for which the exit of the interpreter waits;
+        `written` is done when this process has written its part, and None if that is
+        the whole save."""
         self.name = f"the save of {checkpoint}"
         self.step = step
         self._future = future
@@ -100,10 +94,8 @@ class PendingSave:
         return self._written.done()
 
     def result(self, seconds: float | None = None) -> "SaveResult":
-        """Waits for the save and returns its result.
-
-        Args:
-            seconds: Seconds to wait; None waits without limit.
+        """Waits for the save, without limit if `seconds` is None, and returns its
+        result.
 
         Raises:
             StoreError: The save failed.
@@ -119,10 +111,8 @@ class PendingSave:
             raise
 
     def error(self, seconds: float | None) -> BaseException | None:
-        """Waits for the save and returns its error, or None; marks it as observed.
-
-        Args:
-            seconds: Seconds to wait; None waits without limit.
+        """Waits for the save, without limit if `seconds` is None, and returns its
+        error, or None; marks it as observed.
 
         Raises:
             TimeoutError: The save is still running; it continues.
@@ -473,16 +463,7 @@ class RunSaver:
         mode: SnapshotMode,
         meter: Meter,
     ) -> "tuple[PendingSave, SlabQueue]":
-        """Starts a save in the background and takes its snapshot.
-
-        Args:
-            writer: Writer of this process.
-            plan: Plan of the tree.
-            whole: Plan of the tree and the items.
-            values: Values of ``whole``.
-            mode: Where to copy.
-            meter: Measures the phases.
-        """
+        """Starts a save and takes its snapshot; `whole` is `plan` with the items."""
         from storesvc_client._chunks.memory import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.save_plan import TreeSource, copy_on_devices
         from storesvc_client._save.chunk_streams import STREAMS

@@ -62,12 +62,7 @@ class SlabQueue:
     """Filled slabs in first-in, first-out order. Thread-safe."""
 
     def __init__(self, staging: BufferPool, *, is_open: bool = False) -> None:
-        """Creates an empty queue.
-
-        Args:
-            staging: Memory of the slabs.
-            is_open: Whether writers may start at once.
-        """
+        """Creates an empty queue; writers may start at once if `is_open`."""
         self._staging = staging
         self.changed = threading.Condition()
         """Lock of the queue, notified of its changes."""
@@ -135,12 +130,8 @@ class SlabQueue:
         self.give_back(filled)
 
     def end(self, error: Exception | None = None) -> None:
-        """Marks the end of the queue.
-
-        Args:
-            error: Raised by ``check`` once the slabs before the end are stored; None if
-                they are all.
-        """
+        """Marks the end of the queue; ``check`` raises an error, if there is one, once
+        the slabs before the end are stored."""
         with self.changed:
             self._error = error
             self._has_ended = self._is_open = True
@@ -345,13 +336,8 @@ class SumsAhead:
     """
 
     def __init__(self, slab_queue: SlabQueue, sums: SumsInProgress, meter: Meter):
-        """Creates it; entering its context starts the threads.
-
-        Args:
-            slab_queue: Queue that no writer reads yet.
-            sums: Checksums of all chunks, filled in here.
-            meter: Measures phases.
-        """
+        """Creates it for a queue that no writer reads yet, and fills in `sums`;
+        entering its context starts the threads."""
         self._slab_queue = slab_queue
         self._sums = sums
         self._meter = meter
@@ -441,17 +427,8 @@ class Snapshot:
         *,
         is_lent: bool = False,
     ) -> None:
-        """Creates a snapshot; ``take`` copies.
-
-        Args:
-            source: The tree.
-            slabs: Slabs of all chunks of the tree.
-            slab_queue: Receives the filled slabs.
-            known: Checksums of chunks that need not be sent; None if there are none.
-            meter: Measures the phases.
-            is_lent: Whether the source stays unchanged until the save is stored, so
-                that memory in stored form need not be copied.
-        """
+        """Creates a snapshot; ``take`` copies. If `is_lent`, the source stays unchanged
+        until the save is stored, so that memory in stored form need not be copied."""
         self._is_lent = is_lent
         self._meter = meter
         self._source = source

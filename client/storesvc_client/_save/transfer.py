@@ -58,13 +58,8 @@ class Filler(Protocol):
     """Reads the chunks of a checkpoint."""
 
     def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
-        """Reads chunks into staging memory and puts them into the queue; returns early
-        once the queue is cancelled.
-
-        Args:
-            slab_queue: Gives the memory and takes the filled slabs.
-            held: Chunks that the store holds, which need not be read.
-            meter: Measures the phases.
+        """Reads chunks, except those that the store holds, into staging memory and puts
+        them into the queue; returns early once the queue is cancelled.
 
         Raises:
             StoreError: A chunk could not be read.
@@ -95,11 +90,7 @@ class SharedBuffer:
         self._lent = 0
 
     def put(self, slabs: Iterable[tuple[int, Slab]]) -> None:
-        """Puts filled slabs into the queue.
-
-        Args:
-            slabs: The slabs, each with its offset in the buffer.
-        """
+        """Puts filled slabs into the queue, each with its offset in the buffer."""
         lent = list(slabs)
         self._lent = len(lent)
         for start, slab in lent:

@@ -148,15 +148,7 @@ class Upload:
         slab_queue: SlabQueue,
         meter: Meter,
     ) -> None:
-        """Creates the upload; nothing is sent yet.
-
-        Args:
-            session: Connection, staging memory and data root.
-            writer: This process's writer.
-            plan: The tree and the chunks of it that this process writes.
-            slab_queue: Queue of the slabs to store.
-            meter: Measures phases and bytes.
-        """
+        """Creates the upload; nothing is sent yet."""
         tree = plan.tree
         self._meter = meter
         self._meter.total_bytes = int(tree.stored_lengths[plan.own].sum())
@@ -276,9 +268,6 @@ class Upload:
         neither be read nor be put into the queue.
 
         Waits until the upload has begun.
-
-        Args:
-            known: Checksums of all chunks.
 
         Raises:
             StoreError: The upload did not begin, or the store does not answer.

@@ -149,13 +149,8 @@ class Writer:
         return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=self.index)
 
     def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
-        """Sends the checksums of the chunks that this process stored and finishes the
-        writer.
-
-        Args:
-            ref: Reference to this writer.
-            sums: The checksums.
-            report: Measurements of this process, which the checkpoint keeps.
+        """Sends the checksums of the chunks that this process stored, and a report that
+        the checkpoint keeps, and finishes the writer.
 
         Raises:
             StoreError: As the contract states for FinishWriter.
@@ -283,15 +278,8 @@ class JointWriter(Writer):
         meter: Meter,
         joint: JointSave,
     ) -> None:
-        """Creates the writer; nothing is sent yet.
-
-        Args:
-            connection: Connection to the store.
-            description: The checkpoint to save; process 0's takes effect.
-            tree: The tree as planned by this process.
-            meter: Measures the phases.
-            joint: The save, as all processes of the job share it.
-        """
+        """Creates the writer; nothing is sent yet. The description of process 0 takes
+        effect."""
         super().__init__(connection, description, tree, meter)
         self._joint = joint
         self.index = joint.job.index

@@ -50,13 +50,8 @@ class BucketRoot:
     """The root of a store in a bucket. Thread-safe."""
 
     def __init__(self, storage: Storage, store: "OwnStore | LentStore") -> None:
-        """Creates it.
-
-        Args:
-            storage: The storage.
-            store: Objects at its root; with lent credentials, only those that the
-                credential permits.
-        """
+        """Creates it; with lent credentials, the store has only the objects that the
+        credential permits."""
         self.storage = storage
         self._store = store
         self._reads = Hedging(hedging.READS)
@@ -102,10 +97,6 @@ class BucketRoot:
     def read(self, path: str, *, timeout: float) -> bytes | None:
         """Returns the object at a path; None if there is none.
 
-        Args:
-            path: Path below the root.
-            timeout: Limit in seconds.
-
         Raises:
             PreconditionError: The storage denies access.
             UnavailableError: The storage failed or did not answer in time.
@@ -126,15 +117,7 @@ class BucketRoot:
     def start_read(
         self, path: str, start: int, stop: int, *, what: str, answers: "Responses"
     ) -> "RangeRead":
-        """Starts a read of bytes ``[start, stop)`` of an object.
-
-        Args:
-            path: Path of the object below the root.
-            start: Offset of the first byte.
-            stop: Offset after the last byte.
-            what: Name of the read in logs.
-            answers: Queue of the responses.
-        """
+        """Starts a read of bytes ``[start, stop)`` of an object, named `what` in logs."""
         span = slice(start, stop)
         return self._start(
             path,
@@ -153,12 +136,7 @@ class BucketRoot:
         check: Callable[[], None],
     ) -> None:
         """Writes an object whose name no other process writes; returns once durable.
-
-        Args:
-            path: Path of the object below the root.
-            data: Contents of the object, in parts.
-            what: Name of the write in logs.
-            check: Called at intervals; raises an error to cancel the write.
+        Calls `check` at intervals, which raises an error to cancel the write.
 
         Raises:
             PreconditionError: The storage denies access.
@@ -238,11 +216,7 @@ class HedgedCall(Generic[T]):
 
     def await_answer(self, *, at_most: float = math.inf) -> None:
         """Waits for a response or performs the step that is due; for callers whose
-        queue serves no other call.
-
-        Args:
-            at_most: Maximum wait in seconds.
-        """
+        queue serves no other call."""
         assert self._answers is not None, "the call has ended"
         try:
             wait_seconds = min(at_most, self.wait_seconds)

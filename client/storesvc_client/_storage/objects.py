@@ -115,12 +115,8 @@ class LentCredential:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Creates it; nothing is lent yet.
-
-        Args:
-            lend: Asks the server for another credential; blocks.
-            clock: Returns seconds of the epoch.
-        """
+        """Creates it; nothing is lent yet. `lend` asks the server for another
+        credential, and blocks."""
         self._lend = lend
         self._clock = clock
         self._lent: Lent | None = None
@@ -507,12 +503,7 @@ class OwnStore:
     Thread-safe."""
 
     def __init__(self, storage: Storage, kvstore: "ts.KvStore") -> None:
-        """Creates it; sends no request.
-
-        Args:
-            storage: The storage.
-            kvstore: The same objects as TensorStore has them.
-        """
+        """Creates it; sends no request. `kvstore` has the same objects."""
         self._storage = storage
         self._kvstore = kvstore
         self._opening = threading.Lock()

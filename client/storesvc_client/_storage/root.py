@@ -36,11 +36,8 @@ Root: TypeAlias = "Path | BucketRoot"
 
 
 def direct_root(target: str, direct: object) -> "Root | None":
-    """Returns the root whose files a client reads itself; None if it reads none.
-
-    Args:
-        target: Target of the connection; if it is a root, it is that one.
-        direct: Value of ``direct=``.
+    """Returns the root whose files a client reads itself, which may be its target; None
+    if it reads none.
 
     Raises:
         InvalidRequestError: The root cannot be reached from this machine, or packages
@@ -67,11 +64,6 @@ def direct_root(target: str, direct: object) -> "Root | None":
 
 def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
     """Checks that a root is that of the server's store.
-
-    Args:
-        root: The root.
-        store_uid: Uid of the server's store.
-        timeout: Limit for a bucket, in seconds.
 
     Raises:
         InvalidRequestError: The root is not that of the store.
@@ -154,11 +146,6 @@ class LentBucket:
         The record of the store is not read: a lent credential does not permit that.
         Each credential names the root that the server lends for.
 
-        Args:
-            target: Target of the connection.
-            direct: Value of ``direct=``.
-            connection: Connection to the server that lends.
-
         Raises:
             InvalidRequestError: The target is no server, the root is not in a bucket,
                 or a package is missing.
@@ -200,13 +187,8 @@ class LentBucket:
         )
 
     def to_read(self, run: RunName, hold: Callable[[], str]) -> "BucketRoot":
-        """Returns the root for the data files of a run.
-
-        Args:
-            run: The run.
-            hold: Returns the name of a hold on a checkpoint of the run, for each
-                credential; may wait.
-        """
+        """Returns the root for the data files of a run; `hold` returns the name of a
+        hold on one of its checkpoints, for each credential, and may wait."""
         return self._open_root(
             lambda: api.LendCredentialsRequest(hold=hold()), RunPaths(run).pool
         )

@@ -66,11 +66,8 @@ class OutsideFiles:
 
 
 def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
-    """Returns the path of a place on this machine; None for a URL of ``PACKAGES``.
-
-    Args:
-        url: A path, ``file:///PATH``, or a URL of one of ``PACKAGES``.
-        noun: What the place is, for messages, such as "location".
+    """Returns the path of a place on this machine, from a path or ``file:///PATH``;
+    None for a URL of ``PACKAGES``.
 
     Raises:
         InvalidRequestError: The URL names no such place.
@@ -101,13 +98,8 @@ def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
 
 
 def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideFiles:
-    """Opens the file system of a URL; sends no request.
-
-    Args:
-        url: URL of a scheme of ``PACKAGES``. Options of a bucket follow as for the root
-            of a store.
-        options: Options of the file system; they take precedence.
-        noun: What the place is, for messages, such as "location".
+    """Opens the file system of a URL of ``PACKAGES``; sends no request. The URL of a
+    bucket has options as the root of a store; `options` take precedence.
 
     Raises:
         InvalidRequestError: The URL or an option is invalid, or a package is missing.
@@ -162,14 +154,8 @@ def http_status(e: BaseException | None) -> Any:
 
 def files_error(e: Exception, place: str, *, verb: str, remedy: str) -> StoreError:
     """Returns the error of this library for an error of a file system, which may come
-    from any library below it.
-
-    Args:
-        e: The error.
-        place: URL of the file or folder.
-        verb: What failed, such as "read".
-        remedy: What to do when the storage fails.
-    """
+    from any library below it. The verb is what failed, such as "read", and the remedy
+    what to do when the storage fails."""
     if is_denied(e):
         return PreconditionError(
             f"{place}: access denied ({error_line(e)}); use credentials that may "

@@ -219,12 +219,7 @@ class Unfinished:
 
 
 def save_span(report: SaveReport, *, process: int) -> Span:
-    """Returns the span of a committed save.
-
-    Args:
-        report: The report of this process.
-        process: Index of this process in its job.
-    """
+    """Returns the span of a committed save."""
     start = report.start_time.timestamp()
     events: dict[str, Mapping[str, Attribute]] = {}
     if report.slowest:
@@ -251,7 +246,7 @@ def save_span(report: SaveReport, *, process: int) -> Span:
 
 
 def restore_span(report: RestoreReport, *, process: int) -> Span:
-    """Returns the span of a restore that succeeded; arguments as of ``save_span``."""
+    """Returns the span of a restore that succeeded."""
     start = report.start_time.timestamp()
     events: dict[str, Mapping[str, Attribute]] = {}
     if report.slowest:
@@ -281,13 +276,7 @@ def restore_span(report: RestoreReport, *, process: int) -> Span:
 
 
 def failed_span(what: Operation, failed: Unfinished, error: BaseException) -> Span:
-    """Returns the span of a save or a restore that failed.
-
-    Args:
-        what: The operation.
-        failed: Its measurements.
-        error: The error that ended it.
-    """
+    """Returns the span of a save or a restore that failed."""
     start, reason = failed.start_time.timestamp(), error_type(error)
     attributes: dict[str, Attribute] = {
         "storesvc.run": failed.run,
@@ -331,12 +320,8 @@ _OWN: Final = "/jax/storesvc/"
 
 
 def emit(span: Span, *, upload: str = "") -> None:
-    """Emits a span and its children.
-
-    Args:
-        span: The span.
-        upload: Id of the upload whose trace it belongs to; empty: the current one.
-    """
+    """Emits a span and its children, in the trace of an upload or, without one, in the
+    current one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
@@ -370,12 +355,7 @@ class OpenSpan:
     """A span that has begun; nothing where the process does not use OpenTelemetry."""
 
     def __init__(self, name: str, start: float) -> None:
-        """Begins the span within the current one.
-
-        Args:
-            name: Name of the span.
-            start: Seconds since the epoch.
-        """
+        """Begins the span within the current one, at a time in seconds since the epoch."""
         self._trace: Any = sys.modules.get("opentelemetry.trace")
         self._span: Any = None
         if self._trace is not None:
@@ -472,11 +452,6 @@ class Telemetry:
     ) -> None:
         """Creates the monitoring; nothing is sent yet.
 
-        Args:
-            root: Root of the store or address of its server, for people.
-            orbax_events: Whether to send the events that dashboards of Orbax use, too.
-            step_logger: Receives the step statistics; None: they are not sent.
-
         Raises:
             InvalidRequestError: ``orbax_events`` is no bool, or ``step_logger`` has no
                 ``log_entry``.
@@ -521,24 +496,13 @@ class Telemetry:
     def restore_failed(
         self, error: BaseException, failed: Unfinished, *, begun: OpenSpan | None
     ) -> None:
-        """Sends the failure of a restore.
-
-        Args:
-            error: The error that it raises.
-            failed: Its measurements.
-            begun: What ``restore_began`` returned.
-        """
+        """Sends the failure of a restore."""
         self._send([failure_event("restore", error)])
         self._end(begun, failed_span("restore", failed, error))
 
     @contextmanager
     def tracing(self, name: str, *, run: str) -> Generator[None]:
-        """Emits a span around several operations, which has their error.
-
-        Args:
-            name: Name of the span.
-            run: Name of the run.
-        """
+        """Emits a span around several operations, which has their error."""
         start, error = time.time(), ""
         begun = self._open(name, start)
         try:
@@ -563,14 +527,8 @@ class Telemetry:
     def saved(
         self, report: SaveReport, checkpoint: Checkpoint, *, process: int
     ) -> None:
-        """Sends the report of a committed save.
-
-        Args:
-            report: The report of this process.
-            checkpoint: The committed checkpoint.
-            process: Index of this process in its job; as in Orbax, only process 0 sends
-                Orbax's events.
-        """
+        """Sends the report of a committed save; as in Orbax, only process 0 sends the
+        events of Orbax."""
         directory = self._root + report.run
         events = save_events(report)
         if self._orbax_events and process == 0:
@@ -582,13 +540,7 @@ class Telemetry:
     def restored(
         self, report: RestoreReport, *, process: int, begun: OpenSpan | None
     ) -> None:
-        """Sends the report of a restore that succeeded.
-
-        Args:
-            report: The report of this process.
-            process: As for ``saved``.
-            begun: What ``restore_began`` returned.
-        """
+        """Sends the report of a restore that succeeded; see ``saved``."""
         directory = self._root + report.run
         events = restore_events(report)
         if self._orbax_events and process == 0:

@@ -126,15 +126,8 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         within: "Meter | None" = None,
     ) -> None:
-        """Starts the measurement.
-
-        Args:
-            what: The operation.
-            name: Name of the checkpoint.
-            callback: Called with the progress; None: no callback.
-            clock: Returns seconds.
-            within: A meter to which the times are added, too, but not the bytes.
-        """
+        """Starts the measurement; its times, but not its bytes, are added to the meter
+        `within`, too."""
         self._what = what
         self._name = name
         self._callback = callback
@@ -205,14 +198,8 @@ class Meter:
         return total
 
     def spend(self, phase: str, since: float, until: float | None = None) -> None:
-        """Adds a time of the calling thread to a phase, where a context for each small
-        chunk would cost too much.
-
-        Args:
-            phase: Name of the phase.
-            since: Start of the time, by ``clock``.
-            until: Its end; None: now.
-        """
+        """Adds a time of the calling thread, by ``clock`` and until now if there is no
+        end, to a phase, where a context for each small chunk would cost too much."""
         times = self._own.times
         spent = times.get(phase)
         if spent is None:

@@ -334,10 +334,6 @@ def parse_report(
 ) -> SaveReport | RestoreReport:
     """Returns the report that its ``to_json`` has written.
 
-    Args:
-        text: The JSON object.
-        place: Name of the text in errors, such as that of its file.
-
     Raises:
         InvalidRequestError: It is no report, or it is damaged.
     """
@@ -438,13 +434,7 @@ _LEAST_BAR: Final = 10
 
 
 def timeline_text(spans: Sequence[PhaseSpan], seconds: float, *, width: int) -> str:
-    """Returns a table of phases with bars on a common axis from 0 to the duration.
-
-    Args:
-        spans: The phases.
-        seconds: Duration of the operation.
-        width: Maximum width of a line.
-    """
+    """Returns a table of phases with bars on a common axis from 0 to the duration."""
     numbers = max(5, len(f"{seconds:.3f}"))
     columns = [
         ("phase", "start", "end", "busy"),

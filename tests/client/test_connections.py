@@ -19,12 +19,7 @@ from tests.support.sockets import sockets
 
 def connection(target: str) -> Connection:
     return open_connection(
-        target,
-        ca=None,
-        cert=None,
-        key=None,
-        insecure=False,
-        timeout=10,
+        target, ca=None, cert=None, key=None, insecure=False, timeout=10
     )
 
 

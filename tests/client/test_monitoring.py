@@ -302,9 +302,7 @@ def test_monitoring_of_another_kind_is_rejected(
         store.connect("memory://", **options)
 
 
-def test_only_process_0_sends_what_orbax_sends_from_one_process(
-    run: store.Run,
-) -> None:
+def test_only_process_0_sends_what_orbax_sends_from_one_process(run: store.Run) -> None:
     saved = run.save(1, TREE)
     saved.result()
     report = restore_report(run)

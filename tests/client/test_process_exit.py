@@ -275,9 +275,7 @@ store.connect(url).run("a/b").save(1, {"x": x})
     assert [1] == _steps(url)
 
 
-def test_the_first_rows_of_the_readme_for_users_of_orbax_are_a_script(
-    url: str,
-) -> None:
+def test_the_first_rows_of_the_readme_for_users_of_orbax_are_a_script(url: str) -> None:
     code = _first_rows_of_readme().replace("file:///ckpts", url)
     assert code.startswith("run = store.connect(")
     assert (0, "", "") == _end(f"step = 7\n{code}", url)

@@ -175,9 +175,7 @@ def test_an_error_of_the_last_callback_fails_a_restore(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_an_error_of_a_callback_is_raised_after_the_commit(
-    run: store.Run,
-) -> None:
+def test_an_error_of_a_callback_is_raised_after_the_commit(run: store.Run) -> None:
     news = Broken()
 
     save = run.save(1, the_state(), progress=news)

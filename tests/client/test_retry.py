@@ -95,9 +95,7 @@ def test_lasting_resource_exhaustion_fails_the_call(
         LimitError("full", reason="STORAGE_FULL", retry_seconds=60.0),
     ],
 )
-def test_a_permanent_limit_is_not_retried(
-    error: LimitError,
-) -> None:
+def test_a_permanent_limit_is_not_retried(error: LimitError) -> None:
     calls = JointCalls(error, fail=1)
     with pytest.raises(LimitError):
         calls.make()

@@ -103,9 +103,7 @@ def test_an_interrupted_wait_leaves_the_error_unseen(run: store.Run) -> None:
             run.wait()
 
 
-def test_a_failed_save_does_not_affect_other_runs(
-    server_address: str,
-) -> None:
+def test_a_failed_save_does_not_affect_other_runs(server_address: str) -> None:
     client = store.connect(server_address)
     bad, good = client.run("tests/bad"), client.run("tests/good")
     bad.save(1, {"x": 1}).result()
@@ -212,9 +210,7 @@ def test_a_step_out_of_range_is_rejected_with_its_bound(run: store.Run) -> None:
         run.save(2**63, {"x": 1})
 
 
-def test_metrics_and_labels_may_reach_their_limits(
-    run: store.Run,
-) -> None:
+def test_metrics_and_labels_may_reach_their_limits(run: store.Run) -> None:
     labels = {f"{n:03d}" + "é" * 126: "é" * 128 for n in range(64)}
     metrics = {f"{n:03d}" + "é" * 126: n / 7 for n in range(64)}
 
@@ -284,12 +280,7 @@ def test_enum_values_of_a_newer_server_are_unknown() -> None:
     found = api.Checkpoint(name="namespaces/a/runs/b/checkpoints/1")
     event = api.CheckpointEvent(kind=NEWER, checkpoint=found)
     leaf = Leaf(
-        key="x",
-        path_kinds="k",
-        kind=NEWER,
-        dtype="int8",
-        shape=(3,),
-        chunk_shape=(3,),
+        key="x", path_kinds="k", kind=NEWER, dtype="int8", shape=(3,), chunk_shape=(3,)
     )
 
     assert "unknown" == UploadInfo.from_message(upload).state
@@ -582,8 +573,7 @@ def test_an_invalid_timeout_is_rejected(server_address: str, timeout: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"ca": "a"}, {"cert": "a", "key": "b"}, {"insecure": True}],
+    "given", [{"ca": "a"}, {"cert": "a", "key": "b"}, {"insecure": True}]
 )
 @pytest.mark.parametrize(
     "target", ["gs://bucket/a", "s3://bucket/a", "file:///a", "memory://"]

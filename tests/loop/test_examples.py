@@ -296,5 +296,5 @@ def f(x):
     )
 '''
     assert [
-        *("import jax  # jax", "def f(x):", "return g(", "x,", ")"),
+        *("import jax  # jax", "def f(x):", "return g(", "x,", ")")
     ] == checkpoint_lines.code_lines(source)

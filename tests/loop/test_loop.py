@@ -832,11 +832,7 @@ def test_a_handler_of_the_program_is_called_and_restored(run: store.Run) -> None
     handler = lambda number, _: received.append(number)  # noqa: E731
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        loop, _ = run_steps(
-            run,
-            100,
-            act=terminate_at(3),
-        )
+        loop, _ = run_steps(run, 100, act=terminate_at(3))
         assert [signal.SIGTERM] == received
         assert handler == signal.getsignal(signal.SIGTERM)
     finally:

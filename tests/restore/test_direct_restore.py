@@ -241,9 +241,7 @@ def test_restores_release_memory_files_and_threads(
 
     def connected() -> store.Client:
         return store.connect(
-            server.address,
-            direct=server.root.as_uri(),
-            restore_pool_bytes=pool_bytes,
+            server.address, direct=server.root.as_uri(), restore_pool_bytes=pool_bytes
         )
 
     def repeat(client: store.Client, times: int) -> None:

@@ -45,9 +45,7 @@ def test_by_default_a_leaf_that_is_missing_is_rejected(trained: store.Run) -> No
         trained.restore(0, like=like(new=7), missing="error")
 
 
-def test_one_error_lists_missing_and_mismatched_leaves(
-    trained: store.Run,
-) -> None:
+def test_one_error_lists_missing_and_mismatched_leaves(trained: store.Run) -> None:
     deleted = jnp.ones(2)
     deleted.delete()
     target = {

@@ -190,9 +190,7 @@ def test_a_process_with_another_request_is_reported_to_all(other: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [1, 2])
-def test_an_interrupted_process_is_reported_and_later_calls_succeed(
-    late: int,
-) -> None:
+def test_an_interrupted_process_is_reported_and_later_calls_succeed(late: int) -> None:
     job = Job()
 
     outcomes = job.call(*ALL, other_caller=late, refusal=KeyboardInterrupt(), seconds=1)

@@ -65,21 +65,17 @@ def test_globs_and_regular_expressions_may_be_mixed(run: store.Run) -> None:
     assert {"params", "loss", "rng"} == set(back)
 
 
-def test_an_unmatched_regular_expression_suggests_near_keys(
-    run: store.Run,
-) -> None:
+def test_an_unmatched_regular_expression_suggests_near_keys(run: store.Run) -> None:
     run.save(0, the_tree()).result()
 
     with pytest.raises(
-        store.NotFoundError,
-        match=r"re.compile\('moments/nu\$'\); nearest: moments/mu",
+        store.NotFoundError, match=r"re.compile\('moments/nu\$'\); nearest: moments/mu"
     ):
         run.restore(0, select=["loss", re.compile("moments/nu$")])
 
 
 @pytest.mark.parametrize(
-    "select",
-    [5.5, b"params/**", ["loss", 3], [["loss"]], re.compile(b"loss")],
+    "select", [5.5, b"params/**", ["loss", 3], [["loss"]], re.compile(b"loss")]
 )
 def test_an_invalid_glob_is_rejected(run: store.Run, select: Any) -> None:
     run.save(0, the_tree()).result()

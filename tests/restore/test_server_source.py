@@ -8,10 +8,7 @@ from storesvc_client._restore.sources import CHUNKS_A_CALL, shares
 MIB = 1 << 20
 
 
-@given(
-    st.lists(st.integers(1, 32 * MIB), max_size=200),
-    st.integers(1, 4),
-)
+@given(st.lists(st.integers(1, 32 * MIB), max_size=200), st.integers(1, 4))
 def test_streams_share_the_chunks_by_their_bytes(sizes: list[int], count: int) -> None:
     ordinals = range(7, 7 + len(sizes))
 

@@ -413,9 +413,7 @@ class Loop:
         )
         with without_advice():
             self.restored, state = opening.restore(
-                request,
-                prepare=prepare,
-                data=None if data is None else (_DATA, data),
+                request, prepare=prepare, data=None if data is None else (_DATA, data)
             )
         if modules is not None:
             state = like

@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Self,
-    SupportsFloat,
-    SupportsIndex,
-)
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, SupportsIndex
 
 from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, RunName, Which
@@ -662,12 +655,7 @@ class Run:
             InvalidRequestError: Nothing is to be set, or a value is out of range.
         """
         return update_checkpoint(
-            self._stub,
-            which,
-            labels=labels,
-            metrics=metrics,
-            pinned=pinned,
-            etag=etag,
+            self._stub, which, labels=labels, metrics=metrics, pinned=pinned, etag=etag
         )
 
     def delete(
@@ -922,12 +910,7 @@ class Run:
         """
         return list(
             run_import(
-                self,
-                source,
-                steps=steps,
-                labels=labels,
-                progress=progress,
-                jobs=jobs,
+                self, source, steps=steps, labels=labels, progress=progress, jobs=jobs
             )
         )
 

@@ -4,11 +4,7 @@ chunks are read on demand.
 
 import logging
 import threading
-from collections.abc import (
-    Generator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
@@ -18,11 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.layout import RunPaths
-from storesvc.format.manifests import (
-    CorruptManifestError,
-    Manifest,
-    unpack_manifest,
-)
+from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._job.job import Job
@@ -144,10 +136,7 @@ class CheckpointReader(TreeReader):
             return self.restore_within(joint, ends, request)
 
     def restore_within(
-        self,
-        joint: JointRestore | None,
-        deadline: Deadline,
-        request: RestoreRequest,
+        self, joint: JointRestore | None, deadline: Deadline, request: RestoreRequest
     ) -> Any:
         """Restores the state within the rendezvous of a job, and sends its start and
         its end to monitoring."""
@@ -341,10 +330,7 @@ class CheckpointReader(TreeReader):
             _log.warning("%s is read without a hold: %s", self.name, why)
 
     def _shared_source(
-        self,
-        source: ChunkSource,
-        target: "Target",
-        joint: JointRestore,
+        self, source: ChunkSource, target: "Target", joint: JointRestore
     ) -> ChunkSource:
         """Returns the source of a joint restore, once all processes have the same
         plan."""

@@ -348,11 +348,7 @@ class JointRestore:
             is_final: Whether no other checkpoint is left; process 0's counts.
         """
         return agreed_damage(
-            self.job,
-            self._place,
-            error,
-            seconds=self._deadline.left,
-            is_final=is_final,
+            self.job, self._place, error, seconds=self._deadline.left, is_final=is_final
         )
 
     def fail(self, error: BaseException) -> str:

@@ -5,14 +5,7 @@ items, selection, and reads without jax. A subclass says where the chunks come f
 ``OpenTree`` is what a user sees of it; the packages of the client call ``get_reader``.
 """
 
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -66,11 +59,7 @@ class TreeReader:
     """Reads one checkpoint whose tree is known. Threads may share it."""
 
     def __init__(
-        self,
-        tree: Tree,
-        *,
-        allocate: Callable[[int], Bytes],
-        job: Job | None = None,
+        self, tree: Tree, *, allocate: Callable[[int], Bytes], job: Job | None = None
     ) -> None:
         """Creates it; nothing is read.
 

@@ -14,13 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.format.keys import INTEGER_KINDS, parse_item_key, split_key
-from storesvc.format.names import (
-    CheckpointName,
-    HoldName,
-    RunName,
-    TagName,
-    UploadName,
-)
+from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc_client._values.arguments import MAX_TEXT_BYTES, parse_received
 from storesvc_client._values.call_kinds import AuditStage, Authentication
 from storesvc_client._values.messages import UNKNOWN, enum_texts, read_message
@@ -825,10 +819,7 @@ class Transfer:
 
 
 def with_provenance(
-    what: str,
-    prefix: str,
-    labels: Mapping[str, str],
-    provenance: Mapping[str, str],
+    what: str, prefix: str, labels: Mapping[str, str], provenance: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns labels together with the provenance of a checkpoint.
 

@@ -133,13 +133,6 @@ class Usage:
         return read_message(cls, message, run=run)
 
 
-def read_usage(stub: RunStub) -> Usage:
-    """Returns the storage that a run uses; see ``Run.usage``."""
-    service = MaintenanceServiceStub(stub.connection.channel)
-    request = maintenance_service_pb2.GetUsageRequest(name=stub.name.resource)
-    return Usage.from_message(str(stub.name), stub.ask(service.GetUsage, request))
-
-
 def collect(
     connection: Connection, request: maintenance_service_pb2.CollectGarbageRequest
 ) -> Iterator[Collected]:

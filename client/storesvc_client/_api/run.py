@@ -26,7 +26,6 @@ from storesvc_client._api.groups import (
     Usage,
     configure_run,
     get_run,
-    read_usage,
     update_checkpoint,
     watch,
 )
@@ -797,7 +796,9 @@ class Run:
         Raises:
             NotFoundError: There is no such run.
         """
-        return read_usage(self._stub)
+        service = MaintenanceServiceStub(self._stub.connection.channel)
+        request = maintenance_api.GetUsageRequest(name=self._stub.name.resource)
+        return Usage.from_message(self.name, self._stub.ask(service.GetUsage, request))
 
     def verify(
         self,

@@ -388,7 +388,7 @@ class JointCalls:
     """The joint calls of one kind, seen from one process of a job."""
 
     def __init__(self, job: Job, kind: str) -> None:
-        """Matches calls of a kind, such as "read/tests/run"; nothing is published yet."""
+        """Matches calls of one kind, as "read/tests/run"; publishes nothing yet."""
         self._job = job
         self._kind = f"storesvc/{kind}"
 

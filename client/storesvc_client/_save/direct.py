@@ -401,8 +401,8 @@ class DirectWriter:
         *,
         largest_slab_bytes: int,
     ) -> None:
-        """Creates a writer; entering its context starts the threads. Data files of the
-        run begin with `pool`, and those of this upload with `prefix` after it."""
+        """Creates a writer; entering its context starts the threads. Names of the data
+        files begin with `pool` in the run, then with `prefix` in this upload."""
         self._meter = meter
         self._prefix = prefix
         self._slab_queue = slab_queue

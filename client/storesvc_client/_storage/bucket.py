@@ -117,7 +117,7 @@ class BucketRoot:
     def start_read(
         self, path: str, start: int, stop: int, *, what: str, answers: "Responses"
     ) -> "RangeRead":
-        """Starts a read of bytes ``[start, stop)`` of an object, named `what` in logs."""
+        """Starts a read of bytes ``[start, stop)`` of an object, `what` in logs."""
         span = slice(start, stop)
         return self._start(
             path,

@@ -355,7 +355,7 @@ class OpenSpan:
     """A span that has begun; nothing where the process does not use OpenTelemetry."""
 
     def __init__(self, name: str, start: float) -> None:
-        """Begins the span within the current one, at a time in seconds since the epoch."""
+        """Begins the span in the current one, at a time in seconds since the epoch."""
         self._trace: Any = sys.modules.get("opentelemetry.trace")
         self._span: Any = None
         if self._trace is not None:

@@ -129,7 +129,7 @@ def match_like(
     selected = {tree.leaves[row].key: row for row in rows}
     missing = [leaf for leaf in named if leaf.key not in selected]
     kept, problems = (
-        _kept(tree, missing, cast)
+        _keep_values(tree, missing, cast)
         if keeping
         else ([], [_absence(tree, leaf) for leaf in missing])
     )
@@ -233,7 +233,7 @@ def _absence(tree: Tree, leaf: NamedLeaf) -> str:
     return f"leaf {leaf.key!r}: {where}, in the target {_describe(leaf)}"
 
 
-def _kept(
+def _keep_values(
     tree: Tree, missing: Sequence[NamedLeaf], cast: str | None
 ) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
     """Returns the leaves that keep their values, and the problems of the others."""

@@ -445,7 +445,7 @@ class Target:
     def result(self) -> Any:
         """Returns the tree; every requested leaf must have arrived."""
         with jax.transfer_guard("allow"):  # of key data
-            arrived = {row: _value(x) for row, x in self._pending.items()}
+            arrived = {row: _finish_value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
 
 
@@ -536,37 +536,30 @@ def _placed_parts(
     return placed
 
 
-def _value(item: _PendingLeaf) -> Any:
-    if item.placement is None:
-        return _host_value(item, item.value)
-    array = item.value
-    if array is None:
+def _finish_value(item: _PendingLeaf) -> Any:
+    """Returns a leaf that has arrived, as the kind that is wanted."""
+    kind, value = item.wanted.kind, item.value
+    if item.placement is not None and value is None:
         devices = item.placement.addressable_devices_indices_map(item.leaf.shape)
-        array = jax.make_array_from_single_device_arrays(
+        value = jax.make_array_from_single_device_arrays(
             item.leaf.shape,
             item.placement,
             [(item.arrays or {})[device] for device in devices],
             # needed if no device of this process holds a part
             dtype=DTYPES[item.wanted.dtype],
         )
-    if item.wanted.kind == pb.LEAF_KIND_PRNG_KEY:
-        return jax.random.wrap_key_data(array, impl=item.leaf.prng_impl)
-    return array
-
-
-def _host_value(item: _PendingLeaf, array: Any) -> Any:
-    if item.wanted.kind in ENCODED_KINDS:
-        return decode_value(item.leaf.key, item.wanted.kind, array.tobytes())
-    match item.wanted.kind:
+    if kind in ENCODED_KINDS:
+        return decode_value(item.leaf.key, kind, value.tobytes())
+    match kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
-            return array.item()
+            return value.item()
         case pb.LEAF_KIND_HOST_SCALAR:
-            return array[()]
+            return value[()]
         case pb.LEAF_KIND_PRNG_KEY:
-            return jax.random.wrap_key_data(array, impl=item.leaf.prng_impl)
+            return jax.random.wrap_key_data(value, impl=item.leaf.prng_impl)
         case pb.LEAF_KIND_ARRAY | pb.LEAF_KIND_HOST_ARRAY:
-            return array
-        case kind:
+            return value
+        case _:
             raise AssertionError(kind)
 
 

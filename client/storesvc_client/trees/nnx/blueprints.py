@@ -295,19 +295,6 @@ def abstract_opt_state(
     return jax.eval_shape(tx.init, graphstate)
 
 
-def updated_opt_state(
-    tx: optax.GradientTransformation, opt_state: optax.OptState, graphstate: GraphState
-) -> optax.OptState | None:
-    """Returns the abstract state after a first update, or None if that fails.
-
-    A few optimizers, such as ``optax.monitor``, have some leaves only after an update.
-    """
-    try:
-        return jax.eval_shape(tx.update, graphstate, opt_state, graphstate)[1]
-    except Exception:  # noqa: BLE001 - the caller's own code
-        return None
-
-
 def init_opt_state(
     tx: optax.GradientTransformation,
     graphstate: GraphState,
@@ -342,29 +329,24 @@ def init_opt_state(
     return jax.tree.unflatten(jax.tree.structure(abstract), init(graphstate))
 
 
-def placed_like_parameters(
-    opt_state: optax.OptState, graphstate: GraphState, known: Any = None
-) -> optax.OptState:
-    """Returns an abstract optimizer state with shardings for its leaves.
+def place_like_parameters(
+    like: Mapping[str, Any], graphstate: GraphState, known: Any = None
+) -> Any:
+    """Returns an abstract optimizer state, and step, with the parameters' placement.
 
     Args:
-        opt_state: A result of ``abstract_opt_state``.
+        like: ``opt_state``, a result of ``abstract_opt_state``, and perhaps ``step``.
         graphstate: The parameters; without shardings, the result has none either.
         known: A placed optimizer state; its shardings take precedence.
     """
-    tree = {"opt_state": opt_state}
-    shardings = follow_parameters(opt_state, graphstate)
+    shardings = follow_parameters(like["opt_state"], graphstate)
+    keys = {leaf.key for leaf in named_leaves(like)[0]}
     own = shardings_by_key({"opt_state": known})
-    if own:
-        keys = {leaf.key for leaf in named_leaves(tree)[0]}
-        shardings |= {key: own[key] for key in own if key in keys}
-    return reshard(tree, shardings)["opt_state"] if shardings else opt_state
-
-
-def replicated_sharding(graphstate: GraphState) -> Sharding | None:
-    """Returns the sharding of a replicated scalar on the parameters' mesh, or None."""
+    shardings |= {key: own[key] for key in own if key in keys}
     mesh = find_leaf_mesh(graphstate)
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    if "step" in like and mesh is not None:
+        shardings["step"] = NamedSharding(mesh, PartitionSpec())
+    return reshard(like, shardings)
 
 
 PARTS: Final = ("graphstate", "graphother")
@@ -377,9 +359,6 @@ ModelLike: TypeAlias = Any
 """A module class; a factory, which takes no arguments and returns a module; a module;
 or a state, which is any object with graphdef, graphstate and graphother. Modules and
 states may be abstract."""
-
-Below: TypeAlias = tuple[tuple[PathPart, ...], str, Any]
-"""A leaf below a path of a module: the rest of its path, its path kinds, its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -559,7 +538,9 @@ def stored_blueprint(
         MismatchError: The leaves do not match the structure.
     """
     paths = graph_paths(graphdef)
-    below: dict[GraphPath, list[Below]] = defaultdict(list)
+    # the rest of the path of each leaf, its path kinds, its value
+    below: dict[GraphPath, list[tuple[tuple[PathPart, ...], str, Any]]]
+    below = defaultdict(list)
     part_of: dict[GraphPath, str] = {}
     for leaf in leaves.values():
         if leaf.path[:1] not in {(part,) for part in PARTS}:

@@ -67,11 +67,9 @@ from storesvc_client.trees.nnx.blueprints import (
     cast_floating,
     check_tx,
     draw_blueprint,
-    placed_like_parameters,
-    replicated_sharding,
+    place_like_parameters,
     stand_in,
     stored_blueprint,
-    updated_opt_state,
 )
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
@@ -314,7 +312,7 @@ def _planned_state(
         like["step"] = jax.ShapeDtypeStruct((), dtype)
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
-        like = _place_like_parameters(like, blueprint.graphstate, known)
+        like = place_like_parameters(like, blueprint.graphstate, known)
     like |= added
     lacking = optimizer_keys(opt_state) if initialises_optimizer else frozenset()
     if options.initialises:
@@ -568,7 +566,7 @@ def plan_opt_state(stored: Stored, state: Any) -> RestoreRequest:
     mesh, rules = state.mesh, partition_rules_of(state.model)
     if mesh is None or rules is None:
         options = Options()
-        like = _place_like_parameters(like, state.graphstate, state.opt_state)
+        like = place_like_parameters(like, state.graphstate, state.opt_state)
     else:
         options = Options(mesh=mesh, rules=rules, indivisible="replicate")
     select = _select_keys(stored, like, options)
@@ -749,18 +747,17 @@ def _initialises_optimizer(
 def _abstract_opt_state(
     stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
 ) -> optax.OptState:
-    """Returns the initial state of an optimizer, or its state after an update.
-
-    The latter only if it, and not the initial state, has the checkpoint's leaves.
-    """
+    """Returns the state of an optimizer, initial or after an update, that was saved."""
     initial = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
     if optimizer_keys(initial) == saved:
         return initial
-    updated = updated_opt_state(tx, initial, graphstate)
-    return (
-        updated if updated is not None and optimizer_keys(updated) == saved else initial
-    )
+    # A few optimizers, such as optax.monitor, have some leaves only after an update.
+    try:
+        updated = jax.eval_shape(tx.update, graphstate, initial, graphstate)[1]
+    except Exception:  # noqa: BLE001 - the caller's own code
+        return initial
+    return updated if optimizer_keys(updated) == saved else initial
 
 
 def optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
@@ -775,21 +772,6 @@ def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
     # An optimizer without leaves was saved, or select= leaves all of them out.
     is_empty = not any(key.startswith("opt_state") for key in all_keys)
     return bool(_opt_state_keys(stored)) or (saved and is_empty)
-
-
-def _place_like_parameters(
-    like: dict[str, Any], graphstate: GraphState, known: Any
-) -> dict[str, Any]:
-    """Returns the abstract step and optimizer state with the parameters' placement."""
-    placed = {
-        **like,
-        "opt_state": placed_like_parameters(like["opt_state"], graphstate, known),
-    }
-    sharding = replicated_sharding(graphstate)
-    if "step" in like and sharding is not None:
-        dtype = like["step"].dtype
-        placed["step"] = jax.ShapeDtypeStruct((), dtype, sharding=sharding)
-    return placed
 
 
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:

@@ -325,7 +325,17 @@ def restore_model(
         progress=progress,
     )
     request = Request(model=model, allow=allow, options=wanted)
-    return rebuild_module(reader, request)
+    if is_pytree(reader) and model is not None:
+        module, pytree = plan_pytree(reader, request)
+        restored = reader.restore(pytree, deadline)
+        nnx.update(module, restored[0] if isinstance(restored, list) else restored)
+        return module
+    with add_advice(reader, request):
+        plan = plan_module(reader, request)
+        # 4. Restore the leaves.
+        restored = reader.restore(plan.restore_request, deadline)
+    # 5. Merge the parts.
+    return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
 
 
 def rebuild_state(reader: TreeReader, request: Request) -> Any:
@@ -376,21 +386,6 @@ def create_state(plan: Plan, restored: Any) -> Any:
         statics = added_fields(state, static=True)
         fields |= {name: getattr(request.model, name) for name in statics}
     return replace_fields(state, **fields) if fields else state
-
-
-def rebuild_module(reader: TreeReader, request: Request) -> Any:
-    """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    if is_pytree(reader) and request.model is not None:
-        module, wanted = plan_pytree(reader, request)
-        restored = reader.restore(wanted, request.options.deadline)
-        nnx.update(module, restored[0] if isinstance(restored, list) else restored)
-        return module
-    with add_advice(reader, request):
-        plan = plan_module(reader, request)
-        # 4. Restore the leaves.
-        restored = reader.restore(plan.restore_request, request.options.deadline)
-    # 5. Merge the parts.
-    return merge_by_path(plan.blueprint.graphdef, *plan.merge(restored))
 
 
 def _fill(tree: Any, values: Any) -> Any:

@@ -207,13 +207,6 @@ def portable_key(cls: Any, key: Any) -> Any:
     return int(key) if has_int_keys and is_int and str(int(key)) == key else key
 
 
-def setup_flags(state: Any) -> list[bool]:
-    """Returns the flags of a ``PytreeState``: initializing, is_setup."""
-    treedef: Any = jax.tree.structure(state)
-    _, flags = treedef.node_data() or (None, (False, False))
-    return [bool(flag) for flag in flags]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
     """A function of jax that creates initializers."""
@@ -670,8 +663,10 @@ class _Encoder:
             if not ("static" in child and self._is_cached(cls, key))
         ]
         document["data"] = self._data(cls, vars(node).get(NODES, {}))
-        if any(flags := setup_flags(vars(node).get(STATE))):
-            document["state"] = flags
+        treedef: Any = jax.tree.structure(vars(node).get(STATE))
+        _, flags = treedef.node_data() or (None, ())
+        if any(flags):  # initializing, is_setup
+            document["state"] = [bool(flag) for flag in flags]
         return document
 
     def _data(self, cls: type[Any], flags: Any) -> JSON:

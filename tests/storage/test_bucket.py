@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,13 @@ ODD_PLACES = (
     "k/" * 300 + "k",
 )
 """Names that each storage either stores like any other, or rejects."""
+
+
+async def read_data(bucket: TensorStoreBucket, place: str) -> bytes:
+    """Returns the contents of an object that is there."""
+    stored = await bucket.read(place)
+    assert stored is not None
+    return stored.data
 
 
 class BucketTests:
@@ -124,9 +130,7 @@ class BucketTests:
             await bucket.write("a", b"3", condition=first)
         with pytest.raises(PreconditionError):
             await bucket.write("b", b"3", condition=second)
-        stored = await bucket.read("a")
-        assert stored is not None
-        assert b"2" == stored.data
+        assert b"2" == await read_data(bucket, "a")
 
     async def test_of_many_creators_one_wins(self, bucket: TensorStoreBucket) -> None:
         async def create(number: int) -> Generation | None:
@@ -160,9 +164,7 @@ class BucketTests:
 
         count = self.rounds(20)
         await asyncio.gather(*(increment() for _ in range(count)))
-        stored = await bucket.read("n")
-        assert stored is not None
-        assert str(count).encode() == stored.data
+        assert str(count).encode() == await read_data(bucket, "n")
 
     async def test_a_conditional_delete_happens_on_its_condition_only(
         self, bucket: TensorStoreBucket
@@ -308,9 +310,7 @@ class BucketTests:
         else:
             assert not self.refuses(place)
             await bucket.write(place, b"2", condition=first)
-            stored = await bucket.read(place)
-            assert stored is not None
-            assert b"2" == stored.data
+            assert b"2" == await read_data(bucket, place)
             assert [place] == await bucket.list(place)
             await bucket.delete(place)
             assert await bucket.read(place) is None
@@ -322,9 +322,7 @@ class BucketTests:
         parts = [bytes([i % 251]) * i for i in range(2000)]
         await bucket.write_new("pool/x/y", [memoryview(part) for part in parts])
 
-        stored = await bucket.read("pool/x/y")
-        assert stored is not None
-        assert b"".join(parts) == stored.data
+        assert b"".join(parts) == await read_data(bucket, "pool/x/y")
 
 
 RACING = """
@@ -364,15 +362,8 @@ class SharedBucketTests(BucketTests):
     ) -> None:
         root, rounds = self.root(tmp_path), self.rounds(100)
 
-        async def content(place: str) -> bytes:
-            stored = await (await TensorStoreBucket.open(root)).read(place)
-            assert stored is not None
-            return stored.data
-
-        async def prepare() -> None:
-            await (await TensorStoreBucket.open(root)).write("count", b"0")
-
-        asyncio.run(prepare())
+        bucket = asyncio.run(TensorStoreBucket.open(root))
+        asyncio.run(bucket.write("count", b"0"))
         racers = {
             name: subprocess.Popen(
                 [sys.executable, "-c", RACING, root, name, str(rounds)],
@@ -398,8 +389,8 @@ class SharedBucketTests(BucketTests):
                 won[turn] = name
         assert list(range(rounds)) == sorted(won)
         for turn in (0, rounds - 1):
-            assert won[turn].encode() == asyncio.run(content(f"r/{turn}"))
-        assert str(2 * rounds).encode() == asyncio.run(content("count"))
+            assert won[turn].encode() == asyncio.run(read_data(bucket, f"r/{turn}"))
+        assert str(2 * rounds).encode() == asyncio.run(read_data(bucket, "count"))
 
 
 class CountedBucketTests(BucketTests):
@@ -617,17 +608,10 @@ def test_the_root_sets_the_number_of_concurrent_requests() -> None:
     assert 9 == storage_at("gs://bucket/prefix?concurrency=9").concurrency
 
 
-def test_a_storage_that_fails_is_unavailable() -> None:
-    @asynccontextmanager
-    async def bucket() -> AsyncIterator[TensorStoreBucket]:
-        yield await TensorStoreBucket.open("file:///proc/nowhere")
-
-    async def main() -> None:
-        async with bucket() as opened:
-            await opened.write("a", b"")
-
+async def test_a_storage_that_fails_is_unavailable() -> None:
+    bucket = await TensorStoreBucket.open("file:///proc/nowhere")
     with pytest.raises(StorageUnavailableError, match="a: the storage failed"):
-        asyncio.run(main())
+        await bucket.write("a", b"")
 
 
 def test_an_error_of_a_file_does_not_name_the_folder_of_the_store(

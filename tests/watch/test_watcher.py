@@ -2,8 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -159,6 +159,16 @@ async def begun(watch: Watch) -> str:
     return event.token
 
 
+@asynccontextmanager
+async def watching(
+    process: Process, of: RunName | str = RUN, token: str = ""
+) -> AsyncIterator[Watch]:
+    """Yields a watch that has begun."""
+    async with aclosing(process.watch(of, token)) as watch:
+        await begun(watch)
+        yield watch
+
+
 async def test_a_watch_begins_with_a_token_and_reports_only_later_changes(
     bucket: FaultyBucket,
 ) -> None:
@@ -176,8 +186,7 @@ async def test_a_change_of_this_process_is_reported_without_waiting_for_a_poll(
     bucket: FaultyBucket,
 ) -> None:
     process = Process(bucket, poll_seconds=1000)
-    async with aclosing(process.watch()) as watch:
-        await begun(watch)
+    async with watching(process) as watch:
         for step in range(5):
             committed = await process.commit(step)
             assert [step] == await take(watch, 1)
@@ -193,8 +202,7 @@ async def test_a_change_of_another_process_is_reported_by_the_next_poll(
     bucket: FaultyBucket,
 ) -> None:
     here, there = Process(bucket), Process(bucket)
-    async with aclosing(here.watch()) as watch:
-        await begun(watch)
+    async with watching(here) as watch:
         for step in range(20):
             await there.commit(step)
 
@@ -214,8 +222,7 @@ async def test_a_change_announced_before_a_watch_that_lands_later_is_reported(
         assert [4] == await take(watch, 1)
         await process.land(underway)
         assert [2] == await take(watch, 1)
-    async with aclosing(Process(bucket).watch(token=token)) as watch:
-        await begun(watch)
+    async with watching(Process(bucket), token=token) as watch:
         assert [2, 4] == await take(watch, 2)
         await process.land(crashed)
         assert [3] == await take(watch, 1)
@@ -228,8 +235,7 @@ async def test_a_commit_is_reported_even_if_the_clock_of_its_process_is_far_behi
     underway = await process.announce(await process.begin(1))
     for step in range(2, 100):
         await process.commit(step)
-    async with aclosing(Process(bucket).watch()) as watch:
-        await begun(watch)
+    async with watching(Process(bucket)) as watch:
         await process.land(underway)
 
         assert [1] == await take(watch, 1)
@@ -239,8 +245,7 @@ async def test_a_token_that_waits_for_a_change_expires_with_its_announcement(
     bucket: FaultyBucket,
 ) -> None:
     process = Process(bucket)
-    async with aclosing(process.watch()) as watch:
-        await begun(watch)
+    async with watching(process) as watch:
         underway = await process.announce(await process.begin(1))
         await process.commit(2)
         ((_, event),) = await take_events(watch, 1)
@@ -258,14 +263,12 @@ async def test_a_watch_begins_while_old_announcements_are_trimmed(
     process, there = Process(bucket), Process(bucket)
     await there.announce(await there.begin(1))
     await there.commit(2)
-    async with aclosing(process.watch()) as first:
-        await begun(first)
+    async with watching(process) as first:
         (feed,) = process.watcher._feeds.values()
         feed._cache._resolved.clear()
         feed._cache._announced.clear()
         await bucket.delete(layout.announcement("n", 1))
-        async with aclosing(process.watch()) as watch:
-            await begun(watch)
+        async with watching(process) as watch:
             await there.commit(3)
             assert [3] == await take(watch, 1)
 
@@ -347,9 +350,7 @@ async def test_a_slow_watch_neither_delays_others_nor_takes_more_memory(
     bucket: FaultyBucket,
 ) -> None:
     process = Process(bucket, kept=20)
-    async with aclosing(process.watch()) as slow, aclosing(process.watch()) as fast:
-        await begun(slow)
-        await begun(fast)
+    async with watching(process) as slow, watching(process) as fast:
         for step in range(100):
             await process.commit(step)
             assert [step] == await take(fast, 1)
@@ -363,15 +364,13 @@ async def test_a_slow_watch_neither_delays_others_nor_takes_more_memory(
 
 async def test_a_token_comes_from_time_to_time(bucket: FaultyBucket) -> None:
     process = Process(bucket, token_seconds=0.05)
-    async with aclosing(process.watch()) as watch:
-        await begun(watch)
+    async with watching(process) as watch:
         await process.commit(1, RunName("n", "other"))
         for _ in range(3):
             token = await begun(watch)
         await process.commit(2)
         assert [2] == await take(watch, 1)
-    async with aclosing(Process(bucket).watch(token=token)) as watch:
-        await begun(watch)
+    async with watching(Process(bucket), token=token) as watch:
         assert [2] == await take(watch, 1)
 
 
@@ -450,8 +449,8 @@ async def test_a_token_of_elsewhere_or_of_long_ago_is_rejected(
     for token in (old, first):
         with pytest.raises(ResumeTokenExpiredError, match="list the checkpoints"):
             await anext(process.watch(RUN, token))
-    async with aclosing(process.watch(RUN, last)) as watch:
-        await begun(watch)
+    async with watching(process, RUN, last):
+        pass
     await bucket.delete(layout.announcement("n", 3))
     with pytest.raises(InvalidResumeTokenError, match="got announcement 3"):
         await anext(Process(bucket).watch(RUN, last))
@@ -518,8 +517,7 @@ async def test_after_damage_a_watch_goes_on_with_the_last_token(
                     if len(steps) == 2:
                         break
         assert expected == steps
-    async with aclosing(Process(bucket).watch("n")) as watch:
-        await begun(watch)
+    async with watching(Process(bucket), "n") as watch:
         await process.commit(5)
         assert [5] == await take(watch, 1)
 
@@ -528,23 +526,19 @@ async def test_a_damaged_announcement_ends_the_watches_once(
     bucket: FaultyBucket,
 ) -> None:
     process = Process(bucket)
-    async with aclosing(process.watch()) as watch:
-        await begun(watch)
+    async with watching(process) as watch:
         await bucket.write(layout.announcement("n", 1), b"noise")
         token = await begun(watch)
         with pytest.raises(CorruptDataError, match="is damaged"):
             await anext(watch)
-    async with aclosing(process.watch(token=token)) as watch:
-        await begun(watch)
+    async with watching(process, token=token) as watch:
         await process.commit(2)
         assert [2] == await take(watch, 1)
 
 
 async def test_a_process_has_a_limit_of_watches(bucket: FaultyBucket) -> None:
     process = Process(bucket, max_watches=2)
-    async with aclosing(process.watch()) as one, aclosing(process.watch("m")) as two:
-        await begun(one)
-        await begun(two)
+    async with watching(process) as one, watching(process, "m") as two:
         with pytest.raises(LimitExceededError, match="at most 2 watches"):
             await anext(process.watch())
     async with aclosing(process.watch()) as watch:

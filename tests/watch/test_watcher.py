@@ -263,7 +263,7 @@ async def test_a_watch_begins_while_old_announcements_are_trimmed(
     process, there = Process(bucket), Process(bucket)
     await there.announce(await there.begin(1))
     await there.commit(2)
-    async with watching(process) as first:
+    async with watching(process):
         (feed,) = process.watcher._feeds.values()
         feed._cache._resolved.clear()
         feed._cache._announced.clear()
@@ -538,7 +538,7 @@ async def test_a_damaged_announcement_ends_the_watches_once(
 
 async def test_a_process_has_a_limit_of_watches(bucket: FaultyBucket) -> None:
     process = Process(bucket, max_watches=2)
-    async with watching(process) as one, watching(process, "m") as two:
+    async with watching(process), watching(process, "m"):
         with pytest.raises(LimitExceededError, match="at most 2 watches"):
             await anext(process.watch())
     async with aclosing(process.watch()) as watch:

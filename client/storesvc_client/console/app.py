@@ -29,7 +29,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
-from starlette.datastructures import URL, Headers, MutableHeaders
+from starlette.datastructures import URL, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import (
@@ -146,7 +146,9 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """Returns the response to a request that may not pass; None if it may."""
-        if _parse_host(request.headers) not in self._access.hosts:
+        host = request.headers.get("host", "")
+        name, colon, port = host.rpartition(":")
+        if (name if colon and port.isdecimal() else host) not in self._access.hosts:
             return PlainTextResponse(
                 "expected the name of this machine as the host; open the address that "
                 "storectl console printed\n",
@@ -158,7 +160,7 @@ class Guard:
             request.cookies.get(cookie_name(request.url), ""), self._access.key
         ):
             return self._admission(request)
-        own = f"{request.url.scheme}://{request.headers.get('host')}"
+        own = f"{request.url.scheme}://{host}"
         if request.method not in _SAFE and request.headers.get("origin") != own:
             return PlainTextResponse(
                 "expected a change from a page of this console, got one of another "
@@ -193,13 +195,6 @@ class Guard:
 def cookie_name(url: URL) -> str:
     """Returns the name of the cookie of the console at an address."""
     return f"storesvc-console-{url.port or 80}"
-
-
-def _parse_host(headers: Headers) -> str:
-    """Returns the name in the Host header, without its port."""
-    host = headers.get("host", "")
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdecimal() else host
 
 
 def _equal(one: str, other: str) -> bool:

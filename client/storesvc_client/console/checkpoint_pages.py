@@ -154,11 +154,13 @@ def _open_rows(
     step = next((node for node in nodes if way and _leads(node, way)), None)
     rest = way[len(step.parts) :] if step else ()
     is_last = step is None
+    # a row of several stands for the step, and shows another one
+    is_hidden = step is not None and not any(one.node is step for one in groups(nodes))
     for row in _level(
         nodes,
         prefix,
         depth=depth,
-        apart=(apart and is_last) or (step is not None and _is_hidden(nodes, step)),
+        apart=(apart and is_last) or is_hidden,
         start=start if is_last else 0,
     ):
         if step is None or row.prefix != _join_key(prefix, step):
@@ -193,27 +195,45 @@ def _level(
 
 
 def _row(group: Group, parent: str, depth: int) -> Row:
-    node, leaf = group.node, group.node.leaf
-    times = f"{group.count:,} x " if group.count > 1 else ""
-    return Row(
+    node, times = group.node, f"{group.count:,} x " if group.count > 1 else ""
+    row = (
+        _leaf_row(node.leaf)
+        if node.leaf
+        else Row(
+            prefix="",
+            parent="",
+            name="",
+            depth=0,
+            leaf=False,
+            content=count_text(node.leaf_count, "leaf"),
+            size=size_text(node.size_bytes),
+        )
+    )
+    return replace(
+        row,
         prefix=_join_key(parent, node),
         parent=parent,
         name=group.name,
         depth=depth,
-        leaf=leaf is not None,
-        content=times
-        + (dtype_text(leaf) if leaf else count_text(node.leaf_count, "leaf")),
-        shape=shape_text(leaf) if leaf else "",
-        size=times + size_text(node.size_bytes),
-        chunks=f"{leaf.chunk_count:,}" if leaf else "",
-        sharding=spec_text(leaf.sharding) if leaf else "",
+        content=times + row.content,
+        size=times + row.size,
         alike=group.count,
     )
 
 
-def _is_hidden(nodes: Sequence[Node], node: Node) -> bool:
-    """Returns whether a row of several stands for the node and shows another one."""
-    return not any(group.node is node for group in groups(nodes))
+def _leaf_row(leaf: LeafInfo) -> Row:
+    return Row(
+        prefix=leaf.key,
+        parent="",
+        name=leaf.key or "''",
+        depth=0,
+        leaf=True,
+        content=dtype_text(leaf),
+        shape=shape_text(leaf),
+        size=size_text(leaf.size_bytes),
+        chunks=f"{leaf.chunk_count:,}",
+        sharding=spec_text(leaf.sharding),
+    )
 
 
 def _below(nodes: Sequence[Node], prefix: str) -> tuple[Sequence[Node], int]:
@@ -361,7 +381,7 @@ def _tree(visit: Visit, run: Run, found: Found) -> Mapping[str, Any]:
     if words:
         matching = _matching(found.content, words)
         start = visit.number("from")
-        rows = [_leaf_row(leaf) for leaf in matching[start : start + LEVEL]]
+        rows = [*map(_leaf_row, matching[start : start + LEVEL])]
         return values | {"rows": rows, "match_count": len(matching)}
     rows = opened_rows(
         found.content.nodes,
@@ -382,21 +402,6 @@ def _matching(content: Content, words: str) -> Sequence[LeafInfo]:
     if any(char in words for char in "*?["):
         return [leaves[key] for key in matching_keys(words, leaves.keys())]
     return [leaf for key, leaf in leaves.items() if words in key]
-
-
-def _leaf_row(leaf: LeafInfo) -> Row:
-    return Row(
-        prefix=leaf.key,
-        parent="",
-        name=leaf.key or "''",
-        depth=0,
-        leaf=True,
-        content=dtype_text(leaf),
-        shape=shape_text(leaf),
-        size=size_text(leaf.size_bytes),
-        chunks=f"{leaf.chunk_count:,}",
-        sharding=spec_text(leaf.sharding),
-    )
 
 
 def _neighbours(run: Run, step: int) -> Mapping[str, int | None]:
@@ -473,18 +478,14 @@ def show_leaf(visit: Visit) -> Page:
 
 
 def _find_leaf(opened: OpenCheckpoint, key: str) -> LeafInfo:
-    try:
+    if key in opened.leaves:
         return opened.leaves[key]
-    except KeyError:
-        nearest = nearest_keys(key, opened.leaves.keys())
-        hint = f"nearest: {', '.join(nearest)}" if nearest else "list its leaves"
-        raise NotFoundError(
-            f"{opened.name} has no leaf {key!r}; {hint}",
-            metadata={
-                "checkpoint": opened.name,
-                "nearest_keys": "\n".join(nearest),
-            },
-        ) from None
+    nearest = nearest_keys(key, opened.leaves.keys())
+    hint = f"nearest: {', '.join(nearest)}" if nearest else "list its leaves"
+    raise NotFoundError(
+        f"{opened.name} has no leaf {key!r}; {hint}",
+        metadata={"checkpoint": opened.name, "nearest_keys": "\n".join(nearest)},
+    )
 
 
 DIFF_ROWS: Final = 200

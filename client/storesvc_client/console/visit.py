@@ -185,7 +185,13 @@ def read_values(opened: OpenCheckpoint, leaf: LeafInfo) -> LeafValues:
         statistics = leaf_statistics(leaf, chunks)
     return LeafValues(
         index=_index(array.ndim, shown.shape),
-        rows=tuple(tuple(map(_text, row)) for row in shown.tolist()),
+        rows=tuple(
+            tuple(
+                number_text(one) if isinstance(one, int | float | complex) else str(one)
+                for one in row
+            )
+            for row in shown.tolist()
+        ),
         statistics=statistics,
     )
 
@@ -208,12 +214,6 @@ def _index(rank: int, shape: Sequence[int]) -> str:
         return f"[0:{shape[1]}]"
     leading = ["0"] * (rank - 2)
     return f"[{', '.join([*leading, *(f'0:{size}' for size in shape)])}]"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool | int | float | complex):
-        return number_text(value)
-    return str(value)
 
 
 _KEPT_OPENED: Final = 6

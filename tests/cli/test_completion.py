@@ -154,9 +154,7 @@ def test_bash_completes_what_a_command_accepts(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_names_of_metrics_are_quoted_where_a_condition_needs_it(
-    metrics: str,
-) -> None:
+def test_names_of_metrics_are_quoted_where_a_condition_needs_it(metrics: str) -> None:
     found = completed(
         "storectl ls prod/quoted --where ev",
         "storectl ls prod/quoted --where '\"ev",

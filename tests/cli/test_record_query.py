@@ -220,8 +220,7 @@ def test_a_size_has_a_unit_of_powers_of_1000_or_1024(text: str, expected: int) -
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "GiB", "1iB", "-1", "1.5.1", "1GB2", "0x10", "1_", "1__0MB", "9" * 400],
+    "text", ["", "GiB", "1iB", "-1", "1.5.1", "1GB2", "0x10", "1_", "1__0MB", "9" * 400]
 )
 def test_other_texts_are_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size"):

@@ -88,22 +88,13 @@ TAGGED: Final = [
                 ["intent", "DeleteCheckpoint", "prod/llama@1", "-"],
             ],
         ),
-        (
-            ["--run", "prod/llama", "--method", "SetTag"],
-            TAGGED,
-        ),
+        (["--run", "prod/llama", "--method", "SetTag"], TAGGED),
         (["--run", "prod/other", "--method", "SetTag"], []),
         (["--principal", "user:ana"], []),
         (["--authentication", "anonymous"], []),
-        (
-            ["--authentication", "local", "--method", "SetTag"],
-            TAGGED,
-        ),
+        (["--authentication", "local", "--method", "SetTag"], TAGGED),
         (["--stage", "denied", "--since", "1h"], []),
-        (
-            ["--method", "SetTag", "--since", "2020-01-01T00:00Z"],
-            TAGGED,
-        ),
+        (["--method", "SetTag", "--since", "2020-01-01T00:00Z"], TAGGED),
     ],
     ids=range(8),
 )

@@ -118,10 +118,7 @@ def test_a_hold_is_renewed_while_the_command_runs(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(
-    number: signal.Signals,
-    server_address: str,
-    saved: store.Run,
-    start: Start,
+    number: signal.Signals, server_address: str, saved: store.Run, start: Start
 ) -> None:
     script = (
         "import signal, sys\n"
@@ -261,8 +258,7 @@ def test_a_hold_of_no_time_is_rejected(server_address: str, saved: store.Run) ->
 
 @pytest.mark.slow
 def test_a_hold_lasts_through_a_restart_of_the_server(
-    start_server: Callable[..., ServerProcess],
-    start: Start,
+    start_server: Callable[..., ServerProcess], start: Start
 ) -> None:
     server = start_server()
     with store.connect(server.address) as client:

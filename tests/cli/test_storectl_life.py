@@ -11,13 +11,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
-from tests.support.command_line import (
-    COMMAND,
-    Storectl,
-    on_a_terminal,
-    storectl,
-    table,
-)
+from tests.support.command_line import COMMAND, Storectl, on_a_terminal, storectl, table
 from tests.support.contract import Writer
 
 

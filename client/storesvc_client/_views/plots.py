@@ -231,12 +231,7 @@ def _drawing(title: str, points: Sequence[Point]) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _axes(
-    x: Place,
-    x_ticks: Ticks,
-    y: Place,
-    y_ticks: Ticks,
-) -> list[str]:
+def _axes(x: Place, x_ticks: Ticks, y: Place, y_ticks: Ticks) -> list[str]:
     """Returns axes, lines at the ticks, and their texts."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
@@ -270,13 +265,7 @@ def _segment(
     )
 
 
-def _line(
-    points: Sequence[Point],
-    x: Place,
-    y: Place,
-    *,
-    dots: bool,
-) -> list[str]:
+def _line(points: Sequence[Point], x: Place, y: Place, *, dots: bool) -> list[str]:
     """Returns a line for each part between gaps, and the dots."""
     parts, stretch = [], list[tuple[int, float]]()
     for step, value in [*points, (0, None)]:

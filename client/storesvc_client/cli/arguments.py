@@ -253,10 +253,7 @@ class WholeNumber(click.IntRange):
     """A whole number within bounds; anything else is rejected with them."""
 
     def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         """Returns the number."""
         try:

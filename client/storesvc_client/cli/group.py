@@ -286,13 +286,7 @@ def _command(name: str) -> click.Command:
 @global_options
 @click.version_option(package_name="storesvc", message="storectl %(version)s")
 @click.pass_context
-def main(
-    ctx: click.Context,
-    /,
-    *,
-    verbose: bool,
-    **_: object,
-) -> None:
+def main(ctx: click.Context, /, *, verbose: bool, **_: object) -> None:
     """Inspect, change or serve a checkpoint store.
 
     \b

@@ -42,11 +42,7 @@ from typing import Any, Final, Self, TypeAlias
 
 import click
 
-from storesvc_client._values.expressions import (
-    MAX_NESTING,
-    ExpressionReader,
-    Token,
-)
+from storesvc_client._values.expressions import MAX_NESTING, ExpressionReader, Token
 from storesvc_client._views.texts import dtype_text, natural_key, plural, shape_text
 from storesvc_client.cli.errors import nearest
 from storesvc_client.cli.paths import (

@@ -92,9 +92,7 @@ LISTING: Final["Listing[AuditEntry]"] = Listing(
     help="List only what is about this run, or about a namespace and its runs.",
 )
 @click.option(
-    "--stage",
-    type=click.Choice(STAGES),
-    help="List only entries of this stage.",
+    "--stage", type=click.Choice(STAGES), help="List only entries of this stage."
 )
 @click.option(
     "--authentication",

@@ -24,12 +24,7 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.completion import Part, Which, complete_path, complete_tag
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal, json_line
-from storesvc_client.cli.output import (
-    Listing,
-    print_fields,
-    print_json,
-    print_note,
-)
+from storesvc_client.cli.output import Listing, print_fields, print_json, print_note
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -216,11 +211,7 @@ def metric(text: str) -> tuple[str, float]:
     help="Set a label; the others stay. Repeatable, like all options but --pin.",
 )
 @click.option(
-    "--remove-label",
-    "no_labels",
-    metavar="KEY",
-    multiple=True,
-    help="Remove a label.",
+    "--remove-label", "no_labels", metavar="KEY", multiple=True, help="Remove a label."
 )
 @click.option(
     "--metric",
@@ -295,9 +286,7 @@ def update(
 
 
 def _update_with_retries(
-    run: "Run",
-    path: CheckpointPath,
-    change: "Callable[[Run, Checkpoint], Checkpoint]",
+    run: "Run", path: CheckpointPath, change: "Callable[[Run, Checkpoint], Checkpoint]"
 ) -> "Checkpoint":
     """Changes a checkpoint; retries if another client has changed it."""
     from storesvc_client import ConflictError
@@ -337,11 +326,7 @@ def tag_name(text: str) -> str:
 @click.command(context_settings={"allow_extra_args": True})
 @path_argument("path", run_or_checkpoint)
 @click.argument(
-    "name",
-    type=tag_name,
-    metavar="[NAME]",
-    required=False,
-    shell_complete=complete_tag,
+    "name", type=tag_name, metavar="[NAME]", required=False, shell_complete=complete_tag
 )
 @click.option(
     "--protected/--unprotected",

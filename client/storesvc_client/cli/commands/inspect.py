@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from storesvc_client._views.tables import DIFFERENCES, ITEM_DIFFERENCES
-from storesvc_client._views.texts import (
-    count_text,
-    json_value,
-    printable,
-    size_text,
-)
+from storesvc_client._views.texts import count_text, json_value, printable, size_text
 from storesvc_client.cli.arguments import (
     expand_option,
     foreign_options,
@@ -32,11 +27,7 @@ from storesvc_client.cli.paths import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import (
-        Client,
-        Diff,
-        Verification,
-    )
+    from storesvc_client import Client, Diff, Verification
     from storesvc_client._foreign.comparison import Comparison
 
 

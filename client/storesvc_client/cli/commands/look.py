@@ -46,10 +46,7 @@ from storesvc_client.cli.arguments import (
     readable_checkpoint,
     readable_path,
 )
-from storesvc_client.cli.completion import (
-    complete_condition,
-    complete_order,
-)
+from storesvc_client.cli.completion import complete_condition, complete_order
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.leaves import (
@@ -58,12 +55,7 @@ from storesvc_client.cli.leaves import (
     select_leaves,
     unread_notes,
 )
-from storesvc_client.cli.output import (
-    print_fields,
-    print_json,
-    print_note,
-    print_table,
-)
+from storesvc_client.cli.output import print_fields, print_json, print_note, print_table
 from storesvc_client.cli.parent_details import View, read_view
 from storesvc_client.cli.paths import (
     CheckpointPath,
@@ -315,11 +307,7 @@ _SHOWN_ITEMS: Final = 20
 @json_option
 @pass_connection
 def stat(
-    connection: Connection,
-    *,
-    path: StorePath,
-    options: ForeignOptions,
-    as_json: bool,
+    connection: Connection, *, path: StorePath, options: ForeignOptions, as_json: bool
 ) -> None:
     """Show details of a namespace, a run, a checkpoint or a leaf.
 

@@ -42,11 +42,7 @@ from storesvc_client.cli.output import (
     report,
 )
 from storesvc_client.cli.parent_details import usage_fields
-from storesvc_client.cli.paths import (
-    CheckpointPath,
-    NamespacePath,
-    RunPath,
-)
+from storesvc_client.cli.paths import CheckpointPath, NamespacePath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import (

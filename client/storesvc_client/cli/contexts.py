@@ -180,11 +180,11 @@ class _Reader:
         return file
 
     def _at(self, path: tuple[str, ...], key: str, problem: str) -> Refusal:
-        line = next(self._found(path, key), None)
+        line = next(self._find_lines(path, key), None)
         where = "" if line is None else f" line {line}"
         return Refusal(f"{self._place}{where}: {problem}; correct the file")
 
-    def _found(self, path: tuple[str, ...], key: str) -> Iterator[int]:
+    def _find_lines(self, path: tuple[str, ...], key: str) -> Iterator[int]:
         """Yields the line of a key of a table, or of the table if the key is ""."""
         outer, inner = ".".join(path), ".".join((*path, key) if key else path)
         table = ""

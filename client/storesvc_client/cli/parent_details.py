@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from storesvc_client._views.tables import LEAVES, Column, Shrink, Table
+from storesvc_client._views.tables import LEAVES, SIZE, STEP, Column, Shrink, Table
 from storesvc_client._views.texts import (
     ABSENT,
     json_value,
@@ -105,14 +105,16 @@ def age_text(time: datetime | None, now: datetime) -> str:
     return next(f"{seconds // s}{unit}" for s, unit in units if seconds >= s or s == 1)
 
 
+_AGE: Final = Column("AGE", right=True)
+_LEAF_COUNT: Final = Column("LEAVES", right=True, is_minor=True)
+_LABELS: Final = Column("LABELS", shrink=Shrink.END)
+
 _RUNS: Final["Listing[RunInfo]"] = Listing(
     Table(
         "run",
         (
-            Column("RUN"),
-            Column("LATEST", right=True),
-            Column("CREATED", shrink=Shrink.TIME),
-            Column("AGE", right=True),
+            *(Column("RUN"), Column("LATEST", right=True)),
+            *(Column("CREATED", shrink=Shrink.TIME), _AGE),
         ),
         lambda run: (
             run.name,
@@ -126,14 +128,9 @@ _CHECKPOINTS: Final = Listing(
     Table(
         "checkpoint",
         (
-            Column("STEP", right=True),
-            Column("COMMITTED", shrink=Shrink.TIME, is_minor=True),
-            Column("AGE", right=True),
-            Column("SIZE", right=True),
-            Column("LEAVES", right=True, is_minor=True),
-            Column("TAGS", shrink=Shrink.END),
-            Column("PINNED", shrink=Shrink.END),
-            Column("LABELS", shrink=Shrink.END),
+            *(STEP, Column("COMMITTED", shrink=Shrink.TIME, is_minor=True), _AGE, SIZE),
+            *(_LEAF_COUNT, Column("TAGS", shrink=Shrink.END)),
+            *(Column("PINNED", shrink=Shrink.END), _LABELS),
         ),
         _checkpoint_row,
     ),
@@ -144,12 +141,8 @@ _FOREIGN: Final["Listing[ForeignInfo]"] = Listing(
     Table(
         "checkpoint",
         (
-            Column("STEP", right=True),
-            Column("WRITTEN", shrink=Shrink.TIME, is_minor=True),
-            Column("AGE", right=True),
-            Column("SIZE", right=True),
-            Column("LEAVES", right=True, is_minor=True),
-            Column("LABELS", shrink=Shrink.END),
+            *(STEP, Column("WRITTEN", shrink=Shrink.TIME, is_minor=True), _AGE, SIZE),
+            *(_LEAF_COUNT, _LABELS),
         ),
         lambda checkpoint: (
             str(checkpoint.step),
@@ -166,11 +159,8 @@ _DELETED: Final["Listing[Checkpoint]"] = Listing(
     Table(
         "deleted checkpoint",
         (
-            Column("STEP", right=True),
-            Column("DELETED", shrink=Shrink.TIME),
-            Column("PURGE", shrink=Shrink.TIME),
-            Column("SIZE", right=True),
-            Column("LABELS", shrink=Shrink.END),
+            *(STEP, Column("DELETED", shrink=Shrink.TIME)),
+            *(Column("PURGE", shrink=Shrink.TIME), SIZE, _LABELS),
         ),
         lambda checkpoint: (
             str(checkpoint.step),
@@ -337,6 +327,8 @@ def print_run(run: "Run", *, as_json: bool) -> None:
         DataLossError: The record of a checkpoint or a tag is damaged; the rest is
             printed before.
     """
+    from storesvc_client import format_policy
+
     damaged: list[DataLossError] = []
     usage = run.usage()
     # the store rejects lists of a run that has no checkpoint yet
@@ -354,7 +346,19 @@ def print_run(run: "Run", *, as_json: bool) -> None:
         holds=tuple(hold for hold in holds if hold.expire_time > now),
     )
     if as_json:
-        print_json(_run_document(details))
+        used = json_value(usage)
+        del used["run"]
+        document = {
+            **json_value(details.info),
+            **used,
+            "first_step": details.summary.first_step,
+            "pinned_count": details.summary.pinned_count,
+            "retention": format_policy(details.policy) if details.policy else None,
+            "tags": json_value(details.tags),
+            "holds": json_value(details.holds),
+            "metrics": json_value(details.summary.metrics),
+        }
+        print_json(document)
     else:
         print_fields(run.name, _run_fields(details).items())
     report(damaged)
@@ -408,22 +412,6 @@ def usage_fields(counts: Mapping[str, int]) -> dict[str, str]:
         "stored": size_text(counts["stored_bytes"]),
         "distinct": size_text(counts["distinct_bytes"]),
         "data files": f"{counts['file_count']:,}",
-    }
-
-
-def _run_document(details: RunDetails) -> dict[str, Any]:
-    from storesvc_client import format_policy
-
-    used = {name: v for name, v in json_value(details.usage).items() if name != "run"}
-    return {
-        **json_value(details.info),
-        **used,
-        "first_step": details.summary.first_step,
-        "pinned_count": details.summary.pinned_count,
-        "retention": format_policy(details.policy) if details.policy else None,
-        "tags": json_value(details.tags),
-        "holds": json_value(details.holds),
-        "metrics": json_value(details.summary.metrics),
     }
 
 

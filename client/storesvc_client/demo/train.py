@@ -319,7 +319,13 @@ def main() -> None:
             arguments.process,
             initialization_timeout=120,
         )
-    for event in _events(arguments):
+    training = Training(arguments.mesh)
+    if arguments.store is None:
+        steps = training.steps(training.start(), until=arguments.steps)
+        events: Iterator[Event] = (step for _, step in steps)
+    else:
+        events = _stored_events(arguments, training)
+    for event in events:
         print(line(event), flush=True)
 
 
@@ -370,15 +376,8 @@ def _axes(text: str) -> dict[str, int]:
     }
 
 
-def _events(arguments: argparse.Namespace) -> Iterator[Event]:
-    training = Training(arguments.mesh)
-    if arguments.store is None:
-        return (s for _, s in training.steps(training.start(), until=arguments.steps))
-    return _stored_events(arguments, training)
-
-
 def _stored_events(
-    arguments: argparse.Namespace, training: "Training"
+    arguments: argparse.Namespace, training: Training
 ) -> Iterator[Event]:
     from storesvc_client.demo.processes import stop_at_kill_point
 

@@ -331,6 +331,8 @@ def retain(
       storectl retain prod/llama-8b --apply
       storectl retain prod/llama-8b --clear
     """
+    from storesvc_client import format_policy
+
     if dry_run + now + clear > 1 or (clear and wanted is not None):
         raise click.UsageError("expected one of POLICY, --dry-run, --apply and --clear")
     if dry_run and purge_delay is not None:
@@ -356,22 +358,16 @@ def retain(
             ends = _last_purge(run, decisions)
             if ends and not as_json:
                 _print_when(time_text(ends))
+            return
+        info, kept = run.info(), run.retention.get()
+        if as_json:
+            text = format_policy(kept) if kept else None
+            print_json(json_value(info) | {"retention": text})
+        elif kept is None:
+            print_note(f"{run.name} has no retention policy: all its checkpoints stay")
         else:
-            _print_policy(run, as_json=as_json)
-
-
-def _print_policy(run: "Run", *, as_json: bool) -> None:
-    from storesvc_client import format_policy
-
-    info, kept = run.info(), run.retention.get()
-    if as_json:
-        text = format_policy(kept) if kept else None
-        print_json(json_value(info) | {"retention": text})
-    elif kept is None:
-        print_note(f"{run.name} has no retention policy: all its checkpoints stay")
-    else:
-        click.echo(format_policy(kept))
-        _print_when(_delay_text(run))
+            click.echo(format_policy(kept))
+            _print_when(_delay_text(run))
 
 
 def _delay_text(run: "Run") -> str:

@@ -178,22 +178,17 @@ class Authenticator:
                 "administrator of the store",
                 claim="iss",
             )
-        verify(token, await self._keys(issuer).keys(found.kid), issuer)
+        if issuer not in self._issuers:
+            # Forgets the keys of issuers that are configured no more.
+            known_keys = self._issuers.items()
+            kept = {each: keys for each, keys in known_keys if each in document.issuers}
+            self._issuers = {**kept, issuer: IssuerKeys(issuer)}
+        verify(token, await self._issuers[issuer].keys(found.kid), issuer)
         principal = tokens.make_principal(issuer, found.claims, now=now)
         assert principal.expire_time is not None, "tokens expire"
         until = principal.expire_time + issuer.leeway
         self._known[key] = _Known(document, principal, until)
         return principal
-
-    def _keys(self, issuer: Issuer) -> IssuerKeys:
-        """Returns the keys of an issuer; forgets those that are configured no more."""
-        if issuer not in self._issuers:
-            current = set(self._document().issuers)
-            kept = {
-                each: keys for each, keys in self._issuers.items() if each in current
-            }
-            self._issuers = {**kept, issuer: IssuerKeys(issuer)}
-        return self._issuers[issuer]
 
 
 def find_bearer(metadata: Any) -> str | None:

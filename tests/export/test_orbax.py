@@ -93,19 +93,23 @@ def check(expected: Any, actual: Any) -> None:
     assert list(map(bits, ours)) == list(map(bits, theirs))
 
 
+def restored(step: Path, item: str = "default", *target: Any) -> Any:
+    """Returns what Orbax restores of a step."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(step / item, *target)
+
+
 def test_a_standard_checkpointer_restores_every_leaf(
     exports: Path, tree: dict[str, Any]
 ) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        check(tree, checkpointer.restore(exports / "v0" / "100" / "default"))
+    check(tree, restored(exports / "v0" / "100"))
 
 
 def test_a_standard_checkpointer_restores_into_a_target(
     exports: Path, tree: dict[str, Any]
 ) -> None:
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(exports / "v0" / "100" / "default", target)
+    found = restored(exports / "v0" / "100", "default", target)
 
     check(tree, found)
     assert tree["params"]["sharded"].sharding == found["params"]["sharded"].sharding
@@ -173,8 +177,7 @@ def test_leaves_are_selected_and_cast(saved: Save, tmp_path: Path) -> None:
         item="model",
     )
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "x" / "100" / "model")
+    found = restored(tmp_path / "x" / "100", "model")
     assert (0, 10) == (report.linked_bytes, report.leaf_count)
     assert {"params", "step"} == found.keys()
     for name, leaf in state()["params"].items():
@@ -208,8 +211,7 @@ def test_links_survive_the_end_of_the_checkpoint(saved: Save, tmp_path: Path) ->
     for file in data_files(tmp_path / "store"):  # as a collection does
         file.unlink()
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        check(tree, checkpointer.restore(tmp_path / "x" / "100" / "default"))
+    check(tree, restored(tmp_path / "x" / "100"))
 
 
 def test_steps_of_one_root_are_exported_one_after_the_other(
@@ -419,7 +421,6 @@ def test_a_step_in_a_bucket_is_complete_when_its_last_file_is(
 
     assert files.exists("/exports/orbax/100/commit_success.txt")
     files.get("/exports/orbax/", str(tmp_path / "x"), recursive=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        check(tree, checkpointer.restore(tmp_path / "x" / "100" / "default"))
+    check(tree, restored(tmp_path / "x" / "100"))
     with pytest.raises(store.PreconditionError, match="never replaced"):
         opened.export("orbax:memory://exports/orbax")

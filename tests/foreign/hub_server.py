@@ -85,7 +85,7 @@ class Hub:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         """Each is used once, by the first request that fits."""
-        self.on_request: Callable[[str], None] = lambda path: None
+        self.on_request: Callable[[str], object] = lambda path: None
         """Runs before a request is answered."""
         self._lock = threading.Lock()
         self._api = ThreadingHTTPServer(("127.0.0.1", 0), self._handler("hub"))
@@ -109,6 +109,13 @@ class Hub:
         return sum(
             each.body_bytes for each in self.requests if re.search(pattern, each.path)
         )
+
+    def authorizations(self) -> dict[str, set[str | None]]:
+        """Returns what requests to each server had as authorization."""
+        sent: dict[str, set[str | None]] = {"hub": set(), "storage": set()}
+        for request in self.requests:
+            sent[request.server].add(request.authorization)
+        return sent
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -64,6 +64,10 @@ def raw(name: str, data: bytes) -> Writer:
     return in_order(lambda folder: (folder / name).write_bytes(data))
 
 
+def linked(path: str, to: str = "/etc/passwd") -> Writer:
+    return lambda folder: (folder / path).symlink_to(to)
+
+
 SAFETENSORS: dict[str, Writer] = {
     "no header": raw("model.safetensors", b""),
     "cut length": raw("model.safetensors", b"\x08\0\0"),
@@ -110,11 +114,11 @@ SAFETENSORS: dict[str, Writer] = {
         }
     ),
     "BOOL of 2": header({"a": tensor(dtype="BOOL", shape=[8])}, b"\2\1\0\1\0\1\0\0"),
-    "link out": lambda folder: (folder / "model.safetensors").symlink_to("/etc/passwd"),
+    "link out": linked("model.safetensors"),
     "folder as file": lambda folder: (folder / "model.safetensors").mkdir(),
     "config that is a link out": in_order(
         lambda folder: write_header(folder, {"a": tensor()}),
-        lambda folder: (folder / "config.json").symlink_to("/etc/passwd"),
+        linked("config.json"),
     ),
     "config of 17 MB": in_order(
         lambda folder: write_header(folder, {"a": tensor()}),
@@ -169,9 +173,7 @@ INDEXES: dict[str, Writer] = {
     "many values": raw("model.safetensors.index.json", MANY),
     "name twice": raw("model.safetensors.index.json", TWICE),
     "65 MB": lambda folder: _grow(folder / "model.safetensors.index.json", 65 << 20),
-    "link out": lambda folder: (folder / "model.safetensors.index.json").symlink_to(
-        "/etc/passwd"
-    ),
+    "link out": linked("model.safetensors.index.json"),
 }
 
 ZARRAY: Final = {
@@ -247,30 +249,21 @@ EFORMER: dict[str, Writer] = {
     "metadata of 2 MB": changed(lambda d: _grow(d / "w" / ".zarray", 2 << 20)),
     "chunk that is too short": changed(lambda d: (d / "w" / "0").write_bytes(b"a")),
     "chunk that is a link out": changed(
-        in_order(
-            lambda d: (d / "w" / "0").unlink(),
-            lambda d: (d / "w" / "0").symlink_to("/etc/passwd"),
-        )
+        in_order(lambda d: (d / "w" / "0").unlink(), linked("w/0"))
     ),
     "folder that is a link out": changed(
-        in_order(
-            lambda d: (d / "w").rename(d / "v"), lambda d: (d / "w").symlink_to("/etc")
-        )
+        in_order(lambda d: (d / "w").rename(d / "v"), linked("w", "/etc"))
     ),
     "missing chunk": changed(lambda d: (d / "w" / "0").unlink()),
-    "step of 2^63": changed(
-        lambda d: (d / "metadata.json").write_text('{"step": 9223372036854775808}')
-    ),
-    "step that is a text": changed(
-        lambda d: (d / "metadata.json").write_text('{"step": "1"}')
-    ),
+    "step of 2^63": changed(raw("metadata.json", b'{"step": 9223372036854775808}')),
+    "step that is a text": changed(raw("metadata.json", b'{"step": "1"}')),
     "time that is none": changed(
-        lambda d: (d / "metadata.json").write_text('{"step": 0, "timestamp": "now"}')
+        raw("metadata.json", b'{"step": 0, "timestamp": "now"}')
     ),
-    "deep index": changed(lambda d: (d / "tensorstore_index.json").write_bytes(DEEP)),
-    "many values": changed(lambda d: (d / "tensorstore_index.json").write_bytes(MANY)),
-    "name twice": changed(lambda d: (d / "metadata.json").write_bytes(TWICE)),
-    "deep structure": changed(lambda d: (d / "m_structure.json").write_bytes(DEEP)),
+    "deep index": changed(raw("tensorstore_index.json", DEEP)),
+    "many values": changed(raw("tensorstore_index.json", MANY)),
+    "name twice": changed(raw("metadata.json", TWICE)),
+    "deep structure": changed(raw("m_structure.json", DEEP)),
 }
 
 
@@ -323,15 +316,10 @@ LEVANTER: dict[str, Writer] = {
     "flipped manifest": database(lambda d: _flip(d / "manifest.ocdbt")),
     "manifest of 17 MB": database(lambda d: _grow(d / "manifest.ocdbt", 17 << 20)),
     "manifest that is a link out": database(
-        in_order(
-            lambda d: (d / "manifest.ocdbt").unlink(),
-            lambda d: (d / "manifest.ocdbt").symlink_to("/etc/passwd"),
-        )
+        in_order(lambda d: (d / "manifest.ocdbt").unlink(), linked("manifest.ocdbt"))
     ),
     "data that is a link out": database(
-        in_order(
-            lambda d: (d / "d").rename(d / "e"), lambda d: (d / "d").symlink_to("/etc")
-        )
+        in_order(lambda d: (d / "d").rename(d / "e"), linked("d", "/etc"))
     ),
     "metadata of 2 MB": database(lambda d: _grow(d / "metadata.json", 2 << 20)),
     "deep folders": in_order(

@@ -106,13 +106,9 @@ def test_all_arrays_are_of_the_commit_that_was_found_first(
     other = files_below(tmp_path / "other")
     run = opened(repository)
     assert [3] == list(run.steps())
-    repository.on_request = lambda path: _ignore(repository.commit("org/model", other))
+    repository.on_request = lambda path: repository.commit("org/model", other)
 
     assert all_bits(TREE) == all_bits(run.restore())
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 def test_only_the_hub_gets_the_token(repository: Hub) -> None:
@@ -120,10 +116,8 @@ def test_only_the_hub_gets_the_token(repository: Hub) -> None:
 
     assert all_bits(TREE) == all_bits(opened(repository, token=TOKEN).restore())
 
-    sent: dict[str, set[str | None]] = {"hub": set(), "storage": set()}
-    for request in repository.requests:
-        sent[request.server].add(request.authorization)
-    assert {"hub": {f"Bearer {TOKEN}"}, "storage": {None}} == sent
+    expected = {"hub": {f"Bearer {TOKEN}"}, "storage": {None}}
+    assert expected == repository.authorizations()
 
 
 @pytest.mark.slow  # the library waits for a second

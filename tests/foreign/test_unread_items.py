@@ -112,16 +112,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def damaged(whole: Path, tmp_path: Path) -> Callable[[str], str]:
-    """Returns the URL of a copy with one kind of damage."""
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, which a test may change."""
+    return shutil.copytree(whole, tmp_path / "run")
 
-    def copy(kind: str) -> str:
-        folder = tmp_path / "run"
-        shutil.copytree(whole, folder)
-        DAMAGE[kind][2](folder / "3")
-        return f"orbax:{folder}"
 
-    return copy
+@pytest.fixture
+def damaged(copied: Path) -> Callable[[str], str]:
+    """Returns the URL of the copy with one kind of damage."""
+
+    def damage(kind: str) -> str:
+        DAMAGE[kind][2](copied / "3")
+        return f"orbax:{copied}"
+
+    return damage
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -147,10 +151,9 @@ def test_storectl_shows_the_other_items_and_names_the_one_that_is_not_read(
 
 
 def test_names_that_are_no_utf_8_are_imported_with_escapes_in_their_labels(
-    whole: Path, tmp_path: Path
+    copied: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    mine = tmp_path / "run/3/mine"
+    mine = copied / "3/mine"
     mine.mkdir()
     (mine / "a.bin").write_bytes(b"a")
     (mine / os.fsdecode(b"caf\xe9.bin")).write_bytes(b"b")
@@ -162,12 +165,11 @@ def test_names_that_are_no_utf_8_are_imported_with_escapes_in_their_labels(
 
 
 def test_a_tree_whose_name_is_no_utf_8_hides_no_other_and_is_left_out_by_name(
-    whole: Path, tmp_path: Path
+    copied: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole, tmp_path / "run")
     name = os.fsdecode(b"caf\xe9")
-    (tmp_path / "run/3/ema").rename(tmp_path / "run/3" / name)
-    url = f"orbax:{tmp_path}/run"
+    (copied / "3/ema").rename(copied / "3" / name)
+    url = f"orbax:{copied}"
     assert [name] == list(store.open_foreign(url).checkpoint(3).unread)
     with store.connect(f"file://{tmp_path}/store") as client:
         with pytest.raises(DataLossError, match="expected Unicode"):
@@ -233,13 +235,10 @@ def test_a_document_that_cannot_be_read_is_an_error_only_where_it_is_asked_for(
             read("model-config")
 
 
-def test_keys_do_not_depend_on_damage_of_another_item(
-    tmp_path: Path, whole: Path
-) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    step = tmp_path / "run" / "3"
+def test_keys_do_not_depend_on_damage_of_another_item(copied: Path) -> None:
+    step = copied / "3"
     (step / "items").rename(step / "default")
-    run = store.open_foreign(f"orbax:{tmp_path / 'run'}")
+    run = store.open_foreign(f"orbax:{copied}")
     keys = {key for key in run.open().leaves if key.startswith("default/")}
     (step / "ema" / "_METADATA").unlink()
     assert keys == set(run.open().leaves)
@@ -258,25 +257,19 @@ def test_a_step_without_any_item_that_can_be_read_is_its_first_error(
         store.open_foreign(url).open()
 
 
-def test_files_of_a_handler_that_is_not_known_are_items(
-    whole: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    _custom(tmp_path / "run" / "3" / "mine", 1)
-    run = store.open_foreign(f"orbax:{tmp_path / 'run'}")
+def test_files_of_a_handler_that_is_not_known_are_items(copied: Path) -> None:
+    _custom(copied / "3" / "mine", 1)
+    run = store.open_foreign(f"orbax:{copied}")
     expected = {"model-config", "mine-part-0-bin", "mine-sub-state-pkl"}
     assert expected == set(run.items())
     assert pickle.dumps({"a": 1}) == run.items()["mine-sub-state-pkl"]
     assert {} == run.checkpoint().unread
 
 
-def test_one_damaged_step_does_not_hide_the_others_of_a_list(
-    whole: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    shutil.copytree(whole / "3", tmp_path / "run" / "4")
-    (tmp_path / "run" / "4" / "_CHECKPOINT_METADATA").write_text("{")
-    result = storectl(NOWHERE, "ls", f"orbax:{tmp_path / 'run'}")
+def test_one_damaged_step_does_not_hide_the_others_of_a_list(copied: Path) -> None:
+    shutil.copytree(copied / "3", copied / "4")
+    (copied / "4" / "_CHECKPOINT_METADATA").write_text("{")
+    result = storectl(NOWHERE, "ls", f"orbax:{copied}")
     assert (1, True) == (result.exit_code, "4/_CHECKPOINT_METADATA" in result.stderr)
     assert ["3"] == [line.split()[0] for line in result.stdout.splitlines()[1:]]
 

@@ -16,176 +16,143 @@ TREE: Final = {"w": jnp.ones(2), "b": jnp.ones(3)}
 Call = Callable[[store.Run], Any]
 
 
-def manage(run: store.Run, work: Callable[[Any], Any], **options: Any) -> Any:
-    """Returns what work does with a manager of a run."""
-    manager = orbax.CheckpointManager(run, **options)
-    try:
-        found = work(manager)
-        manager.wait_until_finished()
-    finally:
-        manager.close()
-    return found
+def managed(work: Callable[[Any], Any], **options: Any) -> Call:
+    """Returns a call that does a work with a manager of a run."""
+
+    def call(run: store.Run) -> Any:
+        manager = orbax.CheckpointManager(run, **options)
+        try:
+            found = work(manager)
+            manager.wait_until_finished()
+        finally:
+            manager.close()
+        return found
+
+    return call
 
 
-def checkpoint(run: store.Run, work: Callable[[Any], Any], **options: Any) -> Any:
-    """Returns what work does with a checkpointer of version 1."""
-    with orbax.Checkpointer(run, **options) as checkpointer:
-        return work(checkpointer)
+def checkpointed(work: Callable[[Any], Any], **options: Any) -> Call:
+    """Returns a call that does a work with a checkpointer of version 1."""
+
+    def call(run: store.Run) -> Any:
+        with orbax.Checkpointer(run, **options) as checkpointer:
+            return work(checkpointer)
+
+    return call
 
 
-def save_step(run: store.Run, **options: Any) -> Any:
-    return manage(run, lambda m: m.save(0, args=args.StandardSave(TREE)), **options)
+def saving(step: int, tree: Any = TREE, **options: Any) -> Call:
+    """Returns a call that saves a step with a manager."""
+    given = args.StandardSave(tree)
+    return managed(lambda m: m.save(step, args=given), **options)
 
 
-def keep(count: int) -> Any:
-    return ocp.CheckpointManagerOptions(max_to_keep=count)
+def in_order(*calls: Callable[[store.Run], Any]) -> Call:
+    """Returns a call of several, with the result of the last one."""
+    return lambda run: [call(run) for call in calls][-1]
 
 
-def purge_and_save(run: store.Run) -> Any:
+def purge(run: store.Run) -> None:
+    run.purge(0)
+
+
+def delete(run: store.Run) -> None:
     run.delete(0)
-    run.purge(0)
-    return checkpoint(run, lambda c: c.save(0, TREE))
 
 
-def save_after_delete(run: store.Run) -> Any:
-    manage(run, lambda m: m.delete(0))
-    return save_step(run)
+def keep(count: int, **more: Any) -> Any:
+    return ocp.CheckpointManagerOptions(max_to_keep=count, **more)
 
 
-def purge_and_save_again(run: store.Run) -> Any:
-    run.purge(0)
-    return save_step(run)
-
-
-def set_policy(run: store.Run) -> Any:
-    run.retention.set(store.KeepLatest(3))
-    return save_next(run, options=keep(3))
-
-
-def save_next(run: store.Run, **options: Any) -> Any:
-    return manage(run, lambda m: m.save(1, args=args.StandardSave(TREE)), **options)
-
-
-def save_score(run: store.Run) -> Any:
-    run.retention.set(None)
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, best_fn=lambda metrics: metrics["score"]
-    )
-    metrics = {"score": -1.5}
-    given = args.StandardSave(TREE)
-    return manage(
-        run, lambda m: m.save(1, args=given, metrics=metrics), options=options
-    )
-
+ONE_ARRAY: Final = args.ArraySave(jnp.ones(2))
+ONE_LEAF: Final = {"w": ocp.RestoreArgs()}
+ALL_LEAVES: Final = dict.fromkeys(TREE, ocp.RestoreArgs())
+HANDLER: Final = {"item_handlers": ocp.StandardCheckpointHandler()}
 
 CASES: Final[dict[str, tuple[Call, str, Sequence[Call]]]] = {
     # a call that is rejected, with step 0 in the run; its advice; what this says
     "one array": (
-        lambda run: manage(run, lambda m: m.save(1, args=args.ArraySave(jnp.ones(2)))),
+        managed(lambda m: m.save(1, args=ONE_ARRAY)),
         r"use StandardSave\({'name': array}\)",
-        [
-            lambda run: manage(
-                run, lambda m: m.save(1, args=args.StandardSave({"name": jnp.ones(2)}))
-            )
-        ],
+        [saving(1, {"name": jnp.ones(2)})],
     ),
     "a tree of one leaf": (
-        lambda run: manage(
-            run, lambda m: m.save(1, args=args.StandardSave(jnp.ones(2)))
-        ),
+        saving(1, jnp.ones(2)),
         "use a dict of it",
-        [
-            lambda run: manage(
-                run, lambda m: m.save(1, args=args.StandardSave({"w": jnp.ones(2)}))
-            )
-        ],
+        [saving(1, {"w": jnp.ones(2)})],
     ),
     "a step again": (
-        lambda run: checkpoint(run, lambda c: c.save(0, TREE, overwrite=True)),
+        checkpointed(lambda c: c.save(0, TREE, overwrite=True)),
         "run.delete and run.purge free a step",
-        [purge_and_save],
+        [in_order(delete, purge, checkpointed(lambda c: c.save(0, TREE)))],
     ),
     "a deleted step": (
-        save_after_delete,
+        in_order(managed(lambda m: m.delete(0)), saving(0)),
         "run.purge frees it",
-        [purge_and_save_again],
+        [in_order(purge, saving(0))],
     ),
     "another count of steps": (
-        lambda run: save_next(run, options=keep(3)),
+        saving(1, options=keep(3)),
         "change it by run.retention.set or storectl retain, or leave max_to_keep=",
-        [set_policy, lambda run: manage(run, lambda m: m.all_steps())],
-    ),
-    "a leaf without arguments": (
-        lambda run: manage(
-            run,
-            lambda m: m.restore(
-                0,
-                args=args.PyTreeRestore(TREE, restore_args={"w": ocp.RestoreArgs()}),
-            ),
-        ),
-        r"give it RestoreArgs\(\)",
         [
-            lambda run: manage(
-                run,
-                lambda m: m.restore(
-                    0,
-                    args=args.PyTreeRestore(
-                        TREE, restore_args=dict.fromkeys(TREE, ocp.RestoreArgs())
-                    ),
-                ),
-            )
+            in_order(
+                lambda run: run.retention.set(store.KeepLatest(3)),
+                saving(1, options=keep(3)),
+            ),
+            managed(lambda m: m.all_steps()),
         ],
     ),
+    "a leaf without arguments": (
+        managed(lambda m: m.restore(0, args=args.PyTreeRestore(TREE, ONE_LEAF))),
+        r"give it RestoreArgs\(\)",
+        [managed(lambda m: m.restore(0, args=args.PyTreeRestore(TREE, ALL_LEAVES)))],
+    ),
     "a policy of the caller": (
-        lambda run: checkpoint(
-            run, lambda c: c.steps, preservation_policy=managers.EveryNStepsClosest(5)
+        checkpointed(
+            lambda c: c.steps, preservation_policy=managers.EveryNStepsClosest(5)
         ),
         "set a policy of the run with run.retention.set, or use LatestN",
         [
-            lambda run: checkpoint(
-                run, lambda c: c.save(1, TREE), preservation_policy=managers.LatestN(2)
+            checkpointed(
+                lambda c: c.save(1, TREE), preservation_policy=managers.LatestN(2)
             )
         ],
     ),
     "an argument as an item": (
-        lambda run: manage(
-            run,
-            lambda m: m.save(1, args.StandardSave(TREE)),
-            item_handlers=ocp.StandardCheckpointHandler(),
-        ),
+        managed(lambda m: m.save(1, args.StandardSave(TREE)), **HANDLER),
         "pass it as args=",
-        [save_next],
+        [saving(1)],
     ),
     "another run": (
-        lambda run: manage(run, lambda m: m.restore(0, directory="/elsewhere")),
+        managed(lambda m: m.restore(0, directory="/elsewhere")),
         "use a manager of the other run",
-        [lambda run: manage(run, lambda m: m.restore(0))],
+        [managed(lambda m: m.restore(0))],
     ),
     "a registry of handlers": (
-        lambda run: manage(
-            run,
+        managed(
             lambda m: m.all_steps(),
             handler_registry=ocp.handlers.create_default_handler_registry(),
         ),
         "use item_handlers=",
-        [
-            lambda run: manage(
-                run,
-                lambda m: m.restore(0),
-                item_handlers=ocp.StandardCheckpointHandler(),
-            )
-        ],
+        [managed(lambda m: m.restore(0), **HANDLER)],
     ),
     "a metric that is computed": (
-        lambda run: manage(
-            run,
+        managed(
             lambda m: m.all_steps(),
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=2, best_fn=lambda metrics: -metrics["loss"]
-            ),
+            options=keep(2, best_fn=lambda metrics: -metrics["loss"]),
         ),
         r"compute the value before save\(metrics=\)",
-        [save_score],
+        [
+            in_order(
+                lambda run: run.retention.set(None),
+                managed(
+                    lambda m: m.save(
+                        1, args=args.StandardSave(TREE), metrics={"score": -1.5}
+                    ),
+                    options=keep(2, best_fn=lambda metrics: metrics["score"]),
+                ),
+            )
+        ],
     ),
 }
 
@@ -197,7 +164,7 @@ def test_what_a_rejection_advises_works(
     refused, advice, calls = CASES[name]
     for call in calls:
         run = runs()
-        save_step(run, options=keep(2))
+        saving(0, options=keep(2))(run)
         with pytest.raises((store.StoreError, ValueError), match=advice):
             refused(run)
 

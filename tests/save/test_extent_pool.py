@@ -1,6 +1,9 @@
 """Buffers of a transfer never overlap, stay within the budget, and are reused."""
 
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -53,46 +56,42 @@ def test_a_buffer_of_another_size_has_the_memory_that_was_given_back() -> None:
     assert begin(first) == begin(smaller)
 
 
+@contextmanager
+def waiting_take(
+    pool: ExtentPool, size: int, cancelled: Callable[[], bool] = lambda: False
+) -> Iterator[Future[Any]]:
+    """Yields the result of a take that waits, and joins its thread."""
+    waiting = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(
+            pool.take, size, cancelled=cancelled, waiting=waiting.set
+        )
+        assert waiting.wait(60)
+        yield found
+
+
 @pytest.mark.parametrize("size", [BUDGET, 3 * BUDGET])
 def test_a_large_buffer_waits_for_all_others(size: int) -> None:
     pool = ExtentPool(BUDGET)
     small = pool.take_now(1)
-    waiting = threading.Event()
-    found: list[Any] = []
-    taker = threading.Thread(
-        target=lambda: found.append(
-            pool.take(size, cancelled=lambda: False, waiting=waiting.set)
-        )
-    )
-    taker.start()
-    assert waiting.wait(60)
-    assert [] == found
+    with waiting_take(pool, size) as found:
+        assert not found.done()
+        assert small is not None
+        pool.give_back(small)
 
-    assert small is not None
-    pool.give_back(small)
-    taker.join(60)
-
-    assert [size] == [len(buffer) for buffer in found]
+    assert size == len(found.result())
     assert pool.take_now(1) is None
     assert pool.used_bytes == size
-    pool.give_back(found[0])
+    pool.give_back(found.result())
     assert pool.take_now(BUDGET) is not None
 
 
 def test_a_wait_ends_when_it_is_cancelled() -> None:
     pool = ExtentPool(BUDGET)
     assert pool.take_now(BUDGET) is not None
-    cancelled, waiting = threading.Event(), threading.Event()
-    found: list[Any] = []
-    taker = threading.Thread(
-        target=lambda: found.append(
-            pool.take(1, cancelled=cancelled.is_set, waiting=waiting.set)
-        )
-    )
-    taker.start()
-    assert waiting.wait(60)
-    cancelled.set()
-    pool.wake()
-    taker.join(60)
+    cancelled = threading.Event()
+    with waiting_take(pool, 1, cancelled.is_set) as found:
+        cancelled.set()
+        pool.wake()
 
-    assert [None] == found
+    assert found.result() is None

@@ -55,17 +55,19 @@ def test_a_packed_tree_is_unpacked(tree: Tree) -> None:
     assert tree == unpack_leaves(table)
 
 
+LEAF = Leaf(
+    key="x",
+    path_kinds="k",
+    kind=pb.LEAF_KIND_ARRAY,
+    dtype="int8",
+    shape=(3,),
+    chunk_shape=(3,),
+)
+
+
 def test_a_tree_of_many_parts_is_unpacked() -> None:
-    leaf = Leaf(
-        key="",
-        path_kinds="k",
-        kind=pb.LEAF_KIND_ARRAY,
-        dtype="float32",
-        shape=(3,),
-        chunk_shape=(3,),
-    )
     keys = sorted(f"leaf-{i}" for i in range(10_000))
-    tree = Tree(tuple(replace(leaf, key=key) for key in keys))
+    tree = Tree(tuple(replace(LEAF, key=key) for key in keys))
     parts = list(pack_leaves(tree))
 
     assert len(parts) > 1
@@ -169,14 +171,7 @@ def test_a_table_that_contradicts_itself_is_rejected(
 
 
 def test_more_chunks_than_an_array_can_count_are_counted() -> None:
-    leaf = Leaf(
-        key="x",
-        path_kinds="k",
-        kind=pb.LEAF_KIND_ARRAY,
-        dtype="int8",
-        shape=(2**62,),
-        chunk_shape=(1,),
-    )
+    leaf = replace(LEAF, shape=(2**62,), chunk_shape=(1,))
     three = Tree(tuple(replace(leaf, key=key) for key in "xyz"))
 
     assert 3 * 2**62 == three.chunk_count

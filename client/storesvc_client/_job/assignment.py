@@ -81,13 +81,13 @@ def shared_chunk_shape(
     for dim in reversed(range(len(chunk))):
         wanted = min(-(-least_bytes(shape, chunk, dim) // size), held.counts[dim])
         whole = chunk[dim] == max(1, held.shard_shape[dim])
-        taken = _together(held, chunk, dim, wanted) if whole else 1
+        taken = _count_joined(held, chunk, dim, wanted) if whole else 1
         chunk[dim] = min(chunk[dim] * taken, max(1, shape[dim]))
         size = math.prod(chunk) * itemsize
     return tuple(chunk)
 
 
-def _together(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:
+def _count_joined(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:
     """Returns how many neighbouring shards, up to `wanted`, can share a chunk."""
     for taken in range(wanted, 1, -1):
         larger = list(chunk)

@@ -128,7 +128,7 @@ class ItemExchange:
 
     def agree_items(self, *, seconds: float) -> list[PlannedItem]:
         """Waits for the sizes of the items of the other processes, at most `seconds`
-        for each; returns the rows of all.
+        for each; returns the rows of all, with the bytes that this process writes.
 
         Raises:
             InvalidRequestError: The processes pass items of other names, or one is per
@@ -149,7 +149,20 @@ class ItemExchange:
                 self._check(0, self._declared, index, table)
                 tables.append(table)
             self._publish_all(tables)
-        return self._rows(tables)
+        me, rows = self._joint.job.index, list[PlannedItem]()
+        for process, table in enumerate(tables):
+            for name, item in table.items():
+                if process and item.sharing != "own":
+                    continue  # process 0's value is saved
+                rows.append(
+                    PlannedItem(
+                        name=ItemName(name, process if item.sharing == "own" else None),
+                        kind=item.kind,
+                        size=item.size,
+                        data=self._own[name].encoded.data if process == me else None,
+                    )
+                )
+        return _order_rows(rows)
 
     def _publish_all(self, tables: Sequence[Mapping[str, _Declared]]) -> None:
         self._joint.publish_all_items(json.dumps([*map(_to_text, tables)]))
@@ -215,23 +228,6 @@ class ItemExchange:
                     f"passes {kinds[0]}, {self._label(other)} {kinds[1]}; pass values "
                     "of one kind in all processes of the job"
                 )
-
-    def _rows(self, tables: Sequence[Mapping[str, _Declared]]) -> list[PlannedItem]:
-        """Returns the rows of all items, with the bytes that this process writes."""
-        me, rows = self._joint.job.index, list[PlannedItem]()
-        for process, table in enumerate(tables):
-            for name, item in table.items():
-                if process and item.sharing != "own":
-                    continue  # process 0's value is saved
-                rows.append(
-                    PlannedItem(
-                        name=ItemName(name, process if item.sharing == "own" else None),
-                        kind=item.kind,
-                        size=item.size,
-                        data=self._own[name].encoded.data if process == me else None,
-                    )
-                )
-        return _order_rows(rows)
 
     def _label(self, index: int) -> str:
         return process_name(self._joint.job, index)

@@ -122,12 +122,7 @@ class SlabQueue:
 
     def put(self, filled: FilledSlab) -> None:
         """Appends a slab; drops it if the queue is cancelled."""
-        with self.changed:
-            if not self.is_cancelled:
-                self._slabs.append(filled)
-                self.changed.notify()
-                return
-        self.give_back(filled)
+        self._append(self._slabs, filled)
 
     def end(self, error: Exception | None = None) -> None:
         """Marks the end of the queue; ``check`` raises an error, if there is one, once
@@ -227,9 +222,12 @@ class SlabQueue:
 
     def put_back(self, filled: FilledSlab) -> None:
         """Puts back a slab of ``take_ahead``; drops it if the queue is cancelled."""
+        self._append(self._ahead, filled)
+
+    def _append(self, slabs: deque[FilledSlab], filled: FilledSlab) -> None:
         with self.changed:
             if not self.is_cancelled:
-                self._ahead.append(filled)
+                slabs.append(filled)
                 self.changed.notify()
                 return
         self.give_back(filled)

@@ -223,7 +223,25 @@ class Upload:
         except PreconditionError as e:
             self._explain(e)
             raise
-        return SaveResult(checkpoint, self._report(), self._sums.result())
+        own, described = self._measure_writer(), self._writer.described
+        report = SaveReport(
+            run=str(described.run),
+            step=described.step,
+            start_time=own.start_time,
+            total_bytes=own.total_bytes,
+            sent_bytes=own.sent_bytes,
+            reused_bytes=own.total_bytes - own.sent_bytes,
+            seconds=own.seconds,
+            blocking_seconds=min(own.seconds, self._meter.blocking_seconds),
+            timings=self._meter.timings,
+            timeline=own.timeline,
+            slowest=self._meter.slowest.name,
+            slowest_seconds=self._meter.slowest.seconds,
+            last_process=self._writer.last_process,
+            needs_like=self._needs_like,
+            upload=self.id,
+        )
+        return SaveResult(checkpoint, report, self._sums.result())
 
     @contextmanager
     def named(self) -> Generator[None]:
@@ -412,24 +430,4 @@ class Upload:
             total_bytes=total,
             sent_bytes=total - int(lengths[self._reused].sum()),
             timeline=self._meter.timeline,
-        )
-
-    def _report(self) -> SaveReport:
-        own, described = self._measure_writer(), self._writer.described
-        return SaveReport(
-            run=str(described.run),
-            step=described.step,
-            start_time=own.start_time,
-            total_bytes=own.total_bytes,
-            sent_bytes=own.sent_bytes,
-            reused_bytes=own.total_bytes - own.sent_bytes,
-            seconds=own.seconds,
-            blocking_seconds=min(own.seconds, self._meter.blocking_seconds),
-            timings=self._meter.timings,
-            timeline=own.timeline,
-            slowest=self._meter.slowest.name,
-            slowest_seconds=self._meter.slowest.seconds,
-            last_process=self._writer.last_process,
-            needs_like=self._needs_like,
-            upload=self.id,
         )

@@ -214,8 +214,22 @@ class Meter:
         """
         with self._lock:
             self.done_bytes += size_bytes
-        if self._callback is not None:
-            self._report(self._callback)
+        callback = self._callback
+        if callback is None:
+            return
+        if self._error is None:
+            if self.clock() - self._reported_at < INTERVAL_SECONDS:
+                return
+            if not self._callback_lock.acquire(blocking=False):
+                return  # another thread calls it
+            try:
+                if self.clock() - self._reported_at >= INTERVAL_SECONDS:
+                    self._call(callback, is_done=False)
+                    self._reported_at = self.clock()
+            finally:
+                self._callback_lock.release()
+        if self._error is not None and self._what != "save":
+            raise CallbackFailedError
 
     def phase(self, name: str) -> "_Phase":
         """Returns a context whose time is added to a phase; phases are not nested."""
@@ -271,22 +285,6 @@ class Meter:
             error is None or isinstance(error, CallbackFailedError)
         ):
             raise self._error from None
-
-    def _report(self, callback: ProgressCallback) -> None:
-        """Calls the callback if it is due and no other thread calls it."""
-        if self._error is None:
-            if self.clock() - self._reported_at < INTERVAL_SECONDS:
-                return
-            if not self._callback_lock.acquire(blocking=False):
-                return
-            try:
-                if self.clock() - self._reported_at >= INTERVAL_SECONDS:
-                    self._call(callback, is_done=False)
-                    self._reported_at = self.clock()
-            finally:
-                self._callback_lock.release()
-        if self._error is not None and self._what != "save":
-            raise CallbackFailedError
 
     def _call(self, callback: ProgressCallback, *, is_done: bool) -> None:
         try:

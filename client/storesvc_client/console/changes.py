@@ -5,18 +5,18 @@ user saw, so that it is rejected if another user changed that in the meantime. W
 store would reject anyhow is rejected before ``/change/ACTION`` asks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from storesvc.format.names import InvalidNameError, check_hold, check_tag
 from storesvc_client import (
-    Client,
     ConflictError,
     InvalidRequestError,
     NotFoundError,
     PreconditionError,
     RetentionPolicy,
+    Run,
     Tag,
     format_policy,
     parse_policy,
@@ -60,9 +60,9 @@ class Change:
     """The effect of the change, in one sentence."""
     command: str
     """The storectl command that makes it."""
-    look: Callable[[Client], Seen]
+    look: Callable[[Run], Seen]
     """Reads what is there now; raises an error if the change is not possible."""
-    apply: Callable[[Client], object]
+    apply: Callable[[Run], object]
     """Makes the change."""
 
     @property
@@ -88,19 +88,16 @@ def parse_change(action: str, fields: Fields) -> Change:
 
 
 def _set_tag(fields: Fields) -> Change:
-    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    name, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
     tag = _text(fields, "tag", check_tag)
 
-    def look(client: Client) -> Seen:
-        checkpoint = client.run(run).checkpoint(step)
-        tags = [*client.run(run).tags.list()]
-        found = next((one for one in tags if one.name == tag), None)
+    def look(run: Run) -> Seen:
+        checkpoint = run.checkpoint(step)
+        found, keepers = _find_tag(run, tag)
         if found is None:
             return Seen()
         if found.uid == checkpoint.uid:
             return Seen(etag=found.etag, remark="The tag names this checkpoint now.")
-        others = [one for one in tags if one.uid == found.uid and one is not found]
-        keepers = _keepers(client, run, found.step, others)
         rest = f"stays protected by {keepers}" if keepers else "loses its protection"
         remark = (
             f"The tag {tag} names step {found.step:,} now; it moves here, and step "
@@ -108,93 +105,87 @@ def _set_tag(fields: Fields) -> Change:
         )
         return Seen(etag=found.etag, remark=remark)
 
-    def apply(client: Client) -> None:
-        tags = client.run(run).tags
-        if not etag and any(one.name == tag for one in tags.list()):
+    def apply(run: Run) -> None:
+        if not etag and any(one.name == tag for one in run.tags.list()):
             raise ConflictError(
-                f"{run}: expected no tag {tag}, as the page showed, but "
+                f"{name}: expected no tag {tag}, as the page showed, but "
                 "another user has set it since; look at it, then decide again"
             )
-        tags.set(tag, step, etag=etag or None)
+        run.tags.set(tag, step, etag=etag or None)
 
     return Change(
-        run=run,
+        run=name,
         step=step,
-        title=f"Set the tag {tag} on {run}@{step}?",
+        title=f"Set the tag {tag} on {name}@{step}?",
         verb="Set tag",
         effect="A tagged checkpoint is neither deleted nor dropped by a retention "
         "policy.",
-        command=command("tag", f"{run}@{step}", tag),
+        command=command("tag", f"{name}@{step}", tag),
         look=look,
         apply=apply,
     )
 
 
 def _delete_tag(fields: Fields) -> Change:
-    run, tag, etag = _text(fields, "run"), _text(fields, "tag"), fields.get("etag", "")
+    name, tag, etag = _text(fields, "run"), _text(fields, "tag"), fields.get("etag", "")
 
-    def look(client: Client) -> Seen:
-        tags = [*client.run(run).tags.list()]
-        found = next((one for one in tags if one.name == tag), None)
+    def look(run: Run) -> Seen:
+        found, keepers = _find_tag(run, tag)
         if found is None:
-            client.run(run).checkpoint(tag)  # its error lists similar tags
+            run.checkpoint(tag)  # its error lists similar tags
             return Seen()
-        others = [one for one in tags if one.uid == found.uid and one is not found]
-        keepers = _keepers(client, run, found.step, others)
         rest = f"stays, protected by {keepers}" if keepers else "may then be deleted"
         return Seen(etag=found.etag, remark=f"Step {found.step:,} {rest}.")
 
     return Change(
-        run=run,
-        title=f"Delete the tag {tag} of {run}?",
+        run=name,
+        title=f"Delete the tag {tag} of {name}?",
         verb="Delete tag",
         effect="The checkpoint stays until a user or a retention policy deletes it.",
-        command=command("tag", run, tag, "--delete"),
+        command=command("tag", name, tag, "--delete"),
         look=look,
-        apply=lambda client: client.run(run).tags.delete(tag, etag=etag or None),
+        apply=lambda run: run.tags.delete(tag, etag=etag or None),
     )
 
 
 def _end_hold(fields: Fields) -> Change:
-    run, hold = _text(fields, "run"), _text(fields, "hold", check_hold)
+    name, hold = _text(fields, "run"), _text(fields, "hold", check_hold)
     return Change(
-        run=run,
-        title=f"End the hold {hold} of {run}?",
+        run=name,
+        title=f"End the hold {hold} of {name}?",
         verb="End hold",
         effect="Its reader may then fail, if the checkpoint is deleted and purged "
         "while it reads.",
-        command=command("hold", run, "--delete", hold),
+        command=command("hold", name, "--delete", hold),
         look=lambda _: Seen(),  # to end a hold that is no more is no error
-        apply=lambda client: client.run(run).holds.release(hold),
+        apply=lambda run: run.holds.release(hold),
     )
 
 
 def _set_pin(fields: Fields, *, pinned: bool) -> Change:
-    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    name, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
     verb, flag = ("Pin", "--pin") if pinned else ("Unpin", "--unpin")
     return Change(
-        run=run,
+        run=name,
         step=step,
-        title=f"{verb} {run}@{step}?",
+        title=f"{verb} {name}@{step}?",
         verb=verb,
         effect="A pinned checkpoint can be deleted by no user and no policy."
         if pinned
         else "It may then be deleted, also by the retention policy of the run.",
-        command=command("update", f"{run}@{step}", flag),
-        look=lambda client: Seen(etag=client.run(run).checkpoint(step).etag),
-        apply=lambda client: client.run(run).update(
-            step, pinned=pinned, etag=etag or None
-        ),
+        command=command("update", f"{name}@{step}", flag),
+        look=lambda run: Seen(etag=run.checkpoint(step).etag),
+        apply=lambda run: run.update(step, pinned=pinned, etag=etag or None),
     )
 
 
 def _set_label(fields: Fields) -> Change:
-    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    name, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
     label, text = _text(fields, "label"), fields.get("text", "")
-    path, verb = f"{run}@{step}", "Set" if text else "Remove"
+    path, verb = f"{name}@{step}", "Set" if text else "Remove"
 
-    def look(client: Client) -> Seen:
-        checkpoint = client.run(run).checkpoint(step)
+    def look(run: Run) -> Seen:
+        checkpoint = run.checkpoint(step)
         if label in checkpoint.labels:
             return Seen(
                 etag=checkpoint.etag, remark=f"It is {checkpoint.labels[label]!r} now."
@@ -205,15 +196,15 @@ def _set_label(fields: Fields) -> Change:
             )
         return Seen(etag=checkpoint.etag)
 
-    def apply(client: Client) -> None:
-        labels = dict(client.run(run).checkpoint(step).labels)
+    def apply(run: Run) -> None:
+        labels = dict(run.checkpoint(step).labels)
         labels.pop(label, None)
         if text:
             labels[label] = text
-        client.run(run).update(step, labels=labels, etag=etag or None)
+        run.update(step, labels=labels, etag=etag or None)
 
     return Change(
-        run=run,
+        run=name,
         step=step,
         title=f"{verb} the label {label} of {path}?",
         verb=f"{verb} label",
@@ -227,105 +218,111 @@ def _set_label(fields: Fields) -> Change:
 
 
 def _delete(fields: Fields) -> Change:
-    run, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
-    uid, path = fields.get("uid", ""), f"{run}@{step}"
+    name, step, etag = _text(fields, "run"), _step(fields), fields.get("etag", "")
+    uid, path = fields.get("uid", ""), f"{name}@{step}"
 
-    def look(client: Client) -> Seen:
-        checkpoint = client.run(run).checkpoint(step)
-        tags = [one for one in client.run(run).tags.list() if one.step == step]
-        if keepers := _keepers(client, run, step, tags):
+    def look(run: Run) -> Seen:
+        checkpoint = run.checkpoint(step)
+        tags = [one for one in run.tags.list() if one.step == step]
+        if keepers := _keepers(run, step, tags):
             raise PreconditionError(
                 f"{path} is kept by {keepers}; end that first, then delete it"
             )
         return Seen(etag=checkpoint.etag)
 
     return Change(
-        run=run,
+        run=name,
         step=step,
         title=f"Delete {path}?",
         verb="Delete",
         effect="It can be undeleted until the purge delay of the run has passed.",
         command=command("rm", path),
         look=look,
-        apply=lambda client: client.run(run).delete(
-            step, uid=uid or None, etag=etag or None
-        ),
+        apply=lambda run: run.delete(step, uid=uid or None, etag=etag or None),
     )
 
 
 def _undelete(fields: Fields) -> Change:
-    run, step, uid = _text(fields, "run"), _step(fields), fields.get("uid", "")
+    name, step, uid = _text(fields, "run"), _step(fields), fields.get("uid", "")
     return Change(
-        run=run,
+        run=name,
         step=step,
-        title=f"Undelete {run}@{step}?",
+        title=f"Undelete {name}@{step}?",
         verb="Undelete",
         effect="It is in the list of the run again.",
-        command=command("undelete", f"{run}@{step}"),
+        command=command("undelete", f"{name}@{step}"),
         look=lambda _: Seen(),  # the uid names the checkpoint
-        apply=lambda client: client.run(run).undelete(step, uid=uid or None),
+        apply=lambda run: run.undelete(step, uid=uid or None),
     )
 
 
 def _set_policy(fields: Fields) -> Change:
-    run, etag = _text(fields, "run"), fields.get("etag", "")
+    name, etag = _text(fields, "run"), fields.get("etag", "")
     text = fields.get("policy", "").strip()
     policy = parse_policy(text) if text else None
     return Change(
-        run=run,
-        title=f"{'Set' if policy else 'Remove'} the retention policy of {run}?",
+        run=name,
+        title=f"{'Set' if policy else 'Remove'} the retention policy of {name}?",
         verb="Set policy" if policy else "Remove policy",
         effect=f"The server deletes the checkpoints that {text} does not keep: now, "
         "after each commit, and at each collection."
         if policy
         else "All its checkpoints stay.",
-        command=command("retain", run, format_policy(policy) if policy else "--clear"),
-        look=lambda client: (
-            _look_at_policy(client, run, policy)
-            if policy
-            else Seen(etag=client.run(run).info().etag)
+        command=command("retain", name, format_policy(policy) if policy else "--clear"),
+        look=lambda run: (
+            _look_at_policy(run, policy) if policy else Seen(etag=run.info().etag)
         ),
-        apply=lambda client: client.run(run).retention.set(policy, etag=etag or None),
+        apply=lambda run: run.retention.set(policy, etag=etag or None),
     )
 
 
 def _apply_policy(fields: Fields) -> Change:
-    run, etag = _text(fields, "run"), fields.get("etag", "")
+    name, etag = _text(fields, "run"), fields.get("etag", "")
 
-    def apply(client: Client) -> None:
-        if etag and client.run(run).info().etag != etag:
+    def apply(run: Run) -> None:
+        if etag and run.info().etag != etag:
             raise ConflictError(
-                f"{run}: expected the policy that the page showed, but another "
+                f"{name}: expected the policy that the page showed, but another "
                 "user has changed the run since; look at its policy, then decide again"
             )
-        client.run(run).retention.apply()
+        run.retention.apply()
 
     return Change(
-        run=run,
-        title=f"Apply the retention policy of {run} now?",
+        run=name,
+        title=f"Apply the retention policy of {name} now?",
         verb="Apply policy",
         effect="Deletes the checkpoints that the policy does not keep. They can be "
         "undeleted until the purge delay of the run has passed.",
-        command=command("retain", run, "--apply"),
-        look=lambda client: _look_at_policy(client, run, None),
+        command=command("retain", name, "--apply"),
+        look=lambda run: _look_at_policy(run, None),
         apply=apply,
     )
 
 
-def _look_at_policy(client: Client, run: str, policy: RetentionPolicy | None) -> Seen:
+def _look_at_policy(run: Run, policy: RetentionPolicy | None) -> Seen:
     """Returns what a policy would delete now; None: the policy of the run."""
-    etag = client.run(run).info().etag
-    decisions = client.run(run).retention.preview(policy)
+    etag = run.info().etag
+    decisions = run.retention.preview(policy)
     deleted = [one for one in decisions if not one.kept]
     freed = size_text(sum(one.own_bytes for one in deleted))
     counts = f"{len(deleted):,} of {count_text(len(decisions), 'checkpoint')}"
     return Seen(etag=etag, remark=f"Now that is {counts}, with {freed} of their own.")
 
 
-def _keepers(client: Client, run: str, step: int, tags: list[Tag]) -> str:
+def _find_tag(run: Run, name: str) -> tuple[Tag | None, str]:
+    """Returns a tag, and what else protects its checkpoint from deletion."""
+    tags = [*run.tags.list()]
+    found = next((one for one in tags if one.name == name), None)
+    if found is None:
+        return None, ""
+    others = [one for one in tags if one.uid == found.uid and one is not found]
+    return found, _keepers(run, found.step, others)
+
+
+def _keepers(run: Run, step: int, tags: Sequence[Tag]) -> str:
     """Returns what protects a checkpoint from deletion: its pin, and these tags."""
     try:
-        pin = ["a pin"] if client.run(run).checkpoint(step).pinned else []
+        pin = ["a pin"] if run.checkpoint(step).pinned else []
     except NotFoundError:  # a tag may outlive its checkpoint, and can be moved
         return ""
     return " and ".join([*pin, *(f"the tag {one.name}" for one in tags)])
@@ -371,7 +368,7 @@ def show_change(visit: Visit) -> Page:
     """Returns the question before a change; changes nothing."""
     action = visit.path["action"]
     change = parse_change(action, visit.query)
-    seen = change.look(visit.client)
+    seen = change.look(visit.client.run(change.run))
     fields = {**visit.query, "etag": visit.query.get("etag") or seen.etag}
     at = f"@{change.step}"
     crumbs = () if change.step is None else (Crumb(name=at, address=change.address),)
@@ -400,5 +397,5 @@ def make_change(visit: Visit, fields: Mapping[str, str]) -> str:
         StoreError: The store rejects the change.
     """
     change = parse_change(visit.path["action"], fields)
-    change.apply(visit.client)
+    change.apply(visit.client.run(change.run))
     return change.address

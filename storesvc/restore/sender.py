@@ -67,9 +67,16 @@ class SendPacer:
 class Sender:
     """Reads and sends chunks for all streams of a process."""
 
-    def __init__(self, bucket: TensorStoreBucket) -> None:
+    def __init__(
+        self,
+        bucket: TensorStoreBucket,
+        *,
+        buffer_bytes: int = READ_BUFFER_BYTES,
+        eviction_seconds: float = EVICTION_SECONDS,
+    ) -> None:
         self._bucket = bucket
-        self._scheduler: ReadScheduler[Unit] = ReadScheduler(READ_BUFFER_BYTES)
+        self._eviction_seconds = eviction_seconds
+        self._scheduler: ReadScheduler[Unit] = ReadScheduler(buffer_bytes)
         self._reads: dict[Unit, asyncio.Task[list[bytes]]] = {}
         self._changed = asyncio.Event()
         self._pacer = SendPacer()
@@ -139,12 +146,12 @@ class Sender:
         since = clock()
         while (unit := self._scheduler.take(reader)) is None:
             needed = self._scheduler.next_needed(reader)
-            is_overdue = clock() - since >= EVICTION_SECONDS
+            is_overdue = clock() - since >= self._eviction_seconds
             urgency = Urgency.OVERDUE if is_overdue else Urgency.NEEDED
             lacks_room = needed is not None and not self._begin(needed, urgency)
             self._waiting_for_room += lacks_room
             try:
-                async with asyncio.timeout(EVICTION_SECONDS):
+                async with asyncio.timeout(self._eviction_seconds):
                     await self._changed.wait()
             except TimeoutError:
                 pass

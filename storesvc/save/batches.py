@@ -7,12 +7,12 @@ A batch takes memory or an open file, so a process has a fixed number of permits
 them. A stream asks for a permit once it has bytes to write. No stream waits for the
 client of another stream, because:
 
-- When a stream has waited for ``PATIENCE_SECONDS``, the permit of the slowest client is
+- When a stream has waited for ``patience_seconds``, the permit of the slowest client is
   recalled, if that client is slower than ``LEAST_BYTES_PER_SECOND`` or has kept its
-  permit waiting for ``CLIENT_SECONDS`` in total. The server's own time does not count.
+  permit waiting for ``client_seconds`` in total. The server's own time does not count.
 - A free permit goes to the peer that was served least recently; among its streams, to
   the namespace that was served least recently; then to the stream that asked first.
-- A stream that gets no permit within ``WAIT_SECONDS`` is rejected, and may retry.
+- A stream that gets no permit within ``wait_seconds`` is rejected, and may retry.
 - A permit is released without an ``await``, because a call can be cancelled at any
   ``await``.
 
@@ -41,27 +41,9 @@ from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
 
-PATIENCE_SECONDS: Final = 1.0
-"""Time a stream waits before the permit of another stream is recalled for it."""
-
 LEAST_BYTES_PER_SECOND: Final = 64 << 10
 """Rate below which a client may lose its permit. A modem is faster; at this rate a
 chunk of the usual 4 MiB takes more than a minute."""
-
-CREDIT_SECONDS: Final = 2.0
-"""Longest pause of a client, whatever it sent before: the rate counts over the last few
-seconds, so a burst at the start does not allow a long pause later."""
-
-FIRST_SECONDS: Final = 0.5
-"""Pause that a new client may make: a 2 MiB frame of a large chunk earns the whole
-credit above, a single byte earns almost nothing."""
-
-CLIENT_SECONDS: Final = 15.0
-"""Total time that a permit may wait for its client while other streams wait. A batch
-that is 5 s old ends with its current chunk: 10 s remain for the largest, of 32 MiB."""
-
-WAIT_SECONDS: Final = 20.0
-"""Longest wait for a permit: shorter than the deadlines of calls."""
 
 RETRY_SECONDS: Final = 1
 """Delay before a rejected stream may retry; streams that wait already come first."""
@@ -69,11 +51,37 @@ RETRY_SECONDS: Final = 1
 _TICK_SECONDS: Final = 0.25
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """Times that clients may take."""
+
+    patience_seconds: float = 1.0
+    """Time a stream waits before the permit of another stream is recalled for it."""
+    credit_seconds: float = 2.0
+    """Longest pause of a client, whatever it sent before: the rate counts over the last
+    few seconds, so a burst at the start does not allow a long pause later."""
+    first_seconds: float = 0.5
+    """Pause that a new client may make: a 2 MiB frame of a large chunk earns the whole
+    credit above, a single byte earns almost nothing."""
+    client_seconds: float = 15.0
+    """Total time that a permit may wait for its client while other streams wait. A
+    batch that is 5 s old ends with its current chunk: 10 s remain for the largest, of
+    32 MiB."""
+    wait_seconds: float = 20.0
+    """Longest wait for a permit: shorter than the deadlines of calls."""
+
+
 class Permit:
     """Permission for one stream to fill one batch, requested or granted."""
 
     def __init__(
-        self, peer: str, namespace: str, recall: Callable[[], None], *, now: float
+        self,
+        peer: str,
+        namespace: str,
+        recall: Callable[[], None],
+        *,
+        limits: AdmissionLimits,
+        now: float,
     ) -> None:
         self.peer = peer
         self.namespace = namespace
@@ -83,8 +91,9 @@ class Permit:
         """Time of the request, by the clock of the event loop."""
         self.granted: asyncio.Future[None] = asyncio.Future()
         self._clock = self.granted.get_loop().time
-        self._credit = FIRST_SECONDS
-        self._client_seconds = CLIENT_SECONDS
+        self._limits = limits
+        self._credit = limits.first_seconds
+        self._client_seconds = limits.client_seconds
         self._awaits_since: float | None = None
 
     @contextmanager
@@ -102,7 +111,7 @@ class Permit:
     def count(self, size_bytes: int) -> None:
         """Credits the client with bytes that it sent."""
         earned = max(0.0, self._credit) + size_bytes / LEAST_BYTES_PER_SECOND
-        self._credit = min(CREDIT_SECONDS, earned)
+        self._credit = min(self._limits.credit_seconds, earned)
 
     @property
     def spare_seconds(self) -> float:
@@ -117,12 +126,14 @@ class Permit:
 class BatchAdmission:
     """Grants the batch permits of one process, in one event loop."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, limits: AdmissionLimits = AdmissionLimits()) -> None:
         """Creates the permits, all free.
 
         Args:
             limit: Number of permits.
+            limits: Times that clients may take.
         """
+        self.limits = limits
         self._limit = limit
         self._waiting: list[Permit] = []
         self._held: set[Permit] = set()
@@ -156,16 +167,17 @@ class BatchAdmission:
             LimitExceededError: No permit became free in time.
         """
         clock = asyncio.get_running_loop().time
-        permit = Permit(peer, namespace, recall, now=clock())
+        limits = self.limits
+        permit = Permit(peer, namespace, recall, limits=limits, now=clock())
         self._waiting.append(permit)
         try:
             self._grant()
             while not permit.granted.done():
-                if clock() - permit.since >= WAIT_SECONDS:
+                if clock() - permit.since >= limits.wait_seconds:
                     raise LimitExceededError(
                         f"expected at most {self._limit} batches of chunks in flight, "
-                        f"and none ended within {WAIT_SECONDS:.0f} s; send the chunks "
-                        "again later",
+                        f"and none ended within {limits.wait_seconds:.0f} s; send the "
+                        "chunks again later",
                         retry_seconds=RETRY_SECONDS,
                         limit=str(self._limit),
                     )
@@ -206,7 +218,8 @@ class BatchAdmission:
 
     def _recall_slow(self, now: float) -> None:
         """Recalls one slow client's permit for each stream that waited too long."""
-        late = sum(now - p.since >= PATIENCE_SECONDS for p in self._waiting)
+        patience_seconds = self.limits.patience_seconds
+        late = sum(now - p.since >= patience_seconds for p in self._waiting)
         coming = sum(permit.is_recalled for permit in self._held)
         slow = [p for p in self._held if p.spare_seconds < 0 and not p.is_recalled]
         slow.sort(key=lambda permit: permit.spare_seconds)

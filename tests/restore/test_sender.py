@@ -2,9 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,13 +14,10 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.wire import FRAME_BYTES, Part
 from storesvc.restore import read_scheduler
-from storesvc.restore import sender as sending
 from storesvc.restore.sender import Sender
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
-
-T = TypeVar("T")
 
 RUN = RunName("tests", "sending")
 LEAVES = 24
@@ -81,25 +77,21 @@ class Opened:
         assert found == dict(enumerate(self.manifest.places.length.tolist()))
 
 
-async def opened(root: Path) -> Opened:
+async def opened(root: Path, **limits: float) -> Opened:
     bucket = await CountingBucket.open(root.as_uri())
     assert isinstance(bucket, CountingBucket)
     found = await Store.open(bucket)
     record = await found.catalog.checkpoint(CheckpointName(RUN, 1))
-    return Opened(bucket, found.sender, await found.catalog.manifest(RUN, record))
+    sender = Sender(bucket, buffer_bytes=READ_BUFFER_BYTES, **limits)
+    return Opened(bucket, sender, await found.catalog.manifest(RUN, record))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "READ_BUFFER_BYTES", READ_BUFFER_BYTES)
     monkeypatch.setattr(read_scheduler, "WINDOW_BYTES", 2 << 20)
 
 
-def run(test: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(test, 60))
-
-
-def test_concurrent_streams_share_one_read_of_the_storage(root: Path) -> None:
+async def test_concurrent_streams_share_one_read_of_the_storage(root: Path) -> None:
     async def restore(checkpoint: Opened, seed: int) -> list[bytes]:
         rng, found = random.Random(seed), []
         async for response in checkpoint.stream():
@@ -108,92 +100,68 @@ def test_concurrent_streams_share_one_read_of_the_storage(root: Path) -> None:
             assert checkpoint.sender._scheduler.size <= READ_BUFFER_BYTES
         return found
 
-    async def test() -> None:
-        checkpoint = await opened(root)
-        for responses in await asyncio.gather(
-            *(restore(checkpoint, seed) for seed in range(8))
-        ):
-            checkpoint.check(responses)
-        assert checkpoint.size == checkpoint.bucket.bytes_read
-        assert 0 == checkpoint.sender._scheduler.size
-        assert not checkpoint.sender._reads
-
-    run(test())
+    checkpoint = await opened(root)
+    for responses in await asyncio.gather(
+        *(restore(checkpoint, seed) for seed in range(8))
+    ):
+        checkpoint.check(responses)
+    assert checkpoint.size == checkpoint.bucket.bytes_read
+    assert 0 == checkpoint.sender._scheduler.size
+    assert not checkpoint.sender._reads
 
 
-def test_a_stalled_stream_delays_no_other_and_holds_no_memory(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.05)
-
-    async def test() -> None:
-        checkpoint = await opened(root)
-        stalled = [checkpoint.stream() for _ in range(5)]
-        began = [[await anext(stream)] for stream in stalled]
-        found = await asyncio.wait_for(_all(checkpoint.stream()), 10)
-        checkpoint.check(found)
-        assert checkpoint.sender._scheduler.size <= READ_BUFFER_BYTES
-        for taken, stream in zip(began, stalled, strict=True):
-            checkpoint.check(taken + await _all(stream))
-        assert 0 == checkpoint.sender._scheduler.size
-
-    run(test())
+async def test_a_stalled_stream_delays_no_other_and_holds_no_memory(root: Path) -> None:
+    checkpoint = await opened(root, eviction_seconds=0.05)
+    stalled = [checkpoint.stream() for _ in range(5)]
+    began = [[await anext(stream)] for stream in stalled]
+    found = await asyncio.wait_for(_all(checkpoint.stream()), 10)
+    checkpoint.check(found)
+    assert checkpoint.sender._scheduler.size <= READ_BUFFER_BYTES
+    for taken, stream in zip(began, stalled, strict=True):
+        checkpoint.check(taken + await _all(stream))
+    assert 0 == checkpoint.sender._scheduler.size
 
 
-def test_streams_of_different_chunks_share_the_buffer(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.5)
-
-    async def test() -> None:
-        checkpoint = await opened(root)
-        parts = [range(at, LEAVES, LEAVES) for at in range(LEAVES)]
-        found = await asyncio.gather(*(_all(checkpoint.stream(p)) for p in parts))
-        checkpoint.check([response for responses in found for response in responses])
-        assert checkpoint.size == checkpoint.bucket.bytes_read
-
-    run(test())
+async def test_streams_of_different_chunks_share_the_buffer(root: Path) -> None:
+    checkpoint = await opened(root, eviction_seconds=0.5)
+    parts = [range(at, LEAVES, LEAVES) for at in range(LEAVES)]
+    found = await asyncio.gather(*(_all(checkpoint.stream(p)) for p in parts))
+    checkpoint.check([response for responses in found for response in responses])
+    assert checkpoint.size == checkpoint.bucket.bytes_read
 
 
-def test_a_late_stream_takes_units_in_memory_first_and_then_the_rest(
+async def test_a_late_stream_takes_units_in_memory_first_and_then_the_rest(
     root: Path,
 ) -> None:
-    async def test() -> None:
-        checkpoint = await opened(root)
-        early = checkpoint.stream()
-        taken = [await anext(early) for _ in range(LEAVES // 2)]
-        late, rest = await asyncio.gather(_all(checkpoint.stream()), _all(early))
-        checkpoint.check(taken + rest)
-        checkpoint.check(late)
-        assert checkpoint.size < checkpoint.bucket.bytes_read < 2 * checkpoint.size
-
-    run(test())
+    checkpoint = await opened(root)
+    early = checkpoint.stream()
+    taken = [await anext(early) for _ in range(LEAVES // 2)]
+    late, rest = await asyncio.gather(_all(checkpoint.stream()), _all(early))
+    checkpoint.check(taken + rest)
+    checkpoint.check(late)
+    assert checkpoint.size < checkpoint.bucket.bytes_read < 2 * checkpoint.size
 
 
-def test_a_failed_read_fails_the_streams_that_wait_and_is_not_kept(root: Path) -> None:
-    async def test() -> None:
-        checkpoint = await opened(root)
-        checkpoint.bucket.fails = True
-        both = await asyncio.gather(
-            *(_all(checkpoint.stream()) for _ in range(2)), return_exceptions=True
-        )
-        assert any(isinstance(found, StorageUnavailableError) for found in both)
-        checkpoint.check(await _all(checkpoint.stream()))
+async def test_a_failed_read_fails_the_streams_that_wait_and_is_not_kept(
+    root: Path,
+) -> None:
+    checkpoint = await opened(root)
+    checkpoint.bucket.fails = True
+    both = await asyncio.gather(
+        *(_all(checkpoint.stream()) for _ in range(2)), return_exceptions=True
+    )
+    assert any(isinstance(found, StorageUnavailableError) for found in both)
+    checkpoint.check(await _all(checkpoint.stream()))
 
-    run(test())
 
-
-def test_an_abandoned_stream_releases_its_memory(root: Path) -> None:
-    async def test() -> None:
-        checkpoint = await opened(root)
-        stream = checkpoint.stream()
-        assert len(await anext(stream)) <= FRAME_BYTES + 100
-        await stream.aclose()
-        assert 0 == checkpoint.sender._scheduler.size
-        assert not checkpoint.sender._reads
-        assert [] == await _all(checkpoint.stream([]))
-
-    run(test())
+async def test_an_abandoned_stream_releases_its_memory(root: Path) -> None:
+    checkpoint = await opened(root)
+    stream = checkpoint.stream()
+    assert len(await anext(stream)) <= FRAME_BYTES + 100
+    await stream.aclose()
+    assert 0 == checkpoint.sender._scheduler.size
+    assert not checkpoint.sender._reads
+    assert [] == await _all(checkpoint.stream([]))
 
 
 async def _all(stream: AsyncGenerator[bytes]) -> list[bytes]:

@@ -7,8 +7,7 @@ from contextlib import suppress
 import pytest
 
 from storesvc.errors import LimitExceededError
-from storesvc.save import batches
-from storesvc.save.batches import BatchAdmission, Permit
+from storesvc.save.batches import AdmissionLimits, BatchAdmission, Permit
 from tests.support.event_loop import in_event_loop
 
 
@@ -63,12 +62,9 @@ async def test_a_namespace_does_not_keep_out_another_of_the_same_peer() -> None:
 
 
 @in_event_loop
-async def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(batches, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(batches, "FIRST_SECONDS", 0.2)
-    admission, recalled = BatchAdmission(3), list[str]()
+async def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other() -> None:
+    limits = AdmissionLimits(patience_seconds=0, first_seconds=0.2)
+    admission, recalled = BatchAdmission(3, limits), list[str]()
     held: dict[str, Permit] = {}
 
     def recalls(name: str) -> Callable[[], None]:
@@ -92,12 +88,8 @@ async def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
 
 @pytest.mark.slow
 @in_event_loop
-async def test_a_client_that_sends_fast_enough_keeps_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(batches, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(batches, "WAIT_SECONDS", 2.0)
-    admission = BatchAdmission(1)
+async def test_a_client_that_sends_fast_enough_keeps_its_place() -> None:
+    admission = BatchAdmission(1, AdmissionLimits(patience_seconds=0, wait_seconds=2))
     permit = await acquire(admission, "fast")
     waiting = asyncio.create_task(acquire(admission, "other"))
     while not waiting.done():
@@ -114,7 +106,7 @@ async def test_a_burst_buys_no_long_pause() -> None:
     permit = await acquire(BatchAdmission(1), "a")
     permit.count(64 << 20)
     with permit.awaiting_client():
-        assert permit.spare_seconds <= batches.CREDIT_SECONDS
+        assert permit.spare_seconds <= AdmissionLimits().credit_seconds
 
 
 @pytest.mark.parametrize("turns", range(6))

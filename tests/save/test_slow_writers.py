@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import storesvc_client as store
-from storesvc.save import batches
+from storesvc.save.batches import AdmissionLimits
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._rpc import retry as _retrying
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -138,12 +138,11 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
 
 
 @pytest.mark.slow
-def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("FIRST_SECONDS", "CREDIT_SECONDS", "CLIENT_SECONDS"):
-        monkeypatch.setattr(batches, name, 0.1)
+def test_a_slow_client_keeps_its_permit_while_no_stream_waits() -> None:
     with ThreadServer("memory://") as server:
+        server.store.receiver.admission.limits = AdmissionLimits(
+            first_seconds=0.1, credit_seconds=0.1, client_seconds=0.1
+        )
         writer = Writer(server.address, "slow/run", 1)
         writer.begin()
 
@@ -162,20 +161,24 @@ def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
         assert [1] == [answer.durable_count for answer in answers]
 
 
-def keep_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets no stream lose its place to another, which soon gives up."""
-    monkeypatch.setattr(batches, "WAIT_SECONDS", 0.3)
-    for name in ("FIRST_SECONDS", "CREDIT_SECONDS", "CLIENT_SECONDS"):
-        monkeypatch.setattr(batches, name, 3600.0)
+@contextmanager
+def keep_places() -> Iterator[ThreadServer]:
+    """Yields a server at which no stream loses its place to another, which soon gives
+    up."""
+    with ThreadServer("memory://") as server:
+        server.store.receiver.admission.limits = AdmissionLimits(
+            wait_seconds=0.3,
+            first_seconds=3600,
+            credit_seconds=3600,
+            client_seconds=3600,
+        )
+        yield server
 
 
 @pytest.mark.slow
-def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keep_places(monkeypatch)
+def test_a_stream_that_finds_no_place_is_rejected_and_may_retry() -> None:
     with (
-        ThreadServer("memory://") as server,
+        keep_places() as server,
         stalled_streams(server, MAX_BATCHES, within_a_chunk()),
     ):
         writer = Writer(server.address, "good/run", 1)
@@ -191,9 +194,8 @@ def test_a_stream_that_finds_no_place_is_rejected_and_may_retry(
 def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keep_places(monkeypatch)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.1)
-    with ThreadServer("memory://") as server, store.connect(server.address) as client:
+    with keep_places() as server, store.connect(server.address) as client:
         state = {"x": np.arange(1000)}
         with stalled_streams(server, MAX_BATCHES, within_a_chunk()):
             saving = client.run("good/run").save(1, state)

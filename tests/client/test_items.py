@@ -3,8 +3,6 @@ store."""
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
 from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import gcs_root
+from tests.support.programs import run_python
 from tests.support.saved_checkpoint import flip
 from tests.support.sessions import send_through_server
 
@@ -525,9 +524,7 @@ def test_reading_items_needs_no_jax(server_address: str, run: store.Run) -> None
         "print(*sys.modules)"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python(program)
 
     value, modules = done.stdout.splitlines()
     assert "{'a': 1} b'x'" == value

@@ -1,8 +1,6 @@
 """A Keras model with the JAX backend is saved while it trains, and restored."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from tests.support.programs import run_python
 
 keras: Any = pytest.importorskip("keras")
 
@@ -365,12 +364,7 @@ def test_another_backend_is_rejected() -> None:
         "    print(e)"
     )
 
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": "", "KERAS_BACKEND": "numpy", "KERAS_HOME": str(Path("build"))},
-    )
+    env = {"PATH": "", "KERAS_BACKEND": "numpy", "KERAS_HOME": str(Path("build"))}
+    ran = run_python(program, env=env)
 
     assert "expected the JAX backend of Keras, got 'numpy'" in ran.stdout

@@ -1,14 +1,12 @@
 """Calls carry the span of their caller, and nothing where there is none."""
 
-import subprocess
-import sys
-
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from storesvc.format.names import parse_traceparent
 from storesvc_client._rpc.connection import call_metadata
+from tests.support.programs import run_python
 
 
 def within(flags: int) -> list[tuple[str, str]]:
@@ -46,7 +44,5 @@ def test_a_process_without_opentelemetry_sends_nothing_and_imports_none() -> Non
         "    run.restore()\n"
         "print(call_metadata(None, 'store')(), 'opentelemetry.trace' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python(program)
     assert "[] False\n" == done.stdout

@@ -3,8 +3,6 @@
 import dataclasses
 import logging
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import storesvc_client as store
 from storesvc_client._telemetry.events import Telemetry, restore_events, save_events
 from tests.client.monitored import Heard, listening
 from tests.support.jax_job import run_job
+from tests.support.programs import run_python
 from tests.support.server_process import ServerProcess
 from tests.support.sessions import restore_report
 
@@ -371,8 +370,6 @@ def test_a_process_without_jax_reports_nothing_and_imports_none() -> None:
         "print('jax' in sys.modules)"
     )
 
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    ran = run_python(program)
 
     assert "False\n" == ran.stdout

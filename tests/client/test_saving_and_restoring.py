@@ -3,8 +3,6 @@
 import math
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from storesvc_client._save.saver import PendingSave
 from storesvc_client._values.models import Event, LeafInfo, UploadInfo
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+from tests.support.programs import run_python
 from tests.support.server_process import ServerProcess
 
 NEWER: Any = 99
@@ -126,22 +125,12 @@ client.run("tests/leave").save(1, {"x": np.zeros(2**24, np.uint8)})
 @pytest.mark.slow
 def test_a_process_waits_for_its_saves_before_it_exits(tmp_path: Path) -> None:
     target = tmp_path.as_uri()
-    ran = subprocess.run(
-        [sys.executable, "-c", LEAVING, target],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = run_python(LEAVING, target)
     assert "" == ran.stderr
     with store.connect(target) as client:
         assert 1 == client.run("tests/leave").latest().step
 
-    ran = subprocess.run(
-        [sys.executable, "-c", LEAVING, target],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(LEAVING, target, check=False)
     assert 1 == ran.returncode
     assert "tests/leave@1 exists already" in ran.stderr
     assert 1 == ran.stderr.count("\n")

@@ -1,8 +1,6 @@
 """The host memory of a streamed restore, with a state of several times its budget."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.open_tree import get_reader
 from tests.conftest import GIVEN_BUCKET  # noqa: F401 - sets jax up before it is imported
+from tests.support.programs import run_python
 from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
@@ -80,8 +79,6 @@ def test_a_restore_uses_little_more_memory_than_its_budget(
         "print(json.dumps(most() - before))"
     )
 
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    run = run_python(program)
 
     assert json.loads(run.stdout) <= (24 + 24) * MIB < LEAVES * LEAF_BYTES

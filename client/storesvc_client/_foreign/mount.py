@@ -586,7 +586,7 @@ class ForeignReader(TreeReader):
             for item in self._step.unread
             if item.is_needed and not item.is_tree
         }
-        return Items(self.name, self.tree, self._item_bytes, None, unread=unread)
+        return Items(self.name, self.tree, self.read_arrays, None, unread=unread)
 
     def select_rows(self, select: "Sequence[Pattern] | None") -> list[int]:
         with self._naming_lost():

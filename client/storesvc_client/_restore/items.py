@@ -32,6 +32,8 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from storesvc_client._job.job import Job
 
 
@@ -67,7 +69,7 @@ class Items(Mapping[str, Any]):
         self,
         name: str,
         tree: Tree,
-        read: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]],
+        read: "Callable[[Sequence[int]], Iterator[tuple[int, NDArray[Any]]]]",
         job: "Job | None",
         *,
         unread: Mapping[str, str] = MappingProxyType({}),
@@ -77,7 +79,7 @@ class Items(Mapping[str, Any]):
         Args:
             name: Name of the checkpoint, for messages.
             tree: The tree with the rows of the items.
-            read: Yields the bytes of rows.
+            read: Yields the arrays of bytes of rows.
             job: Job whose processes read together; None if this process reads alone.
             unread: Reason for each item that the tree lacks because it cannot be read.
         """
@@ -299,7 +301,7 @@ class Items(Mapping[str, Any]):
         ]
 
     def _bytes(self, rows: Sequence[int]) -> list[bytes]:
-        found = dict(self._read(rows))
+        found = {row: array.tobytes() for row, array in self._read(rows)}
         return [found[row] for row in rows]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -113,7 +113,7 @@ class TreeReader:
     @cached_property
     def items(self) -> Items:
         """Items that were saved next to the tree."""
-        return Items(self.name, self.tree, self._item_bytes, self.job)
+        return Items(self.name, self.tree, self.read_arrays, self.job)
 
     @property
     def document(self) -> bytes:
@@ -129,23 +129,21 @@ class TreeReader:
         for row, array in self.read_arrays(rows):
             yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), array
 
-    def _item_bytes(self, rows: "Sequence[int]") -> "Iterator[tuple[int, bytes]]":
-        """Yields the bytes of items by row."""
-        for row, array in self.read_arrays(rows):
-            yield row, array.tobytes()
-
     def read_arrays(
         self, rows: "Sequence[int]"
     ) -> "Iterator[tuple[int, NDArray[Any]]]":
         """Yields the arrays of rows, as ``read`` does."""
         tree = self.tree
+        arrays: dict[int, NDArray[Any]] = {}
+
+        def keep(buffer: Buffer) -> None:
+            (arrays[buffer.row],) = buffer.arrays
+
         with self.hold():
             sizes = [grid.leaf_bytes for grid in tree.grids]
             for batch in cut_batches(rows, sizes, READ_AT_ONCE_BYTES):
-                arrays: dict[int, NDArray[Any]] = {}
                 self.read_regions(
-                    [(row, [whole(tree.leaves[row].shape)]) for row in batch],
-                    partial(_keep, arrays),
+                    [(row, [whole(tree.leaves[row].shape)]) for row in batch], keep
                 )
                 for row in batch:
                     yield row, arrays.pop(row)
@@ -348,7 +346,3 @@ class OpenTree:
 def get_reader(opened: OpenTree) -> TreeReader:
     """Returns the reader of a checkpoint that a user opened."""
     return opened._reader  # noqa: SLF001 - no user sees it, and this is the only door
-
-
-def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
-    (arrays[buffer.row],) = buffer.arrays

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -92,13 +93,12 @@ _EMULATORS: Final = (("gs", "gcs"), ("s3", "s3"))
 @pytest.fixture(scope="module")
 def sources(new_store: NewStore) -> Callable[[str], str]:
     """Returns the address of a store with the run."""
-    made: dict[str, str] = {}
 
+    @cache
     def source(kind: str) -> str:
-        if kind not in made:
-            made[kind], _ = new_store(kind)
-            save(made[kind])
-        return made[kind]
+        address, _ = new_store(kind)
+        save(address)
+        return address
 
     return source
 
@@ -107,14 +107,13 @@ def sources(new_store: NewStore) -> Callable[[str], str]:
 def damaged(new_store: NewStore) -> Callable[[str], str]:
     """Returns the address of a store with a run of one step, of which a byte of an
     array has changed."""
-    made: dict[str, str] = {}
 
+    @cache
     def source(kind: str) -> str:
-        if kind not in made:
-            made[kind], root = new_store(kind)
-            save(made[kind], (1,))
-            flip(root, state_of(1)["w5"].tobytes())
-        return made[kind]
+        address, root = new_store(kind)
+        save(address, (1,))
+        flip(root, state_of(1)["w5"].tobytes())
+        return address
 
     return source
 

@@ -444,9 +444,6 @@ def test_a_checkpoint_that_is_not_deleted_is_not_undeleted(
 ) -> None:
     run.save(1, {"x": 1}).result()
 
-    result = ctl.run("undelete", f"{run.name}@1")
+    sentence = ctl.refusal("undelete", f"{run.name}@1")
 
-    assert (1, f"storectl: {run.name}@1 is not deleted\n") == (
-        result.exit_code,
-        result.stderr,
-    )
+    assert f"{run.name}@1 is not deleted" == sentence

@@ -96,22 +96,19 @@ def test_a_limit_after_sorting_says_that_there_are_more(address: str) -> None:
 @pytest.mark.parametrize(
     ("where", "note"),
     [
-        ("loss>9", "none of 4 checkpoints matches --where\n"),
-        pytest.param(
+        ("loss>9", ""),
+        (
             "los<9",
-            "none of 4 checkpoints matches --where\nstorectl: no checkpoint has a "
-            "metric or label 'los'; did you mean loss?\n",
+            "storectl: no checkpoint has a metric or label 'los'; did you mean loss?\n",
         ),
     ],
 )
 def test_an_empty_list_says_why(where: str, note: str, address: str) -> None:
     result = storectl(address, "ls", "prod/llama", "--where", where)
 
-    assert (0, "", f"storectl: {note}") == (
-        result.exit_code,
-        result.stdout,
-        result.stderr,
-    )
+    first = "storectl: none of 4 checkpoints matches --where\n"
+    assert (0, "") == (result.exit_code, result.stdout)
+    assert first + note == result.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--limit", "1"]])

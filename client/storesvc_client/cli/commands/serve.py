@@ -22,7 +22,7 @@ from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import print_note
 
 if TYPE_CHECKING:
-    from storesvc_client.demo.job import Served
+    pass
 
 
 _DEMO_NEEDS: Final = ("flax", "jax", "optax", "tensorstore")
@@ -68,24 +68,20 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
     import tempfile
     from contextlib import nullcontext
 
-    from storesvc_client.demo.job import run_demo
+    from storesvc_client.demo.job import Served, run_demo
 
-    served = _find_server(connection.to_store(store)) if store else None
+    served = None
+    if store:
+        connection = connection.to_store(store)
+        connection.open().close()  # it can be reached
+        reaching = ["--insecure"] if connection.insecure else []
+        for option in ("ca", "cert", "key", "token_file"):
+            if file := getattr(connection, option):
+                reaching += [f"--{option.replace('_', '-')}", str(file)]
+        served = Served(address=connection.target, reaching=tuple(reaching))
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
         code = run_demo(Path(place), served)
     click.get_current_context().exit(code)
-
-
-def _find_server(connection: Connection) -> "Served":
-    """Returns the server for the demo, after a successful connection."""
-    from storesvc_client.demo.job import Served
-
-    connection.open().close()
-    reaching = ["--insecure"] if connection.insecure else []
-    for option in ("ca", "cert", "key", "token_file"):
-        if file := getattr(connection, option):
-            reaching += [f"--{option.replace('_', '-')}", str(file)]
-    return Served(address=connection.target, reaching=tuple(reaching))
 
 
 _LOOPBACK: Final = "127.0.0.1"

@@ -32,7 +32,7 @@ from storesvc_client.cli.paths import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import ForeignRun, Run
+    from storesvc_client import Run
     from storesvc_client._values.models import Transfer
 
 
@@ -330,7 +330,12 @@ def import_(
         without=without,
         keep_names=options.keep_names,
     )
-    wanted = steps if which is None else _steps(foreign, which)
+    wanted = steps
+    if isinstance(which, int):
+        wanted = [which]
+    elif which is not None:
+        found = foreign.steps()
+        wanted = [max(found)] if found else None
     if create:
         # rejects a wrong location before a store is created
         wanted_steps(foreign.name, foreign.steps(), wanted)
@@ -345,11 +350,3 @@ def import_(
             jobs=jobs,
         )
         show_transfers(transfers, into=run, as_json=as_json)
-
-
-def _steps(foreign: "ForeignRun", which: Which) -> list[int] | None:
-    """Returns one step of a run; None if the newest one is wanted and there is none."""
-    if isinstance(which, int):
-        return [which]
-    found = foreign.steps()
-    return [max(found)] if found else None

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from storesvc.storage.location import Storage
 from storesvc.storage.rooted_files import sync_directory
-from storesvc_client._storage.roots import (
+from storesvc_client._storage.outside import (
     OutsideFiles,
     error_line,
     files_error,

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import endpoint_in_environment
-from storesvc_client._storage.roots import (
+from storesvc_client._storage.outside import (
     error_line,
     files_error,
     http_status,
@@ -147,7 +147,7 @@ def open_location(
     """Returns the location at a URL or a path; reads nothing.
 
     Args:
-        url: A path, ``file:///PATH``, or a URL of one of ``roots.PACKAGES``. Options
+        url: A path, ``file:///PATH``, or a URL of one of ``outside.PACKAGES``. Options
             of a bucket may follow as for the root of a store:
             ``s3://B/P?endpoint=https://minio:9000&region=us-east-1``.
         storage_options: Options of fsspec's file system, such as ``token`` or

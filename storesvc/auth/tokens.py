@@ -286,7 +286,6 @@ MAX_NAME_BYTES: Final = 256
 
 _CLAIM: Final = re.compile(r"\{([^{}]+)\}")
 _PATTERN: Final = re.compile(r"[*?\[\]]")
-_EPOCH_LIMIT: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +396,7 @@ def _time(claims: Mapping[str, Any], claim: str) -> float:
     value = claims.get(claim)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _claim(claim, "a number of seconds")
-    if not 0 <= value < _EPOCH_LIMIT:  # false for NaN, too
+    if not 0 <= value < 1 << 40:  # false for NaN, too
         raise _claim(claim, "a number of seconds since 1970")
     return float(value)
 

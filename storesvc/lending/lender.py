@@ -206,10 +206,7 @@ MOST_LIFE: Final = timedelta(hours=12)
 
 DEFAULT_REGION: Final = "us-east-1"
 
-_CONNECT_SECONDS: Final = 5
-_READ_SECONDS: Final = 10
 _NOT_IN_NAMES: Final = re.compile(r"[^\w+=,.@-]", re.ASCII)
-_MAX_NAME: Final = 64
 
 
 class S3Issuer:
@@ -255,8 +252,8 @@ class S3Issuer:
             region_name=storage.spec.get("aws_region") or region or DEFAULT_REGION,
             endpoint_url=lending.s3_sts_endpoint or None,
             config=Config(
-                connect_timeout=_CONNECT_SECONDS,
-                read_timeout=_READ_SECONDS,
+                connect_timeout=5,
+                read_timeout=10,
                 retries={"total_max_attempts": 2},
             ),
         )
@@ -296,7 +293,7 @@ class S3Issuer:
 def session_name(principal: str) -> str:
     """Returns the name of a session for a principal, as CloudTrail shows it."""
     name = _NOT_IN_NAMES.sub("-", f"storesvc-{principal or 'anonymous'}")
-    return name[:_MAX_NAME]
+    return name[:64]
 
 
 def _is_transient(cause: Any) -> bool:

@@ -24,8 +24,6 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
-_SHOWN_WRITERS: Final = 16
-
 _EVENT_KINDS: Final = {
     pb.Announcement.KIND_COMMIT: checkpoint_api.CheckpointEvent.KIND_COMMITTED,
     pb.Announcement.KIND_DELETE: checkpoint_api.CheckpointEvent.KIND_DELETED,
@@ -73,7 +71,7 @@ def fate_message(fate: UploadStatus) -> upload_api.Upload:
     if message.state == upload_api.Upload.STATE_LIVE:
         writers = range(fate.record.writer_count)
         unfinished = (w for w in writers if w not in fate.finished_writers)
-        message.unfinished_writers.extend(islice(unfinished, _SHOWN_WRITERS))
+        message.unfinished_writers.extend(islice(unfinished, 16))
     return message
 
 

@@ -46,7 +46,6 @@ WAIT_SECONDS: Final = 20.0
 RETRY_SECONDS: Final = 1
 """Retry delay without memory."""
 
-_TICK_SECONDS: Final = 0.1
 
 _LEAST_BYTES: Final = 16 << 10
 """Minimum that a stream counts for: its own objects."""
@@ -171,7 +170,7 @@ class MessageBudget:
                         "them; retry in a moment",
                         retry_seconds=RETRY_SECONDS,
                     )
-                await asyncio.sleep(_TICK_SECONDS)
+                await asyncio.sleep(0.1)
         finally:
             share.waits = False
         share.size_bytes += size_bytes

@@ -37,8 +37,6 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)
 """Interval between two collections of all runs."""
 
-_RENEWAL_SECONDS: Final = 60.0
-_RELEASE_SECONDS: Final = 2.0
 _SETTLING_SECONDS: Final = 2.0
 """Delay after a commit: further commits of a fast job are handled with it."""
 
@@ -108,9 +106,9 @@ class Lease:
 
     async def keep(self) -> None:
         """Renews the lease periodically until another process holds it."""
-        pause = min(_RENEWAL_SECONDS, self._length.total_seconds() / 4)
+        pause_seconds = min(60.0, self._length.total_seconds() / 4)
         while await self.take():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_seconds)
 
     async def release(self) -> None:
         """Deletes the lease, so that the next process need not wait for it to
@@ -118,7 +116,7 @@ class Lease:
         if not self._renewals:
             return
         with suppress(StoreError, PreconditionError, TimeoutError):
-            async with asyncio.timeout(_RELEASE_SECONDS):
+            async with asyncio.timeout(2.0):
                 found = await read_record(
                     self._store.bucket, layout.COLLECTOR, pb.CollectorRecord
                 )

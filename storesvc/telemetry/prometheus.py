@@ -65,10 +65,6 @@ _SIZES: Final = (
 )
 """Bounds of the bytes of calls, from gRFC A66."""
 
-_STORAGE: Final = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.25, 1, 2.5, 10, 30, 60)
-_COMMIT: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
-_WAIT: Final = (0.001, 0.01, 0.1, 1, 5, 20)
-_PASS: Final = (0.01, 0.1, 1, 10, 60, 600, 3600)
 
 _DENIALS: Final = frozenset(
     {
@@ -261,7 +257,7 @@ class Metrics:
         self._waits = self._histogram(
             "storesvc_queue_wait_seconds",
             "Wait of calls for their turn, if they had to wait.",
-            _WAIT,
+            (0.001, 0.01, 0.1, 1, 5, 20),
             "purpose",
         )
         self._audit_failures = self._counter(
@@ -284,7 +280,7 @@ class Metrics:
         self._commit_durations = self._histogram(
             "storesvc_commit_duration_seconds",
             "Time from the call of a commit to its checkpoint.",
-            _COMMIT,
+            (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60),
         )
         self._committed_bytes = self._counter(
             "storesvc_committed_bytes_total",
@@ -309,7 +305,7 @@ class Metrics:
         self._storage = self._histogram(
             "storesvc_storage_request_duration_seconds",
             "Duration of requests to the storage, with their retries.",
-            _STORAGE,
+            (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.25, 1, 2.5, 10, 30, 60),
             *("storage", "operation", "result"),
         )
         self._retries = self._counter(
@@ -332,7 +328,7 @@ class Metrics:
         self._pass_durations = self._histogram(
             "storesvc_gc_duration_seconds",
             "Duration of passes of the garbage collection over all runs.",
-            _PASS,
+            (0.01, 0.1, 1, 10, 60, 600, 3600),
         )
         self._last_success = self._gauge(
             "storesvc_gc_last_success_timestamp_seconds",

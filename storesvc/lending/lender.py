@@ -252,9 +252,7 @@ class S3Issuer:
             region_name=storage.spec.get("aws_region") or region or DEFAULT_REGION,
             endpoint_url=lending.s3_sts_endpoint or None,
             config=Config(
-                connect_timeout=5,
-                read_timeout=10,
-                retries={"total_max_attempts": 2},
+                connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 2}
             ),
         )
         return cls(storage, client, lending)

@@ -268,9 +268,7 @@ def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
     return response
 
 
-def parse_permissions(
-    request: access_api.TestPermissionsRequest,
-) -> list[Permission]:
+def parse_permissions(request: access_api.TestPermissionsRequest) -> list[Permission]:
     """Returns the permissions that TestPermissions asks for.
 
     Raises:

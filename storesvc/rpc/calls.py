@@ -96,9 +96,7 @@ class MeasuringInterceptor(grpc.aio.ServerInterceptor):
     """Measures all calls; it must precede all other interceptors."""
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Returns the handler of a call, wrapped in its measurement."""
         sent = handler_call_details.invocation_metadata or ()
@@ -204,9 +202,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._security = security
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Returns the handler of a call, wrapped in its authentication."""
         handler = await continuation(handler_call_details)

@@ -9,13 +9,7 @@ from storesvc.catalog.catalog import RunSummary
 from storesvc.catalog.records import record_etag, timestamp
 from storesvc.catalog.runs import run_etag
 from storesvc.catalog.slots import SlotState
-from storesvc.format.names import (
-    CheckpointName,
-    HoldName,
-    RunName,
-    TagName,
-    UploadName,
-)
+from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.lifecycle.holds import expire_time
 from storesvc.retention.enforcement import Outcome
 from storesvc.save.receipts import UploadStatus

@@ -24,13 +24,7 @@ from storesvc.auth import call as access
 from storesvc.auth.call import RPCS, Effect
 from storesvc.auth.policy import AllRuns, Namespace, Permission, Resource, SomeRun
 from storesvc.errors import InvalidFieldError, PermissionDeniedError, StorageDeniedError
-from storesvc.format.names import (
-    CheckpointName,
-    HoldName,
-    RunName,
-    TagName,
-    UploadName,
-)
+from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.rpc import requests
 from storesvc.rpc.status import (
@@ -50,9 +44,7 @@ class ReadOnly(grpc.aio.ServerInterceptor):
         self._root = root
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Returns the handler of a call, or one that rejects it."""
         rpc = handler_call_details.method.rpartition("/")[2]

@@ -9,11 +9,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from storesvc.errors import (
-    CorruptDataError,
-    InvalidFieldError,
-    InvalidPageTokenError,
-)
+from storesvc.errors import CorruptDataError, InvalidFieldError, InvalidPageTokenError
 from storesvc.format.names import InvalidNameError
 from storesvc.rpc.status import MAX_TEXT_BYTES
 from storesvc_proto.v1 import errors_pb2

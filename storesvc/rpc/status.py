@@ -162,9 +162,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Translates the errors of all rpcs of the contract into statuses."""
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Returns the handler of a call, wrapped in the translation of its errors."""
         handler = await continuation(handler_call_details)

@@ -323,10 +323,7 @@ class UploadService:
 
     @asynccontextmanager
     async def _leaf_table(
-        self,
-        parts: LeafParts,
-        stream: AsyncIterator[L],
-        context: Context,
+        self, parts: LeafParts, stream: AsyncIterator[L], context: Context
     ) -> AsyncIterator[None]:
         """Receives the parts of a leaf table; permits work on it inside the context."""
         rows = PartStream(stream, "leaves")
@@ -410,9 +407,7 @@ class UploadService:
                 yield upload_api.FindChunksResponse(found=ordinals.tolist())
 
     async def WriteChunks(
-        self,
-        request_iterator: AsyncIterator[bytes],
-        context: Context,
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[upload_api.WriteChunksResponse]:
         watch, timeout = Stopwatch(), StreamTimeout()
         arriving = timeout.limit(watch.waits("client", request_iterator))

@@ -15,11 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from storesvc.errors import (
-    InvalidFieldError,
-    StorageUnavailableError,
-    StoreError,
-)
+from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
 from storesvc.format import layout
 from storesvc.server import app
 from storesvc.server.gc_scheduler import (

@@ -26,12 +26,7 @@ from storesvc.format.names import RunName
 from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.store import Store
-from storesvc.telemetry.events import (
-    CollectorChanged,
-    Span,
-    StoreCollected,
-    publish,
-)
+from storesvc.telemetry.events import CollectorChanged, Span, StoreCollected, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)

@@ -36,11 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_security(
-    policy: Path | None,
-    *,
-    anonymous: str = "",
-    root: str = "",
-    has_local: bool = True,
+    policy: Path | None, *, anonymous: str = "", root: str = "", has_local: bool = True
 ) -> Security:
     """Returns the security of a server.
 
@@ -132,9 +128,7 @@ async def record_audit(
     loop.add_signal_handler(signal.SIGHUP, reopen)
     try:
         yield replace(
-            security,
-            observers=(*security.observers, observer),
-            audit=AuditReader(log),
+            security, observers=(*security.observers, observer), audit=AuditReader(log)
         )
     finally:
         loop.remove_signal_handler(signal.SIGHUP)

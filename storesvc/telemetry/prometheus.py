@@ -251,8 +251,7 @@ class Metrics:
             "reason",
         )
         self._bugs = self._counter(
-            "storesvc_bugs_total",
-            "Calls that failed because of a bug of the server.",
+            "storesvc_bugs_total", "Calls that failed because of a bug of the server."
         )
         self._waits = self._histogram(
             "storesvc_queue_wait_seconds",
@@ -357,8 +356,7 @@ class Metrics:
             f"Bytes of the leaves of committed checkpoints {place}.",
         )
         self._stored_bytes = self._gauge(
-            "storesvc_stored_bytes",
-            f"Bytes that committed checkpoints wrote {place}.",
+            "storesvc_stored_bytes", f"Bytes that committed checkpoints wrote {place}."
         )
         self._uploads_open = self._gauge(
             "storesvc_uploads_open", f"Open uploads {place}."

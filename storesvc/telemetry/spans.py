@@ -230,11 +230,7 @@ class Spans:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         span = self._tracer.start_span(
-            name,
-            context,
-            kind,
-            attributes=attributes,
-            start_time=_nanoseconds(start),
+            name, context, kind, attributes=attributes, start_time=_nanoseconds(start)
         )
         return cast("Span", span)  # of our own provider
 

@@ -18,11 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.audit.log import (
-    DENIAL_BURST,
-    DENIAL_SECONDS,
-    AuditLog,
-)
+from storesvc.audit.log import DENIAL_BURST, DENIAL_SECONDS, AuditLog
 from storesvc.auth.call import RPCS
 from storesvc.format.audit_chain import (
     FIRST,

@@ -309,10 +309,7 @@ def test_reading_the_log_is_recorded_like_any_read(
             {"principal": "local", "method": "DeleteTag"},
             [("intent", "a"), ("ended", "a")],
         ),
-        (
-            {"parent": "prod/b", "method": "SetTag"},
-            [("intent", "b"), ("ended", "b")],
-        ),
+        ({"parent": "prod/b", "method": "SetTag"}, [("intent", "b"), ("ended", "b")]),
         (
             {"parent": "prod", "method": "SetTag"},
             [("intent", "a"), ("ended", "a"), ("intent", "b"), ("ended", "b")],
@@ -415,10 +412,7 @@ class Reading:
         self.reader = AuditReader(self.log)
 
     def page(
-        self,
-        after: Bookmark | None = None,
-        size: int = 1000,
-        wanted: AuditFilter = ALL,
+        self, after: Bookmark | None = None, size: int = 1000, wanted: AuditFilter = ALL
     ) -> AuditPage:
         """Reads a page."""
         return asyncio.run(self.reader.page(wanted, after=after, size=size))

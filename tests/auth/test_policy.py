@@ -37,10 +37,7 @@ BINDINGS = st.builds(
     who=st.tuples(WHO),
 )
 PRINCIPALS = st.builds(
-    Principal,
-    name=NAMES,
-    groups=GROUPS,
-    authentication=st.just(Authentication.TOKEN),
+    Principal, name=NAMES, groups=GROUPS, authentication=st.just(Authentication.TOKEN)
 )
 
 

@@ -112,8 +112,7 @@ def second_issuer(principal: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "principal",
-    ["user:{sub}", "user:{email}", "user:corp/{sub}", "user:{a}/{b}"],
+    "principal", ["user:{sub}", "user:{email}", "user:corp/{sub}", "user:{a}/{b}"]
 )
 def test_issuers_that_could_name_one_caller_are_rejected(principal: str) -> None:
     parse(ISSUER + second_issuer("partner:{sub}"))

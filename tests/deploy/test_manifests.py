@@ -7,13 +7,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from storesvc.auth.policy import (
-    ANONYMOUS,
-    LOCAL,
-    Authentication,
-    Permission,
-    Principal,
-)
+from storesvc.auth.policy import ANONYMOUS, LOCAL, Authentication, Permission, Principal
 from storesvc.auth.policy_file import parse
 from storesvc.auth.tokens import make_principal
 from storesvc.format.names import RunName

@@ -158,9 +158,7 @@ def emulated(provider: str) -> Iterator[Cloud]:
             emulator = s3
             root = f"s3://{BUCKET}/lent/store?endpoint={s3.url}&region=us-east-1"
             config[0] = Lending(
-                lifetime=timedelta(hours=1),
-                s3_role_arn=ROLE,
-                s3_sts_endpoint=s3.url,
+                lifetime=timedelta(hours=1), s3_role_arn=ROLE, s3_sts_endpoint=s3.url
             )
         address = stack.enter_context(
             served(root, lambda: config[0], gcs_sts_url=f"{emulator.url}/v1/token")

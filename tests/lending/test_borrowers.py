@@ -102,10 +102,7 @@ def test_only_who_holds_a_checkpoint_borrows_for_it(lab: Lab) -> None:
     of_alice, of_carol = lab.held_by("alice"), lab.held_by("carol")
 
     found = {
-        caller: (
-            lab.outcome(caller, hold=of_alice),
-            lab.outcome(caller, hold=of_carol),
-        )
+        caller: (lab.outcome(caller, hold=of_alice), lab.outcome(caller, hold=of_carol))
         for caller in ("alice", "carol", "dave")
     }
 

@@ -92,9 +92,7 @@ def test_threads_that_send_the_first_requests_share_an_event_loop(
     assert loops * 8 == found
 
 
-def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(
-    cloud: Cloud,
-) -> None:
+def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(cloud: Cloud) -> None:
     x = drawn(2)
     with cloud.client() as client:
         run = client.run("prod/a")
@@ -280,8 +278,7 @@ def test_s3_lends_for_no_less_than_its_minimum() -> None:
 def test_a_role_that_does_not_trust_the_server_is_named() -> None:
     with emulated("s3") as cloud:
         cloud.config[0] = Lending(
-            s3_role_arn="arn:aws:iam::1:role/other",
-            s3_sts_endpoint=cloud.emulator.url,
+            s3_role_arn="arn:aws:iam::1:role/other", s3_sts_endpoint=cloud.emulator.url
         )
         refused_save(cloud, "role/other")
 

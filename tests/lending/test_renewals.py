@@ -110,7 +110,7 @@ async def test_a_rejected_credential_is_replaced_once_for_all_requests(
     first = await credential.current()
 
     found = await asyncio.gather(
-        *(credential.replace_rejected(first) for _ in range(50)),
+        *(credential.replace_rejected(first) for _ in range(50))
     )
 
     assert {server.lent[1]} == set(found)

@@ -99,9 +99,7 @@ OTHERS: dict[str, Callable[[Cloud], str]] = {
 
 @pytest.mark.parametrize("which", OTHERS.values(), ids=list(OTHERS))
 def test_a_write_credential_reads_nothing_else(
-    saved: Cloud,
-    to_write: api.LendCredentialsResponse,
-    which: Callable[[Cloud], str],
+    saved: Cloud, to_write: api.LendCredentialsResponse, which: Callable[[Cloud], str]
 ) -> None:
     name = which(saved)
     assert get(saved.objects(own=True), name)

@@ -13,13 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from storesvc.auth.call import current, may
-from storesvc.auth.policy import (
-    AllRuns,
-    Authentication,
-    Permission,
-    Policy,
-    Principal,
-)
+from storesvc.auth.policy import AllRuns, Authentication, Permission, Policy, Principal
 from storesvc.rpc import calls
 from storesvc.rpc.calls import Security
 from storesvc_proto.v1 import access_service_pb2 as access_api

@@ -58,9 +58,7 @@ def saved(tmp_path: Path) -> Path:
     return root
 
 
-def test_writes_to_a_read_only_storage_are_rejected_at_once(
-    saved: Path,
-) -> None:
+def test_writes_to_a_read_only_storage_are_rejected_at_once(saved: Path) -> None:
     with unwritable(saved), store.connect(saved.as_uri()) as client:
         run, new = client.run("tests/old"), client.run("tests/new")
         calls: list[Callable[[], object]] = [

@@ -238,9 +238,7 @@ def test_no_call_fails_because_a_replica_is_killed(
 
 @pytest.mark.slow
 @in_a_bucket
-def test_rolling_drains_fail_no_call(
-    replicas: list[ServerProcess],
-) -> None:
+def test_rolling_drains_fail_no_call(replicas: list[ServerProcess]) -> None:
     with store.connect(one_name(replicas)) as client:
         run = client.run("tests/drained")
         tree = tree_of_step(0)

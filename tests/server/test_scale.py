@@ -5,13 +5,7 @@ import gc
 import tracemalloc
 import uuid
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -154,15 +148,9 @@ def live_uploads(of: Sequence[RunName]) -> Task:
             {"list": 1 + PAGE, "read": 2 * PAGE},
             id="last page of runs",
         ),
+        pytest.param(live_uploads([LARGE]), {"list": 1}, id="live uploads"),
         pytest.param(
-            live_uploads([LARGE]),
-            {"list": 1},
-            id="live uploads",
-        ),
-        pytest.param(
-            live_uploads(MANY),
-            {"list": len(MANY)},
-            id="live uploads of many runs",
+            live_uploads(MANY), {"list": len(MANY)}, id="live uploads of many runs"
         ),
         pytest.param(
             lambda s: s.journal.following("scale", STEPS, limit=1000),

@@ -76,9 +76,7 @@ def test_a_policy_with_an_error_ends_the_start_with_its_place(
         serve("--policy", str(policy))
 
 
-def test_an_anonymous_role_limits_everyone(
-    serve: Callable[..., ServerProcess],
-) -> None:
+def test_an_anonymous_role_limits_everyone(serve: Callable[..., ServerProcess]) -> None:
     server = serve("--anonymous", "reader")
     with store.connect(server.address) as client:
         assert client.runs() is not None

@@ -117,9 +117,7 @@ def test_a_plaintext_client_of_a_tls_server_fails_at_once(setting: Setting) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
-def test_an_untrusted_certificate_fails_at_once(
-    setting: Setting,
-) -> None:
+def test_an_untrusted_certificate_fails_at_once(setting: Setting) -> None:
     address = setting.server.address
     alien = setting.other.issue("alien")
     old = setting.authority.issue("old", until=YESTERDAY)
@@ -142,9 +140,7 @@ def test_an_untrusted_certificate_fails_at_once(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
-def test_a_server_is_rejected_until_its_certificate_is_right(
-    setting: Setting,
-) -> None:
+def test_a_server_is_rejected_until_its_certificate_is_right(setting: Setting) -> None:
     for name, hosts, until, match in (
         ("expired", LOOPBACK, YESTERDAY, "certificate has expired"),
         ("elsewhere", ["ckpt.example"], None, "not valid for '127.0.0.1'"),
@@ -160,9 +156,7 @@ def test_a_server_is_rejected_until_its_certificate_is_right(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
-def test_every_server_of_a_list_is_verified_by_the_first_name(
-    setting: Setting,
-) -> None:
+def test_every_server_of_a_list_is_verified_by_the_first_name(setting: Setting) -> None:
     setting.served.replace(setting.authority.issue("named", "localhost"))
     numbered = setting.server.address
     named = numbered.replace("127.0.0.1", "localhost")
@@ -236,11 +230,7 @@ def test_a_client_uses_its_rotated_files(setting: Setting, tmp_path: Path) -> No
     trusted = Path(shutil.copy(setting.authority.certificate, tmp_path / "ca.pem"))
     ours.replace(setting.client)
     tree = {str(i): np.full(1 << 20, i, np.float32) for i in range(4)}
-    options: dict[str, Any] = {
-        "ca": trusted,
-        "cert": ours.certificate,
-        "key": ours.key,
-    }
+    options: dict[str, Any] = {"ca": trusted, "cert": ours.certificate, "key": ours.key}
     with setting.connect(**options) as client:
         run = client.run("tests/changing")
         run.save(0, tree).result()

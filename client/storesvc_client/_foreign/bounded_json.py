@@ -70,8 +70,16 @@ def parse_json(
         DataLossError: It is no JSON, is nested too deeply, has an object with a name
             twice, or too many values.
     """
-
-    _check_tokens(data, what, max_tokens)
+    # before a copy of the text is made
+    if isinstance(data, bytes):
+        tokens = sum(map(data.count, (b",", b":", b"[", b"{")))
+    else:
+        tokens = sum(map(data.count, ",:[{"))
+    if tokens > max_tokens:
+        raise DataLossError(
+            f"{what}: expected JSON of at most {max_tokens} values, got {tokens}; "
+            f"{_ADVICE}"
+        )
     constant = None if allow_nan else _reject_constant
     try:
         text = data if isinstance(data, str) else data.decode()
@@ -117,18 +125,6 @@ def integers(value: Any, *, what: str) -> tuple[int, ...]:
     ):
         return tuple(value)
     raise DataLossError(f"{what}: expected a list of sizes, got {ascii(value)[:200]}")
-
-
-def _check_tokens(data: bytes | str, what: str, most: int) -> None:
-    """Rejects a text of too many values, before a copy of it is made."""
-    if isinstance(data, bytes):
-        tokens = sum(map(data.count, (b",", b":", b"[", b"{")))
-    else:
-        tokens = sum(map(data.count, ",:[{"))
-    if tokens > most:
-        raise DataLossError(
-            f"{what}: expected JSON of at most {most} values, got {tokens}; {_ADVICE}"
-        )
 
 
 def _unique(what: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

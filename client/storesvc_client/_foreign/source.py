@@ -112,8 +112,14 @@ def plan_units(source: Tree, stored: Tree) -> list[Unit]:
             first = int(stored.first_chunk[row])
             simple[first : first + grid.count] = False
             found += _cut_units(row, first, grid, together)
-    for slab in cut_slabs(stored, np.flatnonzero(simple)):
-        found.append(_slab_unit(stored, slab))
+    for slab in cut_slabs(stored, np.flatnonzero(simple)):  # chunks read one by one
+        reads = []
+        for ordinal, start, _ in slab.rows():
+            row, within = stored.locate(ordinal)
+            grid = stored.grids[row]
+            region, shape = grid.region(within), grid.chunk_shape
+            reads.append(RegionRead(row=row, region=region, start=start, shape=shape))
+        found.append(Unit(slabs=((0, slab),), reads=tuple(reads), size=slab.size))
     return sorted(found, key=lambda unit: unit.slabs[0][1].first)
 
 
@@ -129,16 +135,12 @@ def _chunk_shape(
         outer < size and inner < size and outer % inner and inner % outer
         for outer, inner, size in zip(shard, chosen, shape, strict=True)
     )
-    if not crosses and _is_contiguous(shard, chosen):
+    # A chunk that is cut in its last dimensions only is a contiguous range.
+    cut = [dim for dim, (m, n) in enumerate(zip(shard, chosen, strict=True)) if n < m]
+    is_contiguous = not cut or all(n == 1 for n in chosen[: cut[-1]])
+    if not crosses and is_contiguous:
         return chosen
     return _divide_shape(shape, itemsize, shard)
-
-
-def _is_contiguous(outer: Sequence[int], inner: Sequence[int]) -> bool:
-    """Returns whether the chunks `inner` are contiguous ranges of the chunks `outer`,
-    or consist of several of them."""
-    cut = [dim for dim, (m, n) in enumerate(zip(outer, inner, strict=True)) if n < m]
-    return not cut or all(n == 1 for n in inner[: cut[-1]])
 
 
 def _divide_shape(
@@ -196,17 +198,6 @@ def _cut_units(
         read = RegionRead(row=row, region=region, start=0, shape=shape)
         size = len(slabs) * grid.chunk_bytes
         yield Unit(slabs=tuple(slabs), reads=(read,), size=size)
-
-
-def _slab_unit(stored: Tree, slab: Slab) -> Unit:
-    """Returns the unit of a slab whose chunks are read one by one."""
-    reads = []
-    for ordinal, start, _ in slab.rows():
-        row, within = stored.locate(ordinal)
-        grid = stored.grids[row]
-        region, shape = grid.region(within), grid.chunk_shape
-        reads.append(RegionRead(row=row, region=region, start=start, shape=shape))
-    return Unit(slabs=((0, slab),), reads=tuple(reads), size=slab.size)
 
 
 JOBS: Final = 16

@@ -165,6 +165,23 @@ class Part:
     handler: str | None = None
     """Class of version 1 that wrote the files; None: a handler of version 0."""
 
+    def value(self) -> dict[str, Any]:
+        """Returns the part as a value of JSON."""
+        row: dict[str, Any] = {"kind": self.kind, "place": self.place}
+        for name in ("custom_metadata", "handler"):
+            if getattr(self, name) is not None:
+                row[name] = getattr(self, name)
+        return row
+
+    @classmethod
+    def parse(cls, row: Any) -> "Part":
+        """Returns the part of a value of JSON; raises what another value causes."""
+        kind, place = row["kind"], row["place"]
+        if kind not in get_args(Kind) or type(place) is not str:
+            raise ValueError(f"an item is {row!r}")
+        more = {name: row.get(name) for name in ("custom_metadata", "handler")}
+        return cls(kind=kind, place=place, **more)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -184,7 +201,7 @@ class StepRecord:
         """Returns the record as a value of JSON."""
         return {
             "version": _VERSION,
-            "items": {name: _row(part) for name, part in self.parts.items()},
+            "items": {name: part.value() for name, part in self.parts.items()},
             "metrics": self.metrics,
             "custom_metadata": self.custom_metadata,
         }
@@ -200,7 +217,7 @@ class StepRecord:
             if value["version"] != _VERSION:
                 raise ValueError(f"its version is {value['version']!r}")
             return cls(
-                parts={name: _part(row) for name, row in value["items"].items()},
+                parts={name: Part.parse(row) for name, row in value["items"].items()},
                 metrics=value["metrics"],
                 custom_metadata=value["custom_metadata"],
             )
@@ -247,22 +264,6 @@ def _item_name(name: str, taken: Iterable[str]) -> str:
         number += 1
         found = f"{base}-{number}"
     return found
-
-
-def _row(part: Part) -> dict[str, Any]:
-    row: dict[str, Any] = {"kind": part.kind, "place": part.place}
-    for name in ("custom_metadata", "handler"):
-        if getattr(part, name) is not None:
-            row[name] = getattr(part, name)
-    return row
-
-
-def _part(row: Any) -> Part:
-    kind, place = row["kind"], row["place"]
-    if kind not in get_args(Kind) or type(place) is not str:
-        raise ValueError(f"an item is {row!r}")
-    more = {name: row.get(name) for name in ("custom_metadata", "handler")}
-    return Part(kind=kind, place=place, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ Decides only: reads no store and no clock.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import reduce
 from operator import or_
@@ -422,7 +422,16 @@ def options_retention(options: Any) -> RetentionPolicy | None:
         return policy_retention(options.preservation_policy)
     if options.max_to_keep is None:
         return None  # as in Orbax: all stay, whatever else is given
-    rules: list[RetentionPolicy] = [_newest(options)]
+    count = _positive("max_to_keep", options.max_to_keep)
+    newest: RetentionPolicy = KeepLatest(count)
+    if options.best_fn is not None:
+        newest = _best(
+            count,
+            metric_name("best_fn", options.best_fn),
+            mode="min" if options.best_mode == "min" else "max",
+            keeps_without=options.keep_checkpoints_without_metrics,
+        )
+    rules = [newest]
     if options.keep_period is not None:
         rules.append(KeepEvery(steps=options.keep_period))
     if options.keep_time_interval is not None:
@@ -441,7 +450,13 @@ def policy_retention(policy: Any) -> RetentionPolicy | None:
     """
     match policy:
         case managers.AnyPreservationPolicy(policies=members):
-            return _join_policies(members)
+            found = [policy_retention(member) for member in members]
+            if not found:
+                raise InvalidRequestError(
+                    f"AnyPreservationPolicy: expected policies, got none; {_ADVICE}"
+                )
+            rules = [rule for rule in found if rule is not None]
+            return reduce(or_, rules) if len(rules) == len(found) else None
         case managers.LatestN(n=count):
             return None if count is None else KeepLatest(_positive("LatestN", count))
         case managers.EveryNSeconds(interval_secs=seconds):
@@ -514,34 +529,11 @@ def _no_metric(place: str, got: str) -> InvalidRequestError:
     )
 
 
-def _newest(options: Any) -> RetentionPolicy:
-    count = _positive("max_to_keep", options.max_to_keep)
-    if options.best_fn is None:
-        return KeepLatest(count)
-    mode: Mode = "min" if options.best_mode == "min" else "max"
-    return _best(
-        count,
-        metric_name("best_fn", options.best_fn),
-        mode=mode,
-        keeps_without=options.keep_checkpoints_without_metrics,
-    )
-
-
 def _best(
     count: int, metric: str, *, mode: Mode, keeps_without: bool
 ) -> RetentionPolicy:
     without: Any = "keep" if keeps_without else "drop"
     return KeepBest(count, metric=metric, mode=mode, without_metric=without)
-
-
-def _join_policies(members: Sequence[Any]) -> RetentionPolicy | None:
-    found = [policy_retention(member) for member in members]
-    if not found:
-        raise InvalidRequestError(
-            f"AnyPreservationPolicy: expected policies, got none; {_ADVICE}"
-        )
-    rules = [rule for rule in found if rule is not None]
-    return reduce(or_, rules) if len(rules) == len(found) else None
 
 
 def _every_steps(policy: Any) -> RetentionPolicy:

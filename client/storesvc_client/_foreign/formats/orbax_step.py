@@ -391,8 +391,13 @@ class StepReader:
 
     def _other_item(self, item: str, names: Sequence[str]) -> None:
         path = join(self.folder, item)
-        if item == METRICS and self._takes_metrics(path, names):
-            return
+        if item == METRICS and METRICS in names:
+            found = as_metrics(read_json(self.location, join(path, METRICS))[0])
+            if found is not None:
+                self.metrics.update(found)
+                text = json.dumps(dict(found), sort_keys=True)
+                self._describes(path, text.encode())
+                return
         for original, row in item_rows(self.location, path, item):
             name = item_name(original)
             self._name(name, original, path)
@@ -416,15 +421,6 @@ class StepReader:
                 "step, of which each of these files is one, got more; leave it out, or "
                 "restore it with its own library"
             )
-
-    def _takes_metrics(self, path: str, names: Sequence[str]) -> bool:
-        if METRICS not in names:
-            return False
-        found = as_metrics(read_json(self.location, join(path, METRICS))[0])
-        if found is not None:
-            self.metrics.update(found)
-            self._describes(path, json.dumps(dict(found), sort_keys=True).encode())
-        return found is not None
 
     def _tree(self, item: str, folder: str, names: Sequence[str]) -> None:
         """Reads what describes an item that is a tree."""

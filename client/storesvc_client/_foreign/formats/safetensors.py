@@ -15,7 +15,7 @@ holes or overlaps. Source: ``safetensors/src/tensor.rs`` of huggingface/safetens
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -212,7 +212,19 @@ def parse_header(header: bytes, *, size: int, what: str) -> Header:
     begin = LENGTH_BYTES + len(header)
     tensors = [_tensor(name, entry, begin, what) for name, entry in fields.items()]
     tensors.sort(key=lambda each: (each.start, each.stop))
-    _check_tiling(tensors, begin=begin, size=size, what=what)
+    # The tensors fill the rest of the file, without holes and overlaps.
+    at = begin
+    for each in tensors:
+        if each.start != at:
+            raise DataLossError(
+                f"{what}, tensor {each.name[:200]!r}: expected its bytes at {at}, "
+                f"after the tensor before, got {each.start}"
+            )
+        at = each.stop
+    if at != size:
+        raise DataLossError(
+            f"{what}: expected {at} bytes, as its header says, got {size}"
+        )
     return Header(tensors={each.name: each for each in tensors}, metadata=metadata)
 
 
@@ -250,24 +262,6 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
         start=begin + offsets[0],
         stop=begin + offsets[1],
     )
-
-
-def _check_tiling(
-    tensors: Iterable[Tensor], *, begin: int, size: int, what: str
-) -> None:
-    """Rejects holes, overlaps, and a file of another size."""
-    at = begin
-    for each in tensors:
-        if each.start != at:
-            raise DataLossError(
-                f"{what}, tensor {each.name[:200]!r}: expected its bytes at {at}, "
-                f"after the tensor before, got {each.start}"
-            )
-        at = each.stop
-    if at != size:
-        raise DataLossError(
-            f"{what}: expected {at} bytes, as its header says, got {size}"
-        )
 
 
 MAX_INDEX_BYTES: Final = 64 << 20

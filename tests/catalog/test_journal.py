@@ -23,9 +23,9 @@ from tests.support.faulty_bucket import (
     Call,
     Fault,
     FaultyBucket,
-    Plan,
     at_change,
     no_faults,
+    record_calls,
 )
 
 
@@ -59,16 +59,6 @@ def commit(step: int = 0) -> pb.Announcement:
     return pb.Announcement(
         kind=pb.Announcement.KIND_COMMIT, run="r", step=step, upload=uuid.uuid4().hex
     )
-
-
-def recorded(calls: list[Call]) -> Plan:
-    """The plan of no faults that writes down what was called."""
-
-    def plan(call: Call) -> Fault:
-        calls.append(call)
-        return Fault.NONE
-
-    return plan
 
 
 async def numbers(journal: Journal, namespace: str = "n") -> list[int]:
@@ -176,7 +166,7 @@ async def test_a_journal_without_watchers_is_read_with_two_reads(
     for _ in range(70):
         await journal.announce("n", commit())
     calls: list[Call] = []
-    bucket.calls.follow(recorded(calls))
+    bucket.calls.follow(record_calls(calls))
 
     assert [] == await journal.following("n", 70, limit=100)
 
@@ -405,7 +395,7 @@ async def test_the_changes_of_an_upload_are_found_back_to_when_it_began(
 
     assert [91, 51, 4] == await found(began)
     calls: list[Call] = []
-    bucket.calls.follow(recorded(calls))
+    bucket.calls.follow(record_calls(calls))
     assert [91] == (await found(clock.now() - timedelta(hours=2)))[:1]
     assert len(calls) < 70  # two batches of reads, and a list
     bucket.calls.follow(no_faults)

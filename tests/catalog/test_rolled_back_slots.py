@@ -15,7 +15,6 @@ from storesvc.format.names import (
     CheckpointName,
     HoldName,
     RunName,
-    TagName,
     UploadName,
 )
 from storesvc.format.seal import seal, unseal
@@ -34,13 +33,7 @@ Objects = dict[str, bytes]
 
 
 async def tagged(process: Process) -> None:
-    await process.store.tags.set(
-        TagName(RUN, "best"),
-        CheckpointName(RUN, STEP),
-        protected=None,
-        etag="",
-        write_id=str(uuid.uuid4()),
-    )
+    await process.tag(STEP)
 
 
 async def held(process: Process) -> None:

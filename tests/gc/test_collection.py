@@ -29,9 +29,10 @@ from tests.support.collecting_process import (
 from tests.support.faulty_bucket import (
     Call,
     DiedError,
-    Fault,
     FaultyBucket,
     dies_before,
+    record_calls,
+    unavailable_at,
 )
 
 
@@ -282,19 +283,12 @@ async def test_a_free_slot_is_emptied_last_and_its_epoch_never_comes_again() -> 
 async def test_holds_that_are_over_and_deleted_tags_go() -> None:
     process = await started()
     await process.save(1)
-    hold, tag = HoldName(RUN, "a" * 32), TagName(RUN, "best")
-    await process.store.holds.create(
-        hold, CheckpointName(RUN, 1), owner="eval", ttl=timedelta(minutes=1)
-    )
-    tags = process.store.tags
-    await tags.set(
-        tag,
-        CheckpointName(RUN, 1),
-        protected=False,
-        etag="",
-        write_id=str(uuid.uuid4()),
-    )
-    await tags.delete(tag, etag="", write_id=str(uuid.uuid4()))
+    hold, held = HoldName(RUN, "a" * 32), CheckpointName(RUN, 1)
+    ttl = timedelta(minutes=1)
+    await process.store.holds.create(hold, held, owner="eval", ttl=ttl)
+    await process.tag(1)
+    write_id = str(uuid.uuid4())
+    await process.store.tags.delete(TagName(RUN, "best"), etag="", write_id=write_id)
     await process.collect()
     assert await process.bucket.list(PLACES.holds)
     assert await process.bucket.list(PLACES.tags)
@@ -362,12 +356,7 @@ async def test_what_no_list_shows_goes_with_the_last_of_its_upload(
     for cut in itertools.count():
         process, root = await prepared(str(cut))
         process.bucket.calls.follow(dies_before(cut))
-        try:
-            await process.collect()
-        except DiedError:
-            has_died = True
-        else:
-            has_died = False
+        has_died = await process.dies_in_collection()
         await (await process.beside()).collect()
 
         assert [] == [p for p in root.rglob("*") if p.is_file()]
@@ -379,20 +368,9 @@ async def test_what_no_list_shows_goes_with_the_last_of_its_upload(
 async def test_the_journal_is_not_listed_for_tags_that_are_there() -> None:
     process = await started()
     await process.save(1)
-    await process.store.tags.set(
-        TagName(RUN, "best"),
-        CheckpointName(RUN, 1),
-        protected=False,
-        etag="",
-        write_id=str(uuid.uuid4()),
-    )
-    calls = []
-
-    def note(call: Call) -> Fault:
-        calls.append(call)
-        return Fault.NONE
-
-    process.bucket.calls.follow(note)
+    await process.tag(1)
+    calls: list[Call] = []
+    process.bucket.calls.follow(record_calls(calls))
     await process.collect()
 
     journal = layout.journal(RUN.namespace)
@@ -403,11 +381,7 @@ async def test_the_journal_is_not_listed_for_tags_that_are_there() -> None:
 async def test_a_collection_that_the_storage_fails_is_reported_as_postponed() -> None:
     process = await started()
     await process.save(1)
-    process.bucket.calls.follow(
-        lambda call: (
-            Fault.UNAVAILABLE if call.path == PLACES.checkpoint(1) else Fault.NONE
-        )
-    )
+    process.bucket.calls.follow(unavailable_at(PLACES.checkpoint(1)))
 
     for reported in (await process.collect(), await process.preview()):
         assert reported.is_unavailable

@@ -15,7 +15,7 @@ from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.server.gc_scheduler import Lease, _collect_all, collecting
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import RUN, Process, started
-from tests.support.faulty_bucket import Call, Fault, no_faults
+from tests.support.faulty_bucket import Call, Fault, no_faults, unavailable_at
 
 
 async def _deleted_in(process: Process, *runs: RunName) -> None:
@@ -39,9 +39,7 @@ async def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> Non
     runs = [RunName(name, "run") for name in "abcde"]
     await _deleted_in(process, *runs)
     bad = {RunPaths(runs[at]).checkpoint(1) for at in (0, 1, 3)}
-    process.bucket.calls.follow(
-        lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
-    )
+    process.bucket.calls.follow(unavailable_at(*bad))
 
     await _collect_all(process.store, Lease(process.store, length=timedelta(hours=1)))
 
@@ -78,11 +76,7 @@ async def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
     assert found is not None
     found[0].retention.latest.count = 1
     await process.bucket.write(place, seal(found[0], place=place))
-    process.bucket.calls.follow(
-        lambda call: (
-            Fault.UNAVAILABLE if call.path == layout.run_record(bad) else Fault.NONE
-        )
-    )
+    process.bucket.calls.follow(unavailable_at(layout.run_record(bad)))
     process.store.recent_commits.remove(RUN)
 
     async with collecting(process.store, timedelta(hours=1)):

@@ -18,7 +18,7 @@ from tests.support.collecting_process import (
     history,
     started,
 )
-from tests.support.faulty_bucket import DiedError, FaultyBucket, dies_before
+from tests.support.faulty_bucket import FaultyBucket, dies_before
 
 
 @pytest.mark.slow
@@ -37,12 +37,7 @@ async def test_a_pass_that_dies_before_any_change_is_gone_on_with() -> None:
         process = await prepared()
         # sees what the first process saw, and dies on the way
         process.bucket.calls.follow(dies_before(cut))
-        try:
-            await process.collect()
-        except DiedError:
-            has_died = True
-        else:
-            has_died = False
+        has_died = await process.dies_in_collection()
         survivor = await process.beside()
         await survivor.check()
         await survivor.collect()

@@ -390,7 +390,7 @@ def test_passes_at_the_same_time_report_what_they_leave(seed: int) -> None:
     assert [DELETED, DELETED, DELETED, COMMITTED] == states
 
 
-def test_a_deletion_by_name_is_not_reverted_by_a_pass() -> None:
+async def test_a_deletion_by_name_is_not_reverted_by_a_pass() -> None:
     """The newest one goes, too, so the pass undeletes what it deleted itself."""
     world = retained(world_of(0, steps=PAGE + 2), store.KeepLatest(PAGE))
     process, other = Process(world), Process(world)
@@ -402,32 +402,28 @@ def test_a_deletion_by_name_is_not_reverted_by_a_pass() -> None:
             emptied.append(place)
             put_state(world, PAGE + 1, DELETED)
 
-    async def main() -> None:
-        pages = retaining(process).apply(RUN)
-        await anext(pages)
-        await _delete(other, 1)
-        world.watch = watch
-        (second,) = [page async for page in pages]
-        assert [(1, False), (0, True)] == [(o.step, o.kept) for o in second]
+    pages = retaining(process).apply(RUN)
+    await anext(pages)
+    await _delete(other, 1)
+    world.watch = watch
+    (second,) = [page async for page in pages]
+    assert [(1, False), (0, True)] == [(o.step, o.kept) for o in second]
 
-    asyncio.run(main())
     assert [COMMITTED, DELETED] == [slot_of(world, step).state for step in (0, 1)]
 
 
-def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
+async def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
     world = retained(world_of(0, steps=PAGE + 2), store.KeepLatest(PAGE))
     process, other = Process(world), Process(world)
 
-    async def main() -> None:
-        pages = retaining(process).apply(RUN)
-        await anext(pages)
-        await _delete(other, PAGE + 1)
-        writes = world.writes
-        (second,) = [page async for page in pages]
-        assert [True, True] == [outcome.kept for outcome in second]
-        assert writes == world.writes  # not even for a moment
+    pages = retaining(process).apply(RUN)
+    await anext(pages)
+    await _delete(other, PAGE + 1)
+    writes = world.writes
+    (second,) = [page async for page in pages]
+    assert [True, True] == [outcome.kept for outcome in second]
+    assert writes == world.writes  # not even for a moment
 
-    asyncio.run(main())
     assert COMMITTED == slot_of(world, 0).state == slot_of(world, 1).state
 
 

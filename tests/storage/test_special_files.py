@@ -1,6 +1,5 @@
 """Links and special files in a store: none is read, written through, or waited for."""
 
-import asyncio
 import os
 import socket
 import uuid
@@ -314,7 +313,7 @@ def test_collection_deletes_nothing_behind_a_link(
     assert behind.exists()
 
 
-def test_a_deletion_removes_a_link_and_not_its_target(tmp_path: Path) -> None:
+async def test_a_deletion_removes_a_link_and_not_its_target(tmp_path: Path) -> None:
     behind = tmp_path / "behind" / "file"
     behind.parent.mkdir()
     behind.touch()
@@ -322,13 +321,11 @@ def test_a_deletion_removes_a_link_and_not_its_target(tmp_path: Path) -> None:
     pool.mkdir(parents=True)
     (pool / "upload").symlink_to(behind.parent)
 
-    async def main() -> None:
-        bucket = await TensorStoreBucket.open((tmp_path / "store").as_uri())
-        with pytest.raises(CorruptDataError, match="symbolic link"):
-            await bucket.delete("data/n/r/pool/upload/file")
-        await bucket.delete_below("data/n/r/pool/upload/")
+    bucket = await TensorStoreBucket.open((tmp_path / "store").as_uri())
+    with pytest.raises(CorruptDataError, match="symbolic link"):
+        await bucket.delete("data/n/r/pool/upload/file")
+    await bucket.delete_below("data/n/r/pool/upload/")
 
-    asyncio.run(main())
     assert behind.exists()
     assert [] == list(pool.iterdir())
 

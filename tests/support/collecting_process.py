@@ -7,16 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import CheckpointName, RunName, UploadName
+from storesvc.format.names import CheckpointName, RunName, TagName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.gc.collector import Progress
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.support.contract import frame, mixed_sums, received, tree_of
-from tests.support.faulty_bucket import (
-    FaultyBucket,
-)
+from tests.support.faulty_bucket import DiedError, FaultyBucket
 
 RUN = RunName("tests", "collection")
 PLACES = RunPaths(RUN)
@@ -123,6 +121,24 @@ class Process:
         await self.store.lifecycle.delete(
             RUN, step, purge_delay=purge_delay, etag="", write_id=str(uuid.uuid4())
         )
+
+    async def tag(self, step: int) -> None:
+        """Points the tag "best" to a checkpoint."""
+        await self.store.tags.set(
+            TagName(RUN, "best"),
+            CheckpointName(RUN, step),
+            protected=None,
+            etag="",
+            write_id=str(uuid.uuid4()),
+        )
+
+    async def dies_in_collection(self) -> bool:
+        """Collects, and returns whether the process died meanwhile."""
+        try:
+            await self.collect()
+        except DiedError:
+            return True
+        return False
 
     async def collect(self, *, grace: timedelta = NOW) -> Progress:
         progress = [p async for p in self.store.collector.collect(RUN, grace=grace)]

@@ -86,6 +86,21 @@ def dies_before(number: int) -> Plan:
     return at_change(number, Fault.DEATH)
 
 
+def unavailable_at(*paths: str) -> Plan:
+    """Returns a plan with a fault at each call for one of some paths."""
+    return lambda call: Fault.UNAVAILABLE if call.path in paths else Fault.NONE
+
+
+def record_calls(calls: list[Call]) -> Plan:
+    """Returns a plan without faults that appends each call to a list."""
+
+    def plan(call: Call) -> Fault:
+        calls.append(call)
+        return Fault.NONE
+
+    return plan
+
+
 def random_faults(
     seed: int,
     *,

@@ -35,6 +35,7 @@ from tests.support.faulty_bucket import (
     FaultyBucket,
     no_faults,
     random_faults,
+    record_calls,
 )
 
 RUN = RunName("n", "r")
@@ -315,14 +316,10 @@ async def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
     process = Process(bucket)
     calls: list[Call] = []
 
-    def counting(call: Call) -> Fault:
-        calls.append(call)
-        return Fault.NONE
-
     watches = [process.watch() for _ in range(50)]
     for watch in watches:
         await begun(watch)
-    process.bucket.calls.follow(counting)
+    process.bucket.calls.follow(record_calls(calls))
     waiting = [asyncio.create_task(take(watch, 1)) for watch in watches]
     await asyncio.sleep(0.3)
     # the next number, and the last one, which is there as long as nothing follows

@@ -38,7 +38,11 @@ NAMES: Final = (
     "amplifications",
     "misbehaving",
 )
-"""Modules of this package, each with a function of the same name."""
+"""Kinds of faults: functions, of modules of the same name unless `_MODULES` has one."""
+
+_MODULES: Final = dict.fromkeys(
+    ("truncations", "bit_flips", "swapped_files", "exchanged_records"), "damages"
+)
 
 
 def main() -> int:
@@ -52,7 +56,8 @@ def main() -> int:
     logging.disable()
     lost, lines = 0, []
     for name in names:
-        harm: Callable[[], Outcome] = getattr(import_module(f"soak.{name}"), name)
+        module = import_module(f"soak.{_MODULES.get(name, name)}")
+        harm: Callable[[], Outcome] = getattr(module, name)
         began = time.monotonic()
         try:
             outcome = harm()

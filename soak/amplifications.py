@@ -4,17 +4,15 @@ Sends, for each call and each repeated field of its request, a stream of the lar
 messages, filled with the smallest possible entries.
 """
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Final
 
+from soak import promises
 from soak.health import measured
 from soak.outcomes import Outcome
 from tests.rpc.test_request_limits import memory_bytes
 from tests.support.amplified_requests import all_amplified
 from tests.support.contract import Writer
-from tests.support.server_process import ServerProcess
 
 PARTS: Final = 8
 """Messages of a stream."""
@@ -32,9 +30,7 @@ REST_SECONDS: Final = 5.0
 def amplifications() -> Outcome:
     """Sends each request, and checks the server's memory and health."""
     outcome, most_bytes, worst_seconds = Outcome(), 0, 0.0
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = ServerProcess(Path(scratch) / "store", Path(scratch))
-        server.start()
+    with promises.served() as server:
         writer = Writer(server.address, "soak/amplified", 1, writers=2)
         writer.begin()
         at_rest = memory_bytes(server.pid, "VmRSS")
@@ -56,7 +52,6 @@ def amplifications() -> Outcome:
                 if seconds > HEALTH_SECONDS + idle_seconds:
                     lost.append(f"{amplified}: health took {1000 * seconds:.0f} ms")
                 outcome.add(str(amplified), lost)
-        server.stop()
     outcome.note = (
         f"{most_bytes >> 20} MiB beyond rest at most, health "
         f"{1000 * worst_seconds:.0f} ms at most, {1000 * idle_seconds:.0f} at rest"

@@ -6,22 +6,16 @@ that no line announces would be a change without a record.
 
 import asyncio
 import json
-import os
-import tempfile
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 import storesvc_client as store
 from soak import promises
-from soak.disks import Change, Disk, Survivors, read_log
+from soak.disks import Change, Disk, cut_states, read_log
 from soak.outcomes import Outcome
 from soak.watched import watched
 from storesvc.audit.log import AuditLog
 from storesvc.format.audit_chain import split_lines, verify
-
-EVERY: Final = int(os.environ.get("SOAK_EVERY", "1"))
-"""Only every so many calls, the power is cut."""
 
 STEPS: Final = (0, 1)
 LOG: Final = "audit.log"
@@ -30,24 +24,10 @@ LOG: Final = "audit.log"
 def audit_power_cuts() -> Outcome:
     """Cuts the power while a server saves, tags and deletes."""
     outcome = Outcome()
-    with (
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as empty,
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
-    ):
-        top = Path(empty)
-        disk, seen = Disk(top), set[bytes]()
-        for number, change in enumerate(_record(top), start=1):
-            disk.apply([change])
-            if number % EVERY:
-                continue
-            for survivors in Survivors:
-                cut = Path(scratch) / f"{number}-{survivors.name}"
-                disk.lay_out(cut, survivors)
-                state = digest(cut)
-                if state not in seen:
-                    seen.add(state)
-                    point = f"after call {number} ({change.kind}) {survivors.value}"
-                    outcome.add(point, _losses(cut))
+    with promises.scratch_folder() as top:
+        disk = Disk(top)
+        for _, point, cut in cut_states(disk, _record(top)):
+            outcome.add(point, _losses(cut))
     return outcome
 
 
@@ -106,13 +86,3 @@ def _unannounced(store_root: Path, intents: list[tuple[str, str]]) -> list[str]:
     if tags and "SetTag" not in made:
         lost.append("a tag without an intent")
     return lost
-
-
-def digest(directory: Path) -> bytes:
-    """Returns a digest of the files in a directory."""
-    state = blake2b()
-    for path in sorted(directory.rglob("*")):
-        state.update(repr(path.relative_to(directory)).encode())
-        if path.is_file():
-            state.update(path.read_bytes())
-    return state.digest()

@@ -6,7 +6,6 @@ The target is absent or complete, and complete once the call has returned.
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +14,7 @@ import numpy as np
 
 import storesvc_client as store
 from soak import promises
-from soak.audit_power_cuts import EVERY, digest
-from soak.disks import Change, Disk, Survivors, read_log
+from soak.disks import Change, Disk, cut_states, read_log
 from soak.outcomes import Outcome
 from soak.watched import compiled
 
@@ -44,8 +42,8 @@ def copy_power_cuts() -> Outcome:
     Exports to Orbax link and copy files in the kernel, which the log has no line for.
     """
     outcome = Outcome()
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        root = (Path(scratch) / "store").as_uri()
+    with promises.scratch_folder() as scratch:
+        root = (scratch / "store").as_uri()
         with store.connect(root) as client:
             client.run(promises.RUN).save(STEP, _tree()).result()
         for form, name, is_whole in (
@@ -81,35 +79,23 @@ def _cut(
         is_whole: Returns whether the target is complete; False: it is absent; raises
             if it is neither.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as empty,
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
-    ):
-        top = Path(empty) / "top"
+    with promises.scratch_folder() as scratch:
+        top = scratch / "top"
         top.mkdir()
-        disk, seen = Disk(top), set[bytes]()
+        disk = Disk(top)
         filled = [each.replace("{top}", str(top)) for each in arguments]
-        changes = _record(top, Path(scratch) / "calls", script, *filled)
-        for number, change in enumerate(changes, start=1):
-            disk.apply([change])
-            is_last = number == len(changes)
-            if number % EVERY and not is_last:
-                continue
-            for survivors in Survivors:
-                cut = Path(scratch) / f"{number}-{survivors.name}"
-                disk.lay_out(cut, survivors)
-                state = digest(cut)
-                if state in seen and not is_last:
-                    continue
-                seen.add(state)
-                point = f"{what} after call {number} ({change.kind}) {survivors.value}"
-                try:
-                    lost = (
-                        [] if is_whole(cut / name) or not is_last else ["it is absent"]
-                    )
-                except Exception as e:  # noqa: BLE001 - whatever reads it may fail
-                    lost = [f"it is neither absent nor complete: {e!r:.200}"]
-                outcome.add(point, lost)
+        changes = _record(top, scratch / "calls", script, *filled)
+
+        def is_last(number: int) -> bool:
+            return number == len(changes)
+
+        for number, point, cut in cut_states(disk, changes, is_last):
+            try:
+                is_lost = not is_whole(cut / name) and is_last(number)
+                lost = ["it is absent"] if is_lost else []
+            except Exception as e:  # noqa: BLE001 - whatever reads it may fail
+                lost = [f"it is neither absent nor complete: {e!r:.200}"]
+            outcome.add(f"{what} {point}", lost)
 
 
 def _record(top: Path, log: Path, script: str, *arguments: str) -> list[Change]:

@@ -6,10 +6,18 @@ failed loses its unsynced writes: the kernel reports the error once, and drops t
 pages.
 """
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from pathlib import Path, PurePath
+from typing import Final
+
+from soak import promises
+
+EVERY: Final = int(os.environ.get("SOAK_EVERY", "1"))
+"""The power is cut after every so many calls, and after the last."""
 
 
 class Survivors(Enum):
@@ -105,6 +113,45 @@ class Disk:
         for part in parts[:-1]:
             node = node.now.get(part) if isinstance(node, Folder) else None
         return (node if isinstance(node, Folder) else None), parts[-1]
+
+
+def cut_states(
+    disk: Disk,
+    changes: Sequence[Change],
+    expect: Callable[[int], object] = lambda _: None,
+) -> Iterator[tuple[int, str, Path]]:
+    """Yields each state that a power cut could leave, once: the number of the call
+    before the cut, the name of the point, and a folder with the state.
+
+    Args:
+        disk: The disk before the changes.
+        changes: Calls that change it.
+        expect: Returns what to expect after a call; equal states differ by it.
+    """
+    seen = set[bytes]()
+    with promises.scratch_folder() as scratch:
+        for number, change in enumerate(changes, start=1):
+            disk.apply([change])
+            if number % EVERY and number < len(changes):
+                continue
+            for survivors in Survivors:
+                cut = scratch / f"cut-{number}-{survivors.name}"
+                disk.lay_out(cut, survivors)
+                digest = _digest(cut, expect(number))
+                if digest not in seen:
+                    seen.add(digest)
+                    point = f"after call {number} ({change.kind}) {survivors.value}"
+                    yield number, point, cut
+
+
+def _digest(directory: Path, expected: object) -> bytes:
+    """Returns a digest of the files of a disk, and of what to expect there."""
+    state = blake2b(repr(expected).encode())
+    for path in sorted(directory.rglob("*")):
+        state.update(repr(path.relative_to(directory)).encode())
+        if path.is_file():
+            state.update(b"%d " % path.stat().st_size + path.read_bytes())
+    return state.digest()
 
 
 def _sync(node: File | Folder | None, *, is_done: bool) -> None:

@@ -4,17 +4,15 @@ A list neither misses nor repeats a step that stays, and the latest step is neve
 than a step that stays.
 """
 
-import tempfile
 import threading
 from datetime import timedelta
-from pathlib import Path
 
+from soak import promises
 from soak.outcomes import Outcome
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.contract import Writer
 from tests.support.restrictions import channel, connect
-from tests.support.server_process import ServerProcess
 
 RUN = "soak/listings"
 PARENT = "namespaces/soak/runs/listings"
@@ -26,9 +24,7 @@ SCANS = 300
 def listings() -> Outcome:
     """Lists in pages again and again during saves, deletions and purges."""
     outcome = Outcome()
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = ServerProcess(Path(scratch) / "store", Path(scratch))
-        server.start()
+    with promises.served() as server:
         for step in STAYING:
             Writer(server.address, RUN, step).save()
         stop = threading.Event()
@@ -41,7 +37,6 @@ def listings() -> Outcome:
         finally:
             stop.set()
             churning.join()
-            server.stop()
     return outcome
 
 

@@ -1,16 +1,13 @@
 """R13: the connection breaks after N bytes of the server's responses."""
 
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from soak import promises
 from soak.outcomes import Outcome
 from tests.support.restrictions import connect, note_proxy
-from tests.support.server_process import ServerProcess
 
 CUTS = 200
 BYTES_APART = 11
@@ -80,17 +77,17 @@ def _proxied(address: str) -> Iterator[CuttingProxy]:
 def lost_replies() -> Outcome:
     """Cuts the connection of a save at many points; the save retries in a new one."""
     outcome = Outcome()
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = ServerProcess(Path(scratch) / "store", Path(scratch))
-        server.start()
-        with _proxied(server.address) as proxy, server.connect() as near:
-            for number in range(CUTS):
-                with connect(proxy.address) as client:
-                    proxy.cut_after(1 + number * BYTES_APART)
-                    promises.save(client, number)
-                lost = promises.losses(near, kept=set(range(number + 1)))
-                if not proxy.has_cut:
-                    break
-                outcome.add(f"cut after {1 + number * BYTES_APART} bytes", lost)
-        server.stop()
+    with (
+        promises.served() as server,
+        _proxied(server.address) as proxy,
+        server.connect() as near,
+    ):
+        for number in range(CUTS):
+            with connect(proxy.address) as client:
+                proxy.cut_after(1 + number * BYTES_APART)
+                promises.save(client, number)
+            lost = promises.losses(near, kept=set(range(number + 1)))
+            if not proxy.has_cut:
+                break
+            outcome.add(f"cut after {1 + number * BYTES_APART} bytes", lost)
     return outcome

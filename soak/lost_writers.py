@@ -4,20 +4,18 @@ A commit without it is rejected. If it joins the same upload again, it sends the
 chunks; if it does not, garbage collection aborts the upload after its lease.
 """
 
-import tempfile
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from soak import promises
 from soak.outcomes import Outcome
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support.contract import Writer, elements, frame, sums
 from tests.support.restrictions import connect
-from tests.support.server_process import ServerProcess
 
 RUN = "soak/writers"
 WRITERS = 4
@@ -28,9 +26,7 @@ PHASES = ("before it wrote", "within its chunk", "before it finished")
 def lost_writers() -> Outcome:
     """Loses each writer in each phase, with and without its return."""
     outcome = Outcome()
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = ServerProcess(Path(scratch) / "store", Path(scratch))
-        server.start()
+    with promises.served() as server:
         step = 0
         for lost in range(WRITERS):
             for phase in PHASES:
@@ -39,18 +35,16 @@ def lost_writers() -> Outcome:
                     writer = Writer(
                         server.address, RUN, step, writers=WRITERS, chunks=WRITERS
                     )
-                    found = _lose(server.address, writer, lost, phase)
+                    found = _lose(writer, lost, phase)
                     found += _join(writer, lost) if returns else []
                     found += _check(server.address, step, exists=returns)
                     outcome.add(point, found)
                     step += 1
-        server.stop()
     return outcome
 
 
-def _lose(address: str, writer: Writer, lost: int, phase: str) -> list[str]:
+def _lose(writer: Writer, lost: int, phase: str) -> list[str]:
     """Writes everything except a part of one writer, and tries to commit."""
-    del address
     writer.begin(lease_duration=Duration(seconds=1))
     for number in range(WRITERS):
         if number != lost:

@@ -5,7 +5,6 @@ Saves and restores of honest clients must not take twice as long as alone.
 
 import multiprocessing
 import statistics
-import tempfile
 import threading
 import time
 import uuid
@@ -13,11 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from soak import promises
 from soak.outcomes import Outcome
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
@@ -27,7 +26,6 @@ from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.rpc.test_stalled_clients import save_chunks
 from tests.support.contract import Writer, frame
 from tests.support.restrictions import channel, connect
-from tests.support.server_process import ServerProcess
 
 EACH: Final = 16
 """Stalled streams of each kind."""
@@ -44,9 +42,7 @@ _spawn: Final = multiprocessing.get_context("spawn")
 def misbehaving() -> Outcome:
     """Saves and restores alone, and then with stalled streams."""
     outcome = Outcome()
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        server = ServerProcess(Path(scratch) / "store", Path(scratch))
-        server.start()
+    with promises.served() as server:
         name = save_chunks(server.address, 200_000)
         _honest(server.address, "soak/warm")
         alone = _honest(server.address, "soak/alone")
@@ -60,7 +56,6 @@ def misbehaving() -> Outcome:
         disturbed = _honest(server.address, "soak/disturbed")
         stop.set()
         evil.join()
-        server.stop()
     for what, a, b in zip(("save", "restore"), alone, disturbed, strict=True):
         lost = [f"a {what} took {b:.2f} s, alone {a:.2f} s"] if b > MOST * a else []
         outcome.add(what, lost)

@@ -8,14 +8,12 @@ builds, for each moment, the directories that a power cut could leave in extreme
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from soak import promises
-from soak.disks import Change, Disk, Survivors, read_log
+from soak.disks import Change, Disk, cut_states, read_log
 from soak.kill_points import collect
 from soak.outcomes import Outcome
 from soak.watched import WatchedServer, watched
@@ -44,29 +42,19 @@ def power_cuts() -> Outcome:
 
 
 def _cut_everywhere(save: Save, outcome: Outcome) -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
-        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as empty,
-    ):
-        top = Path(empty)
+    with promises.scratch_folder() as top:
         disk = Disk(top)
         changes, acknowledged, deleting = record(top / "store", save)
-        seen: set[bytes] = set()
-        for number, change in enumerate(changes, start=1):
-            disk.apply([change])
+
+        def kept_after(number: int) -> list[int]:
             kept = {step for step, at in acknowledged.items() if at <= number}
-            kept -= {DELETED} if number > deleting else set()
-            for survivors in Survivors:
-                cut = Path(scratch) / f"cut-{number}-{survivors.name}"
-                disk.lay_out(cut, survivors)
-                digest = _digest(cut, kept)
-                if digest in seen:
-                    continue
-                seen.add(digest)
-                point = f"after call {number} ({change.kind}) {survivors.value}"
-                maybe = set(STEPS) - kept
-                found = promises.losses_at(cut / "store", kept=kept, maybe=maybe)
-                outcome.add(point, found)
+            return sorted(kept - {DELETED} if number > deleting else kept)
+
+        for number, point, cut in cut_states(disk, changes, kept_after):
+            kept = kept_after(number)
+            maybe = set(STEPS).difference(kept)
+            found = promises.losses_at(cut / "store", kept=kept, maybe=maybe)
+            outcome.add(point, found)
 
 
 def _through_server(server: WatchedServer, step: int) -> None:
@@ -105,13 +93,3 @@ def record(root: Path, save: Save) -> tuple[list[Change], dict[int, int], int]:
             collect(client)
         server.stop()
         return read_log(server.calls_log), acknowledged, deleting
-
-
-def _digest(directory: Path, kept: set[int]) -> bytes:
-    """Returns a digest of the files of a disk, and of the steps to expect there."""
-    state = blake2b(repr(sorted(kept)).encode())
-    for path in sorted(directory.rglob("*")):
-        state.update(repr(path.relative_to(directory)).encode())
-        if path.is_file():
-            state.update(b"%d " % path.stat().st_size + path.read_bytes())
-    return state.digest()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import storesvc_client as store
+from tests.support.server_process import ServerProcess
 
 RUN = "soak/run"
 NEXT = 9_999
@@ -107,8 +108,8 @@ def _is_saved(client: store.Client, step: int) -> bool:
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
     """Copies a directory for as long as the context lasts."""
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        copy = Path(scratch) / "store"
+    with scratch_folder() as scratch:
+        copy = scratch / "store"
         if root.exists():
             shutil.copytree(root, copy)
         yield copy
@@ -117,8 +118,27 @@ def copied(root: Path) -> Iterator[Path]:
 @contextmanager
 def prepared(*steps: int) -> Iterator[Path]:
     """Makes a store of these steps for as long as the context lasts."""
-    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
-        root = Path(scratch) / "store"
+    with scratch_folder() as scratch:
+        root = scratch / "store"
         with store.connect(root.as_uri()) as client:
             save(client, *steps)
         yield root
+
+
+@contextmanager
+def served() -> Iterator[ServerProcess]:
+    """Serves a new store for as long as the context lasts."""
+    with scratch_folder() as scratch:
+        server = ServerProcess(scratch / "store", scratch)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yields a new folder that is removed after the context."""
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        yield Path(scratch)

@@ -15,21 +15,9 @@ import storesvc_client as store
 TREE = {"x": np.arange(8.0)}
 RUN = {
     *("checkpoint", "checkpoints", "configure", "copy_to", "delete", "diff", "export"),
-    *("holds", "import_from", "info"),
-    *("items", "latest", "latest_step", "loop", "name", "open", "plot", "purge"),
-    *("restore", "retention"),
-    *(
-        "save",
-        "steps",
-        "tags",
-        "trace",
-        "timeline",
-        "undelete",
-        "update",
-        "uploads",
-        "usage",
-        "verify",
-    ),
+    *("holds", "import_from", "info", "items", "latest", "latest_step", "loop", "name"),
+    *("open", "plot", "purge", "restore", "retention", "save", "steps", "tags"),
+    *("timeline", "trace", "undelete", "update", "uploads", "usage", "verify"),
     *("wait", "watch"),
 }
 

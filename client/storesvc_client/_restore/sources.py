@@ -472,14 +472,7 @@ class BucketSource:
     def __init__(
         self, root: BucketRoot, pool: str, manifest: Manifest, *, name: str
     ) -> None:
-        """Creates the source; nothing is read yet.
-
-        Args:
-            root: Root of the store.
-            pool: Prefix of the run's data files.
-            manifest: Manifest of the checkpoint.
-            name: Name of the checkpoint in messages.
-        """
+        """Creates the source; see ``FileSource``."""
         self._root = root
         self._pool = pool
         self._manifest = manifest

@@ -1,14 +1,11 @@
 """The examples of training scripts: killed and started again, each ends with the same
 bits as the same job that was never interrupted and has no checkpoints."""
 
-import os
 import runpy
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +19,10 @@ import storesvc_client as store
 from tests.loop import checkpoint_lines
 from tests.loop.checkpoint_lines import EXAMPLES, PLAIN
 from tests.support.examples import soaked
+from tests.support.programs import SECONDS, await_condition, started_python
 
 README = EXAMPLES.parents[1] / "README.md"
-ENDLESS = 10**6
-SECONDS = 100
+ENDLESS = str(10**6)
 
 
 def _linen_state(names: dict[str, Any], run: store.Run | None) -> Any:
@@ -108,34 +105,11 @@ def ran(script: Path, *arguments: str) -> dict[str, Any]:
         patch.undo()
 
 
-@contextmanager
-def started(
-    script: Path, *arguments: str, steps: tuple[str, int]
-) -> Iterator[subprocess.Popen[str]]:
-    """Starts a script in a process of its own; kills it in the end."""
-    process = subprocess.Popen(
-        [sys.executable, str(script), *arguments, steps[0], str(steps[1])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def await_step(
     process: subprocess.Popen[str], newest: Callable[[], int | None], least: int
 ) -> None:
     """Waits until a process has committed a step."""
-    end = time.monotonic() + SECONDS
-    while (newest() or 0) < least:
-        assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    await_condition(lambda: (newest() or 0) >= least, process)
 
 
 def leaves(state: Any) -> dict[str, bytes]:
@@ -196,8 +170,8 @@ def test_an_example_that_is_killed_resumes_at_its_newest_checkpoint(
     target, last = (tmp_path / "store").as_uri(), 0
     with (
         store.connect(target) as client,
-        started(
-            example.script, "--store", target, steps=(example.option, ENDLESS)
+        started_python(
+            str(example.script), "--store", target, example.option, ENDLESS
         ) as process,
     ):
         run = client.run(example.run)
@@ -217,8 +191,8 @@ def test_an_example_that_receives_sigterm_saves_the_step_and_ends(
     target = (tmp_path / "store").as_uri()
     with (
         store.connect(target) as client,
-        started(
-            LINEN.script, "--store", target, steps=(LINEN.option, ENDLESS)
+        started_python(
+            str(LINEN.script), "--store", target, LINEN.option, ENDLESS
         ) as process,
     ):
         run = client.run(LINEN.run)
@@ -240,14 +214,14 @@ def test_the_script_with_orbax_does_the_same_job(
     """Else its lines could not be compared."""
     import orbax.checkpoint as ocp
 
-    script, directory = EXAMPLES / "orbax_loop.py", tmp_path / "orbax"
-    option = ("--directory", str(directory))
+    directory = tmp_path / "orbax"
+    script = (str(EXAMPLES / "orbax_loop.py"), "--directory", str(directory))
 
     def newest() -> int | None:
         names = [path.name for path in directory.glob("*") if path.name.isdigit()]
         return max(map(int, names), default=None)
 
-    with started(script, *option, steps=("--steps", ENDLESS)) as process:
+    with started_python(*script, "--steps", ENDLESS) as process:
         await_step(process, newest, least=40)
         process.send_signal(number)
         out, _ = process.communicate(timeout=SECONDS)
@@ -255,7 +229,7 @@ def test_the_script_with_orbax_does_the_same_job(
     if number == signal.SIGTERM:
         assert (0, f"saved step {last}\n") == (process.returncode, out)
     total = last + 3
-    with started(script, *option, steps=("--steps", total)) as process:
+    with started_python(*script, "--steps", str(total)) as process:
         out, err = process.communicate(timeout=SECONDS)
         assert (0, f"saved step {total - 1}\n") == (process.returncode, out), err
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +111,8 @@ def test_an_object_without_a_state_is_rejected_before_the_restore(
 # --- jobs ----------------------------------------------------------------------------
 
 
-def await_steps(log: Path, steps: int, job: JaxJob) -> None:
-    """Waits until process 0 of a job has trained some steps."""
-    end = time.monotonic() + 100
-    while not log.exists() or len(log.read_text().splitlines()) < steps:
-        assert time.monotonic() < end, job.log()
-        assert all(process.poll() is None for process in job.processes), job.log()
-        time.sleep(0.02)
+def has_lines(log: Path, count: int) -> bool:
+    return log.exists() and len(log.read_text().splitlines()) >= count
 
 
 def lines(log: Path, phase: int, index: int) -> dict[int, dict[str, Any]]:
@@ -150,7 +145,7 @@ def test_every_example_is_trained_on_once_by_4_then_2_then_3_processes(
         job = JaxJob(PART, count, 1, killed)
         try:
             job.start()
-            await_steps(log / f"{phase}-0", 13, job)
+            job.await_condition(partial(has_lines, log / f"{phase}-0", 13))
         finally:
             job.kill()  # SIGKILL
         with store.connect(target) as client:

@@ -23,19 +23,10 @@ PLACES = RunPaths(RunName.parse(loop_parts.RUN))
 PART = "tests.loop.loop_parts:trains"
 
 
-def await_file(file: Path, job: JaxJob) -> None:
-    """Waits until the processes of a job have written a file."""
-    end = time.monotonic() + 100
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < end, job.log()
-        assert all(process.poll() is None for process in job.processes), job.log()
-        time.sleep(0.02)
-
-
 def terminated(job: JaxJob, marker: Path, *indices: int) -> list[dict[str, Any]]:
     """Starts a job, sends SIGTERM to some of its processes, and returns the results."""
     job.start()
-    await_file(marker, job)
+    job.await_condition(lambda: marker.exists() and marker.read_text())
     for index in indices:
         job.processes[index].send_signal(signal.SIGTERM)
     codes: Sequence[int] = job.wait()

@@ -1,13 +1,10 @@
 """A training process that is killed, or asked to end, and started again."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +12,17 @@ import pytest
 
 import storesvc_client as store
 from tests.loop import loop_parts
+from tests.support.programs import await_condition, started_python
 
 pytestmark = pytest.mark.slow
 
 
-@contextmanager
-def training(target: str, **arguments: Any) -> Iterator[subprocess.Popen[str]]:
+def training(
+    target: str, **arguments: Any
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """Starts a process that trains in a loop; kills it in the end."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.loop.loop_parts"),
-            json.dumps({"target": target} | arguments),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    text = json.dumps({"target": target} | arguments)
+    return started_python("-m", "tests.loop.loop_parts", text)
 
 
 def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -47,20 +33,12 @@ def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def await_file(file: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 100
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
 def test_sigkill_loses_the_steps_since_the_last_commit_and_no_more(
     tmp_path: Path,
 ) -> None:
     target, marker = (tmp_path / "store").as_uri(), tmp_path / "marker"
     with training(target, total=10**6, every=4, marker=str(marker)) as process:
-        await_file(marker, process)
+        await_condition(lambda: marker.exists() and marker.read_text(), process)
         await_committed(target, process)
         process.kill()
         process.wait()
@@ -79,7 +57,7 @@ def test_sigkill_loses_the_steps_since_the_last_commit_and_no_more(
 def test_sigterm_saves_the_step_at_which_it_arrives(tmp_path: Path) -> None:
     target, marker = (tmp_path / "store").as_uri(), tmp_path / "marker"
     with training(target, total=10**6, marker=str(marker)) as process:
-        await_file(marker, process)
+        await_condition(lambda: marker.exists() and marker.read_text(), process)
         process.terminate()
         found = outcome(process)
 
@@ -109,9 +87,5 @@ def test_a_second_sigterm_ends_the_process(tmp_path: Path) -> None:
 
 def await_committed(target: str, process: subprocess.Popen[str]) -> None:
     """Waits until a step is committed."""
-    end = time.monotonic() + 100
     with store.connect(target) as client:
-        while not client.run(loop_parts.RUN).steps():
-            assert time.monotonic() < end
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+        await_condition(client.run(loop_parts.RUN).steps, process)

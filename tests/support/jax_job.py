@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,14 @@ class JaxJob:
         finally:
             self.kill()
         return [process.wait(0) for process in self.processes]
+
+    def await_condition(self, holds: Callable[[], object]) -> None:
+        """Waits until a condition holds, while all processes run."""
+        end = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < end, self.log()
+            assert all(each.poll() is None for each in self.processes), self.log()
+            time.sleep(0.02)
 
     def await_outcomes(self, *indices: int) -> None:
         """Waits until some processes have returned, and kills the others."""

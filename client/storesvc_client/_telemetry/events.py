@@ -35,7 +35,7 @@ Example:
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -220,37 +220,16 @@ class Unfinished:
 
 def save_span(report: SaveReport, *, process: int) -> Span:
     """Returns the span of a committed save."""
-    start = report.start_time.timestamp()
     events: dict[str, Mapping[str, Attribute]] = {}
-    if report.slowest:
-        events["slowest part"] = _slowest(report.slowest, report.slowest_seconds)
     if report.last_process:
         events["last process"] = {"storesvc.last_process": report.last_process}
-    return Span(
-        name="storesvc.save",
-        start=start,
-        end=start + report.seconds,
-        attributes={
-            "storesvc.run": report.run,
-            "storesvc.step": report.step,
-            "storesvc.process": process,
-            "storesvc.upload": report.upload,
-            "storesvc.total_bytes": report.total_bytes,
-            "storesvc.sent_bytes": report.sent_bytes,
-            "storesvc.reused_bytes": report.reused_bytes,
-            "storesvc.blocking_seconds": report.blocking_seconds,
-        },
-        events=events,
-        children=tuple(_phases(start, report.timeline)),
-    )
+    fields = ("upload", "total_bytes", "sent_bytes", "reused_bytes", "blocking_seconds")
+    return _report_span("save", report, process, fields, events)
 
 
 def restore_span(report: RestoreReport, *, process: int) -> Span:
     """Returns the span of a restore that succeeded."""
-    start = report.start_time.timestamp()
     events: dict[str, Mapping[str, Attribute]] = {}
-    if report.slowest:
-        events["slowest part"] = _slowest(report.slowest, report.slowest_seconds)
     if (other := report.slowest_process) is not None:
         events["slowest process"] = {
             "storesvc.slowest_process": other.process,
@@ -258,19 +237,36 @@ def restore_span(report: RestoreReport, *, process: int) -> Span:
         }
     for step, damage in report.damaged.items():
         events[f"damaged step {step}"] = {"storesvc.damage": damage}
+    fields = ("read_bytes", "received_bytes", "returned_bytes")
+    return _report_span("restore", report, process, fields, events)
+
+
+def _report_span(
+    what: Operation,
+    report: SaveReport | RestoreReport,
+    process: int,
+    fields: Iterable[str],
+    events: Mapping[str, Mapping[str, Attribute]],
+) -> Span:
+    """Returns the span of a report, with some of its fields as attributes."""
+    start = report.start_time.timestamp()
+    slowest: dict[str, Mapping[str, Attribute]] = {}
+    if report.slowest:
+        slowest["slowest part"] = {
+            "storesvc.slowest": report.slowest,
+            "storesvc.slowest_seconds": report.slowest_seconds,
+        }
     return Span(
-        name="storesvc.restore",
+        name=f"storesvc.{what}",
         start=start,
         end=start + report.seconds,
         attributes={
             "storesvc.run": report.run,
             "storesvc.step": report.step,
             "storesvc.process": process,
-            "storesvc.read_bytes": report.read_bytes,
-            "storesvc.received_bytes": report.received_bytes,
-            "storesvc.returned_bytes": report.returned_bytes,
+            **{f"storesvc.{name}": getattr(report, name) for name in fields},
         },
-        events=events,
+        events={**slowest, **events},
         children=tuple(_phases(start, report.timeline)),
     )
 
@@ -300,10 +296,6 @@ def error_type(error: BaseException) -> str:
     """Returns the reason of an error, or the name of its class if it has none."""
     reason = error.reason if isinstance(error, StoreError) else ""
     return reason or type(error).__name__
-
-
-def _slowest(name: str, seconds: float) -> Mapping[str, Attribute]:
-    return {"storesvc.slowest": name, "storesvc.slowest_seconds": seconds}
 
 
 def _phases(start: float, timeline: Iterable[PhaseSpan]) -> Iterable[Span]:
@@ -535,7 +527,7 @@ class Telemetry:
             events += orbax_save_events(report, checkpoint, directory)
         self._send(events)
         self._emit(save_span(report, process=process), upload=report.upload)
-        self._log_step(save_statistics, report, directory)
+        self._log_step(save_statistics(report, directory))
 
     def restored(
         self, report: RestoreReport, *, process: int, begun: OpenSpan | None
@@ -547,14 +539,12 @@ class Telemetry:
             events += orbax_restore_events(report, directory)
         self._send(events)
         self._end(begun, restore_span(report, process=process))
-        self._log_step(restore_statistics, report, directory)
+        self._log_step(restore_statistics(report, directory))
 
-    def _log_step(
-        self, statistics: Callable[[Any, str], dict[str, object]], *of: object
-    ) -> None:
+    def _log_step(self, statistics: dict[str, object]) -> None:
         if self._step_logger is not None:
             with self._guard("the step logger"):
-                self._step_logger.log_entry(statistics(*of))  # type: ignore[arg-type]
+                self._step_logger.log_entry(statistics)
 
     def _emit(self, span: Span, *, upload: str = "") -> None:
         with self._guard("a tracer of OpenTelemetry"):

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.every_call import CALLS, Saved
 from tests.support.examples import sampled
 from tests.support.policies import Restricted, restricted
-from tests.support.rpcs import NAMES, SERVICES, reason_of
+from tests.support.rpcs import NAMES, SERVICES, outcome_of, reason_of
 
 ME: Final = "user:me"
 
@@ -98,11 +99,12 @@ def outcome(server: Restricted, rpc: str, role: str, place: str) -> str:
     if place == "listable":
         bindings.append(("reader", f"{saved.run.namespace}/*", ME))
     server.policies.bind(*bindings)
-    try:
-        start().end()
-    except grpc.RpcError as e:
-        return reason_of(e)
-    return "OK"
+    return outcome_of(partial(run_call, start))
+
+
+def run_call(start: Any) -> None:
+    """Starts a call, and waits for its end."""
+    start().end()
 
 
 def expected(rpc: str, role: str, place: str) -> str:
@@ -140,12 +142,7 @@ def test_a_call_about_the_whole_store_needs_its_role_on_all_runs(
             server.policies.policy = Policy(anonymous="admin")
             start = CALLS[rpc][0](Saved(server.address, server.channel(ME)))
             server.policies.bind((role, runs, ME))
-            try:
-                start().end()
-            except grpc.RpcError as e:
-                found[role, runs] = reason_of(e)
-            else:
-                found[role, runs] = "OK"
+            found[role, runs] = outcome_of(partial(run_call, start))
 
     permitted = {cell for cell, result in found.items() if result == "OK"}
     assert {(str(LEAST[rpc]), "*/*"), (str(LEAST[rpc]), "**")} == permitted

@@ -27,7 +27,7 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.support.contract import Writer, frame, sums
 from tests.support.faulty_server import serving
 from tests.support.policies import Restricted, restricted
-from tests.support.rpcs import reason_of
+from tests.support.rpcs import outcome_of, reason_of
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +158,7 @@ def test_an_upload_is_written_by_principals_of_one_binding_only(
         request = upload_api.KeepUploadAliveRequest(
             name=writer.name, epoch=writer.epoch
         )
-        try:
-            stub.KeepUploadAlive(request)
-        except grpc.RpcError as e:
-            return reason_of(e)
-        return "OK"
+        return outcome_of(lambda: stub.KeepUploadAlive(request))
 
     callers = ("user:job-0", "user:job-1", "user:other", "user:boss")
     found = {caller: keep_alive(caller) for caller in callers}

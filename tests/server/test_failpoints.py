@@ -172,11 +172,8 @@ def check(root: Path, call: Callable[[Caller], None], *, acknowledged: bool) -> 
             assert call is not Caller.delete or DELETED in deleted
             assert call is not Caller.purge or PURGED not in deleted
     with embedded(root) as address:
-        if call is Caller.save:
-            with suppress(grpc.RpcError):  # it is there already
-                call(Caller(address))
-        elif call is Caller.purge:
-            with suppress(grpc.RpcError):  # it is purged already
+        if call in (Caller.save, Caller.purge):
+            with suppress(grpc.RpcError):  # it is there, or purged, already
                 call(Caller(address))
         else:
             call(Caller(address))

@@ -1,7 +1,9 @@
 """The services and the rpcs of the contract, and the reasons of their errors."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
+import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -46,3 +48,12 @@ def reason_of(error: Any) -> str:
     info = error_info(error)
     assert info is not None, error
     return str(info.reason)
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """Makes a call; returns "OK", or the reason of its error."""
+    try:
+        call()
+    except grpc.RpcError as e:
+        return reason_of(e)
+    return "OK"

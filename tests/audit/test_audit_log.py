@@ -31,7 +31,6 @@ from storesvc_client.cli import main
 from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 from tests.support.audited import Audited
-from tests.support.event_loop import in_event_loop
 from tests.support.rpcs import NAMES
 from tests.support.server_process import EndedError
 from tests.support.small_disk import small_disk
@@ -390,7 +389,6 @@ def test_a_full_disk_refuses_commits_and_deletions_and_serves_reads(
         assert verified(log.file).broken is None
 
 
-@in_event_loop
 async def test_concurrent_entries_share_syncs(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.log", server="me")
     before = log.syncs

@@ -13,7 +13,6 @@ from storesvc_client._storage.objects import (
     S3Secret,
 )
 from storesvc_client.errors import UnavailableError
-from tests.support.event_loop import in_event_loop
 
 LIFE = 100.0
 
@@ -54,7 +53,6 @@ async def ended(credential: LentCredential) -> None:
         await asyncio.sleep(0)  # its callback runs
 
 
-@in_event_loop
 async def test_a_credential_is_used_for_four_fifths_of_its_life(server: Server) -> None:
     credential = server.credential()
     first = await credential.current()
@@ -64,7 +62,6 @@ async def test_a_credential_is_used_for_four_fifths_of_its_life(server: Server) 
     assert 1 == server.calls
 
 
-@in_event_loop
 async def test_then_it_is_renewed_while_requests_still_use_it(server: Server) -> None:
     credential = server.credential()
     first = await credential.current()
@@ -80,7 +77,6 @@ async def test_then_it_is_renewed_while_requests_still_use_it(server: Server) ->
     assert 2 == server.calls
 
 
-@in_event_loop
 async def test_an_expired_credential_is_not_used(server: Server) -> None:
     credential = server.credential()
     first = await credential.current()
@@ -91,7 +87,6 @@ async def test_an_expired_credential_is_not_used(server: Server) -> None:
     assert [first, second] == server.lent
 
 
-@in_event_loop
 async def test_concurrent_requests_share_one_renewal(server: Server) -> None:
     credential = server.credential()
 
@@ -102,7 +97,6 @@ async def test_concurrent_requests_share_one_renewal(server: Server) -> None:
     assert 1 == server.calls
 
 
-@in_event_loop
 async def test_a_rejected_credential_is_replaced_once_for_all_requests(
     server: Server,
 ) -> None:
@@ -120,7 +114,6 @@ async def test_a_rejected_credential_is_replaced_once_for_all_requests(
     assert 2 == server.calls
 
 
-@in_event_loop
 async def test_a_request_that_is_dropped_does_not_end_the_renewal_of_others(
     server: Server,
 ) -> None:
@@ -139,7 +132,6 @@ async def test_a_request_that_is_dropped_does_not_end_the_renewal_of_others(
     assert dropped.cancelled()
 
 
-@in_event_loop
 async def test_while_the_server_fails_a_valid_credential_is_kept(
     server: Server,
 ) -> None:
@@ -160,7 +152,6 @@ async def test_while_the_server_fails_a_valid_credential_is_kept(
     assert server.lent[1] is await credential.current()
 
 
-@in_event_loop
 async def test_without_a_valid_credential_the_error_of_the_server_is_raised(
     server: Server,
 ) -> None:
@@ -175,7 +166,6 @@ async def test_without_a_valid_credential_the_error_of_the_server_is_raised(
     assert server.lent[0] is lent
 
 
-@in_event_loop
 async def test_a_clock_that_is_ahead_does_not_stop_requests(server: Server) -> None:
     credential = LentCredential(server.lend, clock=lambda: server.now + 10 * LIFE)
 

@@ -19,7 +19,6 @@ from storesvc.gc.run_state import LEAST_BYTES, StoredBytes
 from storesvc.quota import Quotas
 from storesvc.server.security import make_security
 from tests.support.contract import Writer, frame
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_server import serving
 from tests.support.rpcs import reason_of
 
@@ -222,7 +221,6 @@ def test_stored_bytes_above_the_soft_quota_are_logged(
     assert caplog.text.count("above its soft quota of 300000") == 1
 
 
-@in_event_loop
 async def test_one_call_alone_waits_for_a_list() -> None:
     lists, now = list[asyncio.Event](), 0.0
 

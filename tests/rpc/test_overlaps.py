@@ -34,7 +34,6 @@ from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.support.contract import Writer, frame, received, stored, sums, tree_of
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 from tests.support.faulty_server import serving
 
@@ -95,7 +94,6 @@ async def open_callers(tmp_path: Path) -> tuple[Store, list[Caller]]:
     return store, [Caller(store, UploadName(RUN, i)) for i in IDS]
 
 
-@in_event_loop
 async def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
     tmp_path: Path,
 ) -> None:
@@ -109,7 +107,6 @@ async def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
             await call()
 
 
-@in_event_loop
 async def test_an_aborted_upload_has_no_second_life(tmp_path: Path) -> None:
     store, (first, second) = await open_callers(tmp_path)
     await first.ready()
@@ -122,7 +119,6 @@ async def test_an_aborted_upload_has_no_second_life(tmp_path: Path) -> None:
     assert first.epoch + 1 == second.epoch
 
 
-@in_event_loop
 async def test_overlapping_commits_of_one_upload_give_one_answer(
     tmp_path: Path,
 ) -> None:
@@ -137,7 +133,6 @@ async def test_overlapping_commits_of_one_upload_give_one_answer(
     await store.catalog.manifest(RUN, record)
 
 
-@in_event_loop
 async def test_a_commit_that_another_overtook_gives_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +163,6 @@ async def test_a_commit_that_another_overtook_gives_its_answer(
     assert {"x/zarr.json", "x/c/0", "x/c/1", "x/c/2"} == found.keys()
 
 
-@in_event_loop
 async def test_chunks_that_come_after_their_receipt_change_nothing(
     tmp_path: Path,
 ) -> None:
@@ -181,7 +175,6 @@ async def test_chunks_that_come_after_their_receipt_change_nothing(
     assert (sums(0, 1, 2).digests == manifest.sums.digests).all()
 
 
-@in_event_loop
 async def test_a_commit_that_dies_before_its_record_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +202,6 @@ async def all_permits_free(store: Store) -> None:
 
 
 @pytest.mark.parametrize("pause", [0, 0.001, 0.003, 0.01])
-@in_event_loop
 async def test_cancelled_streams_release_their_permits(
     tmp_path: Path, pause: float
 ) -> None:
@@ -224,7 +216,6 @@ async def test_cancelled_streams_release_their_permits(
     await all_permits_free(store)
 
 
-@in_event_loop
 async def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +239,6 @@ async def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
     assert [2] == [n async for n in acknowledged]
 
 
-@in_event_loop
 async def test_a_chunk_that_never_ends_is_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +271,6 @@ class WaitingBucket(TensorStoreBucket):
     ("storage", "most"),
     [("files", receiver.MAX_BATCHES), ("memory", receiver.MAX_TABLES)],
 )
-@in_event_loop
 async def test_no_more_tables_are_taken_than_can_be_stored(
     tmp_path: Path, storage: str, most: int
 ) -> None:
@@ -320,7 +309,6 @@ async def test_no_more_tables_are_taken_than_can_be_stored(
     assert count == (await writing)[-1]
 
 
-@in_event_loop
 async def test_a_chunk_sent_twice_counts_twice(tmp_path: Path) -> None:
     _, (caller, _) = await open_callers(tmp_path)
     await caller.begin()
@@ -329,7 +317,6 @@ async def test_a_chunk_sent_twice_counts_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST, Fault.RETRIED])
-@in_event_loop
 async def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
     tmp_path: Path, fault: Fault
 ) -> None:
@@ -377,7 +364,6 @@ async def open_busy(tmp_path: Path) -> tuple[BusyBucket, Store, list[Caller]]:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("freed", ["live", "emptied", "emptied far above"])
-@in_event_loop
 async def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
     tmp_path: Path, freed: str, *, fails: bool
 ) -> None:
@@ -442,7 +428,6 @@ def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
     assert emptied
 
 
-@in_event_loop
 async def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch(
     tmp_path: Path,
 ) -> None:
@@ -466,7 +451,6 @@ async def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch
     await rival.open()
 
 
-@in_event_loop
 async def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
     bucket, _, (first, second) = await open_busy(tmp_path)
     bucket.during_read = first.begin
@@ -475,7 +459,6 @@ async def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
     await first.open()
 
 
-@in_event_loop
 async def test_an_upload_that_an_earlier_try_of_its_request_reserved_has_begun(
     tmp_path: Path,
 ) -> None:
@@ -493,7 +476,6 @@ async def test_an_upload_that_an_earlier_try_of_its_request_reserved_has_begun(
 
 
 @pytest.mark.parametrize("times", [1, 3, 9])
-@in_event_loop
 async def test_a_commit_stands_although_its_reservation_was_written_again(
     tmp_path: Path, times: int
 ) -> None:
@@ -518,7 +500,6 @@ async def test_a_commit_stands_although_its_reservation_was_written_again(
         assert slots.COMMITTED == (await caller.commit()).state
 
 
-@in_event_loop
 async def test_a_commit_does_not_take_the_step_back(tmp_path: Path) -> None:
     bucket, _, (first, second) = await open_busy(tmp_path)
     await first.ready()

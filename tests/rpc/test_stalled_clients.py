@@ -26,7 +26,6 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.rpc.test_request_limits import begin_chunks
 from tests.support.contract import Writer
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
@@ -140,7 +139,6 @@ def test_the_slowest_client_is_cut_where_others_need_the_memory(
     assert 1 == retry.retry_delay.seconds
 
 
-@in_event_loop
 async def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
     async def gather(budget: MessageBudget, size: int) -> str:
         with budget.share("peer") as share:
@@ -158,7 +156,6 @@ async def test_streams_that_wait_for_each_other_do_not_wait_for_long() -> None:
     assert "gathered" in found
 
 
-@in_event_loop
 async def test_peers_are_served_in_turn() -> None:
     served: list[str] = []
 
@@ -174,7 +171,6 @@ async def test_peers_are_served_in_turn() -> None:
     assert ["many", "one", "many", "many", "many"] == served
 
 
-@in_event_loop
 async def test_a_call_that_finds_no_place_is_rejected_with_a_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from storesvc.errors import LimitExceededError
 from storesvc.save.batches import AdmissionLimits, BatchAdmission, Permit
-from tests.support.event_loop import in_event_loop
 
 
 async def acquire(
@@ -31,7 +30,6 @@ async def wait_for(
     return asking
 
 
-@in_event_loop
 async def test_a_peer_with_many_streams_does_not_keep_out_one_with_few() -> None:
     admission, order = BatchAdmission(1), list[str]()
     first = await acquire(admission, "a")
@@ -48,7 +46,6 @@ async def test_a_peer_with_many_streams_does_not_keep_out_one_with_few() -> None
     assert ["b", "c", "a", "b", "a"] == order[:5]
 
 
-@in_event_loop
 async def test_a_namespace_does_not_keep_out_another_of_the_same_peer() -> None:
     admission = BatchAdmission(1)
     first = await acquire(admission, "a", "many")
@@ -61,7 +58,6 @@ async def test_a_namespace_does_not_keep_out_another_of_the_same_peer() -> None:
         one.cancel()
 
 
-@in_event_loop
 async def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other() -> None:
     limits = AdmissionLimits(patience_seconds=0, first_seconds=0.2)
     admission, recalled = BatchAdmission(3, limits), list[str]()
@@ -87,7 +83,6 @@ async def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other() -> 
 
 
 @pytest.mark.slow
-@in_event_loop
 async def test_a_client_that_sends_fast_enough_keeps_its_place() -> None:
     admission = BatchAdmission(1, AdmissionLimits(patience_seconds=0, wait_seconds=2))
     permit = await acquire(admission, "fast")
@@ -101,7 +96,6 @@ async def test_a_client_that_sends_fast_enough_keeps_its_place() -> None:
         await waiting
 
 
-@in_event_loop
 async def test_a_burst_buys_no_long_pause() -> None:
     permit = await acquire(BatchAdmission(1), "a")
     permit.count(64 << 20)
@@ -110,7 +104,6 @@ async def test_a_burst_buys_no_long_pause() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-@in_event_loop
 async def test_a_wait_that_is_cancelled_takes_no_place(turns: int) -> None:
     admission = BatchAdmission(1)
     first = await acquire(admission, "a")

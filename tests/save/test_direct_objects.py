@@ -21,7 +21,6 @@ from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from tests.save.uploads_in_process import begin, committed_chunks, finish
 from tests.support.contract import placed_table, stored, sums
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket, Plan
 
 RUN = RunName("tests", "objects")
@@ -82,7 +81,6 @@ def on(operation: str, part: str, fault: Fault) -> Plan:
     return plan
 
 
-@in_event_loop
 async def test_the_first_missing_object_is_named_even_if_its_check_is_slow() -> None:
     async with placing() as placer:
         await placer.put(0)
@@ -96,7 +94,6 @@ async def test_the_first_missing_object_is_named_even_if_its_check_is_slow() -> 
             await placer.report(0, 1, 2)
 
 
-@in_event_loop
 async def test_a_rejected_table_leaves_nothing_behind() -> None:
     async with placing() as placer:
         await placer.put(0)
@@ -111,7 +108,6 @@ async def test_a_rejected_table_leaves_nothing_behind() -> None:
             await finish(placer.store, placer.upload, sums(0, 1, 2))
 
 
-@in_event_loop
 async def test_a_rejected_table_is_deleted_even_if_its_write_takes_longest() -> None:
     async with placing() as placer:
         placer.bucket.calls.follow(on("write", "/staging/", Fault.LATE))
@@ -123,7 +119,6 @@ async def test_a_rejected_table_is_deleted_even_if_its_write_takes_longest() -> 
 
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST])
-@in_event_loop
 async def test_a_table_that_cannot_be_deleted_does_no_harm_and_goes_with_the_upload(
     fault: Fault,
 ) -> None:
@@ -148,7 +143,6 @@ async def test_a_table_that_cannot_be_deleted_does_no_harm_and_goes_with_the_upl
 
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST])
-@in_event_loop
 async def test_a_table_that_was_not_written_is_not_acknowledged(fault: Fault) -> None:
     async with placing() as placer:
         await placer.put(0, 1, 2)
@@ -161,7 +155,6 @@ async def test_a_table_that_was_not_written_is_not_acknowledged(fault: Fault) ->
         assert 3 == await placer.report(0, 1, 2)
 
 
-@in_event_loop
 async def test_a_missing_object_is_the_error_even_if_the_table_is_not_written() -> None:
     async with placing() as placer:
         await placer.put(0)
@@ -171,7 +164,6 @@ async def test_a_missing_object_is_the_error_even_if_the_table_is_not_written() 
             await placer.report(0, 1)
 
 
-@in_event_loop
 async def test_checks_of_a_table_are_bounded_and_end_before_it_is_rejected() -> None:
     chunks, checked = range(3 * CHECKED_AT_ONCE), list[str]()
 

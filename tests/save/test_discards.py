@@ -7,7 +7,6 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.save.commit import MAX_DEFERRED, Discards
 from storesvc.storage.object_bucket import TensorStoreBucket
-from tests.support.event_loop import in_event_loop
 
 RUN = RunName.parse("tests/discards")
 
@@ -43,7 +42,6 @@ async def left(bucket: TensorStoreBucket) -> int:
     return len(await bucket.list(RunPaths(RUN).root))
 
 
-@in_event_loop
 async def test_a_deletion_is_waited_for_unless_it_is_deferred() -> None:
     bucket, (name,) = await opened(1)
     deletion = asyncio.create_task(Discards(bucket).delete(name))
@@ -54,7 +52,6 @@ async def test_a_deletion_is_waited_for_unless_it_is_deferred() -> None:
     assert 0 == await left(bucket)
 
 
-@in_event_loop
 async def test_a_deferred_deletion_is_not_waited_for_and_drained() -> None:
     bucket, (name,) = await opened(1)
     discards = Discards(bucket)
@@ -69,7 +66,6 @@ async def test_a_deferred_deletion_is_not_waited_for_and_drained() -> None:
     assert 0 == await left(bucket)
 
 
-@in_event_loop
 async def test_a_commit_waits_for_its_own_deletion_if_too_many_are_left() -> None:
     bucket, names = await opened(MAX_DEFERRED + 1)
     discards = Discards(bucket)

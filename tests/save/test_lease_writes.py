@@ -16,7 +16,6 @@ from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
 from tests.save.uploads_in_process import begin, name_of
-from tests.support.event_loop import in_event_loop
 
 RUN = RunName("tests", "leases")
 LEASE = RunPaths(RUN).lease(name_of(RUN, 1).upload)
@@ -56,7 +55,6 @@ async def stored_lease() -> AsyncIterator[tuple[Store, HeldBucket, OpenUpload]]:
         yield store, bucket, upload
 
 
-@in_event_loop
 async def test_calls_at_the_same_time_share_one_write() -> None:
     async with stored_lease() as (store, bucket, upload):
         calls = [asyncio.create_task(store.uploads.renew(upload)) for _ in range(5)]
@@ -67,7 +65,6 @@ async def test_calls_at_the_same_time_share_one_write() -> None:
         assert (1, 1) == (bucket.asked, bucket.written)
 
 
-@in_event_loop
 async def test_a_call_that_is_cancelled_leaves_the_write_to_the_others() -> None:
     async with stored_lease() as (store, bucket, upload):
         first, second = (
@@ -82,7 +79,6 @@ async def test_a_call_that_is_cancelled_leaves_the_write_to_the_others() -> None
         assert 1 == bucket.written
 
 
-@in_event_loop
 async def test_a_write_that_fails_fails_each_call_and_the_next_writes_again() -> None:
     async with stored_lease() as (store, bucket, upload):
         bucket.fails = True
@@ -97,7 +93,6 @@ async def test_a_write_that_fails_fails_each_call_and_the_next_writes_again() ->
         assert (2, 1) == (bucket.asked, bucket.written)
 
 
-@in_event_loop
 async def test_a_server_that_stops_leaves_no_write_of_a_lease_behind() -> None:
     async with stored_lease() as (store, bucket, upload):
         async with app.running(store, "127.0.0.1:0"):

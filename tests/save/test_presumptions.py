@@ -15,7 +15,6 @@ from storesvc.store import Store
 from tests.catalog.test_journal import HandClock
 from tests.save.uploads_in_process import begin, committed_chunks, finish, send
 from tests.support.contract import stored, sums
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 
 RUN = RunName("tests", "presumptions")
@@ -68,7 +67,6 @@ async def stored_upload() -> AsyncIterator[Served]:
 
 
 @pytest.mark.parametrize(("later", "is_asked"), [(MINUTE, False), (LONGER, True)])
-@in_event_loop
 async def test_the_bucket_is_asked_for_what_was_stored_if_that_was_over_a_minute_ago(
     later: timedelta, *, is_asked: bool
 ) -> None:
@@ -87,7 +85,6 @@ async def test_the_bucket_is_asked_for_what_was_stored_if_that_was_over_a_minute
         )
 
 
-@in_event_loop
 async def test_a_data_file_that_is_gone_is_found_after_a_minute() -> None:
     async with stored_upload() as served:
         await served.here.bucket.delete_below(served.upload.places.pool)
@@ -101,7 +98,6 @@ async def test_a_data_file_that_is_gone_is_found_after_a_minute() -> None:
 
 
 @pytest.mark.parametrize(("later", "is_presumed"), [(MINUTE, True), (LONGER, False)])
-@in_event_loop
 async def test_work_of_an_upload_that_has_ended_is_not_begun_after_a_minute(
     later: timedelta, *, is_presumed: bool
 ) -> None:
@@ -120,7 +116,6 @@ async def test_work_of_an_upload_that_has_ended_is_not_begun_after_a_minute(
 
 
 @pytest.mark.parametrize(("later", "is_early"), [(MINUTE, True), (LONGER, False)])
-@in_event_loop
 async def test_a_commit_is_prepared_early_for_a_minute_and_its_objects_are_collected(
     later: timedelta, *, is_early: bool
 ) -> None:

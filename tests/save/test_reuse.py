@@ -31,7 +31,6 @@ from tests.support.contract import (
     refused,
     sums,
 )
-from tests.support.event_loop import in_event_loop
 from tests.support.examples import examples, sampled
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.server_process import ServerProcess
@@ -270,7 +269,6 @@ def test_a_damaged_base_is_none(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@in_event_loop
 async def test_what_rots_after_a_save_began_costs_it_its_claims(
     tmp_path: Path, step: int
 ) -> None:
@@ -315,7 +313,6 @@ async def test_what_rots_after_a_save_began_costs_it_its_claims(
     ],
     ids=["noise", "noise under seal", "a chunk that the tree does not have"],
 )
-@in_event_loop
 async def test_a_damaged_staging_table_is_reported_as_damage(
     table: bytes | pb.Receipt,
 ) -> None:

@@ -29,7 +29,6 @@ from storesvc.storage.requests import beside
 from storesvc.store import Store
 from tests.save.uploads_in_process import begin, finish, name_of, send
 from tests.support.contract import sums
-from tests.support.event_loop import in_event_loop
 
 RUN = RunName("tests", "trips")
 PLACES = RunPaths(RUN)
@@ -103,7 +102,6 @@ async def fresh_store() -> AsyncIterator[tuple[Store, MeetingBucket]]:
         yield await Store.open(bucket), bucket
 
 
-@in_event_loop
 async def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
     async with fresh_store() as (store, bucket):
         epoch = await finished(store)
@@ -114,7 +112,6 @@ async def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
         assert slots.COMMITTED == committed.state
 
 
-@in_event_loop
 async def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> None:
     async with fresh_store() as (store, bucket):
         epoch = await finished(store)
@@ -128,7 +125,6 @@ async def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> Non
         assert PLACES.receipt(UPLOAD.upload, 0) in bucket.reads
 
 
-@in_event_loop
 async def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
     async with fresh_store() as (store, bucket):
         await finished(store)
@@ -137,7 +133,6 @@ async def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() ->
         assert [] == [place for place in bucket.reads if place.startswith(staging)]
 
 
-@in_event_loop
 async def test_an_upload_reads_its_run_beside_the_slot() -> None:
     async with fresh_store() as (store, bucket):
         await begin(store, RUN, 1)
@@ -146,7 +141,6 @@ async def test_an_upload_reads_its_run_beside_the_slot() -> None:
         assert 1 == (await begin(store, RUN, 2)).record.epoch
 
 
-@in_event_loop
 async def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
     async with fresh_store() as (store, bucket):
         await begin(store, RUN, 1)
@@ -159,7 +153,6 @@ async def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
         assert {asyncio.current_task()} == asyncio.all_tasks()
 
 
-@in_event_loop
 async def test_an_upload_of_a_step_with_a_slot_reads_its_run_once() -> None:
     async with fresh_store() as (store, bucket):
         await begin(store, RUN, 1)
@@ -172,7 +165,6 @@ async def test_an_upload_of_a_step_with_a_slot_reads_its_run_once() -> None:
         assert 1 == bucket.reads.count(layout.run_record(RUN))
 
 
-@in_event_loop
 async def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() -> None:
     class Collected(MeetingBucket):
         """A collection raises the floor when the first slot has been read."""
@@ -200,7 +192,6 @@ async def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() 
         await begin(store, RUN, 1)
 
 
-@in_event_loop
 async def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:
     async with fresh_store() as (store, bucket):
         upload = await begin(store, RUN, 1, writer_count=9)
@@ -210,7 +201,6 @@ async def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -
             await store.commits.commit(UPLOAD, upload.record.epoch)
 
 
-@in_event_loop
 async def test_an_upload_finds_its_base_beside_the_slot() -> None:
     async with fresh_store() as (store, bucket):
         await store.commits.commit(UPLOAD, await finished(store))
@@ -224,7 +214,6 @@ async def test_an_upload_finds_its_base_beside_the_slot() -> None:
         )
 
 
-@in_event_loop
 async def test_a_repeated_commit_returns_its_record_with_the_receipts_gone() -> None:
     async with fresh_store() as (store, _):
         epoch = await finished(store)
@@ -233,7 +222,6 @@ async def test_a_repeated_commit_returns_its_record_with_the_receipts_gone() -> 
         assert first == await store.commits.commit(UPLOAD, epoch)
 
 
-@in_event_loop
 async def test_a_commit_with_another_epoch_is_rejected_from_the_kept_record() -> None:
     async with fresh_store() as (store, _):
         epoch = await finished(store)
@@ -242,7 +230,6 @@ async def test_a_commit_with_another_epoch_is_rejected_from_the_kept_record() ->
             await store.commits.commit(UPLOAD, epoch + 1)
 
 
-@in_event_loop
 async def test_a_call_beside_another_ends_with_the_context_without_a_warning() -> None:
     ended: list[str] = []
 

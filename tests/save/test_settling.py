@@ -11,7 +11,6 @@ from storesvc.format import layout
 from storesvc.format.names import CheckpointName, TagName
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import PLACES, RUN, Process, started
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault
 
 ID = str(uuid.uuid4())
@@ -40,7 +39,6 @@ async def untag(process: Process) -> Any:
         (untag, PLACES.tag("best")),
     ],
 )
-@in_event_loop
 async def test_a_repeated_change_is_settled(
     change: Callable[[Process], Awaitable[Any]], place: str
 ) -> None:

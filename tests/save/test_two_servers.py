@@ -40,7 +40,6 @@ from tests.save.uploads_in_process import (
     send,
 )
 from tests.support.contract import WHOLE, Writer, frame, mixed_sums, stored, sums
-from tests.support.event_loop import in_event_loop
 from tests.support.examples import sampled
 from tests.support.faulty_bucket import Call, Calls, Fault, FaultyBucket, no_faults
 from tests.support.restrictions import channel
@@ -123,7 +122,6 @@ async def damages(server: Store, record: pb.CheckpointRecord) -> list[Damage]:
 # Receipts
 
 
-@in_event_loop
 async def test_a_receipt_without_a_chunk_of_another_server_fails_the_commit() -> None:
     async with servers() as two:
         upload = await begin(two.here, RUN, 1)
@@ -316,7 +314,6 @@ REPLIES = ("begin", "write", "finish", "commit")
 @pytest.mark.parametrize(
     "reply", ["begin@1", "write@1", "write@2", "finish@1", "finish@2", "commit@1"]
 )
-@in_event_loop
 async def test_no_reply_of_a_server_that_is_lost_loses_anything(
     reply: str, first: int
 ) -> None:
@@ -326,7 +323,6 @@ async def test_no_reply_of_a_server_that_is_lost_loses_anything(
             assert 1 == await _save_with(two, first)
 
 
-@in_event_loop
 async def test_a_save_of_which_every_first_reply_is_lost_loses_nothing() -> None:
     points = ",".join(f"{reply}.before_reply=drop_reply@1" for reply in REPLIES)
     with failpoints.arm_points(points):

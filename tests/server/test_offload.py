@@ -6,10 +6,8 @@ import threading
 import pytest
 
 from storesvc.concurrency import ROW_BYTES, SMALL_ROWS, offload, rows_in
-from tests.support.event_loop import in_event_loop
 
 
-@in_event_loop
 async def test_few_rows_are_worked_on_in_the_event_loop_and_many_in_a_thread() -> None:
     here = threading.get_ident()
     few = await offload(SMALL_ROWS, threading.get_ident)

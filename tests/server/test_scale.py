@@ -30,7 +30,6 @@ from storesvc_client._chunks.memory import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from tests.support.contract import frame, received, sums, tree_of
-from tests.support.event_loop import in_event_loop
 from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 from tests.support.server_process import ServerProcess
 
@@ -285,7 +284,6 @@ def loads() -> Loads:
     return Loads()
 
 
-@in_event_loop
 async def test_concurrent_requests_share_one_load(loads: Loads) -> None:
     waiting = [asyncio.create_task(loads.get("text")) for _ in range(9)]
     await asyncio.sleep(0)
@@ -298,7 +296,6 @@ async def test_concurrent_requests_share_one_load(loads: Loads) -> None:
     assert 1 == loads.count
 
 
-@in_event_loop
 async def test_the_cache_stays_within_its_bound(loads: Loads) -> None:
     loads.go.set()
     for text in ("aaaa", "bbbb", "aaaa", "cccc"):
@@ -312,7 +309,6 @@ async def test_the_cache_stays_within_its_bound(loads: Loads) -> None:
     assert 4 == loads.count
 
 
-@in_event_loop
 async def test_a_value_larger_than_the_bound_is_returned_and_not_cached(
     loads: Loads,
 ) -> None:
@@ -324,7 +320,6 @@ async def test_a_value_larger_than_the_bound_is_returned_and_not_cached(
     assert "aaaa" in loads.cache
 
 
-@in_event_loop
 async def test_a_failed_load_raises_for_all_waiters_and_is_not_cached(
     loads: Loads,
 ) -> None:
@@ -339,7 +334,6 @@ async def test_a_failed_load_raises_for_all_waiters_and_is_not_cached(
     assert 2 == loads.count
 
 
-@in_event_loop
 async def test_concurrent_requests_read_a_manifest_once() -> None:
     calls: list[Call] = []
 

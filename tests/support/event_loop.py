@@ -1,4 +1,4 @@
-"""Tests that are coroutines."""
+"""Coroutines that Hypothesis calls as tests; other coroutines the conftest runs."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

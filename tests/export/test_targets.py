@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +27,14 @@ def write_and_fail(target: Target) -> None:
     with target.create("x") as file:
         file.write(b"a longer text")
         raise RuntimeError
+
+
+def refuse(
+    context: AbstractContextManager[object], problem: str = "another export writes it"
+) -> None:
+    """Checks that a context is refused when it begins or ends."""
+    with pytest.raises(store.PreconditionError, match=problem), context:
+        pass
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -61,18 +69,10 @@ def test_a_failure_leaves_a_temporary_file_that_a_retry_begins_again(
 def test_two_exports_do_not_write_one_file_or_step(tmp_path: Path) -> None:
     target = LocalTarget(tmp_path)
 
-    with (
-        target.create("x"),
-        pytest.raises(store.PreconditionError, match="another export writes it"),
-        target.create("x"),
-    ):
-        pass
-    with (
-        _new_directory(tmp_path / "1"),
-        pytest.raises(store.PreconditionError, match="another export writes it"),
-        _new_directory(tmp_path / "1"),
-    ):
-        pass
+    with target.create("x"):
+        refuse(target.create("x"))
+    with _new_directory(tmp_path / "1"):
+        refuse(_new_directory(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -127,11 +127,7 @@ def test_an_export_that_loses_its_step_at_the_end_leaves_it_unfinished() -> None
         target = cast("RemoteTarget", open_target(url))
         return Late(target.place)
 
-    with (
-        pytest.raises(store.PreconditionError, match="another export writes it"),
-        _new_step(opened, "memory://claims/end", "1"),
-    ):
-        pass
+    refuse(_new_step(opened, "memory://claims/end", "1"))
 
     assert [MARK] == step.names()
 
@@ -154,11 +150,7 @@ def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".x.part").symlink_to(tmp_path / "victim")
 
-    with (
-        pytest.raises(store.PreconditionError, match=r"out/x: Too many levels"),
-        LocalTarget(tmp_path / "out").create("x"),
-    ):
-        pass
+    refuse(LocalTarget(tmp_path / "out").create("x"), r"out/x: Too many levels")
 
     assert "kept" == (tmp_path / "victim").read_text()
 
@@ -166,11 +158,7 @@ def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> 
 def test_a_target_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
 
-    with (
-        pytest.raises(store.PreconditionError, match="check the target"),
-        LocalTarget(tmp_path / "file").create("x"),
-    ):
-        pass
+    refuse(LocalTarget(tmp_path / "file").create("x"), "check the target")
 
 
 def test_a_failed_upload_leaves_no_object() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -22,6 +22,7 @@ from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.foreign.web_server import QuietHandler, serving
+from tests.foreign.written_files import put_files
 
 FILES = {"a.json": b"{}", "sub/data": b"0123456789", "sub/deep/more": b"x"}
 """Files of each location."""
@@ -30,22 +31,10 @@ OUTWARD = ["../other", "/etc/passwd", "sub/../../x", "", ".", "a//b", "a\0b", "a
 """Paths that no location accepts."""
 
 
-def put(location: Location, files: Mapping[str, bytes]) -> None:
-    """Writes files into a location by fsspec or TensorStore."""
-    if location.url.startswith("memory:"):
-        for name, data in files.items():
-            fsspec.filesystem("memory").pipe_file(f"{location.url}/{name}", data)
-        return
-    with location.opening():
-        store = ts.KvStore.open(location.kvstore()).result()
-    for name, data in files.items():
-        store.write(name, data).result()
-
-
 def filled(url: str) -> Location:
     """Returns a location that holds ``FILES``."""
     found = open_location(url)
-    put(found, FILES)
+    put_files(FILES, found)
     return found
 
 
@@ -113,7 +102,7 @@ def test_a_list_shows_what_was_written_after_the_previous_one(
     location: Location,
 ) -> None:
     assert ["a.json", "sub/"] == list(location.names())
-    put(location, {"new": b""})
+    put_files({"new": b""}, location)
     assert ["a.json", "new", "sub/"] == list(location.names())
 
 
@@ -126,7 +115,7 @@ def test_the_stamp_of_a_file_changes_when_it_is_written_again(
     assert "" == before["deep/"]
     assert before == location.stamps("sub")
     assert {} == location.stamps("absent")
-    put(location, {"sub/data": b"9876543210"})
+    put_files({"sub/data": b"9876543210"}, location)
     if location.is_local:
         os.utime(tmp_path / "sub/data", (1, 1))
     assert before["data"] != location.stamps("sub")["data"]

@@ -20,6 +20,7 @@ from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.foreign.orbax_checkpoints import WRITERS, arrays, mesh, tree_for
 from tests.foreign.web_server import RangeHandler, RedirectHandler, serving
+from tests.foreign.written_files import files_below, put_files
 
 
 def assert_same(expected: Any, actual: Any) -> None:
@@ -163,13 +164,9 @@ def test_in_a_bucket_a_step_without_its_commit_file_is_unfinished_unless_trusted
 
 def copy_to_bucket(folder: Path, root: str, *, without: str = "") -> None:
     """Copies a folder into a bucket, with the exception of one file."""
-    location = open_location(root)
-    with location.opening():
-        bucket = ts.KvStore.open(location.kvstore()).result()
-    for file in folder.rglob("*"):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and name != without:
-            bucket.write(name, file.read_bytes()).result()
+    files = files_below(folder)
+    files.pop(without, None)
+    put_files(files, open_location(root))
 
 
 def test_like_decides_what_orbax_does_not_record(tmp_path: Path) -> None:

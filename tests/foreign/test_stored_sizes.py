@@ -25,7 +25,7 @@ from storesvc_client.errors import DataLossError, PreconditionError
 from tests.conftest import gcs_root, s3_root
 from tests.foreign.orbax_checkpoints import WRITERS
 from tests.foreign.own_memory import at_most
-from tests.foreign.written_files import files_below, to_memory
+from tests.foreign.written_files import files_below, put_files
 
 LONG: Final = 80 << 20
 MAX_MEMORY_BYTES: Final = 64 << 20
@@ -74,14 +74,7 @@ def test_a_long_chunk_is_rejected_in_each_storage(
         case _:
             url = f"memory://{tmp_path.name}"
     files = {**files_below(folders), "3/w/0": bytes(2 << 20)}
-    if place == "memory":
-        to_memory(files, url)
-    else:
-        location = open_location(url)
-        with location.opening():
-            bucket = ts.KvStore.open(location.kvstore()).result()
-        for name, data in files.items():
-            bucket.write(name, data).result()
+    put_files(files, open_location(url))
     assert [0.0] * 4 == restore(f"orbax:{url}", select="v")["v"].tolist()
     with pytest.raises(DataLossError, match="expected at most 1048594 stored bytes"):
         restore(f"orbax:{url}")

@@ -32,6 +32,11 @@ def client() -> Iterator[store.Client]:
         yield connected
 
 
+@pytest.fixture
+def run(client: store.Client) -> store.Run:
+    return client.run("tests/rehearsal")
+
+
 class Plain(nnx.Module):
     """A model that its class builds without arguments."""
 
@@ -125,9 +130,8 @@ def rehearsed(save: store.Save) -> Any:
     ],
 )
 def test_a_restorable_state_is_saved_without_a_warning(
-    client: store.Client, caplog: pytest.LogCaptureFixture, make: Any
+    client: store.Client, run: store.Run, caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:
-    run = client.run("tests/rehearsal")
     with caplog.at_level(logging.WARNING):
         assert rehearsed(save_state(run, state_of(make()))).ok
         assert rehearsed(save_model(client.run("tests/model"), 1, make())).ok
@@ -236,10 +240,8 @@ def test_streams_of_a_foreign_document_replace_nothing(name: str) -> None:
 
 
 def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
-    client: store.Client, caplog: pytest.LogCaptureFixture
+    run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = client.run("tests/rehearsal")
-
     with caplog.at_level(logging.WARNING):
         found = rehearsed(save_state(run, state_of(Plain(7, rngs=nnx.Rngs(0)))))
 
@@ -258,10 +260,8 @@ def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
 
 
 def test_a_model_that_was_changed_is_restored_by_the_factory_that_changes_it(
-    client: store.Client,
+    run: store.Run,
 ) -> None:
-    run = client.run("tests/rehearsal")
-
     def make() -> Plain:
         model = Plain(rngs=nnx.Rngs(0))
         model.linear = nnx.LoRALinear(2, 3, lora_rank=1, rngs=nnx.Rngs(0))
@@ -281,9 +281,8 @@ def test_a_model_that_was_changed_is_restored_by_the_factory_that_changes_it(
 
 
 def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
-    client: store.Client,
+    run: store.Run,
 ) -> None:
-    run = client.run("tests/rehearsal")
     save_state(run, state_of(Plain(rngs=nnx.Rngs(0))), rehearse="strict").result()
     other = state_of(Plain(7, rngs=nnx.Rngs(0)), 2)
 
@@ -298,9 +297,8 @@ def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
 
 
 def test_a_warning_names_the_call_that_still_works(
-    client: store.Client,
+    run: store.Run,
 ) -> None:
-    run = client.run("tests/rehearsal")
     tx = optax.GradientTransformation(
         lambda params: {"a": jnp.zeros(2)}, optax.sgd(0.1).update
     )
@@ -322,9 +320,7 @@ class Concrete(nnx.Module):
         self.linear = nnx.Linear(2, int(jnp.ones(()) * 3), rngs=rngs)
 
 
-def test_a_class_that_needs_values_is_warned_of(client: store.Client) -> None:
-    run = client.run("tests/rehearsal")
-
+def test_a_class_that_needs_values_is_warned_of(run: store.Run) -> None:
     found = rehearsed(save_model(run, 1, Concrete(rngs=nnx.Rngs(0))))
 
     assert not found.ok
@@ -340,17 +336,14 @@ class Keeping(nnx.Module):
         self.linear = nnx.Linear(2, config.width, rngs=rngs)
 
 
-def test_a_class_that_keeps_no_config_has_a_factory(client: store.Client) -> None:
-    run = client.run("tests/rehearsal")
-
+def test_a_class_that_keeps_no_config_has_a_factory(run: store.Run) -> None:
     assert rehearsed(save_model(run, 1, Keeping(Config(), rngs=nnx.Rngs(0)))).ok
 
 
 def test_a_structure_is_rehearsed_once(
-    client: store.Client, caplog: pytest.LogCaptureFixture
+    run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     Moody.built = 0
-    run = client.run("tests/rehearsal")
     model = Moody(rngs=nnx.Rngs(0))
 
     with caplog.at_level(logging.WARNING):
@@ -364,7 +357,7 @@ def test_a_structure_is_rehearsed_once(
 
 
 def test_a_rehearsal_makes_no_array(
-    client: store.Client, monkeypatch: pytest.MonkeyPatch
+    run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
     rehearsed_by = Rehearser._rehearse
@@ -378,16 +371,14 @@ def test_a_rehearsal_makes_no_array(
 
     monkeypatch.setattr(Rehearser, "_rehearse", watched)
     state = state_of(Plain(rngs=nnx.Rngs(0)))
-    run = client.run("tests/rehearsal")
-
     save_state(run, state, rehearse="strict").result()
 
     assert [] == made
 
 
-def test_a_state_may_be_donated_before_it_is_rehearsed(client: store.Client) -> None:
+def test_a_state_may_be_donated_before_it_is_rehearsed(run: store.Run) -> None:
     state = state_of(Plain(rngs=nnx.Rngs(0)))
-    save = save_state(client.run("tests/rehearsal"), state)
+    save = save_state(run, state)
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array):
             leaf.delete()
@@ -395,13 +386,10 @@ def test_a_state_may_be_donated_before_it_is_rehearsed(client: store.Client) -> 
     assert rehearsed(save).ok
 
 
-def test_an_invalid_argument_is_rejected(client: store.Client) -> None:
+def test_an_invalid_argument_is_rejected(run: store.Run) -> None:
+    state, wrong = state_of(Plain(rngs=nnx.Rngs(0))), "loudly"
     with pytest.raises(store.InvalidRequestError, match="rehearse="):
-        save_state(
-            client.run("tests/rehearsal"),
-            state_of(Plain(rngs=nnx.Rngs(0))),
-            rehearse="loudly",  # type: ignore[arg-type]  # that is the test
-        )
+        save_state(run, state, rehearse=wrong)  # type: ignore[arg-type]  # that is the test
 
 
 _ENDS = """
@@ -430,17 +418,13 @@ def test_a_process_that_ends_after_its_save_still_warns() -> None:
 
 
 def test_a_state_without_its_optimizer_at_hand_is_rehearsed_without_it(
-    client: store.Client,
+    run: store.Run,
 ) -> None:
     state = state_of(Plain(rngs=nnx.Rngs(0))).replace(tx=None)
-    run = client.run("tests/rehearsal")
-
     assert rehearsed(save_state(run, state)).ok
 
 
-def test_a_model_is_rehearsed_by_restore_model(client: store.Client) -> None:
-    run = client.run("tests/rehearsal")
-
+def test_a_model_is_rehearsed_by_restore_model(run: store.Run) -> None:
     found = rehearsed(save_model(run, 1, Plain(7, rngs=nnx.Rngs(0))))
 
     assert "restore_model(run, model=Plain)" in found.message

@@ -30,7 +30,7 @@ from storesvc_client.trees.structure import (
     rows,
 )
 from tests.modules import Holder, rngs
-from tests.trees.test_structure_golden import stored
+from tests.trees.test_structure_golden import store_setting, stored
 
 
 class Slots:
@@ -98,11 +98,6 @@ def deep(value: Any, depth: int) -> Any:
     for _ in range(depth):
         value = {"k": value}
     return value
-
-
-def of_setting(value: Any) -> Any:
-    """Returns the document of a module with one static attribute."""
-    return stored(Holder({"setting": nnx.static(value)}))
 
 
 DIFFERENT: dict[str, tuple[Any, Any]] = {
@@ -188,7 +183,7 @@ EACH = [
 
 @pytest.mark.parametrize("what", EACH)
 def test_a_difference_is_found_between(what: str) -> None:
-    first, second = map(of_setting, DIFFERENT[what])
+    first, second = map(store_setting, DIFFERENT[what])
 
     assert [] != differences(first, second)
     assert fingerprint(first) != fingerprint(second)
@@ -198,8 +193,8 @@ def test_a_difference_is_found_between(what: str) -> None:
 def test_nothing_differs_from_itself(what: str) -> None:
     first, second = DIFFERENT[what]
 
-    assert [] == differences(of_setting(first), of_setting(first))
-    assert [] == differences(of_setting(second), of_setting(second))
+    assert [] == differences(store_setting(first), store_setting(first))
+    assert [] == differences(store_setting(second), store_setting(second))
 
 
 def built(power: int = 3) -> Any:
@@ -254,7 +249,7 @@ def test_truncated_descriptions_are_marked() -> None:
         value = SimpleNamespace(k=value)
 
     assert "types.SimpleNamespace (cut short)" in "".join(
-        rows(of_setting(value)).values()
+        rows(store_setting(value)).values()
     )
 
 

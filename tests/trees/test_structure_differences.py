@@ -17,7 +17,7 @@ from storesvc_client.trees import structure
 from storesvc_client.trees.structure import fingerprint, rows
 from tests.modules import CASES, Closure, Holder, Partitioned, rngs
 from tests.support.stable_ids import stable_id
-from tests.trees.test_structure_golden import stored
+from tests.trees.test_structure_golden import store_setting, stored
 
 
 def differences(*documents: Any, ignore: Any = ()) -> list[str]:
@@ -110,9 +110,7 @@ def test_a_variable_that_is_no_longer_shared_is_a_difference() -> None:
     ids=stable_id,
 )
 def test_a_round_trip_through_json_is_no_difference(saved: Any, target: Any) -> None:
-    documents = [
-        stored(Holder({"setting": nnx.static(value)})) for value in (saved, target)
-    ]
+    documents = [*map(store_setting, (saved, target))]
 
     assert [] == differences(*documents)
     assert fingerprint(documents[0]) == fingerprint(documents[1])
@@ -136,9 +134,7 @@ def test_a_round_trip_through_json_is_no_difference(saved: Any, target: Any) -> 
     ids=stable_id,
 )
 def test_another_setting_is_a_difference(saved: Any, target: Any) -> None:
-    documents = [
-        stored(Holder({"setting": nnx.static(value)})) for value in (saved, target)
-    ]
+    documents = [*map(store_setting, (saved, target))]
 
     assert 1 == len(differences(*documents))
     assert fingerprint(documents[0]) != fingerprint(documents[1])
@@ -174,10 +170,7 @@ def test_cached_properties_are_no_difference() -> None:
     used, unused = Backend("flash"), Backend("flash")
     assert ["flash", "others"] == used.known
 
-    documents = [
-        stored(Holder({"backend": nnx.static(backend)}))
-        for backend in (used, unused, Backend("vanilla"))
-    ]
+    documents = [*map(store_setting, (used, unused, Backend("vanilla")))]
 
     assert [] == differences(documents[0], documents[1])
     assert 1 == len(differences(documents[0], documents[2]))

@@ -20,7 +20,7 @@ from storesvc_client.trees.structure import (
     differences,
     encode_graphdef,
 )
-from tests.modules import CASES, Case
+from tests.modules import CASES, Case, Holder
 from tests.support.examples import sampled
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "structure"
@@ -31,6 +31,11 @@ OTHERS = [file for file in FILES if file.parent.name != f"flax-{flax.__version__
 def stored(module: Any) -> Any:
     """Returns the document of a module after a round trip through JSON."""
     return json.loads(json.dumps(encode_graphdef(nnx.split(module)[0]), sort_keys=True))
+
+
+def store_setting(value: Any) -> Any:
+    """Returns the document of a module with one static attribute."""
+    return stored(Holder({"setting": nnx.static(value)}))
 
 
 def arrays(tree: Any) -> list[tuple[tuple[int, ...], str, bytes]]:

@@ -50,6 +50,20 @@ def root(child: Any) -> Any:
     return {**LINEAR, "root": child}
 
 
+def variable(metadata: Any, name: str = "flax.nnx:Param") -> Any:
+    """Returns a document of one Variable."""
+    return root({"variable": name, "metadata": metadata})
+
+
+def container(kind: Any, *keys: Any) -> Any:
+    """Returns a document of a container with Variables."""
+    return root({"container": kind, "items": [[key, VARIABLE] for key in keys]})
+
+
+def partial(value: Any, *args: Any, keywords: Any = ()) -> Any:
+    return {"partial": value, "args": [*args], "keywords": [*keywords]}
+
+
 def nested(depth: int, key: str) -> Any:
     """Returns a deeply nested static value."""
     value: Any = None
@@ -87,21 +101,11 @@ VALUES = {
     "a call of no factory": {"call": "jax:devices", "arguments": []},
     "a call of a function": {"call": "jax.nn:relu", "arguments": []},
     "a call of a list": {"call": [], "arguments": []},
-    "a partial of subprocess": {
-        "partial": {"function": "subprocess:run"},
-        "args": ["id"],
-        "keywords": [],
-    },
-    "a partial of a class": {
-        "partial": {"class": "flax.nnx:Linear"},
-        "args": [],
-        "keywords": [],
-    },
-    "keywords that are numbers": {
-        "partial": {"function": "jax.nn:relu"},
-        "args": [],
-        "keywords": [[1, 2]],
-    },
+    "a partial of subprocess": partial({"function": "subprocess:run"}, "id"),
+    "a partial of a class": partial({"class": "flax.nnx:Linear"}),
+    "keywords that are numbers": partial(
+        {"function": "jax.nn:relu"}, keywords=[[1, 2]]
+    ),
     "a function as a class": {"class": "jax.nn:relu"},
     "a class as a function": {"function": "flax.nnx:Linear"},
     "a class as an enumeration": {"enum": "flax.nnx:Linear", "member": "mro"},
@@ -178,19 +182,11 @@ DOCUMENTS = {
     "with a node that is no module": node([], "builtins:dict"),
     "with a node that is a Variable": node([], "flax.nnx:Param"),
     "with a node of no name": {**LINEAR, "root": {"node": None, "attributes": []}},
-    "with a Variable that is a module": root(
-        {"variable": "flax.nnx:Linear", "metadata": []}
-    ),
-    "with a Variable that is an array": root({"variable": "jax:Array", "metadata": []}),
-    "with metadata of hijax": root(
-        {"variable": "flax.nnx:Param", "metadata": [["hijax", True]]}
-    ),
-    "with metadata of numbers": root(
-        {"variable": "flax.nnx:Param", "metadata": [[1, True]]}
-    ),
-    "with a flag that is text": root(
-        {"variable": "flax.nnx:Param", "metadata": [["ref", "yes"]]}
-    ),
+    "with a Variable that is a module": variable([], "flax.nnx:Linear"),
+    "with a Variable that is an array": variable([], "jax:Array"),
+    "with metadata of hijax": variable([["hijax", True]]),
+    "with metadata of numbers": variable([[1, True]]),
+    "with a flag that is text": variable([["ref", "yes"]]),
     "with an index that comes later": node([["a", {"ref": 0}]]),
     "with an index of text": node([["a", {"ref": "0"}]]),
     "with an index that is true": node([["a", {"ref": True}]], index=1),
@@ -207,22 +203,14 @@ DOCUMENTS = {
     "with data of flax": node([], data=[["_pytree__is_pytree", False]]),
     "with flags of text": node([], state=["x", "y"]),
     "with three flags": node([], state=[False, False, False]),
-    "with a list that starts at 1": root(
-        {"container": "list", "items": [[1, VARIABLE]]}
+    "with a list that starts at 1": container("list", 1),
+    "with a container of no kind": container("set"),
+    "with a dict of two kinds of keys": container("dict", 0, "a"),
+    "with a NamedTuple that is none": container({"named_tuple": "numpy:memmap"}, "a"),
+    "with a NamedTuple of other fields": container(
+        {"named_tuple": "optax:EmptyState"}, "a"
     ),
-    "with a container of no kind": root({"container": "set", "items": []}),
-    "with a dict of two kinds of keys": root(
-        {"container": "dict", "items": [[0, VARIABLE], ["a", VARIABLE]]}
-    ),
-    "with a NamedTuple that is none": root(
-        {"container": {"named_tuple": "numpy:memmap"}, "items": [["a", VARIABLE]]}
-    ),
-    "with a NamedTuple of other fields": root(
-        {"container": {"named_tuple": "optax:EmptyState"}, "items": [["a", VARIABLE]]}
-    ),
-    "with a container that is a hole": root(
-        {"container": {"opaque": {"class": "x:Y"}}, "items": [["a", VARIABLE]]}
-    ),
+    "with a container that is a hole": container({"opaque": {"class": "x:Y"}}, "a"),
 }
 
 

@@ -138,6 +138,14 @@ def advice(error: store.MismatchError) -> dict[str, Any]:
     return found
 
 
+def find_advice(restore: Callable[..., Any], *place: Any, **how: Any) -> dict[str, Any]:
+    """Returns the options that a rejected restore says to add."""
+    with pytest.raises(store.MismatchError) as caught:
+        restore(*place, **how)
+    assert "like=" not in str(caught.value)
+    return advice(caught.value)
+
+
 def leaves(tree: Any) -> dict[str, Any]:
     return {leaf.key: leaf.value for leaf in named_leaves(tree)[0]}
 
@@ -164,13 +172,10 @@ def test_the_call_that_a_message_names_restores_what_fits(
         model=other(), tx=new_tx, init_opt_state=new_tx is not None
     )
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_state(run, model=other, tx=new_tx)
-    options = advice(caught.value)
+    options = find_advice(restore_state, run, model=other, tx=new_tx)
     back = restore_state(run, model=other, tx=new_tx, **options)
 
     assert names == set(options)
-    assert "like=" not in str(caught.value)
     check_warm(saved, initial, back, options)
 
 
@@ -185,9 +190,7 @@ def test_a_given_state_keeps_what_the_checkpoint_lacks(
     save_state(run, saved).result()
     given = state_of(other, new_tx, fill=0.5)
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_state(run, model=given, tx=new_tx)
-    options = advice(caught.value)
+    options = find_advice(restore_state, run, model=given, tx=new_tx)
     back = restore_state(run, model=given, tx=new_tx, **options)
 
     assert "init" != options.get("missing")
@@ -206,9 +209,7 @@ def test_models_and_modules_in_place_have_the_same_options(
     saved = state_of(make, tx)
     save_state(run, saved).result()
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_model(run, model=other)
-    options = advice(caught.value)
+    options = find_advice(restore_model, run, model=other)
     module = restore_model(run, model=other, **options)
     target = nnx.state(other())
     expected = nnx.split_state(target, nnx.Param, ...)[0]
@@ -217,9 +218,7 @@ def test_models_and_modules_in_place_have_the_same_options(
 
     model = other()
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    with pytest.raises(store.MismatchError) as caught:
-        restore_into(run, model, optimizer)
-    options = advice(caught.value)
+    options = find_advice(restore_into, run, model, optimizer)
     assert 7 == restore_into(run, model, optimizer, **options).step
     check_warm(saved, fresh, {"graphstate": nnx.state(model, nnx.Param)}, options)
     assert 7 == int(optimizer.step[...])
@@ -231,9 +230,7 @@ def test_an_optimizer_in_place_is_initialised_or_left_as_it_is(run: store.Run) -
     optimizer = nnx.Optimizer(model, optax.lion(1e-3), wrt=nnx.Param)
     optimizer.step.set_value(jnp.uint32(5))
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_into(run, model, optimizer)
-    assert {"opt_state": "init"} == advice(caught.value)
+    assert {"opt_state": "init"} == find_advice(restore_into, run, model, optimizer)
     restore_into(run, model, optimizer, opt_state="skip")
     assert 5 == int(optimizer.step[...])
     restore_into(run, model, optimizer, opt_state="init")
@@ -246,10 +243,9 @@ def test_a_class_without_a_saved_field_is_told_which_leaves_to_select(
     saved = state_of(SAME, ADAMW, Averaged).replace(ema=jnp.ones(2))
     save_state(run, saved).result()
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_state(run, model=SAME, tx=ADAMW, state_class=EasyDeLState)
-    options = advice(caught.value)
-    back = restore_state(run, model=SAME, tx=ADAMW, state_class=EasyDeLState, **options)
+    how: Any = {"model": SAME, "tx": ADAMW, "state_class": EasyDeLState}
+    options = find_advice(restore_state, run, **how)
+    back = restore_state(run, **how, **options)
 
     assert {"select": ["graphstate/**", "opt_state/**", "step"]} == options
     check_warm(saved, state_of(SAME, ADAMW), back, options)
@@ -260,9 +256,7 @@ def test_a_field_that_a_checkpoint_lacks_is_kept(run: store.Run) -> None:
     save_state(run, saved).result()
     given = state_of(SAME, ADAMW, Averaged, fill=0.5).replace(ema=jnp.ones(2))
 
-    with pytest.raises(store.MismatchError) as caught:
-        restore_state(run, model=given, tx=ADAMW)
-    assert {"missing": "keep"} == advice(caught.value)
+    assert {"missing": "keep"} == find_advice(restore_state, run, model=given, tx=ADAMW)
     back = restore_state(run, model=given, tx=ADAMW, missing="keep")
 
     np.testing.assert_array_equal(jnp.ones(2), back.ema)

@@ -211,7 +211,7 @@ def product_files() -> list[Path]:
 
 def documents() -> list[Path]:
     """Returns the Markdown of the repository."""
-    folders = (ROOT / "docs", ROOT / "deploy", ROOT / "tests" / "bench")
+    folders = [ROOT / name for name in ("docs", "deploy", "benchmarks", "soak")]
     found = sorted(ROOT.glob("*.md"))
     for folder in folders:
         found += sorted(folder.rglob("*.md"))
@@ -271,7 +271,11 @@ def test_the_contract_uses_no_banned_word() -> None:
 
 
 def test_the_tests_use_no_banned_word() -> None:
-    files = sorted((ROOT / "tests").rglob("*.py"))
+    files = [
+        path
+        for folder in ("tests", "benchmarks", "soak")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     files.remove(Path(__file__))
 
     check(hit for path in files for hit in banned_words(path))

@@ -133,7 +133,7 @@ class Process:
         )
 
     async def dies_in_collection(self) -> bool:
-        """Collects, and returns whether the process died meanwhile."""
+        """Collects, and returns whether the process died on the way."""
         try:
             await self.collect()
         except DiedError:

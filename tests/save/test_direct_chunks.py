@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -32,37 +32,19 @@ _names = itertools.count()
 FILE = "a" * 32
 
 
-class Served(Protocol):
-    """A store that is served, on this machine."""
-
-    @property
-    def address(self) -> str:
-        """Address of the server."""
-
-    @property
-    def root(self) -> Path:
-        """Root of the store."""
-
-
-@dataclass
-class Place:
-    """One that is served inside this process."""
-
-    address: str
-    root: Path
-
-
 @dataclass
 class Placer:
     """A writer that reaches the files of the store."""
 
-    server: Served
+    address: str
+    root: Path
+    """Root of the store at that address."""
     name: str = field(init=False)
     writer: Writer = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = f"tests/placed-{next(_names)}"
-        self.writer = Writer(self.server.address, self.name, 1)
+        self.writer = Writer(self.address, self.name, 1)
         self.writer.begin()
 
     @property
@@ -71,7 +53,7 @@ class Placer:
 
     @property
     def pool(self) -> Path:
-        return self.server.root / RunPaths(RunName.parse(self.name)).pool
+        return self.root / RunPaths(RunName.parse(self.name)).pool
 
     def put(self, *chunks: int, file: str = FILE) -> Path:
         """Writes a data file of whole chunks."""
@@ -96,7 +78,7 @@ class Placer:
 
 @pytest.fixture
 def placer(server: ServerProcess) -> Placer:
-    return Placer(server)
+    return Placer(server.address, server.root)
 
 
 def test_chunks_in_the_pool_are_acknowledged_found_and_committed(
@@ -120,7 +102,7 @@ def test_several_bad_tables_of_a_stream_are_one_error_and_none_of_asyncio(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(tmp_path / "store") as address:
-        placer = Placer(Place(address, tmp_path / "store"))
+        placer = Placer(address, tmp_path / "store")
         tables = [placer.table(at, file=f"{at}" * 32) for at in range(3)]
         with refused("INVALID_CHUNK", match="missing or shorter"):
             placer.report(*tables)
@@ -146,7 +128,7 @@ def test_a_stream_holds_frames_or_tables_in_any_order(placer: Placer) -> None:
 def test_an_upload_that_takes_over_claims_direct_chunks(placer: Placer) -> None:
     placer.put(0, 1)
     placer.report(placer.table(0, 1))
-    second = Writer(placer.server.address, placer.name, 1)
+    second = Writer(placer.address, placer.name, 1)
     assert second.begin().resumes
     assert [0, 1] == second.find(sums(0, 1, 2))
 
@@ -228,7 +210,7 @@ def test_what_is_placed_is_made_durable_before_it_is_written_down(
         return Fault.NONE
 
     with serving(tmp_path, plan) as address:
-        placer = Placer(Place(address, tmp_path))
+        placer = Placer(address, tmp_path)
         placer.put(0)
         placer.report(placer.table(0))
 

@@ -94,6 +94,21 @@ def test_a_file_is_read_again_when_it_changes(served: Served, tmp_path: Path) ->
         assert client.identity().principal == "user:bob@corp.example"
 
 
+def test_a_file_that_becomes_unusable_is_rejected_by_each_call(
+    served: Served, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(served.issuer.token())
+    with store.connect(served.address, token=file) as client:
+        file.write_text("a b")
+        for _ in range(2):
+            with pytest.raises(store.UnauthenticatedError, match="got spaces"):
+                client.identity()
+        file.write_text(served.issuer.token(email="bob@corp.example"))
+
+        assert client.identity().principal == "user:bob@corp.example"
+
+
 def test_a_function_is_called_again_before_its_token_expires(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,15 +88,17 @@ class _File:
 
     def __call__(self) -> str:
         with self._lock:
-            text = self._read_changed()
-            if text is not None:
+            changed = self._read_changed()
+            if changed is not None:
+                text, state = changed
                 self._token = _check_token(text.strip(), self._place)
                 self._expires = parse_expiry(self._token)
+                self._state = state  # only now: what was rejected is read again
             _check_unexpired(self._expires, self._place)
             return self._token
 
-    def _read_changed(self) -> str | None:
-        """Returns the text of the file; None if it is the same as before."""
+    def _read_changed(self) -> tuple[str, tuple[int, int, int]] | None:
+        """Returns text and state of the file; None if it is the same as before."""
         try:
             found = self._path.stat()
             state = (found.st_mtime_ns, found.st_ino, found.st_size)
@@ -116,8 +118,7 @@ class _File:
                 "one that all users may, so its token may be of any of them; run "
                 f"chmod o-w {self._path}, and get another token"
             )
-        self._state = state
-        return text
+        return text, state
 
 
 class _Function:

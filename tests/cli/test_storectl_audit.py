@@ -43,7 +43,7 @@ def rows(log: Audited, *arguments: str) -> list[list[str]]:
 def test_audit_ls_lists_the_entries_newest_first(log: Audited) -> None:
     output = printed(log.server.address, "audit", "ls")
     header, *found = table(output)
-    host = str(log.entries_after(1)[0]["server"])
+    host = str(log.entries(after=1)[0]["server"])
 
     assert ["TIME", "PRINCIPAL", "STAGE", "METHOD", "OBJECT", "REASON"] == header
     assert ["local", "ended", "CommitUpload", "prod/other@7", "-"] == found[0][1:]

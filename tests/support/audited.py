@@ -17,14 +17,10 @@ class Audited:
         )
         self.server.start()
 
-    def entries(self) -> list[dict[str, Any]]:
-        """Returns the lines of the log."""
-        return [json.loads(line) for line in self.file.read_bytes().splitlines()]
-
-    def entries_after(self, count: int) -> list[dict[str, Any]]:
-        """Returns the lines of the log after some that are no entries."""
+    def entries(self, *, after: int = 0) -> list[dict[str, Any]]:
+        """Returns the lines of the log, after some that are no entries."""
         lines = self.file.read_bytes().splitlines()
-        return [json.loads(line) for line in lines[count:]]
+        return [json.loads(line) for line in lines[after:]]
 
     def calls(self) -> list[tuple[str, str]]:
         """Returns the stage and the method of each call."""

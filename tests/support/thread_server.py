@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from storesvc.rpc.calls import OPEN, Security
 from storesvc.server import app
 from storesvc.store import Store
 
@@ -17,8 +18,9 @@ SECONDS = 60.0
 class ThreadServer:
     """Serves the store at a root while the context lasts."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, security: Security = OPEN) -> None:
         self._root = root
+        self._security = security
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._ready = threading.Event()
@@ -48,9 +50,14 @@ class ThreadServer:
     def _serve(self) -> None:
         self.loop.run_until_complete(self._run())
 
+    async def open_store(self) -> Store:
+        """Opens the store at the root."""
+        return await app.open_store(self._root)
+
     async def _run(self) -> None:
-        self.store = await app.open_store(self._root)
-        async with app.running(self.store, "127.0.0.1:0") as port:
+        self.store = await self.open_store()
+        running = app.running(self.store, "127.0.0.1:0", security=self._security)
+        async with running as port:
             self.address = f"127.0.0.1:{port}"
             self._ready.set()
             await self._stop.wait()

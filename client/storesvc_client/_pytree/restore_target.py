@@ -50,7 +50,7 @@ from storesvc_client._pytree.partition_rules import (
     Rules,
     axis_names,
 )
-from storesvc_client._pytree.save_plan import index_region
+from storesvc_client._pytree.save_plan import find_holders, index_region
 from storesvc_client._values.arguments import checked_cast
 from storesvc_client._values.options import Indivisible, RestoreRequest
 from storesvc_client.errors import InvalidRequestError, MismatchError
@@ -405,16 +405,11 @@ class Target:
             count: Number of processes.
         """
         everyone = frozenset(range(count))
-        known: dict[tuple[Sharding, tuple[int, ...]], Mapping[Region, Holders]] = {}
         for row, item in self._pending.items():
-            shape = item.leaf.shape
-            if item.placement is None:
-                yield row, {whole(shape): everyone}
-                continue
-            key = (item.placement, shape)
-            if key not in known:
-                known[key] = _needed_regions(item.placement, shape, everyone)
-            yield row, known[key]
+            shape, held = item.leaf.shape, None
+            if item.placement is not None:
+                held = find_holders(item.placement, shape)
+            yield row, {whole(shape): everyone} if held is None else held
 
     def place(self, buffer: Buffer) -> None:
         """Moves a filled buffer to its devices; returns after they hold the data.
@@ -450,20 +445,6 @@ class Target:
 
 
 _whole = lru_cache(maxsize=1024)(whole)  # a tree has many leaves, and few shapes
-
-
-def _needed_regions(
-    placement: Sharding, shape: tuple[int, ...], everyone: Holders
-) -> Mapping[Region, Holders]:
-    """Returns the regions of a leaf that processes need, with these processes."""
-    indices: dict[Any, Any] = {**placement.devices_indices_map(shape)}
-    if len({device.process_index for device in indices}) == 1:
-        return {whole(shape): everyone}
-    found: dict[Region, set[int]] = {}
-    for device, index in indices.items():
-        region = index_region(index or (), shape)
-        found.setdefault(region, set()).add(device.process_index)
-    return {region: frozenset(of) for region, of in found.items()}
 
 
 def _check_missing(missing: object, like: object) -> None:

@@ -11,7 +11,7 @@ transferred to the host first, some leaves ahead.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, assert_never
@@ -341,14 +341,16 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
     """
     if job is None or not isinstance(value, jax.Array):
         return None
-    holders = _holders(value.sharding, value.shape)
-    if holders is None:
+    held = find_holders(value.sharding, value.shape)
+    if held is None:
         return None
     shard_shape = _shard_shape(value, found)
     counts = tuple(
         -(-n // max(1, shard)) or 1
         for n, shard in zip(found.shape, shard_shape, strict=True)
     )
+    # in C order
+    holders = tuple(held[region] for region in sorted(held))
     return Held(shard_shape=shard_shape, counts=counts, holders=holders)
 
 
@@ -361,19 +363,18 @@ def _is_compared(value: Any, size_bytes: int) -> bool:
 
 
 @lru_cache(maxsize=1024)  # a tree has many leaves but few shardings
-def _holders(
+def find_holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> tuple[Holders, ...] | None:
-    """Returns the processes that hold each shard, in C order; None if only one does."""
+) -> Mapping[Region, Holders] | None:
+    """Returns the processes that hold each shard; None if one process holds all."""
     indices: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
     if len({device.process_index for device in indices}) == 1:
         return None
-    found: dict[tuple[int, ...], set[int]] = {}
+    found: dict[Region, set[int]] = {}
     for device, index in indices.items():
         region = index_region(index or (slice(None),) * len(shape), shape)
-        starts = tuple(start for start, _ in region)
-        found.setdefault(starts, set()).add(device.process_index)
-    return tuple(frozenset(found[starts]) for starts in sorted(found))
+        found.setdefault(region, set()).add(device.process_index)
+    return {region: frozenset(processes) for region, processes in found.items()}
 
 
 def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64:

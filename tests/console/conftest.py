@@ -37,3 +37,10 @@ def console(seeded: store.Client) -> Iterator[ServedConsole]:
     """The console of that server."""
     with ServedConsole(seeded) as served:
         yield served
+
+
+@pytest.fixture
+def own(client: store.Client) -> Iterator[ServedConsole]:
+    """The console of a client of this test."""
+    with ServedConsole(client) as served:
+        yield served

@@ -1,6 +1,7 @@
 """A console on a real socket, in a thread of this process."""
 
 import threading
+from html.parser import HTMLParser
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,27 @@ from storesvc_client.console.server import bound_socket, configuration
 KEY = "key-of-the-tests"
 
 SECONDS = 120.0
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All text, in one line."""
+        return " ".join(" ".join(self.words).split())
 
 
 class ServedConsole:
@@ -53,6 +75,10 @@ class ServedConsole:
         response = self.http.get(path)
         assert 200 == response.status_code, response.text
         return response.text
+
+    def words(self, path: str) -> str:
+        """Returns the words of a page that exists, in one line."""
+        return Elements(self.text(path)).text
 
     def document(self, path: str) -> Any:
         """Returns the JSON of a page that exists."""

@@ -1,6 +1,8 @@
 """The page of the audit log: for users who may read it, with filters and pages."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -17,8 +19,7 @@ from storesvc.format.audit_chain import FIRST, make_line
 from storesvc.rpc.calls import OPEN, Security
 from storesvc_client.console import rendering, store_pages
 from tests.console.seeded import HOSTILE
-from tests.console.served import ServedConsole
-from tests.console.test_pages import Elements
+from tests.console.served import Elements, ServedConsole
 from tests.support.faulty_server import serving
 from tests.support.policies import Policies
 
@@ -26,12 +27,34 @@ NAVIGATED = '<a href="/audit"'
 """The page in the navigation."""
 
 
+@contextmanager
+def audited(folder: Path) -> Iterator[tuple[store.Client, ServedConsole]]:
+    """Yields a client and a console of a server whose audit log is in a folder."""
+    reader = AuditReader(AuditLog(folder / "audit.log", server="here"))
+    with (
+        serving(folder / "store", security=replace(OPEN, audit=reader)) as address,
+        store.connect(address) as client,
+        ServedConsole(client) as served,
+    ):
+        yield client, served
+
+
+def read_pages(console: ServedConsole, path: str) -> list[Any]:
+    """Returns the entries of a page, and of those that follow it."""
+    found = list[Any]()
+    while path:
+        found += console.document(path)
+        next_page = re.findall(r'rel="next" href="([^"]+)"', console.text(path))
+        path = unescape(next_page[0]) if next_page else ""
+    return found
+
+
 @pytest.mark.slow
 def test_the_log_is_in_the_navigation_and_shows_the_newest_entry_first(
     console: ServedConsole,
 ) -> None:
     assert NAVIGATED in console.text("/")
-    text = Elements(console.text("/audit")).text
+    text = console.words("/audit")
 
     assert text.index("prod/llama-8b tag best") < text.index("7 more before it")
     assert "unreadable audit log," in text
@@ -39,7 +62,7 @@ def test_the_log_is_in_the_navigation_and_shows_the_newest_entry_first(
 
 
 def test_hostile_texts_of_the_log_are_shown_as_text(console: ServedConsole) -> None:
-    text = Elements(console.text("/audit?stage=denied")).text
+    text = console.words("/audit?stage=denied")
 
     # principal, method, object, reason, peer, request id
     assert text.count(HOSTILE.replace("\u202e", "\\u202e")) >= 6
@@ -50,11 +73,7 @@ def test_pages_of_the_log_lead_to_the_oldest_entry(
 ) -> None:
     everything = console.document("/audit")
     monkeypatch.setattr(store_pages, "AUDIT_ROWS", 7)
-    path, found = "/audit", []
-    while path:
-        found += console.document(path)
-        next_page = re.findall(r'rel="next" href="([^"]+)"', console.text(path))
-        path = unescape(next_page[0]) if next_page else ""
+    found = read_pages(console, "/audit")
 
     assert everything == found
     assert 'rel="first" href="/audit"' in console.text(
@@ -67,11 +86,7 @@ def test_pages_of_an_age_join(
 ) -> None:
     everything = console.document("/audit?since=1h")
     monkeypatch.setattr(store_pages, "AUDIT_ROWS", 7)
-    path, found = "/audit?since=1h", []
-    while path:
-        found += console.document(path)
-        next_page = re.findall(r'rel="next" href="([^"]+)"', console.text(path))
-        path = unescape(next_page[0]) if next_page else ""
+    found = read_pages(console, "/audit?since=1h")
 
     assert len(everything) > 7
     assert everything == found
@@ -114,12 +129,7 @@ def test_an_anonymous_caller_leads_to_what_all_of_them_did(tmp_path: Path) -> No
             for name, how, method in callers
         )
     )
-    reader = AuditReader(AuditLog(file, server="here"))
-    with (
-        serving(tmp_path / "store", security=replace(OPEN, audit=reader)) as address,
-        store.connect(address) as client,
-        ServedConsole(client) as served,
-    ):
+    with audited(tmp_path) as (_, served):
         everything = served.text("/audit")
         found = served.text("/audit?authentication=anonymous")
         wrong = served.get("/audit?authentication=unknown")
@@ -138,11 +148,7 @@ def test_the_navigation_keeps_what_it_shows_while_it_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "_SECONDS", 0.0)
-    reader = AuditReader(AuditLog(tmp_path / "audit.log", server="here"))
-    with (
-        serving(tmp_path / "store", security=replace(OPEN, audit=reader)) as address,
-        store.connect(address) as client,
-    ):
+    with audited(tmp_path) as (client, _):
         sections = rendering.Navigation(client)
         first = sections.current()
         shown = []
@@ -197,7 +203,7 @@ def test_only_users_who_may_read_the_log_have_its_page(
         policies.bind(("admin", "**", "user:ana"))
         with store.connect(address) as client, ServedConsole(client) as served:
             assert NAVIGATED in served.text("/")
-            assert "here" in Elements(served.text("/audit")).text
+            assert "here" in served.words("/audit")
 
     assert 403 == denied.status_code
     assert "audit.read" in denied.text
@@ -215,16 +221,10 @@ def test_a_search_that_finds_nothing_yet_leads_to_older_entries(
     )
     long = make_line({**values, "principal": "x" * 90_000}, seq=1, prev=FIRST)
     file.write_bytes(rare + b"\n" + (long + b"\n") * (SCAN_BYTES // 90_000 + 1))
-    reader = AuditReader(AuditLog(file, server="here"))
-    security = replace(OPEN, audit=reader)
-    with (
-        serving(tmp_path / "store", security=security) as address,
-        store.connect(address) as client,
-        ServedConsole(client) as served,
-    ):
+    with audited(tmp_path) as (_, served):
         first = served.text("/audit?principal=user:b")
         (older,) = re.findall(r'rel="next" href="([^"]+)"', first)
-        second = Elements(served.text(unescape(older))).text
+        second = served.words(unescape(older))
 
     assert "in the part of the log that was searched" in first
     assert "Search older entries" in first

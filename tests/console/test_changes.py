@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from html import unescape
 from pathlib import Path
@@ -20,13 +20,6 @@ from tests.support.faulty_server import serving
 from tests.support.policies import Policies
 
 TREE = {"w": np.ones(4, np.float32)}
-
-
-@pytest.fixture
-def own(client: store.Client) -> Iterator[ServedConsole]:
-    """The console of a client of this test."""
-    with ServedConsole(client) as served:
-        yield served
 
 
 @pytest.fixture

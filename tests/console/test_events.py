@@ -15,13 +15,6 @@ from tests.console.served import ServedConsole
 TREE = {"w": np.ones(2, np.float32)}
 
 
-@pytest.fixture
-def own(client: store.Client) -> Iterator[ServedConsole]:
-    """The console of a client of this test."""
-    with ServedConsole(client) as served:
-        yield served
-
-
 def rows_of(response: httpx.Response) -> Iterator[str]:
     """Yields the rows that a stream sends."""
     for line in response.iter_lines():

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
@@ -17,7 +16,7 @@ import storesvc_client as store
 from storesvc_client import SaveReport
 from storesvc_client.console import checkpoint_pages, visit
 from tests.console.seeded import HOSTILE, LAYERS
-from tests.console.served import ServedConsole
+from tests.console.served import Elements, ServedConsole
 from tests.support.command_line import document
 from tests.support.contract import Writer
 from tests.support.server_process import ServerProcess
@@ -68,27 +67,6 @@ AUDIT = ["/audit", "/audit?stage=ended&in=prod&method=DeleteCheckpoint&principal
 each_page = pytest.mark.parametrize("path", PAGES)
 
 
-class Elements(HTMLParser):
-    """The elements of a page, and its text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str]]] = []
-        self.words: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        """All text, in one line."""
-        return " ".join(" ".join(self.words).split())
-
-
 def links(html: str, page: str) -> Iterator[str]:
     """Yields the addresses to which a page leads."""
     for tag, attributes in Elements(html).found:
@@ -133,7 +111,7 @@ def test_hostile_names_are_shown_as_text(console: ServedConsole) -> None:
     shown = HOSTILE.replace("\u202e", "\\u202e")
 
     for path in ("/r/tests/hostile", "/r/tests/hostile@7"):
-        assert shown in Elements(console.text(path)).text
+        assert shown in console.words(path)
 
 
 @pytest.mark.slow
@@ -214,7 +192,7 @@ def test_the_command_under_the_title_prints_the_json_of_the_page(
 
 
 def test_a_run_shows_its_marks_and_its_metrics(console: ServedConsole) -> None:
-    text = Elements(console.text(RUN)).text
+    text = console.words(RUN)
 
     for word in ("best", "pinned", "loss", "lr", "latest(2) | tagged", "Deleted"):
         assert word in text
@@ -223,7 +201,7 @@ def test_a_run_shows_its_marks_and_its_metrics(console: ServedConsole) -> None:
 def test_the_list_counts_its_runs_and_says_whose_size_it_shows(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text("/?q=llama-8b")).text
+    text = console.words("/?q=llama-8b")
 
     assert "newest step committed its size metric value newest 60 checkpoints" in text
     assert text.endswith("1 run")
@@ -286,7 +264,7 @@ def test_a_run_plots_the_metric_that_is_asked_for(console: ServedConsole) -> Non
 
 
 def test_a_preview_lists_what_a_policy_would_delete(console: ServedConsole) -> None:
-    text = Elements(console.text(f"{RUN}?policy=latest(1)")).text
+    text = console.words(f"{RUN}?policy=latest(1)")
 
     # the pinned and the tagged checkpoint stay too
     assert "2 checkpoints of 5 would be deleted" in text
@@ -294,7 +272,7 @@ def test_a_preview_lists_what_a_policy_would_delete(console: ServedConsole) -> N
 
 
 def test_a_policy_that_is_not_valid_is_explained(console: ServedConsole) -> None:
-    text = Elements(console.text(f"{RUN}?policy=nonsense")).text
+    text = console.words(f"{RUN}?policy=nonsense")
 
     assert "nonsense" in text
     assert "expected" in text
@@ -303,16 +281,16 @@ def test_a_policy_that_is_not_valid_is_explained(console: ServedConsole) -> None
 def test_a_policy_with_a_metric_that_no_checkpoint_has_is_not_offered(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text(f"{RUN}?policy=best(3,los,min)")).text
+    text = console.words(f"{RUN}?policy=best(3,los,min)")
     assert "expected a metric of the checkpoints of prod/llama-8b (there are" in text
     assert "Set this policy" not in text
 
-    forced = Elements(console.text(f"{RUN}?policy=best(3,los,min,force)")).text
+    forced = console.words(f"{RUN}?policy=best(3,los,min,force)")
     assert "Set this policy…" in forced
 
 
 def test_a_tree_shows_alike_layers_once(console: ServedConsole) -> None:
-    text = Elements(console.text(f"{RUN}@500?at=params/layers/0")).text
+    text = console.words(f"{RUN}@500?at=params/layers/0")
 
     assert f"{{0..{LAYERS - 1}}}" in text
     assert f"{LAYERS} x 2 leaves" in text
@@ -327,7 +305,7 @@ def test_alike_layers_have_a_row_each_if_asked(console: ServedConsole) -> None:
 
 
 def test_a_leaf_shows_its_first_values(console: ServedConsole) -> None:
-    text = Elements(console.text(f"{RUN}@500?key=params/embed&values=1")).text
+    text = console.words(f"{RUN}@500?key=params/embed&values=1")
 
     assert "[0:8, 0:8]" in text
     assert "64 65 66 67 68 69 70 71" in text
@@ -335,8 +313,8 @@ def test_a_leaf_shows_its_first_values(console: ServedConsole) -> None:
 
 def test_a_leaf_shows_its_statistics(console: ServedConsole) -> None:
     path = f"{RUN}@500?key=params/embed&values=1"
-    text = Elements(console.text(path)).text
-    log = Elements(console.text(f"{path}&scale=symlog")).text
+    text = console.words(path)
+    log = console.words(f"{path}&scale=symlog")
 
     assert "minimum 0 maximum 4095 mean 2047.5" in text
     assert "all 4,096 elements" in text
@@ -374,7 +352,7 @@ def test_a_leaf_of_any_kind_has_values(
 ) -> None:
     run.save(1, {"x": value}).result()
 
-    text = Elements(console.text(f"/r/{run.name}@1?key=x&values=1")).text
+    text = console.words(f"/r/{run.name}@1?key=x&values=1")
 
     for expected in texts:
         assert expected in text
@@ -386,7 +364,7 @@ def test_a_sample_of_a_large_leaf_is_read(
     run.save(1, {"x": np.arange(5 << 20, dtype=np.float32)}).result()
     monkeypatch.setattr(visit, "READ_BYTES", 10 << 20)
 
-    text = Elements(console.text(f"/r/{run.name}@1?key=x&values=1")).text
+    text = console.words(f"/r/{run.name}@1?key=x&values=1")
 
     assert re.search(r"A sample of [\d,]+ elements in \d of \d chunks", text)
     assert "Statistics" in text
@@ -412,7 +390,7 @@ def test_a_key_of_a_subtree_shows_the_tree_below_it(console: ServedConsole) -> N
 def test_a_run_draws_its_checkpoints_and_the_deleted_ones(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text(RUN)).text
+    text = console.words(RUN)
 
     for lane in ("tags", "saved", "pinned"):
         assert lane in text
@@ -430,7 +408,7 @@ def test_a_deleted_checkpoint_can_be_undeleted_from_its_page(
 def test_a_deleted_checkpoint_says_how_its_tree_can_be_read(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text(f"{RUN}@100")).text
+    text = console.words(f"{RUN}@100")
 
     assert f"Tree {3 + 2 * LAYERS} leaves Of a deleted checkpoint only the" in text
     assert "once it is undeleted: storectl undelete prod/llama-8b@100" in text
@@ -439,7 +417,7 @@ def test_a_deleted_checkpoint_says_how_its_tree_can_be_read(
 def test_the_facts_of_a_checkpoint_read_as_they_are_meant(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text(f"{RUN}@400")).text
+    text = console.words(f"{RUN}@400")
 
     assert re.search(rf"chunks \d+ in {3 + 2 * LAYERS} leaves", text)
     assert "tags and pins best" in text
@@ -453,12 +431,12 @@ def test_events_and_checkpoints_show_the_loss_first(
     run.save(1, {"w": np.ones(1)}, metrics=metrics).result()
 
     for path in (f"/events?of={run.name}", f"/r/{run.name}@1"):
-        words = Elements(console.text(path)).text.split()
+        words = console.words(path).split()
         assert words.index("train/loss") < words.index("accuracy"), path
 
 
 def test_the_phases_of_a_save_are_drawn(console: ServedConsole) -> None:
-    text = Elements(console.text("/trace/prod/llama-8b@500")).text
+    text = console.words("/trace/prod/llama-8b@500")
 
     assert "Process 0" in text
     for phase in ("snapshot", "send", "acknowledge"):
@@ -468,7 +446,7 @@ def test_the_phases_of_a_save_are_drawn(console: ServedConsole) -> None:
 def test_the_times_of_a_save_have_one_unit_and_its_phases_are_explained(
     console: ServedConsole,
 ) -> None:
-    text = Elements(console.text("/trace/prod/llama-8b@500")).text
+    text = console.words("/trace/prod/llama-8b@500")
 
     assert re.search(r"upload \d+\.\d{3} s from its begin to the commit", text)
     assert not re.search(r"\d ms\b", text)
@@ -509,7 +487,7 @@ def test_a_comparison_lists_leaves_in_natural_order(
 
 
 def test_a_comparison_counts_what_differs(console: ServedConsole) -> None:
-    text = Elements(console.text("/diff?a=prod/llama-8b@400&b=prod/llama-8b@500")).text
+    text = console.words("/diff?a=prod/llama-8b@400&b=prod/llama-8b@500")
 
     # all but the frozen embedding
     assert "the same 1 leaf" in text
@@ -522,8 +500,8 @@ def test_an_upload_in_flight_is_shown(
     Writer(server_address, "prod/llama-8b", 900, chunks=2).begin()
 
     for path in ("/uploads", RUN):
-        assert "900" in Elements(console.text(path)).text
-    assert "1 upload" in Elements(console.text("/")).text
+        assert "900" in console.words(path)
+    assert "1 upload" in console.words("/")
 
 
 @pytest.mark.parametrize(

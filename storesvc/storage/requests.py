@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, assert_never
 
 from storesvc.storage.hedging import CallSchedule, Hedging, Limits, LogThrottle, Step
@@ -227,7 +226,8 @@ class HedgedSender:
         Raises:
             TimeoutError: There was no response within the deadlines of all attempts.
         """
-        schedule = partial(self._hedging.begin, size_bytes)
+        clock = asyncio.get_running_loop().time
+        schedule = self._hedging.begin(size_bytes, now=clock())
         call = _Call(ask, schedule, self._operation, name, self._throttle)
         try:
             return await call.answer()
@@ -241,7 +241,7 @@ class _Call(Generic[T]):
     def __init__(
         self,
         ask: Callable[[], Awaitable[T]],
-        begin: Callable[..., CallSchedule],
+        schedule: CallSchedule,
         operation: str,
         name: str,
         throttle: LogThrottle,
@@ -252,7 +252,7 @@ class _Call(Generic[T]):
         self._name = name
         self._throttle = throttle
         self._in_flight: set[asyncio.Future[T]] = set()
-        self._schedule = begin(now=self._clock())
+        self._schedule = schedule
         self._is_answered = False
 
     async def answer(self) -> T:

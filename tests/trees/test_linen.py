@@ -2,7 +2,7 @@
 either."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -201,7 +201,17 @@ def test_a_box_keeps_its_own_rules_and_mesh() -> None:
     assert box.value.sharding == back.value.sharding
 
 
-class Tagged(struct.PyTreeNode, nn.meta.AxisMetadata[Any]):
+class Axisless(nn.meta.AxisMetadata[Any]):
+    """A box that no transformation changes."""
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        return self
+
+
+class Tagged(struct.PyTreeNode, Axisless):
     """A custom box whose fields describe it completely."""
 
     value: Any
@@ -213,12 +223,6 @@ class Tagged(struct.PyTreeNode, nn.meta.AxisMetadata[Any]):
     def replace_boxed(self, val: Any) -> "Tagged":
         boxed: Tagged = self.replace(value=val)
         return boxed
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "Tagged":
-        return self
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Tagged":
-        return self
 
 
 class Flagged(Tagged):
@@ -337,7 +341,7 @@ class Layers(nnx.Module):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Hidden(nn.meta.AxisMetadata[Any]):
+class Hidden(Axisless):
     """A box without a method to build another one."""
 
     def __init__(self, inner: Any) -> None:
@@ -348,12 +352,6 @@ class Hidden(nn.meta.AxisMetadata[Any]):
 
     def replace_boxed(self, val: Any) -> "Hidden":
         return Hidden(val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "Hidden":
-        return self
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Hidden":
-        return self
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
         return ((jax.tree_util.GetAttrKey("inner"), self.inner),), None

@@ -112,7 +112,7 @@ class Placer:
             return None
         is_key = wanted.kind == pb.LEAF_KIND_PRNG_KEY
         shape = leaf.shape[:-1] if is_key else leaf.shape
-        placement = self._chosen(leaf, wanted, shape)
+        placement = self._choose_placement(leaf, wanted, shape)
         if placement is None:
             return None
         if would_narrow(wanted.dtype):
@@ -155,7 +155,9 @@ class Placer:
         if self._partitioner is not None:
             self._partitioner.report()
 
-    def _chosen(self, leaf: Leaf, wanted: Wanted, shape: tuple[int, ...]) -> Placement:
+    def _choose_placement(
+        self, leaf: Leaf, wanted: Wanted, shape: tuple[int, ...]
+    ) -> Placement:
         if self._partitioner is not None:
             if self._recorded:
                 return self._partitioner.recorded(leaf.key, shape, leaf.sharding)
@@ -427,10 +429,10 @@ class Target:
         # become 32-bit. In the caller's thread, its guard would reject what it asked.
         with jax.enable_x64(self._wide), jax.transfer_guard("allow"):
             if len(arrays) == len(item.local.regions):
-                placed: Any = _placed_whole(item, item.placement, buffer, arrays)
+                placed: Any = _place_whole(item, item.placement, buffer, arrays)
                 item.value = placed
             else:
-                placed = _placed_parts(item, item.local, buffer, arrays)
+                placed = _place_parts(item, item.local, buffer, arrays)
                 with self._lock:
                     item.arrays = {**(item.arrays or {}), **placed}
         if item.local.on_accelerator:
@@ -480,7 +482,7 @@ def _cast(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     return cast
 
 
-def _placed_whole(
+def _place_whole(
     item: _PendingLeaf,
     placement: Sharding,
     buffer: Buffer,
@@ -499,7 +501,7 @@ def _placed_whole(
     return placed
 
 
-def _placed_parts(
+def _place_parts(
     item: _PendingLeaf,
     local: _LocalRegions,
     buffer: Buffer,

@@ -304,7 +304,7 @@ def _cuts(found: Iterable[tuple[NamedLeaf, Signature]], job: Job | None) -> list
 
 
 def _cut(value: Any, found: Signature, job: Job | None) -> _Cut:
-    dtype, held = DTYPES[found.dtype], _held(value, found, job)
+    dtype, held = DTYPES[found.dtype], _find_held(value, found, job)
     if held is None:
         shard_shape = _shard_shape(value, found)
         chunk_shape = choose_chunk_shape(found.shape, dtype.itemsize, shard_shape)
@@ -333,7 +333,7 @@ def _shard_shape(value: Any, found: Signature) -> tuple[int, ...]:
     return own + found.shape[len(own) :]  # key data has one more dimension
 
 
-def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
+def _find_held(value: Any, found: Signature, job: Job | None) -> Held | None:
     """Returns which processes hold which part of a leaf, or None for a local leaf.
 
     A leaf is local if it is on the host or on devices of one process. Every process

@@ -63,7 +63,7 @@ from storesvc_client.trees.nnx.restore_plans import Options, Request, plan_opt_s
 from storesvc_client.trees.nnx.saved_models import (
     check_run,
     open_checkpoint,
-    opened_run,
+    open_run,
     rebuild_state,
     save_state,
 )
@@ -425,7 +425,7 @@ class EasyDeLState(struct.PyTreeNode):
             state = state.replace(
                 graphstate=cast_floating(state.graphstate, float_dtype, "float_dtype=")
             )
-        with opened_run(save_directory, client=client, creating=True) as (run, _):
+        with open_run(save_directory, client=client, creating=True) as (run, _):
             return save_state(
                 run, state, metrics=metrics, labels=labels, snapshot="none"
             ).result()
@@ -468,7 +468,7 @@ class EasyDeLState(struct.PyTreeNode):
             FileNotFoundError: The directory holds no state.
             StoreError: See ``restore_state``.
         """
-        with opened_run(load_directory, client=client) as (run, which):
+        with open_run(load_directory, client=client) as (run, which):
             state: Self = restore_state(
                 run,
                 which,
@@ -507,7 +507,7 @@ class EasyDeLState(struct.PyTreeNode):
             raise AssertionError(
                 "expected a state with tx to load for, got none; see init_tx"
             )
-        with opened_run(load_directory, client=client) as (run, which):
+        with open_run(load_directory, client=client) as (run, which):
             reader = get_reader(run.open(which, distributed=ALL_PROCESSES))
             request = plan_opt_state(reader, self)
             restored: Any = reader.restore(request, DEFAULT_DEADLINE)

@@ -86,8 +86,8 @@ from storesvc_client.trees.nnx.graphs import (
 from storesvc_client.trees.nnx.variable_sources import (
     MetaValueRecreator,
     is_abstract_rng,
+    recreate_leaf,
     recreate_meta_values,
-    recreated_leaf,
     stored_value,
 )
 
@@ -367,7 +367,7 @@ def redefine_state(
                     )
                 result[key] = fresh_leaf(value)
             case nnx.RngCount() | nnx.RngKey():
-                result[key] = recreated_leaf(value, recreator, (key,))
+                result[key] = recreate_leaf(value, recreator, (key,))
             case _:
                 raise AttributeError(
                     f"leaf {_place(key)}: expected RngCount, RngKey or an empty "

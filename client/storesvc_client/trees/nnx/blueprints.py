@@ -61,7 +61,7 @@ from storesvc_client.trees.nnx.graphs import (
 )
 from storesvc_client.trees.nnx.recipes import (
     Recipe,
-    built_config,
+    build_config,
     factory_text,
     needed_arguments,
     takes_config,
@@ -603,10 +603,10 @@ def _maker(
                 f"model={factory_text(model)}"
             )
         return lambda: model(**rngs())
-    config = built_config(model, recipe)
+    config = build_config(model, recipe)
     if mesh is not None and hasattr(config, "set_model_mesh"):
         config.set_model_mesh(mesh)  # EasyDeL models compute on their config's mesh
-    arguments = {} if recipe is None else recipe.decoded_arguments()
+    arguments = {} if recipe is None else recipe.decode_arguments()
     if dtype is not None:
         arguments["param_dtype"] = DTYPES[str(checked_cast("cast=", dtype))]
     taken = {name: arguments[name] for name in arguments if name in accepted}

@@ -255,7 +255,7 @@ class Recipe:
             )
         return cls(**{**found, "model": str(found["model"])})
 
-    def decoded_config(self) -> Any:
+    def decode_config(self) -> Any:
         """Returns the config as plain data, or None if there is none.
 
         Raises:
@@ -263,7 +263,7 @@ class Recipe:
         """
         return None if self.config is None else decode_data(plain_settings(self.config))
 
-    def decoded_arguments(self) -> dict[str, Any]:
+    def decode_arguments(self) -> dict[str, Any]:
         """Returns the dtypes and the precision that the model was built with.
 
         Raises:
@@ -285,12 +285,12 @@ class Recipe:
         """
         is_either_plain = None in (class_name(self.config), class_name(target.config))
         found = _field_differences(
-            self.decoded_config(),
-            target.decoded_config(),
+            self.decode_config(),
+            target.decode_config(),
             # The result of a to_dict() may lack settings and have additional entries.
             common=is_either_plain and self.config is not None,
         )
-        own, other = self.decoded_arguments(), target.decoded_arguments()
+        own, other = self.decode_arguments(), target.decode_arguments()
         own.pop(_PARAM_DTYPE, None)
         other.pop(_PARAM_DTYPE, None)
         return found + _field_differences(own, other, common=not self.arguments)
@@ -418,7 +418,7 @@ def _encode_setting(
     try:
         found = read()
         if isinstance(found, jax.lax.Precision):
-            found = found.name  # as decoded_arguments reads it
+            found = found.name  # as decode_arguments reads it
         return None if found is None else encode(found)
     except _FAILURES as e:
         _log.warning("a setting of the model is not saved with the checkpoint: %r", e)
@@ -681,7 +681,7 @@ def needed_arguments(model: type[Any]) -> list[str]:
     ]
 
 
-def built_config(model: type[Any], recipe: Recipe | None) -> Any:
+def build_config(model: type[Any], recipe: Recipe | None) -> Any:
     """Returns the saved config as an object of the model's config class.
 
     Args:
@@ -703,7 +703,7 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
     saved = class_name(document)
     # plain data: saved by an earlier release, or the config is a dict
     if saved is None:
-        return _from_dict(model, classes, recipe.decoded_config())
+        return _from_dict(model, classes, recipe.decode_config())
     known_classes = list(classes)
     for cls in known_classes:  # the list grows during the iteration
         known_classes += [c for c in derived_classes(cls) if c not in known_classes]

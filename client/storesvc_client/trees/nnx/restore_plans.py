@@ -282,10 +282,10 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     recipe = read_recipe(stored.name, stored.document, request.options.on_mismatch)
     blueprint = _draw(stored, request.model, recipe, request.options)
     with collector_paused():
-        return _planned_state(stored, request, recipe, blueprint)
+        return _plan_drawn_state(stored, request, recipe, blueprint)
 
 
-def _planned_state(
+def _plan_drawn_state(
     stored: Stored, request: Request, recipe: Recipe | None, blueprint: Blueprint
 ) -> Plan:
     options, tx = request.options, request.tx
@@ -428,10 +428,10 @@ def plan_module(stored: Stored, request: Request) -> Plan:
             blueprint = blueprint.cast(options.dtype)
     else:
         blueprint = _draw(stored, request.model, recipe, options)
-    return _planned_module(stored, request, recipe, blueprint)
+    return _plan_drawn_module(stored, request, recipe, blueprint)
 
 
-def _planned_module(
+def _plan_drawn_module(
     stored: Stored, request: Request, recipe: Recipe | None, blueprint: Blueprint
 ) -> Plan:
     options = request.options
@@ -631,9 +631,9 @@ def _fitting_options(stored: Stored, request: Request) -> dict[str, Any] | None:
         changed = replace(request, options=options, is_compared=is_compared)
         view = select_leaves(stored, options.select)
         if request.state_class is None:
-            plan = _planned_module(view, changed, recipe, blueprint)
+            plan = _plan_drawn_module(view, changed, recipe, blueprint)
         else:
-            plan = _planned_state(view, changed, recipe, blueprint)
+            plan = _plan_drawn_state(view, changed, recipe, blueprint)
         if not is_compared:
             plan.check(view)
 

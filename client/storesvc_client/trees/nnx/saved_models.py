@@ -441,7 +441,7 @@ def _in_state(leaf: Leaf) -> Leaf:
 
 
 @contextmanager
-def opened_run(
+def open_run(
     where: "str | PathLike[str] | Run",
     *,
     client: "Client | None",

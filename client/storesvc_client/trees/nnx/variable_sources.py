@@ -112,7 +112,7 @@ def recreate_meta_values(
         return {
             key: recreate_node(at, (*path, key))
             if isinstance(at, Mapping)
-            else recreated_leaf(at, recreator, (*path, key))
+            else recreate_leaf(at, recreator, (*path, key))
             for key, at in node.items()
         }
 
@@ -137,7 +137,7 @@ def is_abstract_rng(leaf: Any) -> bool:
     return is_rng and isinstance(stored_value(leaf), jax.ShapeDtypeStruct)
 
 
-def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:
+def recreate_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:
     """Returns a Variable like the given count or key, with a new value.
 
     Raises:

@@ -288,19 +288,17 @@ class CheckpointFiller:
                     if buffer is None:
                         return
                     filled.append(FilledSlab(slab, wanted, buffer))
-                self._read(_Window(self._bytes, filled, slab_queue), meter)
-
-    def _read(self, window: "_Window", meter: Meter) -> None:
-        name = self._reader.name
-        assembly = Assembly(
-            self._bytes,
-            window.regions(),
-            name=name,
-            place=window.place,
-            meter=Meter("restore", name, within=meter),
-        )
-        self._reader.open_source().read(assembly.missing, assembly)
-        assembly.check_complete()
+                reading = _Window(self._bytes, filled, slab_queue)
+                name = self._reader.name
+                assembly = Assembly(
+                    self._bytes,
+                    reading.regions(),
+                    name=name,
+                    place=reading.place,
+                    meter=Meter("restore", name, within=meter),
+                )
+                self._reader.open_source().read(assembly.missing, assembly)
+                assembly.check_complete()
 
 
 class _Window:

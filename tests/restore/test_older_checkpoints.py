@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._job.job import Job
-from storesvc_client._restore.joint import Finding, agreed_damage, find_damage
+from storesvc_client._restore.joint import Finding, agree_on_damage, find_damage
 from tests.support.saved_checkpoint import flip
 from tests.support.sessions import send_through_server
 from tests.support.thread_job import ThreadJob
@@ -331,7 +331,7 @@ def test_processes_agree_that_damage_ended_a_restore(
 
     def part(process: Job) -> str:
         error = errors[process.index]
-        return agreed_damage(process, "x/1", error, seconds=5.0, is_final=False)
+        return agree_on_damage(process, "x/1", error, seconds=5.0, is_final=False)
 
     found = ThreadJob(len(errors)).run(part)
     assert [expected] * len(errors) == found
@@ -339,10 +339,10 @@ def test_processes_agree_that_damage_ended_a_restore(
 
 def test_processes_do_not_step_back_from_the_oldest_or_without_a_meeting() -> None:
     def part(process: Job) -> str:
-        return agreed_damage(process, "x/1", DAMAGED, seconds=5.0, is_final=True)
+        return agree_on_damage(process, "x/1", DAMAGED, seconds=5.0, is_final=True)
 
     def unmet(process: Job) -> str:
-        return agreed_damage(process, "", DAMAGED, seconds=5.0, is_final=False)
+        return agree_on_damage(process, "", DAMAGED, seconds=5.0, is_final=False)
 
     assert ["", ""] == ThreadJob(2).run(part)
     assert ["", ""] == ThreadJob(2).run(unmet)
@@ -356,6 +356,6 @@ def test_a_process_that_does_not_answer_counts_as_another_error(
     def part(process: Job) -> str:
         if process.index == 1:
             return "absent"
-        return agreed_damage(process, "x/1", DAMAGED, seconds=0.0, is_final=False)
+        return agree_on_damage(process, "x/1", DAMAGED, seconds=0.0, is_final=False)
 
     assert ["", "absent", ""] == ThreadJob(3).run(part)

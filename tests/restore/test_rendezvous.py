@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import storesvc_client as store
 from storesvc_client._job import job as wait_log
 from storesvc_client._restore import joint as joint_restore
-from storesvc_client._restore.joint import together
+from storesvc_client._restore.joint import join_restore
 from storesvc_client._values.arguments import Deadline
 from tests.support.examples import examples
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -49,7 +49,7 @@ def restored(
         return f"{what} of {process.index}"
 
     try:
-        with together(process, RUN) as joint:
+        with join_restore(process, RUN) as joint:
             assert joint is not None
             if refusal is not None:
                 raise refusal
@@ -281,7 +281,7 @@ def test_the_first_failure_is_reported_and_not_the_slow_process(
 
     def part(process: ThreadProcess) -> str:
         try:
-            with together(process, RUN) as joint:
+            with join_restore(process, RUN) as joint:
                 assert joint is not None
                 joint.begin("x", lambda: "x", Deadline.after(LONG))
                 if process.index == 1:

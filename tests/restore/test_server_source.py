@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc_client._restore.sources import CHUNKS_A_CALL, shares
+from storesvc_client._restore.sources import CHUNKS_A_CALL, cut_shares
 
 MIB = 1 << 20
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 def test_streams_share_the_chunks_by_their_bytes(sizes: list[int], count: int) -> None:
     ordinals = range(7, 7 + len(sizes))
 
-    found = list(shares(ordinals, sizes, count))
+    found = list(cut_shares(ordinals, sizes, count))
 
     assert list(ordinals) == [ordinal for share in found for ordinal in share]
     assert len(found) <= count
@@ -25,7 +25,7 @@ def test_streams_share_the_chunks_by_their_bytes(sizes: list[int], count: int) -
 def test_a_call_requests_at_most_the_allowed_chunks() -> None:
     count = 3 * CHUNKS_A_CALL + 5
 
-    found = list(shares(range(count), [1] * count, 2))
+    found = list(cut_shares(range(count), [1] * count, 2))
 
     assert CHUNKS_A_CALL == max(map(len, found))
     assert count == sum(map(len, found))

@@ -67,7 +67,7 @@ PREFIX: Final = "copy."
 """Prefix of the labels that record where a checkpoint was copied from."""
 
 
-def origin(checkpoint: Checkpoint) -> str:
+def find_origin(checkpoint: Checkpoint) -> str:
     """Returns the uid of the checkpoint that was saved: of the first in a chain of
     copies."""
     return checkpoint.labels.get(f"{PREFIX}uid", checkpoint.uid)
@@ -119,7 +119,7 @@ class RunCopy:
             if checkpoint.step in present:
                 if checkpoint.uid == present[checkpoint.step].uid:
                     raise self._same_run()  # by another address of its store
-                if origin(checkpoint) != origin(present[checkpoint.step]):
+                if find_origin(checkpoint) != find_origin(present[checkpoint.step]):
                     raise AlreadyExistsError(
                         f"{self._to.name}@{checkpoint.step}: expected no checkpoint, "
                         f"or a copy of {self._url(checkpoint)}, got one with another "
@@ -231,7 +231,7 @@ class RunCopy:
             PREFIX,
             own,
             {
-                "uid": origin(source),
+                "uid": find_origin(source),
                 "url": self._url(source),
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 "create_time": source.labels.get(f"{PREFIX}create_time", created),
@@ -271,7 +271,7 @@ class CheckpointFiller:
         """
         self._reader = reader
         self._slabs = slabs
-        self._bytes = replace(reader.manifest, tree=bytes_tree(reader.tree))
+        self._bytes = replace(reader.manifest, tree=make_bytes_tree(reader.tree))
 
     def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
         """See ``Filler.fill``."""
@@ -345,7 +345,7 @@ class _Window:
                 self._slab_queue.put(filled)
 
 
-def bytes_tree(tree: Tree) -> Tree:
+def make_bytes_tree(tree: Tree) -> Tree:
     """Returns rows of bytes whose chunks are the chunks of a tree, with the same
     ordinals and the same bytes."""
     rows = list[Leaf]()

@@ -151,7 +151,7 @@ class Termination(Protocol):
     @property
     def agrees_at_each_step(self) -> bool:
         """True if all processes of a job call ``is_due`` once at each step. Otherwise
-        it returns False until ``on_signal`` of ``termination`` was called."""
+        it returns False until ``on_signal`` of ``make_termination`` was called."""
 
     def is_due(self) -> bool:
         """Returns whether the loop saves this step and ends."""
@@ -242,7 +242,9 @@ class OwnTermination:
             self._previous(number, frame)
 
 
-def termination(*, is_shared: bool, on_signal: Callable[[], object]) -> Termination:
+def make_termination(
+    *, is_shared: bool, on_signal: Callable[[], object]
+) -> Termination:
     """Returns what says when a loop is to end.
 
     Args:

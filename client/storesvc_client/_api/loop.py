@@ -46,7 +46,7 @@ from storesvc_client._api.due_steps import (
     TakenSteps,
     Termination,
     is_argument_error,
-    termination,
+    make_termination,
 )
 from storesvc_client._api.opening import Opening
 from storesvc_client._items.iterators import has_state
@@ -306,7 +306,7 @@ class Loop:
         if job is not None:
             self._decisions = Decisions(job, self._run.name)
         self._policy.set(creates=self._creates, writes=self._is_leader)
-        self._termination = termination(
+        self._termination = make_termination(
             is_shared=job is not None, on_signal=self._end_quiet
         )
         if self._termination.agrees_at_each_step:

@@ -190,7 +190,7 @@ class Opening:
         restore of all processes, which an error within it ends in all of them.
         """
         # Late, as it imports NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._restore.joint import together
+        from storesvc_client._restore.joint import join_restore
 
         job: Job | None = None
         # Without jax, this process is of no job; reading items must not import it.
@@ -201,7 +201,7 @@ class Opening:
         while True:
             joint = None
             try:
-                with together(job, self._place) as joint:
+                with join_restore(job, self._place) as joint:
                     result = act(self._read_checkpoint(job, joint), joint, self._ends)
                 break
             except StoreError as e:
@@ -317,7 +317,7 @@ class Opening:
         if joint is None:
             damage = str(error) if isinstance(error, DataLossError) else ""
         else:
-            damage = joint.agreed_damage(error, is_final=newest.tried is None)
+            damage = joint.agree_on_damage(error, is_final=newest.tried is None)
         if not damage or newest.tried is None:
             return False
         newest.note(newest.tried, damage)

@@ -20,7 +20,7 @@ from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._restore.joint import JointRestore, together
+from storesvc_client._restore.joint import JointRestore, join_restore
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
@@ -128,7 +128,7 @@ class CheckpointReader(TreeReader):
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
         """See ``TreeReader``."""
-        with together(self.job, str(self._name.run)) as joint:
+        with join_restore(self.job, str(self._name.run)) as joint:
             what = f"restore of {self.name}: deadline="
             ends = Deadline.after(checked_duration(what, deadline).total_seconds())
             if joint is not None:

@@ -77,7 +77,7 @@ def find_damage(findings: Sequence[Finding]) -> str:
     return next((each.text for each in findings if each.kind == "damage"), "")
 
 
-def agreed_damage(
+def agree_on_damage(
     job: Job, place: str, error: StoreError, *, seconds: float, is_final: bool
 ) -> str:
     """Returns the damage that ended a restore in all processes; "" if it was another
@@ -159,7 +159,7 @@ _SECOND_HAND: Final = "second hand"
 
 
 @contextmanager
-def together(job: Job | None, run: str) -> "Generator[JointRestore | None]":
+def join_restore(job: Job | None, run: str) -> "Generator[JointRestore | None]":
     """Yields the joint restore of a job's processes; publishes an error raised in the
     context to the other processes.
 
@@ -339,7 +339,7 @@ class JointRestore:
             return self.job.read(self._failure_key) or ""
         return ""
 
-    def agreed_damage(self, error: StoreError, *, is_final: bool) -> str:
+    def agree_on_damage(self, error: StoreError, *, is_final: bool) -> str:
         """Returns the damage that ended this restore in all processes; "" if another
         error did.
 
@@ -347,7 +347,7 @@ class JointRestore:
             error: Error that this process raised.
             is_final: Whether no other checkpoint is left; process 0's counts.
         """
-        return agreed_damage(
+        return agree_on_damage(
             self.job, self._place, error, seconds=self._deadline.left, is_final=is_final
         )
 

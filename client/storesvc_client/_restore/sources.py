@@ -80,7 +80,7 @@ _METHOD: Final = "/storesvc.v1.ChunkService/ReadChunks"
 _Method: TypeAlias = "grpc.UnaryStreamMultiCallable[api.ReadChunksRequest, bytes]"
 
 
-def shares(
+def cut_shares(
     ordinals: Sequence[int], sizes: Sequence[int], count: int
 ) -> Iterator[Sequence[int]]:
     """Cuts chunks into the shares of single calls, of equal size in bytes, so that
@@ -129,7 +129,7 @@ class ServerSource:
     def _read_window(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """Reads chunks over several streams; returns when all are complete."""
         sizes = [assembly.length(ordinal) for ordinal in ordinals]
-        calls = list(shares(ordinals, sizes, STREAMS))
+        calls = list(cut_shares(ordinals, sizes, STREAMS))
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))
         with Threads(STREAMS, "storesvc-restore") as pool:
             futures = [

@@ -230,6 +230,12 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 1024**exponent:.1f} {_UNITS[exponent - 1]}"
 
 
+def quota_amount_text(quota: str, amount: int) -> str:
+    """Returns an amount of the quota of a name, as a size if it is one of bytes."""
+    is_size = quota in ("stored_bytes", "bytes_in_flight")
+    return size_text(amount) if is_size else f"{amount:,}"
+
+
 def time_text(time: datetime) -> str:
     """Returns a time in the time zone of this machine."""
     return time.astimezone().isoformat(sep=" ", timespec="seconds")

@@ -16,6 +16,7 @@ from storesvc_client._views.texts import (
     number_text,
     pairs_text,
     printable,
+    quota_amount_text,
     size_text,
     time_text,
 )
@@ -245,9 +246,6 @@ def _foreign(
 _SHOWN: Final = 20
 """Maximum lines of one field; with --json, all are."""
 
-_SIZES: Final = frozenset({"stored_bytes", "bytes_in_flight"})
-"""Quotas that are sizes."""
-
 
 @dataclass(slots=True, kw_only=True)
 class MetricRange:
@@ -458,11 +456,8 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
 
 
 def _quota_text(quota: "Quota") -> str:
-    is_size = quota.name in _SIZES
-    used, limit = (
-        size_text(amount) if is_size else f"{amount:,}"
-        for amount in (quota.used, quota.limit)
-    )
+    used = quota_amount_text(quota.name, quota.used)
+    limit = quota_amount_text(quota.name, quota.limit)
     of = f"of {limit}" if quota.limit else "without a limit"
     return f"{used} {of} for {quota.scope or 'anonymous callers'}"
 

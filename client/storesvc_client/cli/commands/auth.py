@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc_client._views.tables import Column, Shrink
-from storesvc_client._views.texts import printable, size_text
+from storesvc_client._views.texts import printable, quota_amount_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
@@ -129,10 +129,9 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
 
 
 def _row(found: "Quota") -> tuple[str, ...]:
-    amounts = (found.used, found.limit, found.soft_limit)
-    is_size = found.name in ("stored_bytes", "bytes_in_flight")
     used, limit, warns = (
-        size_text(amount) if is_size else f"{amount:,}" for amount in amounts
+        quota_amount_text(found.name, amount)
+        for amount in (found.used, found.limit, found.soft_limit)
     )
     return (
         found.name,

@@ -1,24 +1,8 @@
 """Rows of a tree: level by level, alike siblings together, bounded."""
 
-from storesvc_client import LeafInfo
 from storesvc_client._views.texts import Node, grow
 from storesvc_client.console.checkpoint_pages import LEVEL, Row, level, opened_rows
-
-
-def leaf(key: str, size: int = 4) -> LeafInfo:
-    return LeafInfo(
-        key=key,
-        path=tuple(key.split("/")),
-        path_kinds="a" * len(key.split("/")),
-        kind="array",
-        dtype="float32",
-        shape=(size,),
-        chunk_shape=(size,),
-        chunk_count=1,
-        size_bytes=4 * size,
-        sharding=None,
-        prng_impl=None,
-    )
+from tests.pictures.models import leaf
 
 
 def tree(*keys: str) -> tuple[Node, ...]:
@@ -84,7 +68,7 @@ def test_a_prefix_inside_a_group_opens_its_own_row() -> None:
 
 
 def test_a_wide_level_is_cut_and_continued() -> None:
-    wide = grow(leaf(f"w{i}x", size=i + 1) for i in range(LEVEL + 50))
+    wide = grow(leaf(f"w{i}x", (i + 1,)) for i in range(LEVEL + 50))
 
     first = level(wide, "")
     rest = level(wide, "", start=first[-1].more_from)

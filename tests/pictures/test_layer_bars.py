@@ -11,9 +11,8 @@ from storesvc_client._pictures.layer_bars import (
 from storesvc_client._pictures.treemap import percent
 from storesvc_client._values.models import Diff, LeafDifference
 from storesvc_client._views.texts import natural_key
-from tests.pictures.leaves import leaf, transformer
+from tests.pictures.models import checkpoint, leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, parsed, texts, titles
-from tests.pictures.runs import checkpoint
 
 
 def difference(

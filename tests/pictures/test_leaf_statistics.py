@@ -21,45 +21,26 @@ from storesvc_client._pictures.leaf_statistics import (
     leaf_statistics,
     sampled_chunks,
 )
-from storesvc_client._values.models import LeafInfo
+from tests.pictures.models import leaf
 from tests.pictures.parsed import SVG, boxes, filled, parsed, texts, titles
 
 BLUE = "#2b83ea"
 WIDE = st.floats(allow_nan=True, allow_infinity=True)
 
 
-def leaf_of(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> LeafInfo:
-    grid = Grid(tuple(shape), tuple(chunk), DTYPES[dtype].itemsize)
-    return LeafInfo(
-        key="w",
-        path=("w",),
-        path_kinds="n",
-        kind="array",
-        dtype=dtype,
-        shape=tuple(shape),
-        chunk_shape=tuple(chunk),
-        chunk_count=grid.count,
-        size_bytes=grid.leaf_bytes,
-        sharding=None,
-        prng_impl=None,
-    )
-
-
 def statistics_of(
-    array: NDArray[Any], chunk: Sequence[int] | None = None, chunks: Sequence[int] = ()
+    array: NDArray[Any], chunk: Sequence[int] = (), chunks: Sequence[int] = ()
 ) -> LeafStatistics:
     """Returns the statistics of an array that is read chunk by chunk."""
-    leaf = leaf_of(
-        array.dtype.name, array.shape, chunk or [max(n, 1) for n in array.shape]
-    )
-    grid = Grid(leaf.shape, leaf.chunk_shape, array.dtype.itemsize)
+    info = leaf("w", array.shape, array.dtype.name, chunk_shape=chunk)
+    grid = Grid(info.shape, info.chunk_shape, array.dtype.itemsize)
 
     def blocks() -> Iterator[tuple[Region, NDArray[Any]]]:
         for number in chunks or range(grid.count):
             region = grid.region(number)
             yield region, part(array, whole(array.shape), region)
 
-    return leaf_statistics(leaf, blocks())
+    return leaf_statistics(info, blocks())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,25 +234,25 @@ def test_large_blocks_are_converted_part_by_part(
 
 
 def test_all_chunks_are_read_if_the_budget_allows() -> None:
-    leaf = leaf_of("float32", (100,), (10,))
+    info = leaf("w", (100,), "float32", chunk_shape=(10,))
 
-    assert [*range(10)] == sampled_chunks(leaf, 40, 400)
-    assert [] == sampled_chunks(leaf_of("float32", (0,), (1,)), 4, 0)
+    assert [*range(10)] == sampled_chunks(info, 40, 400)
+    assert [] == sampled_chunks(leaf("w", (0,), "float32"), 4, 0)
 
 
 def test_a_sample_is_evenly_distributed_and_within_the_budget() -> None:
-    leaf = leaf_of("float32", (1000,), (10,))
+    info = leaf("w", (1000,), "float32", chunk_shape=(10,))
 
-    assert [12, 37, 62, 87] == sampled_chunks(leaf, 40, 199)
+    assert [12, 37, 62, 87] == sampled_chunks(info, 40, 199)
 
 
 def test_a_budget_below_one_chunk_is_rejected() -> None:
-    leaf = leaf_of("float32", (1000,), (10,))
+    info = leaf("w", (1000,), "float32", chunk_shape=(10,))
 
     with pytest.raises(
         store.InvalidRequestError, match=r"at least one chunk, 40 .*got 39"
     ):
-        sampled_chunks(leaf, 40, 39)
+        sampled_chunks(info, 40, 39)
 
 
 def test_a_sample_says_what_was_read() -> None:

@@ -16,8 +16,8 @@ from storesvc_client._pictures.timeline import (
     time_scale,
     timeline,
 )
+from tests.pictures.models import START, checkpoint, hold, tag
 from tests.pictures.parsed import HOSTILE, SVG, filled, parsed, texts, titles
-from tests.pictures.runs import START, checkpoint, hold, tag
 
 FEW = [
     checkpoint(100, metrics={"loss": 3.0}, deleted=True),

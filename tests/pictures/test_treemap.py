@@ -17,7 +17,7 @@ from storesvc_client._pictures.treemap import (
     treemap,
 )
 from storesvc_client._values.models import LeafInfo
-from tests.pictures.leaves import leaf, transformer
+from tests.pictures.models import leaf, transformer
 from tests.pictures.parsed import HOSTILE, SVG, boxes, parsed, texts, titles
 from tests.support.examples import sampled
 

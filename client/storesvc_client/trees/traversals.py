@@ -668,7 +668,12 @@ def int_key_to_string(xs: Mapping[Any, Any]) -> dict[Any, Any]:
         TypeError: ``xs`` is not a mapping.
         ValueError: A mapping contains an integer and the same integer as text.
     """
-    return _with_keys(xs, _integer_text, ())
+
+    def integer_text(key: Any) -> Any:
+        is_integer = isinstance(key, int) and not isinstance(key, bool)
+        return str(key) if is_integer else key
+
+    return _with_keys(xs, integer_text, ())
 
 
 def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -682,11 +687,6 @@ def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
         ValueError: A mapping contains an integer and the same integer as text.
     """
     return _with_keys(xs, parse_integer, ())
-
-
-def _integer_text(key: Any) -> Any:
-    is_integer = isinstance(key, int) and not isinstance(key, bool)
-    return str(key) if is_integer else key
 
 
 def parse_integer(key: Any) -> Any:

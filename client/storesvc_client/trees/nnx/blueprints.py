@@ -240,7 +240,16 @@ def gather(tree: Any) -> Any:
 
     Typed PRNG keys, for which NumPy has no dtype, are complete on the first device.
     """
-    return jax.tree.map(_gather_leaf, tree)
+
+    def gather_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return np.asarray(leaf)
+
+    return jax.tree.map(gather_leaf, tree)
 
 
 def find_leaf_mesh(tree: Any) -> Mesh | None:
@@ -259,15 +268,6 @@ def _move(leaf: Any, sharding: Sharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.device_put(leaf, sharding)
-
-
-def _gather_leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return np.asarray(leaf)
 
 
 def check_tx(tx: Any) -> None:

@@ -411,7 +411,11 @@ class _SettingsDecoder(ValueDecoder):
         for key, item in parse_pairs(value.get("fields", []), place):
             if not isinstance(key, str) or not key.isidentifier():
                 raise structure_error(place, "names of attributes", shown(key))
-            if _is_described(item):
+            # A value of which a part is only described is missing.
+            if any(
+                "opaque" in part and named_dtype(part) is part
+                for part in iterate_objects(item)
+            ):
                 continue
             decoded = self.decode(item, Within(place, key))
             # Stored past the class, whose own __setattr__ could run any code.
@@ -462,14 +466,6 @@ _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
     list: list.extend,
     set: set.update,
 }
-
-
-def _is_described(document: JSON) -> bool:
-    """Returns whether a part of a value is only described."""
-    return any(
-        "opaque" in value and named_dtype(value) is value
-        for value in iterate_objects(document)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -520,7 +520,7 @@ def copy_within_bucket(
     if (
         pool is None
         or not isinstance(target, RemoteTarget)
-        or not target.shares_bucket(pool.storage)
+        or not target.place.shares_bucket(pool.storage)
     ):
         return None
     places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
@@ -561,6 +561,8 @@ def _undo(source: Source, target: Target, item: str, reason: str) -> None:
 
 COMMITTED: Final = "commit_success.txt"
 """File that Orbax expects in a finished step, and in each of its items."""
+
+_COMMITTED_TEXT: Final = b"Written by storesvc.\n"
 
 METRICS: Final = "metrics"
 """Item of Orbax that holds the metrics of a step."""
@@ -725,7 +727,7 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
         handlers[METRICS] = JSON_HANDLERS[step.layout]
     # 4. What makes a step of it.
     for name in handlers:
-        _put(target, f"{name}/{COMMITTED}", b"Written by storesvc.\n")
+        _put(target, f"{name}/{COMMITTED}", _COMMITTED_TEXT)
     if step.layout == "v1":
         _put(target, "orbax.checkpoint", b"")
     put(
@@ -775,7 +777,7 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
     if root.local is not None:
         with _new_directory(root.local / step) as directory:
             yield LocalTarget(directory)
-            _put(LocalTarget(directory), COMMITTED, b"Written by storesvc.\n")
+            _put(LocalTarget(directory), COMMITTED, _COMMITTED_TEXT)
         return
     target = root.below(step)
     names = target.names()
@@ -786,7 +788,7 @@ def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
         if name != MARK:
             target.remove(name)
     yield claimed
-    claimed.complete(COMMITTED, b"Written by storesvc.\n")
+    claimed.complete(COMMITTED, _COMMITTED_TEXT)
 
 
 @contextmanager

@@ -292,10 +292,6 @@ class RemoteTarget:
             for name in self._files.find(self._path(path)):
                 self._files.rm_file(name)
 
-    def shares_bucket(self, storage: Storage) -> bool:
-        """Returns whether a root of a store is in the bucket of this folder."""
-        return self.place.shares_bucket(storage)
-
     def copy_objects(
         self, storage: Storage, paths: Sequence[str], copies: Sequence[str]
     ) -> None:

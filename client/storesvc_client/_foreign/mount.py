@@ -236,6 +236,9 @@ class ForeignInfo:
         )
 
 
+_OF_ORBAX: Final = ("orbax", "checkpoints of Orbax")
+
+
 def open_foreign(
     url: str,
     *,
@@ -271,29 +274,22 @@ def open_foreign(
         UnavailableError: The storage does not answer.
     """
     kind, place = split_url(url)
-    if trust_uncommitted and kind != "orbax":
-        raise InvalidRequestError(
-            f"{url}: expected trust_uncommitted= (--trust-uncommitted) with "
-            "checkpoints of Orbax only; leave it out"
-        )
     left_out = frozenset(checked_texts(f"{url}: without=", without))
-    if left_out and kind != "orbax":  # others have no items
-        raise InvalidRequestError(
-            f"{url}: expected without= (--without) with checkpoints of Orbax only; "
-            "leave it out"
-        )
+    for given, name, owner, what in (
+        (trust_uncommitted, "trust_uncommitted= (--trust-uncommitted)", *_OF_ORBAX),
+        (left_out, "without= (--without)", *_OF_ORBAX),  # others have no items
+        (keep_names, "keep_names=", "safetensors", "safetensors"),
+    ):
+        if given and kind != owner:
+            raise InvalidRequestError(
+                f"{url}: expected {name} with {what} only; leave it out"
+            )
     options: dict[str, Any] = {}
-    if trust_uncommitted:
-        options["trust_uncommitted"] = True
-    if left_out:
-        options["without"] = left_out
-    if kind == "safetensors":
-        place, options["file"] = split_file(place)
-        options["keep_names"] = keep_names
-    elif keep_names:
-        raise InvalidRequestError(
-            f"{url}: expected keep_names= with safetensors only; leave it out"
-        )
+    if kind == "orbax":
+        options = {"trust_uncommitted": trust_uncommitted, "without": left_out}
+    elif kind == "safetensors":
+        place, file = split_file(place)
+        options = {"file": file, "keep_names": keep_names}
     location = open_location(place, storage_options=storage_options)
     lookalike = partial(other_format, kind, location)
     explained = partial(explain, kind, place, location, storage_options)

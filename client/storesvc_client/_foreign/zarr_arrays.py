@@ -440,14 +440,8 @@ class TensorStoreRead:
         into: NDArray[Any],
         row: str,
     ) -> None:
-        """Takes a read that has been started.
-
-        Args:
-            future: Its future.
-            target: Memory that TensorStore writes.
-            into: Memory that receives the elements in the end; may be `target`.
-            row: Name of the row for messages.
-        """
+        """Takes a read that has been started; TensorStore writes `target`, and `into`,
+        which may be the same, receives the elements in the end."""
         self._future = future
         self._target = target
         self._into = into

@@ -260,15 +260,8 @@ class StepSequence:
         is_read_only: bool,
         **options: Any,
     ) -> Self:
-        """Opens a run, and returns its steps.
-
-        Args:
-            place: A run, or the target of a store.
-            run: Name of the run, if ``place`` is a target without one.
-            logger: Receives the statistics of each save and restore.
-            metadata: Metadata of the run, kept unless it has some.
-            is_read_only: Whether nothing is saved, deleted or set.
-            **options: As for the constructor.
+        """Opens a run as ``open_run`` does, and returns its steps; `metadata` of the
+        run is kept unless it has some. The constructor takes `options`.
 
         Raises:
             InvalidRequestError: There is no name of a run, or two.
